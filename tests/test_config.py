@@ -1,8 +1,9 @@
-"""Settings round-trip everywhere, and say what is wrong with them."""
+"""Only these tests catch a setting that is lost on its way through a file or a command, that
+changes another, or that is wrong and is not refused with the way out."""
 
 import pytest
 
-from lpkit.config import Config, ModelConfig, flat, parse_settings
+from lpkit.config import Config, flat, parse_settings
 from lpkit.errors import ConfigError
 from lpkit.presets import PRESETS, preset, resolve
 
@@ -18,14 +19,13 @@ def test_every_preset_round_trips(name):
 
 
 def test_settings_change_what_they_name_and_nothing_else():
-    config = Config().replace(parse_settings(["model.layers=6", "optimizer.lr=3e-4",
-        "system.compile=no", "steps=1_000",
-                                              "model.kv_heads=2", "system.threads=none"]))
-    changed = {key for key, value in flat(config).items() if value != flat(Config())[key]}
-    assert changed == {"model.layers", "optimizer.lr", "system.compile", "steps", "model.kv_heads"}
-    assert ((config.model.layers, config.optimizer.lr, config.system.compile, config.steps,
-             config.model.G) == \
-        (6, 3e-4, False, 1000, 2))
+    config = Config().replace(parse_settings([
+        "model.layers=6", "optimizer.lr=3e-4", "system.compile=no", "steps=1_000",
+        "model.kv_heads=2", "system.threads=none"]))
+    changed = {key: value for key, value in flat(config).items() if value != flat(Config())[key]}
+    assert changed == {"model.layers": 6, "optimizer.lr": 3e-4, "system.compile": False,
+                       "steps": 1000, "model.kv_heads": 2}
+    assert config.model.G == 2
 
 
 def test_a_name_brings_the_settings_of_its_row():
@@ -41,44 +41,28 @@ def test_a_name_brings_the_settings_of_its_row():
 
 
 @pytest.mark.parametrize("text", ["version: 2\nmodel: {layers: 2, attention: sdpa}",
-                                  "version: 1\nprecision: fp8"])
-def test_an_older_config_is_refused_before_its_keys_are_read(text):
-    with pytest.raises(ConfigError,
-                       match=r"version [12], and this lpkit understands version 3 alone; take the "
-                             r"lpkit that wrote it, or write the config again"):
+                                  "version: 7\nmodel: {experts: 8}"])
+def test_a_config_of_another_version_is_refused_before_its_keys_are_read(text):
+    with pytest.raises(ConfigError, match=r"version [127], and this lpkit understands version 3 "):
         Config.from_yaml(text)
-
-
-def test_derived_sizes_follow_a_change():
-    model = ModelConfig(width=128, heads=8).__class__(width=512, heads=8)
-    assert (model.F, model.G, model.E) == (2048, 8, 64)
 
 
 BAD = {
     "model.layer=6": r"no setting 'model.layer'; did you mean 'model.layers'",
-    "modell.layers=6": r"did you mean 'model.layers'",
     "model=6": r"'model' is a group of settings",
     "steps=many": r"steps must be a whole number, got 'many'",
-    "steps=1.5": r"steps must be a whole number, got '1.5'",
     "steps=0": r"steps must be positive, got 0",
     "optimizer.lr=nan": r"optimizer.lr must be positive, got nan",
-    "model.width=250": r"model.width=250 is not a multiple of model.heads=4; nearest widths: 248 "
-                       r"or 252",
+    "model.width=250": r"not a multiple of model.heads=4; nearest widths: 248 or 252",
     "model.kv_heads=3": r"kv_heads may be 1, 2, 4",
-    "model.norm=rmsnorn": r"did you mean 'rmsnorm'",
     "grad_accum_steps=3": r"grad_accum_steps may be 1, 2, 4, 8, 16",
-    "version=4": r"has version 4, and this lpkit understands version 3 alone",
     "memory.recompute=blok": r"no memory.recompute 'blok'; did you mean 'block'",
-    "memory.recompute.every=2": r"memory.recompute=none has no setting 'every'; selective, block "
-                                r"have it",
+    "memory.recompute.every=2": r"none has no setting 'every'; selective, block have it",
     "memory.recompute.every.n=2": r"no setting 'memory.recompute.every.n'",
-    "precision.recipe=fp8": r"no precision.recipe 'fp8'; choose one of fp8-blockwise, "
-                            r"fp8-blockwise-pow2, fp8-delayed, fp8-rowwise, fp8-tensorwise$",
-    "precision.recipe.history=4": r"precision.recipe=auto has no setting 'history'; fp8-delayed "
-                                  r"has it",
+    "precision.recipe=fp8": r"no precision.recipe 'fp8'; choose one of fp8-blockwise, ",
+    "precision.recipe.history=4": r"=auto has no setting 'history'; fp8-delayed has it",
     "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adam'",
     "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",
-    "parallel.tensor=3": r"tensor may be 2 or 4",
     "parallel.zero=4": r"no ZeRO stage 4",
     "system.compile=maybe": r"true or false or auto or blocks or model, got 'maybe'",
     "steps": r"expected key=value, got 'steps'",
@@ -94,18 +78,11 @@ def test_a_bad_setting_says_the_way_out(setting):
 def test_unknown_targets_say_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"no preset 'cpu-3n'; did you mean 'cpu-3m'"):
         resolve("cpu-3n")
-    with pytest.raises(ConfigError,
-                       match=r"cannot read .*none.yaml: No such file.*; a config is a YAML file or "
-                             r"a preset, one of cpu-3m"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none.yaml: No such file.*cpu-3m"):
         resolve(str(tmp_path / "none.yaml"))
     (tmp_path / "bad.yaml").write_text("model: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
         resolve(str(tmp_path / "bad.yaml"))
-
-
-def test_a_config_of_a_newer_version_is_refused_before_its_keys():
-    with pytest.raises(ConfigError, match="version 7, and this lpkit understands"):
-        Config.from_dict({"version": 7, "model": {"experts": 8}})
 
 
 def test_numbers_that_yaml_reads_as_text():
@@ -119,7 +96,7 @@ def test_a_number_that_yaml_reads_in_another_base_is_refused(value):
         Config.from_yaml(f"steps: {value}")
 
 
-@pytest.mark.parametrize("key", ["model", "model.attention", "governors", "zzz", "data.policy"])
+@pytest.mark.parametrize("key", ["model", "model.attention", "governors", "zzz"])
 def test_what_nests_without_end_is_refused(key):
     given = {}
     for _ in range(5000):
@@ -131,17 +108,16 @@ def test_what_nests_without_end_is_refused(key):
 def test_a_group_and_one_of_its_settings_are_changed_together_and_the_callers_stays():
     given = {"attention": {"name": "window", "size": 8}}
     config = Config().replace({"model": given, "model.attention.size": 16})
-    assert ((config.model.attention.name, config.model.attention.size) == ("window", 16)
-            and given["attention"]["size"] == 8)
+    assert (config.model.attention.name, config.model.attention.size) == ("window", 16)
+    assert given["attention"]["size"] == 8
 
 
 def test_settings_and_rows_that_are_gone_are_refused_by_name():
     """A file of before names them; nothing reads them as something else. A setting that had one
     value is in the file of every older run, and is left out."""
     assert Config.from_yaml("parallel: {tensor_messages: apart}") == Config()
-    for text, said in (("parallel: {tensor_messages: async}",
-                        "no setting 'parallel.tensor_messages'"),
-                       ("system: {attention: flash-attn-4}", "no system.attention 'flash-attn-4'"),
-                       ("start: {grow: ligo}", "no start.grow 'ligo'")):
-        with pytest.raises(ConfigError, match=f"^there is {said}; "):
+    for text, name in (
+            ("parallel: {tensor_messages: async}", "setting 'parallel.tensor_messages'"),
+            ("system: {attention: flash-attn-4}", "system.attention 'flash-attn-4'")):
+        with pytest.raises(ConfigError, match=f"^there is no {name}; "):
             Config.from_yaml(text)

@@ -1,4 +1,5 @@
-"""Locks that two real processes fight for; links and names that lead out of a folder."""
+"""Only these tests catch a lock that two processes have, a file that is more open than the umask
+says, and a link or a name that leads out of a folder."""
 
 import errno
 import fcntl
@@ -17,12 +18,6 @@ from lpkit.errors import ConfigError
 from lpkit.training import loop
 from lpkit.training.background import start_each
 from tests.attack import until
-
-REFUSED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
-
-
-def refuse(code):
-    raise OSError(code, os.strerror(code))
 
 
 def forked(work) -> int:
@@ -117,18 +112,20 @@ def test_looking_keeps_nobody_out(tmp_path):
         exit_code(pid)
 
 
-@pytest.mark.parametrize("code", REFUSED, ids=errno.errorcode.get)
-@pytest.mark.parametrize("call", [
-    lambda path: files.locked(path).__enter__(), lambda path: loop._owned(path.parent).__enter__(),
-    files.is_locked,
-    lambda path: files.lockable(path.parent, "TMPDIR")],
+@pytest.mark.parametrize("code, call", [
+    (errno.ENOLCK, lambda path: files.locked(path).__enter__()),
+    (errno.ENOSYS, lambda path: loop._owned(path.parent).__enter__()),
+    (errno.EOPNOTSUPP, files.is_locked),
+    (errno.EINVAL, lambda path: files.lockable(path.parent, "TMPDIR"))],
     ids=["locked", "a run", "is_locked", "lockable"])
 def test_where_nothing_can_be_locked_one_sentence_says_so(tmp_path, monkeypatch, code, call):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
     (tmp_path / "lock").touch()
-    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(code))
-    with pytest.raises(ConfigError,
-                       match=r"nothing can be locked in .* \(.*\), and two processes could write "
-                             r"there at once; .*local disk"):
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"nothing can be locked in .* \(.*\), and two processes "
+                                          r"could write there at once; .*local disk"):
         call(tmp_path / "lock")
 
 
@@ -147,7 +144,7 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize("bits", [0o077, 0o022, 0o002, 0o000, 0o177])
+@pytest.mark.parametrize("bits", [0o077, 0o002, 0o177])
 def test_what_is_written_is_as_open_as_the_umask_says(bits, tmp_path):
     with umask(bits):
         files.write_atomically(tmp_path / "whole", "x")
@@ -171,8 +168,7 @@ def test_what_was_closed_stays_closed_when_it_is_replaced(tmp_path):
 def test_a_private_folder_is_made_closed_and_an_own_one_is_closed(tmp_path):
     with umask(0):
         folder = files.private_folder(tmp_path / "a" / "b" / "c")
-    assert [mode(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700, 0o755,
-        0o755]
+    assert [mode(path) for path in (folder, *folder.parents[:2])] == [0o700, 0o755, 0o755]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o775)
     assert mode(files.own_folder(tmp_path / "open", 0o700)) == 0o700
@@ -185,8 +181,7 @@ def test_a_home_that_nobody_has_is_one_sentence(monkeypatch):
         for variable, place in (("XDG_CACHE_HOME", files.cache_dir),
                                 ("XDG_DATA_HOME", files.data_dir)):
             monkeypatch.setenv(variable, path)
-            with pytest.raises(ConfigError,
-                               match=r"a user whom this machine does not know|is not UTF-8"):
+            with pytest.raises(ConfigError, match=r"whom this machine does not|is not UTF-8"):
                 place("course")
     assert files.expanded("~") == Path.home() and files.expanded("a/~b") == Path("a/~b")
 
@@ -200,12 +195,13 @@ def planted(request, tmp_path):
     (tmp_path / "outside").mkdir()
     victim, path = tmp_path / "outside" / "victim", tmp_path / "inside" / "name"
     victim.write_text("theirs\nand a torn li")
-    {"link": lambda: path.symlink_to(victim),
-     "dangling": lambda: path.symlink_to(victim.with_name("new")),
-     "loop": lambda: path.symlink_to(path), "null": lambda: path.symlink_to("/dev/null"),
-     "pipe": lambda: os.mkfifo(path),
-     "folder": lambda: path.symlink_to(victim.parent),
-     "hard": lambda: path.hardlink_to(victim)}[request.param]()
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "hard":
+        path.hardlink_to(victim)
+    else:
+        path.symlink_to({"link": victim, "dangling": victim.with_name("new"), "loop": path,
+                         "null": "/dev/null", "folder": victim.parent}[request.param])
     return path
 
 
@@ -215,15 +211,12 @@ def outside(path):
 
 
 @pytest.mark.parametrize("write", [
-    lambda path: files.append_lines(path, ["ours\n"]), lambda path: files.open_own(path, "ab"),
-    lambda path: files.open_own(path, "wb"), lambda path: files.open_own(path, "rb"),
-    lambda path: files.is_locked(path),
-    lambda path: files.locked(path).__enter__()],
-    ids=["append", "a", "w", "r", "is_locked", "locked"])
+    lambda path: files.append_lines(path, ["ours\n"]), lambda path: files.open_own(path, "wb"),
+    lambda path: files.open_own(path, "rb"), files.is_locked,
+    lambda path: files.locked(path).__enter__()], ids=["append", "w", "r", "is_locked", "locked"])
 def test_nothing_is_opened_under_the_name_of_another_thing(planted, write):
     before = outside(planted)
-    with pytest.raises(ConfigError,
-                       match=r"inside/name' (is a link|is a pipe|has other names).*remove it"):
+    with pytest.raises(ConfigError, match=r"inside/name' (is a link|is a pipe|has other names)"):
         write(planted)
     assert outside(planted) == before
 
@@ -245,27 +238,24 @@ def test_a_folder_is_made_and_a_file_in_its_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file' is a file where a folder is needed; remove it"):
         files.own_folder(tmp_path / "file")
-    for write in (lambda path: files.append_lines(path, []),
-                  lambda path: files.write_atomically(path, "")):
+    for write, content in ((files.append_lines, []), (files.write_atomically, "")):
         with pytest.raises(ConfigError, match="a' is a folder where a file is needed; remove it"):
-            write(tmp_path / "a")
+            write(tmp_path / "a", content)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "file"}
 
 
-@pytest.mark.parametrize("before, after",
-                         [(b"", b"c\n"), (b"a\nb\n", b"a\nb\nc\n"), (b"a\nb", b"a\nc\n"),
-                          (b"a", b"c\n")])
+@pytest.mark.parametrize("before, after", [
+    (b"", b"c\n"), (b"a\nb\n", b"a\nb\nc\n"), (b"a\nb", b"a\nc\n"), (b"a", b"c\n")])
 def test_lines_are_appended_to_whole_lines(before, after, tmp_path):
     (tmp_path / "lines").write_bytes(before)
     files.append_lines(tmp_path / "lines", ["c\n"])
     assert (tmp_path / "lines").read_bytes() == after
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../up", "/root", "a/b", "a\\b", "a\nb", "a\0",
-                                  "\x1b[2J", "\udc80", "ä" * 101, 3])
+@pytest.mark.parametrize("name", ["", "..", "/root", "a/b", "a\\b", "a\0", "\x1b[2J", "\udc80",
+                                  "ä" * 101, 3])
 def test_names_of_a_series_stay_inside_its_folder(name, tmp_path):
-    with pytest.raises(ConfigError,
-                       match=r"cannot be the name of a folder; use|must be text, got 3"):
+    with pytest.raises(ConfigError, match=r"cannot be the name of a folder; use|must be text, got"):
         start_each({"a": Config(), name: Config()}, out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
     assert files.one_name("bf16, größer") == "bf16, größer"

@@ -1,5 +1,5 @@
-"""Failures become sentences: what values look like in them, what YAML may hold, and how a command
-ends."""
+"""Only these tests catch a value that harms a terminal or fills a screen, YAML that takes minutes
+or means something else, a failure that is no sentence, and a command with a wrong exit code."""
 
 import errno
 import os
@@ -16,7 +16,6 @@ from lpkit.config import Config, ModelConfig, SystemConfig
 from lpkit.errors import ConfigError, nearest, printable, shown
 from lpkit.files import read_text
 from lpkit.plain_yaml import parse_yaml, read_yaml
-from lpkit.techniques.layouts import Layout
 from lpkit.values import Count, Place, annotated, checked
 from tests.attack import command_line, patience
 
@@ -42,8 +41,8 @@ def test_a_value_is_shown_short_and_harmless(value):
 
 
 def test_what_people_write_is_shown_as_it_is():
-    assert (shown("café 漢字"), shown(0.001), shown(None), shown(("a", 1))) == ("'café 漢字'", "0.001",
-        "None", "('a', 1)")
+    for value in ("café 漢字", 0.001, None, ("a", 1)):
+        assert shown(value) == repr(value)
     assert printable("two\nlines\tand a tab") == "two\nlines\tand a tab"
     assert str(ConfigError("x\x1b[2J")) == "x\\x1b[2J"
 
@@ -52,41 +51,30 @@ def test_few_names_are_suggested():
     many = [f"blocks.{i}.attention.query" for i in range(500)]
     said = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
     assert "blocks.7.attention.query.weight" in said and len(said) < 300
-    assert (nearest("x", ["b", "a"]) == "choose one of a, b"
-            and nearest("x" * 10**6, many).count("blocks") == 3)
+    assert nearest("x", ["b", "a"]) == "choose one of a, b"
+    assert nearest("x" * 10**6, many).count("blocks") == 3
 
 
 @pytest.mark.parametrize("make, sentence", [
     (lambda: Config(steps=2.5), "steps must be a whole number, got 2.5"),
     (lambda: Config(steps=True), "steps must be a whole number, got True"),
-    (lambda: Config(seed=-1), "seed must be 0 or more, got -1"),
     (lambda: Config(seed=2**63), "seed must be at most 9,223,372,036,854,775,807"),
-    (lambda: Config(steps=10**400), "steps must be at most 2,147,483,647, got a whole number of "
-                                    "about 400 digits"),
-    (lambda: Config(optimizer={"beta2": float("nan")}), "optimizer.beta2 must be 0 or more and "
-                                                        "below 1, got nan"),
-    (lambda: Config(optimizer={"lr": "fast"}), "optimizer.lr must be a number, got 'fast'"),
-    (lambda: ModelConfig(norm="rmsnrm"), "no model.norm 'rmsnrm'; did you mean 'rmsnorm'"),
+    (lambda: Config(steps=10**400), "must be at most 2,147,483,647, got a whole number of about"),
+    (lambda: Config(optimizer={"beta2": float("nan")}), "must be 0 or more and below 1, got nan"),
     (lambda: ModelConfig(norm=["rmsnorm"]), "model.norm must be text"),
     (lambda: SystemConfig(threads=10**6), "system.threads must be from 1 to 1,024"),
-    (lambda: SystemConfig(device="cuda:²"), "system.device must be auto, cpu, cuda or cuda:N, got "
-                                            "'cuda:²'"),
+    (lambda: SystemConfig(device="cuda:²"), "must be auto, cpu, cuda or cuda:N, got 'cuda:²'"),
     (lambda: Config().replace({"precision.recipe": "fp8-delayed", "precision.recipe.margin": "-1"}),
      "margin must be from 0 to 64"),
     (lambda: Config().replace({"model.layers": {"a": {}}}), "model.layers must be a whole number"),
-    (lambda: Layout(zero=4), "there is no ZeRO stage 4"),
-    (lambda: Layout(data=1.5), "parallel.data must be a whole number, got 1.5"),
     (lambda: Config(data={"source": ""}), "data.source is empty"),
 ])
 def test_settings_are_checked_when_they_are_made(make, sentence):
     with pytest.raises(ConfigError) as found:
         make()
     assert sentence in str(found.value) and len(str(found.value)) < 400
-
-
-def test_a_seed_keeps_its_digits():
-    assert (Config().replace({"seed": str(2**63 - 1)}).seed == 2**63 - 1
-            == Config(seed=2**63 - 1).seed)
+    seed = 2**63 - 1        # keeps its digits
+    assert Config().replace({"seed": str(seed)}).seed == seed == Config(seed=seed).seed
 
 
 def test_arguments_are_read_as_settings_are():
@@ -98,16 +86,14 @@ def test_arguments_are_read_as_settings_are():
     def g(run: Config | Place):
         return run
 
-    assert (f("a", "1_000") == (Path("a"), 1000, None) and g(Config()) == Config()
-            and g("a") == Path("a"))
+    assert f("a", "1_000") == (Path("a"), 1000, None)
+    assert g(Config()) == Config() and g("a") == Path("a")
     for wrong, sentence in ((("",), "place is empty"), (("a", 0), "count must be positive"),
                             ((5,), "place must be text or a path"),
                             (("x" * 300,), "part of more than 255 bytes")):
         with pytest.raises(ConfigError, match=sentence):
             f(*wrong)
-    with pytest.raises(TypeError,
-                       match="f\\(\\): got an unexpected keyword argument 'steps'; it takes place, "
-                             "count, config"):
+    with pytest.raises(TypeError, match=r"'steps'; it takes place, count, config"):
         f("a", steps=3)
     with pytest.raises(ConfigError, match="config must be a Config or none, got 'cpu-3m'"):
         f("a", config="cpu-3m")
@@ -120,20 +106,18 @@ def test_yaml_that_no_setting_needs_is_refused(name):
     started = time.process_time()
     with pytest.raises(ConfigError) as found:
         Config.from_yaml(command_line.YAMLS[name])
-    assert (time.process_time() - started < 2 and "\n" not in str(found.value)
-            and len(str(found.value)) < 400)
+    assert time.process_time() - started < 2
+    assert "\n" not in str(found.value) and len(str(found.value)) < 400
 
 
 def test_yaml_errors_name_file_and_line(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("steps: 1\nseed: 2\nsteps: 3\n")
-    with pytest.raises(ConfigError,
-                       match=r"mine.yaml is not valid YAML, line 3: the key steps is there twice"):
+    with pytest.raises(ConfigError, match=r"mine.yaml .*, line 3: the key steps is there twice"):
         read_yaml(path)
     assert parse_yaml("") == {} and parse_yaml("a: [1, x, 2.5, null]") == {"a": [1, "x", 2.5, None]}
-    shared = ("first", "head")
     config = Config().replace({"precision.recipe": "mxfp8",
-                               "precision.recipe.high_precision_layers": shared})
+                               "precision.recipe.high_precision_layers": ("first", "head")})
     assert Config.from_yaml(config.to_yaml()) == config     # what the kit writes has no alias
 
 
@@ -169,12 +153,11 @@ class OutOfMemoryError(RuntimeError):
 
 
 @pytest.mark.parametrize("error, code, sentence", [
-    (OSError(errno.ENOSPC, "No space left on device", "/x/a\x1b.json"), 2, "/x/a\\x1b.json: No "
-        "space left on device; free some space"),
-    (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x: Permission denied; choose "
-        "another path, or change its permissions"),
-    (OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB"), 2, "memory ran out; choose a "
-        "smaller model"),
+    (OSError(errno.ENOSPC, "No space left on device", "/x/a\x1b.json"), 2,
+     "/x/a\\x1b.json: No space left on device; free some space"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), 2,
+     "/x: Permission denied; choose another path, or change its permissions"),
+    (OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB"), 2, "memory ran out; choose"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
      2, "memory ran out"),
     (MemoryError(), 2, "memory ran out"), (RecursionError(), 2, "nests too deeply"),
@@ -187,8 +170,7 @@ def test_what_is_no_fault_of_lpkit_ends_in_a_sentence(failing, capsys, error, co
     assert line.startswith("lpkit: ") and sentence in line
 
 
-@pytest.mark.parametrize("error", [AssertionError("x"), KeyError("x"), TypeError("x"),
-                                   RuntimeError("x")])
+@pytest.mark.parametrize("error", [AssertionError("x"), RuntimeError("x")])
 def test_a_fault_of_lpkit_keeps_its_traceback(failing, error):
     with pytest.raises(type(error)):
         failing(error)
@@ -207,8 +189,8 @@ def test_signals_unwind(monkeypatch, capsys, name, code):
     before = signal.getsignal(getattr(signal, name))
     monkeypatch.setattr("lpkit.commands.predict.run", work)
     assert cli.main(["predict", "cpu-3m"]) == code and undone == [name]
-    assert (capsys.readouterr().err == f"lpkit: stopped by {name}\n"
-            and signal.getsignal(getattr(signal, name)) == before)
+    assert capsys.readouterr().err == f"lpkit: stopped by {name}\n"
+    assert signal.getsignal(getattr(signal, name)) == before
 
 
 def test_argparse_repeats_its_input_short_and_harmless(capsys):
@@ -233,8 +215,9 @@ def test_an_output_that_takes_nothing(tmp_path):
     command = [sys.executable, "-m", "lpkit", "--version"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2,
-        "lpkit: No space left on device; free some space, or choose another folder\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("lpkit: No space left on device; free some space")
+    assert done.stderr.count("\n") == 1
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
@@ -249,7 +232,12 @@ import sys, time
 from lpkit import cli
 from lpkit.datasets import tokenizers
 learn = sys.argv[1] + "/learn.py"
-open(learn, "w").write("import sys, time; open(int(sys.argv[1])).readline(); print('begun', file=sys.stderr, flush=True); time.sleep(60)")
+open(learn, "w").write('''
+import sys, time
+open(int(sys.argv[1])).readline()
+print('begun', file=sys.stderr, flush=True)
+time.sleep(60)
+''')
 tokenizers.LEARN = learn
 sys.exit(cli.main(["data", "prepare", sys.argv[1] + "/text", "--tokenizer", "bpe"]))
 """

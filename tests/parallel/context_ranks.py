@@ -1,9 +1,5 @@
 """What ranks of tests/parallel/test_context.py do; each is `f(place, told)`."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -11,20 +7,17 @@ import torch.distributed as dist
 
 import lessons.rows.context  # noqa: F401  adds rows
 from lessons.rows.sparse_attention import BlockSparse
-from lpkit.config import Config
 from lpkit.measure.tracking import MessageCount
 from lpkit.nn.attention import partial_of, plain
 from lpkit.parallel import context
-from lpkit.parallel.cut import Cut
-from lpkit.parallel.meeting import joined, meet
+from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.layouts import CONTEXT
-from lpkit.training import checkpoint
 from lpkit.training.training import Training
-from tests.parallel.training_ranks import _state_digest
+from tests.parallel.pipeline_ranks import built
 
 T = 64
 RULES = {
@@ -62,37 +55,6 @@ def both(attend, inputs: list, d_out: torch.Tensor, rule: Rule) -> list[torch.Te
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-@contextmanager
-def changed(mutant: str):
-    """A wrong order of chunks; a part that is added without its log-sum's weight, forward or
-    backward; and others."""
-    weights, replaced, around = context._weights, context.replace, context.Ring.around
-    of, name, wrong = {
-        "": (context, "part", context.part),
-        "chunks one after the other": (context, "joined",
-                                       lambda parts, dim=1: torch.cat(list(parts), dim)),
-        "a late chunk first": (context, "part",
-                               lambda t, rank, ranks, dim=1: torch.cat(
-                                   [t.chunk(2 * ranks, dim)[i] for i in (-1 - rank, rank)], dim)),
-        "the ring the other way": (context.Ring, "around", lambda ring, k, v: (
-            ((2 * ring.rank - source) % ring.ranks, at_hand)
-            for source, at_hand in around(ring, k, v))),
-        "no weights": (context, "_weights", lambda l, L: torch.ones_like(L)[..., None]),
-        "no weights backward": (context, "_weights", lambda l, L: (
-            torch.ones_like(L)[..., None] if sys._getframe(1).f_code.co_name == "backward"
-            else weights(l, L))),
-        "all queries begin at 0": (context, "replace",
-                                   lambda rule, query_start, **others: replaced(rule, query_start=0,
-                                       **others)),
-        "all keys begin at 0": (context, "replace",
-                                lambda rule, key_start, **others: replaced(rule, key_start=0,
-                                    **others)),
-        "what sees nothing weighs": (context, "_weights", lambda l, L: (l - L).exp()[..., None]),
-    }[mutant]
-    with patch.object(of, name, wrong):
-        yield
-
-
 def attend(place: Place, told: dict) -> list[list]:
     """For each case [way, backend, rule, kv_heads, dtype]: how far this rank's part of the answer
     and of each gradient is from one process in float64, of the largest; pairs of chunks that were
@@ -101,14 +63,12 @@ def attend(place: Place, told: dict) -> list[list]:
     found = []
     meet("gloo", **place.among)
     for way, backend, name, kv_heads, dtype in told["cases"]:
-        found.append(_case(way, backend, RULES[name], kv_heads, getattr(torch, dtype),
-                           told.get("mutant", "")))
+        found.append(_case(way, backend, RULES[name], kv_heads, getattr(torch, dtype)))
     dist.destroy_process_group()
     return found
 
 
-def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
-          mutant: str) -> list:
+def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype) -> list:
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs, d_out = drawn(rule, dtype, kv_heads)
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
@@ -140,7 +100,7 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
         return exchange(received, to, **named)
 
     with patch.object(dist, "isend", sends), patch.object(dist.distributed_c10d, "isend", sends), \
-            patch.object(dist, "all_to_all_single", exchanges), changed(mutant):
+            patch.object(dist, "all_to_all_single", exchanges):
         leaves = [t.requires_grad_() for t in own if t is not None and t.is_floating_point()]
         out = here(*own, rule=rule)
         forward, forward_pairs = list(sent), pairs
@@ -157,62 +117,15 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
     return [off, forward_pairs, forward, sent]
 
 
-def built(place: Place, told: dict) -> Iterator[Training]:
-    """Yields a training of each config, among ranks that meet for it."""
-    torch.set_num_threads(1)
-    for i, given in enumerate(told["configs"]):
-        config = Config.from_dict(given)
-        with joined(config, local_rank=place.local_rank,
-                    **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
-            yield Training.build(config, ranks=ranks)
-
-
 def trained(place: Place, told: dict) -> list:
-    """Returns, for each config, losses and gradients' norms of some updates, and what evaluation
-    says."""
     return [updates(training, told["updates"]) for training in built(place, told)]
 
 
-def sends(place: Place, told: dict) -> list:
-    """Returns, for each config, the messages of its second update."""
-    found = []
-    for training in built(place, told):
-        training.update(0)
-        with MessageCount() as count:
-            training.update(1)
-        found.append(sorted([*one, times] for one, times in count.sent.items()))
-    return found
-
-
 def updates(training: Training, count: int) -> list:
-    done = [training.update(step) for step in range(count)]
+    """Losses and gradients' norms of some updates, the messages of the last one, and what
+    evaluation says, after which an update gathers less: weights are at hand."""
+    done = [training.update(step) for step in range(count - 1)]
+    with MessageCount() as counted:
+        done.append(training.update(count - 1))
     return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done],
-            training.evaluate()]
-
-
-def goes_on(place: Place, told: dict) -> list[str]:
-    """In each layout: what `read` is gone on from, an update later it is saved; digests of the
-    state before and after."""
-    torch.set_num_threads(1)
-    found = []
-    for i, layout in enumerate(told["layouts"]):
-        config = Config.from_dict(told["config"]).replace(layout)
-        with joined(config, local_rank=place.local_rank,
-                    **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
-            found.append(went_on(Training.build(config, ranks=ranks), Path(told["read"]),
-                                 Path(told["out"]) / str(i)))
-    return found
-
-
-def went_on(training: Training, read: Path, out: Path) -> list[str]:
-    there, _ = checkpoint.load_latest(read, blank=training.blank) if read.exists() else (None, [])
-    if there:
-        training.load_state_dict(there.tensors | there.state["optimizer"])
-    digests = [_state_digest(training)]
-    training.update(1)
-    state = training.state_dict()
-    tensors = {name: t for name, t in state.items() if isinstance(t, (torch.Tensor, Cut))}
-    checkpoint.save(out, 1, tensors,
-                    {"optimizer": {name: t for name, t in state.items() if name not in tensors}},
-                    keep=1)
-    return [*digests, _state_digest(training)]
+            training.evaluate(), sorted([*one, times] for one, times in counted.sent.items())]

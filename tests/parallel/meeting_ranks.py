@@ -20,6 +20,7 @@ from lpkit.parallel.processes import MEETING
 from lpkit.parallel.sharding import Sharding
 from lpkit.training import loop
 from lpkit.training.rank import train
+from tests.parallel.training_ranks import chains
 
 
 def _refuse(*args, **more):
@@ -38,23 +39,15 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 
 
 def chain(place, told):
-    """A run, with nothing that reads a pickle; and nothing that makes one for the others."""
-    torch.set_num_threads(1)
+    """Runs, with nothing that reads a pickle; and nothing that makes one for the others."""
     c10d = dist.distributed_c10d
     for module in (dist, c10d):
         for name in OBJECTS:
             setattr(module, name, _refuse)
     c10d._object_to_tensor = c10d._tensor_to_object = c10d._unpickler = _refuse
-    with patch.object(pickle, "loads", _refuse), patch.object(pickle, "load",
-            _refuse), patch.object(pickle, "Unpickler", Unpickler):
-        train(place, told)
-
-
-def reads_a_pickle(place, told):
-    """That the test above can fail."""
-    with patch.object(dist.distributed_c10d, "_unpickler", _refuse):
-        meeting.meet("gloo", **place.among)
-        dist.all_gather_object([None] * place.world, {"a": 1})
+    with (patch.object(pickle, "loads", _refuse), patch.object(pickle, "load", _refuse),
+          patch.object(pickle, "Unpickler", Unpickler)):
+        chains(place, told)
 
 
 def wait(place, told):
@@ -65,11 +58,11 @@ def wait(place, told):
     with meeting.meeting("gloo", **place.among) as prove:
         prove("pair", dist.new_group([0, 1]))
     assert os.environ.get(meeting.INTERFACE, "") == told["interface"]
+    connections = psutil.Process().net_connections("tcp")
     place.tell({"pid": os.getpid(),
-                "at": sorted({(one.laddr.ip, one.laddr.port)
-                              for one in psutil.Process().net_connections("tcp")
-                                                  if one.status == psutil.CONN_LISTEN}),
-                "all": sorted({one.laddr.ip for one in psutil.Process().net_connections("tcp")})})
+                "at": sorted({(one.laddr.ip, one.laddr.port) for one in connections
+                              if one.status == psutil.CONN_LISTEN}),
+                "all": sorted({one.laddr.ip for one in connections})})
     while place.asked() != "stop":
         time.sleep(0.01)
     x = torch.ones(3)
@@ -86,13 +79,11 @@ def lie(place, told):
             return real(b"another" + secret, text, kind)
         if told["lie"] == "reflected":      # the proof that it has just got
             return real(secret, text.replace(b"(1, 0)", b"(0, 1)"), kind)
-        if told["lie"] == "group":          # that of another
-            return real(secret, text.replace(b"pair", b"world"), kind)
-        return real(secret, text, kind)[:8].ljust(32, b"\0")
+        return real(secret, text.replace(b"pair", b"world"), kind)      # that of another group
 
     place.at(0, MEETING)
-    with patch.object(hmac, "digest", digest if place.rank else real), meeting.meeting("gloo",
-            **place.among) as prove:
+    with (patch.object(hmac, "digest", digest if place.rank else real),
+          meeting.meeting("gloo", **place.among) as prove):
         prove("pair", dist.new_group([0, 1]))
 
 

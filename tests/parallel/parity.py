@@ -343,8 +343,8 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str,
                                 and recipes.index(key[0]) % max(1, cores() // world) == share}
                         told = {"cases": [asdict(case) for case in mine.values()],
                                 "updates": updates}
-                        shares.append((mine, until_end.enter_context(
-                            Processes("tests.parallel.parity:run", told, world=world, parent=parent))))
+                        shares.append((mine, until_end.enter_context(Processes(
+                            "tests.parallel.parity:run", told, world=world, parent=parent))))
                     for mine, running in shares:
                         found |= zip(mine, running.wait()[0])
     return [_row(recipe, layout, case, found, orders)
@@ -393,28 +393,29 @@ def _rms(numbers: Sequence[float]) -> float:
 
 
 INTRODUCTION = f"""\
-Every recipe in every layout, {UPDATES} updates on the CPU (gloo), against one process with the same
-micro-batches. A cell is how far the run is from that, in sigmas: losses, gradient norms, final
-weights. A sigma is how far one process gets when it takes sums in another order ({ORDERS} of them), and
-stands in the first columns, relative: the sum of micro-batches, and after the stroke that and the
-sum of squares in the norm of all gradients, which ranks add up where each has a part of them. The
-tolerance is {SIGMAS:g} sigma; in float32, whose cells are the largest relative distance, {FLOAT32:g}.
-`tests/parallel/parity.py` derives why. Where the residual stream is in 16 bits (gathered=compute), the one
-process gathers so too, also for its sigma; a rank's part of a matrix has scales of its own, and what is summed over ranks
-is rounded before, so tensor ranks are held to one process that multiplies the same parts, and takes
-the loss in pieces for its sigma. How far these are from the process that does neither is the last
-column, in sigmas of the loss.
+Every recipe in every layout, {UPDATES} updates on the CPU (gloo), against one process with the
+same micro-batches. A cell is how far the run is from that, in sigmas: losses, gradient norms,
+final weights. A sigma is how far one process gets when it takes sums in another order ({ORDERS}
+of them), and stands in the first columns, relative: the sum of micro-batches, and after the
+stroke that and the sum of squares in the norm of all gradients, which ranks add up where each has
+a part of them. The tolerance is {SIGMAS:g} sigma; in float32, whose cells are the largest
+relative distance, {FLOAT32:g}. `tests/parallel/parity.py` derives why. Where the residual stream
+is in 16 bits (gathered=compute), the one process gathers so too, also for its sigma; a rank's
+part of a matrix has scales of its own, and what is summed over ranks is rounded before, so tensor
+ranks are held to one process that multiplies the same parts, and takes the loss in pieces for its
+sigma. How far these are from the process that does neither is the last column, in sigmas of the
+loss.
 
-What is beyond the tolerance is bold. Losses and norms follow the first scale or number that is rounded
-the other way, in some runs at update 5 and in others at 14, after which they are another run's; of so
-many cells two or three are bold by that alone. The weights, which end as near whatever flips, are the
-steadier measure.
+What is beyond the tolerance is bold. Losses and norms follow the first scale or number that is
+rounded the other way, in some runs at update 5 and in others at 14, after which they are another
+run's; of so many cells two or three are bold by that alone. The weights, which end as near
+whatever flips, are the steadier measure.
 
-`fp8-rowwise` on context ranks is beyond for a reason. A rank's scales along the tokens are of its own
-tokens. One process that multiplies the tokens of each rank apart (`cut_in_one.cut_tokens`) has the
-first loss of all-to-all ranks to the bit, and they stay within 0.7, 0.4 and 2.9 of its sigmas. The ring
-is at 3.9, 3.8 and 3.4, and its first loss is off by 1.3e-4 already. What a query finds at each rank is
-rounded to 16 bits before it is added; that this is why was not tried apart.
+`fp8-rowwise` on context ranks is beyond for a reason. A rank's scales along the tokens are of its
+own tokens. One process that multiplies the tokens of each rank apart (`cut_in_one.cut_tokens`)
+has the first loss of all-to-all ranks to the bit, and they stay within 0.7, 0.4 and 2.9 of its
+sigmas. The ring is at 3.9, 3.8 and 3.4, and its first loss is off by 1.3e-4 already. What a query
+finds at each rank is rounded to 16 bits before it is added; that this is why was not tried apart.
 
 """
 

@@ -99,8 +99,8 @@ def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
             run = pipeline(place, name, chunks, m)
             run.step(forward, x[0])
             ours = {stage: weights[stage].grad.clone() for stage in ids}
-            assert ([stage for stage in range(stages) if weights[stage].grad is not None]
-                    == sorted(ids))
+            reached = [stage for stage in range(stages) if weights[stage].grad is not None]
+            assert reached == sorted(ids)
             for w in weights:
                 w.grad = None
             run.step(forward, x[0])     # of the first nothing is left
@@ -136,19 +136,23 @@ def trained(training: Training, steps: int) -> list[list[float]]:
     return [*([one.loss.item(), one.grad_norm.item()] for one in done), [training.evaluate()]]
 
 
-def trains(place: Place, told: dict) -> list[list[float]]:
+def built(place: Place, told: dict) -> Iterator[Training]:
+    """Yields a training of each config, among ranks that meet for it."""
     torch.set_num_threads(1)
-    config = Config.from_dict(told["config"])
-    with meeting.joined(config, local_rank=place.local_rank, **place.among) as ranks:
-        return trained(Training.build(config, ranks=ranks), told["steps"])
+    for i, given in enumerate(told["configs"]):
+        config = Config.from_dict(given)
+        with meeting.joined(config, local_rank=place.local_rank,
+                            **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
+            yield Training.build(config, ranks=ranks)
 
 
-def products(place: Place, told: dict) -> int:
-    """How many products in low precision this rank computes in an update."""
-    torch.set_num_threads(1)
-    config = Config.from_dict(told["config"])
-    with meeting.joined(config, local_rank=place.local_rank, **place.among) as ranks:
-        return counted(Training.build(config, ranks=ranks))
+def trains(place: Place, told: dict) -> list[list[list[float]]]:
+    return [trained(training, told["steps"]) for training in built(place, told)]
+
+
+def products(place: Place, told: dict) -> list[int]:
+    """How many products in low precision this rank computes in an update of each config."""
+    return [counted(training) for training in built(place, told)]
 
 
 def counted(training: Training) -> int:

@@ -1,7 +1,9 @@
-"""Ranks meet where nobody else is, prove who they are, and unpickle nothing."""
+"""Only these tests catch ranks that read a pickle, that others can connect to, or that compute with
+a stranger; and an error of a rank that is another error on its way to the caller."""
 
 import ast
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -18,8 +20,6 @@ from lpkit.parallel import meeting
 from lpkit.parallel.processes import Processes
 from lpkit.training import loop
 from lpkit.training.runs import Run
-from tests.attack import NOT_TRIED, _strangers
-from tests.attack import ranks as attack
 from tests.parallel.meeting_ranks import OBJECTS, no_space, reached
 from tests.parallel.test_parallel import SMALL
 
@@ -28,10 +28,9 @@ PACKAGE = Path(lpkit.__file__).parent
 
 
 def ranks(parent, function, told=None, world=2, said=None, **limits):
-    heard = ((lambda rank, words: said.append((rank, words))) if said is not None
-             else (lambda rank, words: None))
-    with Processes(f"tests.parallel.meeting_ranks:{function}", told, world=world, parent=parent, heard=heard,
-                   **limits) as running:
+    said = [] if said is None else said
+    with Processes(f"tests.parallel.meeting_ranks:{function}", told, world=world, parent=parent,
+                   heard=lambda *one: said.append(one), **limits) as running:
         return running.wait()
 
 
@@ -60,37 +59,38 @@ def test_no_module_reads_a_pickle_or_lets_ranks_send_objects():
     assert "torch.distributed.checkpoint" not in "".join(
         line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines()
         if "import" in line)
-    assert FORBIDDEN & set(names(ast.parse("import torch.distributed as "
-                                           "dist\ndist.gather_object(1)")))
+    assert FORBIDDEN & set(names(ast.parse("dist.gather_object(1)")))
 
 
 def test_a_run_that_trains_saves_and_goes_on_reads_no_pickle(parent, tmp_path):
-    told = {"out": str(tmp_path / "run"), "resume": False}
-    for steps, layout in ((2, {"parallel.shard": 2}), (3, {"parallel.data": 2}),
-                          (4, {"parallel.shard": 2, "parallel.zero": 1})):
-        config = SMALL.replace(layout | {"steps": steps, "checkpoint_every": 1})
-        ranks(parent, "chain", told | {"config": config.to_dict(), "resume": steps > 2})
+    settings = [{"steps": 1, "parallel.shard": 2}, {"steps": 2, "parallel.data": 2},
+                {"steps": 3, "parallel.shard": 2, "parallel.zero": 1}]
+    ranks(parent, "chain", {
+        "config": SMALL.replace({"checkpoint_every": 1}).to_dict(),
+        "runs": [{"settings": changes, "out": str(tmp_path / "run"), "resume": changes["steps"] > 1}
+                 for changes in settings]})
     run = Run(tmp_path / "run")
-    assert run.summary["status"] == "complete" and [line["step"] for line in run.metrics] == [1, 2,
-        3, 4]
-    with pytest.raises(RunFailedError, match="a pickle was read"):
-        ranks(parent, "reads_a_pickle")
+    assert run.summary["status"] == "complete"
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, SO_ATTACH_FILTER")
 def test_ranks_of_one_machine_listen_on_loopback_and_nobody_connects_to_a_run(parent):
     """Also where the environment names an interface that others reach, as the host's name may."""
     others = [name for name, found in psutil.net_if_addrs().items()
-              if name not in meeting.LOOPBACKS and any(one.family.name == "AF_INET"
-                  for one in found)]
+              if name not in meeting.LOOPBACKS
+              and any(one.family.name == "AF_INET" for one in found)]
     said = []
-    for interface in ("", *others[:1]):
-        said.clear()
-        with Processes("tests.parallel.meeting_ranks:wait", {"interface": interface}, world=2, parent=parent,
-                       heard=lambda rank, words: (said.append(words),
-                           len(said) < 2 or asked(running, said))) as running:
-            assert running.wait() == [[2.0] * 3] * 2
-        assert all(set(one["all"]) <= {"127.0.0.1", "::1"} and one["at"] for one in said)
+
+    def heard(rank, words):
+        said.append(words)
+        if len(said) == 2:
+            asked(running, said)
+
+    with Processes("tests.parallel.meeting_ranks:wait", {"interface": [*others, ""][0]}, world=2,
+                   parent=parent, heard=heard) as running:
+        assert running.wait() == [[2.0] * 3] * 2
+    assert all(set(one["all"]) <= {"127.0.0.1", "::1"} and one["at"] for one in said)
 
 
 def asked(running, said):
@@ -103,11 +103,10 @@ def asked(running, said):
     running.stop()
 
 
-@pytest.mark.parametrize("family, at", [("AF_INET", "127.0.0.1"), ("AF_INET6", "::1")])
-@pytest.mark.parametrize("filters", [True, False], ids=["a filter", "filters are root's alone"])
-def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, filters, family, at):
-    import socket
-
+@pytest.mark.parametrize("family, at, filters", [
+    ("AF_INET", "127.0.0.1", True), ("AF_INET", "127.0.0.1", False), ("AF_INET6", "::1", True)],
+    ids=["a filter", "filters are root's alone", "IPv6"])
+def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, family, at, filters):
     own = socket.socket.setsockopt
 
     def hardened(one, level, option, value):
@@ -127,22 +126,20 @@ def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, filters, fam
         assert not reached(*server.getsockname()[:2])
 
 
-@pytest.mark.parametrize("lie", ["secret", "reflected", "group", "short"])
-def test_who_does_not_know_the_secret_is_refused_in_one_sentence(parent, lie):
-    with pytest.raises(ConfigError,
-                       match=r"^rank [01] of 2: who answers rank [01] as rank [01] does not know "
-                             r"the secret of this launch: "
-                                          "another program .*; start again") as found:
-        ranks(parent, "lie", {"lie": lie})
-    assert "\n" not in str(found.value)
-
-
-def test_who_proves_nothing_is_not_waited_for(parent):
+@pytest.mark.parametrize("function, told, sentence", [
+    *(("lie", {"lie": lie}, "rank [01] of 2: who answers rank [01] as rank [01] does not know the "
+                            "secret of this launch: another program .*; start again")
+      for lie in ("secret", "reflected", "group")),
+    ("silent", None, "rank 0 of 2: rank 0 cannot make sure of the others: another program"),
+    ("abort", None, "rank 1 of 2 died at step 0 in meeting the others of SIGABRT: another program"),
+], ids=["secret", "reflected", "group", "silent", "abort"])
+def test_a_stranger_is_refused_in_one_sentence(parent, function, told, sentence):
+    """A rank that proves nothing is not waited for."""
     said = []
-    with pytest.raises(ConfigError,
-                       match=r"^rank 0 of 2: rank 0 cannot make sure of the others: another program") as found:
-        ranks(parent, "silent", said=said)
-    assert "\n" not in str(found.value) and 0.9 < said[0][1]["seconds"] < 20
+    with pytest.raises(ConfigError, match=f"^{sentence}") as found:
+        ranks(parent, function, told, said=said)
+    assert "\n" not in str(found.value)
+    assert function != "silent" or 0.9 < said[0][1]["seconds"] < 20
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -150,14 +147,6 @@ def test_a_message_may_come_long_after_the_time_for_a_proof(parent, late):
     """gloo keeps that time for messages from rank to rank: of stages, of a ring, of what two stages
     have."""
     ranks(parent, "late", {"late": late})
-
-
-def test_a_rank_that_aborts_while_it_meets_is_one_sentence(parent):
-    with pytest.raises(ConfigError,
-                       match=r"^rank 1 of 2 died at step 0 in meeting the others of SIGABRT: "
-                             r"another program") as found:
-        ranks(parent, "abort")
-    assert "\n" not in str(found.value)
 
 
 def test_what_ranks_say_arrives_whole_and_has_a_bound(parent):
@@ -174,15 +163,14 @@ def test_what_ranks_say_arrives_whole_and_has_a_bound(parent):
         [["RuntimeError", "KeyError: 'other'"], ["KeyError", "'other'"]])
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a"),
-                                   OSError("no number"), PermissionError(13, "Permission denied",
-                                       b"a"),
-                                   MemoryError(), ValueError("v"), RunFailedError("r"),
-                                   OSError(9, "Bad file descriptor", 3)])
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device", "a"), OSError("no number"),
+    PermissionError(13, "Permission denied", b"a"), OSError(9, "Bad file descriptor", 3),
+    MemoryError(), RunFailedError("r")])
 def test_an_error_is_the_same_on_the_other_side(error):
     other = unpacked(*packed(error))
-    assert (type(other) is type(error) and cli._of_system(other) == cli._of_system(error)
-            if isinstance(error, OSError) else str(other) == str(error))
+    sentence = cli._of_system if isinstance(error, OSError) else str
+    assert type(other) is type(error) and sentence(other) == sentence(error)
 
 
 def test_a_ranks_system_error_is_the_sentence_of_one_process(parent, tmp_path, monkeypatch):
@@ -194,9 +182,8 @@ def test_a_ranks_system_error_is_the_sentence_of_one_process(parent, tmp_path, m
     with pytest.raises(OSError) as of_one:
         train(SMALL, out=tmp_path / "run")
     assert type(of_ranks.value) is type(of_one.value) and of_ranks.value.args == of_one.value.args
-    assert (cli._of_system(of_ranks.value) == f"{tmp_path / 'run' / 'config.yaml'}: No space left "
-                                              f"on device; free some space, or choose another "
-                                              f"folder")
+    assert cli._of_system(of_ranks.value).startswith(
+        f"{tmp_path / 'run' / 'config.yaml'}: No space left on device; free some space")
 
 
 class Store(dict):
@@ -218,43 +205,24 @@ def test_ranks_of_torchrun_on_one_machine_meet_in_a_private_folder(tmp_path, mon
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "open").mkdir(mode=0o755)
     for other in ("link", "open", "absent"):
-        with pytest.raises(ConfigError,
-                           match=r"rank 1 was told to meet the others in '.*', which is no private "
-                                 r"folder of this user"):
+        with pytest.raises(ConfigError, match=r"rank 1 was told to meet the others in '.*', which "
+                                              r"is no private folder of this user"):
             meeting._private(Store(folder=os.fsencode(tmp_path / other)), 1, 2)
 
 
 @pytest.mark.slow
 def test_several_machines_still_meet(tmp_path):
     """Two agents of torchrun, each with a rank: to the ranks, they are two machines."""
-    config = [f"model.{key}={n}" for key, n in {"layers": 1, "width": 32, "heads": 2,
-        "context": 32}.items()]
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     agents = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
-         "--nproc-per-node", "1", "--master-addr",
-         "127.0.0.1", "--master-port", str(port), "-m", "lpkit", "train", "cpu-3m", *config,
-         "steps=3", "system.device=cpu",
-         "precision.recipe=fp32", "parallel.shard=2", "--out", "run"], cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+         "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+         "-m", "lpkit", "train", "cpu-3m", "model.layers=1", "model.width=32", "model.heads=2",
+         "model.context=32", "steps=3", "system.device=cpu", "precision.recipe=fp32",
+         "parallel.shard=2", "--out", "run"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for node in range(2)]
     said = [agent.communicate(timeout=240)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert Run(tmp_path / "run").summary["status"] == "complete"
-
-
-def test_an_attack_that_cannot_be_tried_says_so(tmp_path, monkeypatch):
-    """Nothing then looks like a trial that went well."""
-    strangers = tmp_path / "python"
-    strangers.write_text("#!/bin/sh\necho '{\"cannot\": \"only root may become another "
-                         "user\"}'\ncat\n")
-    strangers.chmod(0o755)
-    monkeypatch.setattr(attack.sys, "executable", str(strangers))
-    outcome = attack.attack(5, 0, tmp_path)
-    assert (outcome.facts == {NOT_TRIED: "only root may become another user"} and not outcome.tried
-            and not outcome.failures)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert _strangers.own_network() == "only root may become another user"

@@ -43,7 +43,9 @@ from tests.techniques import toys
 
 
 def _meet(place: Place, config: Config):
+    """Ranks meet, as often as they like."""
     torch.set_num_threads(1)
+    place.store += "-next"
     return joined(config, local_rank=place.local_rank, **place.among)
 
 
@@ -51,6 +53,20 @@ def chain(place: Place, told: dict) -> None:
     """A run that goes on."""
     torch.set_num_threads(1)
     train(place, told)
+
+
+def chains(place: Place, told: dict) -> None:
+    """One run after the other: each of told["runs"] has `out`, `resume` and its own settings."""
+    torch.set_num_threads(1)
+    config, store = Config.from_dict(told["config"]), place.store
+    for i, run in enumerate(told["runs"]):
+        place.store = f"{store}-{i}"
+        train(place, run | {"config": config.replace(run["settings"]).to_dict()})
+
+
+def each(place: Place, told: dict) -> list:
+    """What told["of"] returns with each of told["configs"], in one start of processes."""
+    return [globals()[told["of"]](place, told | {"config": config}) for config in told["configs"]]
 
 
 def on_gpus(place: Place, told: dict) -> dict:
@@ -73,33 +89,41 @@ def doctors(place: Place, told: dict) -> list:
         return [fake.current_device(), *asked]
 
 
-def beside_ddp(place: Place, told: dict) -> float:
-    """The largest distance between our averaged gradients and DistributedDataParallel's, of their
-    largest."""
-    config = Config.from_dict(told["config"])
-    with _meet(place, config) as ranks:
-        training = Training.build(config, ranks=ranks)
-        batch = training.batch(0)
-        model = nn.parallel.DistributedDataParallel(training.copy().model)
-        training.forward_backward(batch)
-        for i, piece in enumerate(batch.chunk(config.micro_batches)):
-            model.require_backward_grad_sync = i == config.micro_batches - 1
-            loss = nn.functional.cross_entropy(model(piece.tokens).flatten(0, 1),
-                piece.targets.flatten())
-            (loss / config.micro_batches).backward()
-        ours = dict(training.model.named_parameters())
-        theirs = dict(model.module.named_parameters())
-        return max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item()
-                   for name, p in theirs.items())
+def beside_ddp(place: Place, told: dict) -> list[list]:
+    """By reduction: the largest distance between our averaged gradients and
+    DistributedDataParallel's, of their largest, and how many all-reduces gradients take. Then all
+    ranks have the same weights."""
+    found = []
+    for reduction in told["reductions"]:
+        config = Config.from_dict(told["config"]).replace({"parallel.reduction": reduction})
+        with _meet(place, config) as ranks:
+            training = Training.build(config, ranks=ranks)
+            batch = training.batch(0)
+            model = nn.parallel.DistributedDataParallel(training.copy().model)
+            training.forward_backward(batch)
+            for i, piece in enumerate(batch.chunk(config.micro_batches)):
+                model.require_backward_grad_sync = i == config.micro_batches - 1
+                loss = nn.functional.cross_entropy(model(piece.tokens).flatten(0, 1),
+                                                   piece.targets.flatten())
+                (loss / config.micro_batches).backward()
+            ours = dict(training.model.named_parameters())
+            apart = max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item()
+                        for name, p in model.module.named_parameters())
+            found.append([apart, len(training.sharding.messages.buckets)])
+            training.update(0)
+            for p in training.model.parameters():
+                everybody = [torch.empty_like(p) for _ in range(ranks.world)]
+                dist.all_gather(everybody, p.detach())
+                assert all(torch.equal(one, p) for one in everybody)
+    return found
 
 
 def losses(place: Place, told: dict) -> list[float]:
     """Returns those of the first update in each of told["layouts"], settings beside those of the
     config."""
     found = []
-    for i, layout in enumerate(told["layouts"]):
+    for layout in told["layouts"]:
         config = Config.from_dict(told["config"]).replace(layout)
-        place.store += f"-{i}"
         with _meet(place, config) as ranks:
             training = Training.build(config, ranks=ranks)
             found.append(training.update(0).loss.item())
@@ -139,12 +163,17 @@ def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
         return found
 
 
-def late(place: Place, told: dict) -> list[float]:
-    """Of an update in which rank 1 sleeps before its backward, once all others are in theirs:
-    seconds in waits, those that were over when backward was, and those of the whole update. Buckets
-    are small, so that there are several."""
+def late(place: Place, told: dict) -> list[list[float]]:
+    """In each layout: of an update in which rank 1 sleeps before its backward, once all others are
+    in theirs: seconds in waits, those that were over when backward was, and those of the whole
+    update. Buckets are small, so that there are several."""
     REDUCTIONS["overlapped"] = replace(REDUCTIONS["overlapped"], bucket_bytes=1 << 12)
-    config, folder = Config.from_dict(told["config"]), Path(told["folder"])
+    return [_late(place, Config.from_dict(config), Path(told["folder"]) / str(i), told["seconds"])
+            for i, config in enumerate(told["layouts"])]
+
+
+def _late(place: Place, config: Config, folder: Path, seconds: float) -> list[float]:
+    folder.mkdir(exist_ok=True)
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
         training.update(0)
@@ -155,7 +184,7 @@ def late(place: Place, told: dict) -> list[float]:
             elif phase == "backward":
                 while len(list(folder.iterdir())) < ranks.world - 1:
                     time.sleep(0.001)
-                time.sleep(told["seconds"])
+                time.sleep(seconds)
             return nullcontext()
 
         in_backward, reduce = [], training.sharding.reduce
@@ -163,24 +192,6 @@ def late(place: Place, told: dict) -> list[float]:
         began = time.perf_counter()
         training.update(1, phases=meets)
         return [ranks.waits.seconds, *in_backward, time.perf_counter() - began]
-
-
-def messages(place: Place, told: dict) -> list[int]:
-    """How many all-reduces an update of gradients takes, by reduction; and whether all ranks have
-    the same weights."""
-    found = []
-    for reduction in told["reductions"]:
-        config = Config.from_dict(told["config"]).replace({"parallel.reduction": reduction})
-        with _meet(place, config) as ranks:
-            training = Training.build(config, ranks=ranks)
-            training.update(0)
-            found.append(len(training.sharding.messages.buckets))
-            for p in training.model.parameters():
-                everybody = [torch.empty_like(p) for _ in range(ranks.world)]
-                dist.all_gather(everybody, p.detach())
-                assert all(torch.equal(one, p) for one in everybody)
-        place.store += "-next"
-    return found
 
 
 def differs(place: Place, told: dict) -> None:
@@ -244,9 +255,8 @@ def gathers(place: Place, told: dict) -> dict:
     """Two updates with each way to gather weights, from the same start: losses, gradients' digest,
     messages of the first update, and whether a state that was saved is gone on from."""
     found = {}
-    for i, gathered in enumerate(told["gathered"]):
+    for gathered in told["gathered"]:
         config = Config.from_dict(told["config"]).replace({"parallel.gathered": gathered})
-        place.store += f"-{i}"
         with _meet(place, config) as ranks:
             training = Training.build(config, ranks=ranks)
             with MessageCount() as count:
@@ -346,7 +356,6 @@ def compiled(place: Place, told: dict) -> list[list[float]]:
     torch.compile = lambda f, **options: plain(f, **options | {"backend": "aot_eager"})
     counters.clear()
     for compile in (True, False):
-        place.store += "-next"
         with _meet(place, config) as ranks:
             training = Training.build(config.replace({"system.compile": compile}), ranks=ranks)
             done = [training.update(step) for step in range(2)]
@@ -414,9 +423,8 @@ def starts(place: Place, told: dict) -> list:
     """Of each layout: the weights' digest, the most that building held, over the weights' bytes,
     and the ranks of a shard."""
     found = []
-    for i, layout in enumerate(told["layouts"]):
+    for layout in told["layouts"]:
         config = _sharded(told, **layout)
-        place.store += f"-{i}"
         with _meet(place, config) as ranks:
             training, peak = _watched(partial(Training.build, config, data=RandomTokens(config),
                 ranks=ranks))
@@ -488,13 +496,12 @@ def out_of_memory(place: Place, told: dict) -> None:
 
 
 def toys_train(place: Place, told: dict) -> list:
-    """Updates by techniques of tests/techniques/toys.py in one layout after another: losses, whole weights,
-    and whether half of the way goes on from what was saved."""
+    """Updates by techniques of tests/techniques/toys.py in one layout after another: losses, whole
+    weights, and whether half of the way goes on from what was saved."""
     toys.add()
     found = []
-    for i, layout in enumerate(told["layouts"]):
+    for layout in told["layouts"]:
         config = Config.from_dict(told["config"]).replace(layout)
-        place.store += f"-{i}"
         with _meet(place, config) as ranks:
             found.append(toys.trained(config, ranks))
     return found

@@ -5,11 +5,14 @@ micro-batches on 1 and on 2 ranks. Each number is held against the weighted sum 
 sum of weights, in float64, from the logits of the whole batches: no code of the kit but the model
 makes it. Float32 gives a mean to some 1e-7 of itself, so 1e-6 is asked.
 
-    python -m tests.training.evaluation      prints a table, and exits 1 where a number differs by more
+    python -m tests.training.evaluation
+
+prints a table, and exits 1 where a number differs by more.
 """
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,21 +61,21 @@ class Handed(DataPolicy):
     often."""
 
     def __init__(self, kind: str, config: Config):
-        self.kind, self.shape, self.vocab = kind, (config.global_batch,
-            config.model.context), config.model.vocab
+        self.kind, self.vocab = kind, config.model.vocab
+        self.shape = config.global_batch, config.model.context
 
     def batch(self, step: int) -> Batch:
         rng = torch.Generator().manual_seed(step)
         tokens, targets = (torch.randint(self.vocab, self.shape, generator=rng) for _ in range(2))
-        counts = torch.rand(self.shape, generator=rng) > torch.linspace(0.1, 0.95,
-            self.shape[0])[:, None]
+        rare = torch.linspace(0.1, 0.95, self.shape[0])[:, None]
+        counts = torch.rand(self.shape, generator=rng) > rare
         if self.kind == "-100":
             return Batch(tokens, targets.masked_fill(~counts, IGNORED))
         # the second rank has none, and most micro-batches
         counts[len(counts) // 2:] &= self.kind != "zeros"
         counts &= self.kind != "zeros" or step > 0              # nor has the first batch any
-        return Batch(tokens, targets, weights=counts * torch.rand(self.shape,
-            generator=rng).add(0.5))
+        weights = counts * torch.rand(self.shape, generator=rng).add(0.5)
+        return Batch(tokens, targets, weights=weights)
 
 
 def config_of(batches: str, way: str, source: str, pieces: int = 1, ranks: int = 1) -> Config:
@@ -104,38 +107,33 @@ def due(batches: str, config: Config) -> float:
     source = Handed(batches, config) if batches in ("-100", "uneven", "zeros") else training.val
     for i in range(config.eval_batches):
         batch = source.batch(i)
-        nats = functional.cross_entropy(training.model(batch.tokens,
-            **batch.beside).double().flatten(0, 1), batch.targets.flatten(),
-                                        reduction="none", ignore_index=IGNORED)
+        logits = training.model(batch.tokens, **batch.beside).double().flatten(0, 1)
+        nats = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none",
+                                        ignore_index=IGNORED)
         counts = batch.targets != IGNORED if batch.weights is None else batch.weights
         total += (nats * counts.double().flatten()).sum().item()
         weight += counts.double().sum().item()
     return total / weight
 
 
-def evaluations(place: Place, told: dict) -> list[float]:
-    """The val_loss of each of told["cases"], of (batches, way, pieces), on these ranks."""
+def trainings(place: Place, told: dict) -> Iterator[Training]:
+    """Yields that of each of told["cases"], of (batches, way, pieces), on these ranks."""
     torch.set_num_threads(1)
-    found, store = [], place.store
     for i, (batches, way, pieces) in enumerate(told["cases"]):
         config = config_of(batches, way, told["source"], pieces, place.world)
-        place.store = f"{store}-{i}"
-        with joined(config, local_rank=place.local_rank, **place.among) as ranks:
-            found.append(built(batches, config, ranks).evaluate())
-    return found
+        with joined(config, local_rank=place.local_rank,
+                    **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
+            yield built(batches, config, ranks)
+
+
+def evaluations(place: Place, told: dict) -> list[float]:
+    """Return each val_loss."""
+    return [training.evaluate() for training in trainings(place, told)]
 
 
 def updates(place: Place, told: dict) -> list[list[float]]:
-    """Losses and gradient norms of two updates of each of told["cases"], of (batches, way, pieces),
-    on these ranks."""
-    torch.set_num_threads(1)
-    found, store = [], place.store
-    for i, (batches, way, pieces) in enumerate(told["cases"]):
-        config = config_of(batches, way, told["source"], pieces, place.world)
-        place.store = f"{store}-{i}"
-        with joined(config, local_rank=place.local_rank, **place.among) as ranks:
-            found.append(two_updates(built(batches, config, ranks)))
-    return found
+    """Return losses and gradient norms of two updates each."""
+    return [two_updates(training) for training in trainings(place, told)]
 
 
 def two_updates(training: Training) -> list[float]:
@@ -148,8 +146,8 @@ def found(cases, source: str, parent=None) -> dict[tuple, float]:
     each = [(*case, pieces) for case in cases for pieces in PIECES]
     of = {(*one, 1): built(one[0], config_of(*one[:2], source, one[2]), Ranks()).evaluate()
           for one in each}
-    with Processes("tests.training.evaluation:evaluations", {"cases": each, "source": source}, world=2,
-                   parent=parent) as running:
+    with Processes("tests.training.evaluation:evaluations", {"cases": each, "source": source},
+                   world=2, parent=parent) as running:
         first, second = running.wait()
     assert first == second
     return of | {(*one, 2): loss for one, loss in zip(each, first)}
@@ -159,9 +157,9 @@ def found(cases, source: str, parent=None) -> dict[tuple, float]:
 def text():
     with tempfile.TemporaryDirectory() as folder:
         for i in range(200):
-            (Path(folder) / f"{i}.py").write_text("".join(f"def f{j}(x):\n    return x * {j} + "
-                                                          f"{j % 7}\n" for j in range(i,
-                                                              i + 1 + i % 5)))
+            functions = (f"def f{j}(x):\n    return x * {j} + {j % 7}\n"
+                         for j in range(i, i + 1 + i % 5))
+            (Path(folder) / f"{i}.py").write_text("".join(functions))
         yield f"{folder}/*.py"
 
 

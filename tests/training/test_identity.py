@@ -1,10 +1,9 @@
-"""A run is what it says it is: every file shows when it is not what was written, or not this
-run's."""
+"""Only these tests catch a file of a run that was changed, lost or taken from another run, and is
+then read as if it were right; and a run whose status is wrong."""
 
 import json
 import math
 import shutil
-import signal
 import warnings
 
 import pytest
@@ -19,7 +18,6 @@ from lpkit.exchange.export import export
 from lpkit.files import locked
 from lpkit.measure import telemetry
 from lpkit.nn.transformer import Transformer
-from lpkit.signals import heard_by
 from lpkit.techniques import blocks, operation
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import train
@@ -27,32 +25,42 @@ from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import RandomTokens, Training
 
 
-@pytest.fixture
-def tiny(corpus, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
-    return Config().replace({
-        "model.layers": 1, "model.width": 16, "model.heads": 2, "model.context": 16,
-        "data.source": str(corpus / "*.py"),
-        "steps": 4, "global_batch": 2, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2,
-        "schedule.warmup_steps": 2,
-        "precision.recipe": "fp32", "system.device": "cpu"})
+@pytest.fixture(scope="module")
+def tiny(corpus):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+        yield Config().replace({
+            "model.layers": 1, "model.width": 16, "model.heads": 2, "model.context": 16,
+            "data.source": str(corpus / "*.py"), "steps": 4, "global_batch": 2, "eval_every": 0,
+            "eval_batches": 1, "checkpoint_every": 2, "schedule.warmup_steps": 2,
+            "precision.recipe": "fp32", "system.device": "cpu"})
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """A finished run, and the folder of another run."""
+    folder = tmp_path_factory.mktemp("trained")
+    other = {"data.tokenizer": "bpe", "model.vocab": 300, "optimizer.lr": 1e-4, "seed": 1}
+    return train(tiny, out=folder / "run"), train(tiny.replace(other), out=folder / "other").path
 
 
 @pytest.fixture
-def run(tiny, tmp_path):
-    return train(tiny, out=tmp_path / "run")
+def run(trained, tmp_path):
+    """A copy, which is as whole as the run that was trained."""
+    copy = Run.open(shutil.copytree(trained[0].path, tmp_path / "run"))
+    assert copy.problems == []
+    return copy
 
 
 # ---- records
 
-RECORD = {"step": 7, "loss": 0.1, "of": [1, 2.5e-9], "text": "é\n", "none": None,
-          "nested": {"b": True, "a": -0.0}}
+RECORD = {"step": 7, "of": [2.5e-9, None], "text": "é\n", "nested": {"b": True, "a": -0.0}}
 
 
 def flips(data: bytes):
-    """Every single flipped bit of it."""
+    """Two flipped bits of each byte, one at a time; all bits have their turn."""
     for at in range(len(data)):
-        for bit in range(8):
+        for bit in (at % 8, (at + 3) % 8):
             yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]
 
 
@@ -73,7 +81,7 @@ def test_no_flipped_bit_changes_a_record(tmp_path):
         except DamagedError as error:
             assert str(path) in str(error)
             caught += 1
-    assert caught > 7 * len(whole)
+    assert caught > 1.8 * len(whole)
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         with pytest.raises(DamagedError):
@@ -92,19 +100,17 @@ def test_no_flipped_bit_changes_a_line_or_hides_the_others(tmp_path):
         assert len(good) == 3 or problems
         assert len(good) >= 1       # of two, when it was the end of a line
     path.write_bytes(whole[:-5])
-    assert records.read_lines(path)[0][-1]["step"] == 1
-    assert records.read_lines(path)[1] == [f"{path}, line 3, is cut off, as a kill leaves it; it "
-                                           f"is passed over"]
+    good, [problem] = records.read_lines(path)
+    assert good[-1]["step"] == 1 and problem.startswith(f"{path}, line 3, is cut off")
     assert records.read_lines(tmp_path / "none") == ([], [])
 
 
 def test_what_json_does_not_have_is_written_as_it_comes_back(tmp_path):
     value = {"keys": {1: (2, math.nan)}, "inf": -math.inf}
     more = {records.RUN: None, records.NUMBER: 1, records.BEFORE: "", records.LINE_SUM: ""}
-    line = records.Chain(tmp_path / "none", None).line(value)
-    assert json.loads(line) | {records.LINE_SUM: ""} == {"keys": {"1": [2, None]},
-        "inf": None} | more
-    assert records.unsealed(records.sealed(value), "x") == {"keys": {"1": [2, None]}, "inf": None}
+    due, line = {"keys": {"1": [2, None]}, "inf": None}, records.Chain(tmp_path / "none", None)
+    assert json.loads(line.line(value)) | {records.LINE_SUM: ""} == due | more
+    assert records.unsealed(records.sealed(value), "x") == due
 
 
 # ---- whose it is
@@ -115,33 +121,43 @@ def change(path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def refused(run, match: str, config=None):
-    """By resume and by sample alike, and nothing is written."""
+def first_lines(run, other):
+    path = run.path / runs.CONFIG
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+
+
+@pytest.mark.parametrize("spoil, match", [
+    (lambda run, _: change(run.path / runs.CONFIG, "steps: 4", "steps: 6"),
+     "config.yaml is not what the run wrote"),
+    (first_lines, "config.yaml is not what the run wrote"),
+    (lambda run, other: shutil.copy(other / runs.TOKENIZER, run.path), "belongs to another run"),
+    (lambda run, other: shutil.copy(other / runs.IDENTITY, run.path), "belongs to another run"),
+    (lambda run, _: (run.path / runs.IDENTITY).unlink(), r"cannot read .*run\.json"),
+], ids=["a digit", "half a config", "tokenizer", "identity", "no identity"])
+def test_a_changed_or_foreign_file_is_refused_and_nothing_is_written(run, tiny, trained, spoil,
+                                                                      match):
+    """By resume and by sample alike."""
+    spoil(run, trained[1])
+    refused(run, match, tiny)
+
+
+def test_the_config_of_another_run_is_refused(run, trained):
+    shutil.copy(trained[1] / runs.CONFIG, run.path)
+    refused(run, "config.yaml belongs to another run", Run(trained[1]).config)
+
+
+def refused(run, match, config):
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=match):
         lpkit.sample(run.path, tokens=2)
     with pytest.raises(ConfigError, match=match):
-        train(config or run.config, out=run.path, resume=True)
+        train(config, out=run.path, resume=True)
     assert before == {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_a_digit_of_the_config_cannot_flip(run, tiny):
-    change(run.path / runs.CONFIG, "steps: 4", "steps: 6")
-    refused(run, "config.yaml is not what the run wrote", tiny)
-    change(run.path / runs.CONFIG, "steps: 6", "steps: 4")
-    assert lpkit.sample(run.path, tokens=2)
-
-
-def test_half_a_config_is_refused(run, tiny):
-    path = run.path / runs.CONFIG
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
-    refused(run, "config.yaml is not what the run wrote", tiny)
-
-
-def test_the_whole_config_of_another_run_is_refused(run, tiny, tmp_path):
-    other = train(tiny.replace({"optimizer.lr": 1e-4}), out=tmp_path / "other")
-    shutil.copy(other.path / runs.CONFIG, run.path)
-    refused(run, "config.yaml belongs to another run", other.config)
+def test_another_version_of_the_model_is_refused(run, tiny, monkeypatch):
+    monkeypatch.setattr(nn, "VERSION", nn.VERSION + 1)
+    refused(run, f"trained with version {nn.VERSION - 1} of the model, and this lpkit has", tiny)
 
 
 def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path):
@@ -150,42 +166,26 @@ def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path):
     tiny = tiny.replace({"data.source": str(text), "data.val_fraction": 0.3})
     train(tiny, out=tmp_path / "run")
     text.write_text("".join(f"{i} glasses\n" for i in range(20_000)))
-    with pytest.raises(ConfigError,
-                       match=r"its tokens have the SHA-256 .* and data.source=.*text.txt now gives"):
+    with pytest.raises(ConfigError, match=r"tokens have the SHA-256 .*=.*text.txt now gives"):
         train(tiny.replace({"steps": 6}), out=tmp_path / "run", resume=True)
     assert lpkit.sample(tmp_path / "run", tokens=2)         # which needs no corpus
 
 
-def test_a_checkpoint_of_another_run_is_passed_over(run, tiny, tmp_path, capsys):
-    other = train(tiny.replace({"seed": 1}), out=tmp_path / "other")
+def test_a_checkpoint_of_another_run_is_passed_over(run, tiny, trained, capsys):
     for folder in checkpoint.folders(run.checkpoints):
         shutil.rmtree(folder)
-    shutil.copytree(other.checkpoints / "step-00000002", run.checkpoints / "step-00000002")
+    shutil.copytree(Run(trained[1]).checkpoints / "step-00000002",
+                    run.checkpoints / "step-00000002")
     with pytest.raises(ConfigError, match="step-00000002 is a checkpoint of another run"):
         lpkit.sample(run.path)
     losses = [line["loss"] for line in run.metrics]
     again = train(tiny, out=run.path, resume=True)
     said = capsys.readouterr().err
-    assert ("has no whole checkpoint, so it starts again from step 0" in said
-            and "of another run; moved to quarantine" in said)
-    assert ([line["loss"] for line in again.metrics] == losses
-            and again.environment["from_step"] == 0)
-    assert ("another run" in again.summary["damaged"][0]
-            and (run.checkpoints / "quarantine" / "step-00000002").is_dir())
-
-
-@pytest.mark.parametrize("name", [runs.TOKENIZER, runs.IDENTITY])
-def test_the_record_of_another_run_is_refused(run, tiny, tmp_path, name):
-    other = train(tiny.replace({"data.tokenizer": "bpe", "model.vocab": 300}),
-                  out=tmp_path / "other")
-    shutil.copy(other.path / name, run.path)
-    refused(run, "belongs to another run than")
-
-
-def test_another_version_of_the_model_is_refused(run, monkeypatch):
-    monkeypatch.setattr(nn, "VERSION", nn.VERSION + 1)
-    refused(run, f"trained with version {nn.VERSION - 1} of the model, and this lpkit has version "
-                 f"{nn.VERSION}")
+    assert "has no whole checkpoint, so it starts again from step 0" in said
+    assert "of another run; moved to quarantine" in said
+    assert [line["loss"] for line in again.metrics] == losses
+    assert again.environment["from_step"] == 0 and "another run" in again.summary["damaged"][0]
+    assert (run.checkpoints / "quarantine" / "step-00000002").is_dir()
 
 
 FUNCTIONS = {1: [       # what these models of nn.VERSION say, as one number
@@ -229,11 +229,6 @@ def test_every_kind_of_block_is_among_the_functions():
             if row.implementation.startswith(("lpkit.", "lessons.rows."))}
 
 
-def test_a_run_without_its_identity_is_refused(run):
-    (run.path / runs.IDENTITY).unlink()
-    refused(run, "cannot read .*run.json")
-
-
 def test_sampling_from_an_older_checkpoint_says_so(run, capsys):
     want = lpkit.sample(run.path, tokens=2)
     assert capsys.readouterr().err == ""
@@ -248,26 +243,21 @@ def flip_a_weight(folder):
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
 
 
-DAMAGE = {"a weight": flip_a_weight, "manifest": lambda folder: (folder / "manifest.json").unlink(),
-          "folder": shutil.rmtree}
+DAMAGE = {"a weight": flip_a_weight, "folder": shutil.rmtree}
 
 
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_start_from_an_older_checkpoint_is_refused_where_the_summary_vouches_for_a_newer(how, run,
-        tiny, tmp_path, capsys):
+def test_a_start_is_refused_where_the_summary_vouches_for_a_newer_checkpoint(
+        run, tiny, tmp_path, capsys):
     """The way out that the sentence names makes the same weights again."""
     config = tiny.replace({"start.run": str(run.path), "steps": 2})
     whole = train(config, out=tmp_path / "whole")
     base = str(run.checkpoints / "step-00000004")
-    assert (whole.summary["start"] == whole.environment["start"] == base
-            and run.summary["start"] is None)
-    DAMAGE[how](run.checkpoints / "step-00000004")
+    assert whole.summary["start"] == whole.environment["start"] == base
+    assert run.summary["start"] is None
+    shutil.rmtree(base)
     command = f"lpkit train {run.path}/config.yaml --out {run.path} --resume"
     for go_on in (False, True):     # so is a run that had begun from the newer one
-        with pytest.raises(ConfigError,
-                           match="its summary vouches for step-00000004, and the newest weights "
-                                 "that are whole are of step 2; "
-                                              "make newer ones by ") as error:
+        with pytest.raises(ConfigError, match=r"for step-00000004, .* of step 2; ") as error:
             train(config.replace({"steps": 4}), out=tmp_path / ("whole" if go_on else "new"),
                   resume=go_on)
     assert str(error.value).endswith(command)
@@ -283,8 +273,8 @@ def test_a_start_from_an_older_checkpoint_of_a_killed_run_says_so(how, run, tiny
     DAMAGE[how](run.checkpoints / "step-00000004")
     new = train(tiny.replace({"start.run": str(run.path), "steps": 2}), out=tmp_path / "new")
     said = capsys.readouterr().err
-    assert ("step-00000004" in said and ("the weights are those of step 2: " in said)
-            == (how != "folder"))
+    assert "step-00000004" in said
+    assert ("the weights are those of step 2: " in said) == (how != "folder")
     older, _ = checkpoint.load_latest(run.checkpoints, quarantine=False)
     assert older.step == 2 and new.summary["start"] == str(older.path)
     begun = dict(Training.build(
@@ -304,26 +294,20 @@ def test_settings_that_change_no_number_keep_the_identity(run, tiny):
         assert checkpoint.verify(folder, who["run"])["run"] == who["run"]
 
 
-@pytest.mark.parametrize("change, why", [
-    (lambda state: state | {"model/more": torch.ones(1)}, "1 tensors that this run does not have, "
-                                                          "model/more first"),
-    (lambda state: state | {"optimizer/more/exp_avg": torch.ones(1)}, "does not have, "
-        "optimizer/more/exp_avg first"),
-    (lambda state: {name: t.bfloat16() if name.startswith("model/") else t
-                    for name, t in state.items()}, "as torch.bfloat16"),
-    (lambda state: {name: t[:1] if name.startswith("model/") else t for name, t in state.items()},
-     r"\(1, 16\), and this run"),
-])
-def test_what_does_not_fit_the_model_is_not_loaded(tiny, change, why):
+def test_what_does_not_fit_the_model_is_not_loaded(tiny):
     """By one function, for resume and sample alike."""
     training = Training.build(tiny, data=RandomTokens(tiny))
-    state = change(training.state_dict())
-    with pytest.raises(RunFailedError, match=why):
-        training.load_state_dict(state)
-    weights = {name: t for name, t in state.items() if name.startswith("model/")}
-    if weights.keys() - training.state_dict().keys() or "optimizer" not in why:
+    state, name = training.state_dict(), "model/embed.weight"
+    for wrong, why in (({"model/more": torch.ones(1)}, "does not have, model/more first"),
+                       ({"optimizer/more/exp_avg": torch.ones(1)}, "optimizer/more/exp_avg first"),
+                       ({name: state[name].bfloat16()}, r"as torch\.bfloat16"),
+                       ({name: state[name][:1]}, r"\(1, 16\), and this run")):
         with pytest.raises(RunFailedError, match=why):
-            training.load_model(weights)
+            training.load_state_dict(state | wrong)
+        if "optimizer" not in why:
+            with pytest.raises(RunFailedError, match=why):
+                training.load_model({name: t for name, t in (state | wrong).items()
+                                     if name.startswith("model/")})
 
 
 # ---- what a run says became of it
@@ -332,25 +316,19 @@ def test_a_run_that_goes_on_is_told_from_one_that_was_killed(run):
     records.write(run.path / runs.SUMMARY, {"status": "running", records.RUN: run.mark})
     with locked(run.path / runs.LOCK):
         assert run.summary["status"] == "running"
-    assert (run.summary["status"] == "killed" and run.summary["steps"] == 4
-            and run.summary["final_loss"] == run.metrics[-1]["loss"])
+    assert (run.summary["status"], run.summary["steps"]) == ("killed", 4)
+    assert run.summary["final_loss"] == run.metrics[-1]["loss"]
     assert "killed after 4 steps" in run._repr_html_()
 
 
-def test_while_it_trains_it_is_running(tiny, tmp_path):
-    seen = []
-    train(tiny, out=tmp_path / "run",
-          observers=[lambda record: seen.append(Run(tmp_path / "run").summary["status"])])
-    assert seen == ["running"] * 4 and Run(tmp_path / "run").summary["status"] == "complete"
-
-
 @pytest.mark.parametrize("raised, status",
-                         [(SystemExit(0), "failed"), (KeyboardInterrupt(), "killed"),
-                          (KeyError("x"), "failed")])
+                         [(SystemExit(0), "failed"), (KeyboardInterrupt(), "killed")])
 def test_what_ended_a_run_is_its_status(tiny, tmp_path, monkeypatch, raised, status):
-    fine = Training.update
+    """While it trains, that is "running"."""
+    fine, running = Training.update, []
 
     def update(self, step, **settings):
+        running.append(Run(tmp_path / "run").summary["status"])
         if step == 3:
             raise raised
         return fine(self, step, **settings)
@@ -359,8 +337,9 @@ def test_what_ended_a_run_is_its_status(tiny, tmp_path, monkeypatch, raised, sta
     with pytest.raises(type(raised)):
         train(tiny, out=tmp_path / "run")
     summary = Run(tmp_path / "run").summary
-    assert (summary["status"], summary["steps"], summary["last_checkpoint"]) == (status, 3,
-        "step-00000002")
+    assert running == ["running"] * 4
+    assert (summary["status"], summary["steps"]) == (status, 3)
+    assert summary["last_checkpoint"] == "step-00000002"
     assert summary["error"].startswith(type(raised).__name__)
 
 
@@ -374,11 +353,11 @@ def test_one_bad_line_does_not_hide_a_run(run, tiny):
     change(run.path / runs.METRICS, '"step": 2,', '"step": 5,')
     assert [line["step"] for line in run.metrics] == [1, 3, 4]
     [problem] = run.problems
-    assert ("metrics.jsonl, line 2, is damaged" in problem
-            and "line 2, is damaged" in run._repr_html_())
+    assert "metrics.jsonl, line 2, is damaged" in problem
+    assert "line 2, is damaged" in run._repr_html_()
     summary = train(tiny.replace({"steps": 6}), out=run.path, resume=True).summary
-    assert summary["damaged"] == [problem] and [line["step"] for line in run.metrics] == [1, 3, 4,
-        5, 6]
+    assert summary["damaged"] == [problem]
+    assert [line["step"] for line in run.metrics] == [1, 3, 4, 5, 6]
 
 
 def test_a_damaged_summary_does_not_hide_a_run(run):
@@ -407,19 +386,24 @@ def test_energy_and_tokens_are_of_the_same_steps(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("lpkit.hardware.energy_joules", lambda device: next(joules))
     assert train(tiny, out=tmp_path / "run").summary["energy_tokens"] == 4 * 2 * 16
     summary = train(tiny.replace({"steps": 6}), out=tmp_path / "run", resume=True).summary
-    assert (summary["energy_wh"], summary["energy_tokens"], summary["tokens"]) == (2.0, 2 * 2 * 16,
-        6 * 2 * 16)
+    assert summary["energy_wh"] == 2.0
+    assert (summary["energy_tokens"], summary["tokens"]) == (2 * 2 * 16, 6 * 2 * 16)
 
 
-def test_metrics_are_on_the_disk_before_the_checkpoint_that_vouches_for_them(tiny, tmp_path,
-        monkeypatch):
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_vouches_for_them(
+        tiny, tmp_path, monkeypatch):
     done, real_sync, real_save = [], runs.files.sync, checkpoint.save
-    monkeypatch.setattr("lpkit.training.loop.sync",
-                        lambda path: (done.append((path.name, len(Run(tmp_path / "run").metrics))),
-                                      real_sync(path)))
-    monkeypatch.setattr(checkpoint, "save",
-                        lambda root, step, *args, **more: (done.append(("save", step)),
-                            real_save(root, step, *args, **more))[1])
+
+    def sync(path):
+        done.append((path.name, len(Run(tmp_path / "run").metrics)))
+        real_sync(path)
+
+    def save(root, step, *args, **more):
+        done.append(("save", step))
+        return real_save(root, step, *args, **more)
+
+    monkeypatch.setattr("lpkit.training.loop.sync", sync)
+    monkeypatch.setattr(checkpoint, "save", save)
     train(tiny, out=tmp_path / "run")
     assert done == [("metrics.jsonl", 2), ("save", 2), ("metrics.jsonl", 4), ("save", 4)]
 
@@ -433,18 +417,6 @@ def test_what_a_killed_writer_left_goes_with_the_next_start(run, tiny):
             and (run.path / ".kept").exists())
 
 
-def test_who_said_nohup_outlives_the_shell():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with heard_by(lambda *_: None):
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            assert callable(signal.getsignal(signal.SIGTERM))
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    with heard_by(lambda *_: None):
-        assert callable(signal.getsignal(signal.SIGHUP))
-
-
 # ---- lines and files are held together
 
 def chained(path, run="me", of=6) -> list[bytes]:
@@ -454,14 +426,11 @@ def chained(path, run="me", of=6) -> list[bytes]:
 
 @pytest.mark.parametrize("order, steps, said", [
     ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], []),
-    ([1, 2, 4, 5, 6], [1, 2, 4, 5, 6], ["line 3, is not the one that followed"]),
     ([2, 3, 4, 5, 6], [2, 3, 4, 5, 6], ["line 1, is not the one that followed"]),
-    ([1, 2, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], ["line 3, is there twice"]),
     ([1, 2, 3, 4, 5, 6, 2], [1, 2, 3, 4, 5, 6], ["line 7, is there twice"]),
     ([1, 3, 2, 4, 5, 6], [1, 3, 2, 4, 5, 6], ["lines 2 to 4, are not the one that followed"]),
     ([1, 2, 3, 4], [1, 2, 3, 4], ["lacks lines that the summary vouches for"]),
     ([], [], ["lacks lines that the summary vouches for"]),
-    ([1, 2, -3, 4, 5, 6], [1, 2, 4, 5, 6], ["line 3, is of another run"]),
     ([1, -2, -3, -4, 5, 6], [1, 5, 6], ["lines 2 to 4, are of another run"]),
 ])
 def test_lines_hold_together(tmp_path, order, steps, said):
@@ -489,16 +458,6 @@ def test_an_altered_line_with_a_right_checksum_breaks_the_chain(tmp_path):
     assert "line 5, is not the one that followed" in records.read_lines(path, "me")[1][0]
 
 
-def test_an_attack_on_records_finds_what_is_not_held_together(tmp_path, monkeypatch):
-    """A reader that looks at single lines, as all did once, fails the attack: the judge is one."""
-    from tests.attack import records as attack
-
-    real = records.read_lines
-    monkeypatch.setattr(records, "read_lines", lambda path, run=None, vouched=(): real(path))
-    monkeypatch.setattr(Run, "vouches", lambda self, ended: {"files": {}, "lines": {}})
-    assert len(attack.attack(40, 1, tmp_path).failures["open says nothing"]) >= 4
-
-
 def test_a_line_that_was_lost_is_named_also_after_the_run_went_on(run, tiny):
     """In the summary of the run that went on, and whenever the run is opened later."""
     path = run.path / runs.METRICS
@@ -506,7 +465,3 @@ def test_a_line_that_was_lost_is_named_also_after_the_run_went_on(run, tiny):
     again = train(tiny.replace({"steps": 9, "keep_checkpoints": 1}), out=run.path, resume=True)
     assert "metrics.jsonl lacks lines that" in again.summary["damaged"][0]
     assert "metrics.jsonl lacks lines that environment.json vouches for" in again.problems[0]
-
-
-def test_a_run_that_was_copied_elsewhere_is_whole(run, tmp_path):
-    assert Run.open(shutil.copytree(run.path, tmp_path / "elsewhere")).problems == []

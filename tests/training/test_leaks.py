@@ -1,4 +1,5 @@
-"""Nothing that an update has made outlives it, and nothing of a run outlives the run."""
+"""Only these tests catch a tensor that outlives the update that made it, and a model that outlives
+its run."""
 
 import gc
 import signal
@@ -12,14 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers
-import lessons.rows.schedules
 import lessons.rows.sparse_attention
 import lessons.tasks  # noqa: F401  two policies more
 import lpkit
 from lessons.rows.activations_torch import within
 from lpkit.config import Config, MemoryConfig
 from lpkit.contracts import Stage, Transform
-from lpkit.techniques import changes, data, optimizers, recipes, schedules
+from lpkit.techniques import changes, data, optimizers, recipes
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending
 from lpkit.techniques.row import Row, Settings
@@ -76,11 +76,10 @@ def cases() -> dict[str, dict]:
               for name in ("mxfp8", "fp8-delayed")]
     found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {})
               for name in optimizers.OPTIMIZERS]
-    found += [{"schedule": name} for name in schedules.SCHEDULES]
     found += [{"system.attention": name} for name, row in ATTENTION.items()
               if not row.why_not(Attending(model=Config().model))]
-    found += [{"model.attention": name, "system.attention": backend} for name, row in KINDS.items()
-              for backend in row.operations]
+    found += [{"model.attention": name, "system.attention": next(iter(row.operations))}
+              for name, row in KINDS.items() if row.operations]
     found += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():
         table = field.metadata["table"]
@@ -111,15 +110,14 @@ def toys(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def grows(training: Training, steps: int = 4) -> set[int]:
-    """Bytes that live after a step beyond those after the second."""
+def grows(training: Training) -> int:
+    """Bytes that live after the third step beyond those after the second."""
     training.update(0)
     with Live() as live:
-        found = []
-        for step in range(1, steps):
-            training.update(step)
-            found.append(live.bytes)
-    return {held - found[0] for held in found} - {0}
+        training.update(1)
+        second = live.bytes
+        training.update(2)
+        return live.bytes - second
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,13 +158,8 @@ def all_gone(models) -> bool:
     return bool(models) and not any(model() for model in models)
 
 
-def test_nothing_of_a_run_stays(tiny, tmp_path, models):
-    run = train(tiny.replace({"precision.telemetry_every": 3}), out=tmp_path / "run")
-    assert run.summary["status"] == "complete" and all_gone(models)
-
-
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
-                                   ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
+                                   KeyboardInterrupt()], ids=repr)
 def test_who_keeps_an_error_keeps_no_model(tiny, tmp_path, models, monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
@@ -186,7 +179,7 @@ def test_nothing_stays_after_ctrl_c(tiny, tmp_path, models):
 
 
 def test_a_handle_and_a_series_keep_runs_and_no_models(tiny, tmp_path, models, monkeypatch):
-    handle = lpkit.start(tiny, out=tmp_path / "run")
+    handle = lpkit.start(tiny.replace({"precision.telemetry_every": 3}), out=tmp_path / "run")
     handle.result()
     series = lpkit.start_each({"one": tiny, "two": tiny.replace({"seed": 1})},
                               out=tmp_path / "series")

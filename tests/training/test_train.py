@@ -1,5 +1,5 @@
-"""The trainer: numbers that do not depend on how a run was cut, and runs that say what went
-wrong."""
+"""Only these tests catch a trainer whose losses are not those of a loop in plain PyTorch, a run
+that was cut and gives other numbers, and a run folder that is overwritten or not refused."""
 
 import json
 import math
@@ -17,8 +17,10 @@ from lpkit.techniques.schedules import SCHEDULES, schedule
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import start, train
 from lpkit.training.build import made, transformed
+from lpkit.training.loop import fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import Training
+from tests.training.resuming import in_parts
 
 
 @pytest.fixture
@@ -27,9 +29,8 @@ def tiny(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
         "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
-        "data.source": str(corpus / "*.py"),
-        "steps": 12, "global_batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4,
-        "schedule.warmup_steps": 2,
+        "data.source": str(corpus / "*.py"), "steps": 12, "global_batch": 4, "eval_every": 5,
+        "eval_batches": 2, "checkpoint_every": 4, "schedule.warmup_steps": 2,
         "precision.recipe": "fp32", "system.device": "cpu"})
 
 
@@ -40,26 +41,18 @@ def losses(run: Run) -> list[float]:
 def test_a_run_leaves_everything_that_it_promises(tiny, tmp_path):
     run = train(tiny, out=tmp_path / "run")
     summary = run.summary
-    assert {"final_loss", "val_loss", "steps", "tokens", "tokens_per_second", "step_seconds",
-            "peak_bytes", "mfu",
-           "run_dir", "chosen"} <= summary.keys()
-    assert (summary["status"] == "complete" and summary["steps"] == 12
-            and summary["tokens"] == 12 * 4 * 32)
-    assert all({"step", "loss", "grad_norm", "lr", "tokens", "step_seconds",
-                "peak_bytes"} <= line.keys()
+    assert {"final_loss", "val_loss", "tokens_per_second", "step_seconds", "peak_bytes", "mfu",
+            "run_dir"} <= summary.keys()
+    assert summary["status"] == "complete"
+    assert (summary["steps"], summary["tokens"]) == (12, 12 * 4 * 32)
+    assert all({"loss", "grad_norm", "lr", "tokens", "step_seconds", "peak_bytes"} <= line.keys()
                for line in run.metrics)
     assert [line["step"] for line in run.metrics] == list(range(1, 13))
     assert [line["step"] for line in run.metrics if "val_loss" in line] == [5, 10, 12]
     assert run.config == tiny and run.environment["torch"] == torch.__version__
     assert {"asked", "used", "why"} == summary["chosen"]["precision"].keys()
-    assert [p.name for p in checkpoint.folders(run.checkpoints)] == ["step-00000012",
-        "step-00000008"]
-
-
-def test_the_first_loss_is_that_of_a_uniform_guess(tiny, tmp_path):
-    run = train(tiny.replace({"steps": 1}), out=tmp_path / "run")
-    # logits of a fresh model: std 0.02 * sqrt(32)
-    assert losses(run)[0] == pytest.approx(math.log(256), abs=0.1)
+    assert [p.name for p in checkpoint.folders(run.checkpoints)] == [
+        "step-00000012", "step-00000008"]
 
 
 def test_the_loop_is_the_plain_loop(tiny, tmp_path):
@@ -85,24 +78,18 @@ def test_the_loop_is_the_plain_loop(tiny, tmp_path):
         optimizer.zero_grad()
         want.append(loss.item())
     # The fused optimizer multiplies in another order: float32 rounding, amplified by 12 steps of
-    # training.
+    # training. A fresh model guesses: its logits have a standard deviation of 0.02 * sqrt(32).
     assert losses(train(tiny, out=tmp_path / "run")) == pytest.approx(want, rel=1e-5)
+    assert want[0] == pytest.approx(math.log(256), abs=0.1)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, tmp_path, recipe):
-    tiny = tiny.replace({"precision.recipe": recipe})
-    whole = train(tiny, out=tmp_path / "whole")
-    handle = start(tiny, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 7 else None)
-    assert handle.result().summary["status"] == "stopped"
-    parts = train(tiny, out=tmp_path / "parts", resume=True)
-    assert losses(parts) == losses(whole)
-    assert ([line.get("val_loss") for line in parts.metrics]
-            == [line.get("val_loss") for line in whole.metrics])
-    same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
-    assert same[0].keys() == same[1].keys()
-    assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, tmp_path):
+    tiny = tiny.replace({"precision.recipe": "bf16"})
+    runs = train(tiny, out=tmp_path / "whole"), in_parts(tiny, tmp_path / "parts", 7)
+    a, b = ([(line["loss"], line.get("val_loss")) for line in run.metrics] for run in runs)
+    assert a == b
+    a, b = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in runs)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_resumed_run_keeps_the_precision_that_it_began_with(tiny, tmp_path, monkeypatch):
@@ -118,28 +105,14 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tiny, tmp_path, mo
     assert chosen == {"asked": "auto", "used": "bf16", "why": "as when this run began"}
 
 
-def test_the_same_config_twice_is_bitwise_equal_and_another_seed_is_not(tiny, tmp_path):
-    first, second, other = (losses(train(tiny.replace({"seed": seed}), out=tmp_path / str(i)))
-                            for i, seed in enumerate((0, 0, 1)))
-    assert first == second != other
-
-
-def test_accumulated_gradient_is_the_whole_gradient(tiny, tmp_path):
-    whole, parts = (losses(train(tiny.replace({"grad_accum_steps": a}), out=tmp_path / str(a)))
-                    for a in (1, 4))
-    assert parts == pytest.approx(whole, rel=1e-5)    # float32 sums in another order
-
-
 def test_a_nan_loss_stops_the_run_and_keeps_the_last_checkpoint(tiny, tmp_path):
+    training = Training.build(tiny)
+
     def poison(record):
         if record.step == 6:
             with torch.no_grad():
-                poisoned[0].fill_(math.nan)
+                training.model.embed.weight.fill_(math.nan)
 
-    from lpkit.training.loop import fit
-
-    training = Training.build(tiny)
-    poisoned = list(training.model.parameters())
     with pytest.raises(RunFailedError, match=r"step 7: loss=nan.*kept: step-00000004"):
         fit(training, tmp_path / "run", observers=[poison])
     run = Run.open(tmp_path / "run")
@@ -164,26 +137,10 @@ def test_a_folder_with_another_run_is_left_alone(tiny, tmp_path):
     assert (tmp_path / "papers" / "thesis.txt").read_text() == "mine"
 
 
-def test_two_writers_are_refused(tiny, tmp_path):
-    handle = start(tiny.replace({"steps": 10_000, "checkpoint_every": 0}), out=tmp_path / "run")
-    first = []
-    handle.subscribe(lambda record: first or (first.append(record), handle.pause()))
-    while not first and not handle.done:
-        pass
-    try:
-        with pytest.raises(ConfigError, match="another process is training"):
-            train(tiny.replace({"steps": 10_000, "checkpoint_every": 0}), out=tmp_path / "run",
-                  resume=True)
-    finally:
-        handle.stop()
-    assert handle.result().summary["status"] == "stopped"
-
-
 def test_no_gpu_when_one_was_demanded(tiny, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError,
-                       match=r"system.device=cuda: it was asked for, but PyTorch sees 0 GPUs"):
+    with pytest.raises(ConfigError, match=r"system.device=cuda: .* but PyTorch sees 0 GPUs"):
         train(tiny.replace({"system.device": "cuda"}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -191,34 +148,14 @@ def test_no_gpu_when_one_was_demanded(tiny, tmp_path):
 def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
     # which need no race at these sizes
     tiny = tiny.replace({"system.attention": "sdpa", "system.kernels": "reference"})
-    huge = lpkit.preset("llama-405b").replace({"system": tiny.to_dict()["system"],
-        "data.source": tiny.data.source})
-    with pytest.raises(ConfigError,
-                       match=r"takes \d\.\d\d TB at its peak .* and cpu has .*; (it would|no "
-                             r"technique)"):
+    huge = lpkit.preset("llama-405b").replace({
+        "system": tiny.to_dict()["system"], "data.source": tiny.data.source})
+    with pytest.raises(ConfigError, match=r"takes \d\.\d\d TB at its peak .* and cpu has .*; "):
         train(huge, out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"model.context=1000000 needs 1000001 tokens"):
         train(tiny.replace({"model.context": 1_000_000, "model.width": 8, "model.layers": 1,
                             "global_batch": 1}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("setting, sentence", {
-    "optimizer=adamm": "did you mean 'adam'", "schedule=cosin": "did you mean 'cosine'",
-    "model.init=gpt3": "did you mean 'gpt2'", "system.attention=sdqa": "did you mean 'sdpa'",
-    "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "must be auto, cpu, cuda",
-}.items())
-def test_unknown_names_suggest_the_nearest(tiny, tmp_path, setting, sentence):
-    key, _, value = setting.partition("=")
-    with pytest.raises(ConfigError, match=sentence):
-        train(tiny.replace({key: value}), out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_error_in_the_thread_is_raised_where_somebody_looks(tiny, tmp_path):
-    handle = start(tiny.replace({"optimizer.groups": "haed.*:lr_scale=2"}), out=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"no parameter is called 'haed\.\*'"):
-        handle.result()
 
 
 def test_transforms_run_in_stage_order_whatever_the_order_given():
@@ -261,7 +198,7 @@ def test_cosine_is_pytorchs_cosine():
 
 
 def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
-    run = train(tiny.replace({"steps": 40}), out=tmp_path / "run")
+    run = train(tiny, out=tmp_path / "run")
     text = lpkit.sample(run, prompt="def ", tokens=60, temperature=0)
     assert text.startswith("def ") and len(text) == 64
     found, _ = checkpoint.load_latest(run.checkpoints, only="model/")
