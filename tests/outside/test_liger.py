@@ -162,13 +162,13 @@ def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.T
     (3, 423, 7, 92), (1, 8, 1, 2), (2, 33, 5, 128)])
 def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
     from lpkit.kernels.pytorch import rotate_pytorch
-    from lpkit.kernels.rotary import rotate
+    from lpkit.kernels.rotary import ROTARY
 
     positions = RotaryPositions(ModelConfig(width=H * E, heads=H, head_dim=E, context=T,
         position="rope", rope_theta=theta))
     x = drawn(B, H, T, E, dtype=dtype)
     cos, sin = positions.rotation(T, 0, x)
-    for turn in (rotate_pytorch, rotate):
+    for turn in (rotate_pytorch, ROTARY.definition):
         # an angle of 400 has 24 bits
         close(turn(x, cos, sin), by_complex_numbers(x, theta), max(SHARE[dtype], 6e-5))
 
