@@ -53,5 +53,5 @@ def defined(q, k, v, documents=None, sinks=None, *, rule):
 
 def gradients(out, arguments):
     leaves = [t for t in arguments if t is not None and t.requires_grad]
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return torch.autograd.grad(out, leaves, weights.to(out))

@@ -84,7 +84,8 @@ def test_every_backend_computes_the_rule_or_names_its_field(rule, name):
     (torch.bfloat16, 123, 1, "queries that see nothing"), (torch.float32, 5, 1, "window"),
     (torch.float16, 1, 2, "cap")], ids=str)
 def test_every_dtype_length_and_number_of_groups(dtype, length, groups, rule, name):
-    held(name, RULES[rule], tensors(RULES[rule], Tq=length, Tk=length, G=groups, dtype=dtype), dtype)
+    arguments = tensors(RULES[rule], Tq=length, Tk=length, G=groups, dtype=dtype)
+    held(name, RULES[rule], arguments, dtype)
 
 
 def test_two_tokens_without_a_mask():
@@ -263,7 +264,8 @@ def test_no_block_computes_what_its_spans_leave_out(name):
     rule = RULES[name]
     q, k, v, documents, _ = (t if t is None else t.detach() for t in tensors(rule, Tq=T, Tk=T))
     with FlopCounterMode(display=False) as forward:
-        out, sums = blocked_attention.attend.__wrapped__(q, k, v, documents, None, rule.words, False)
+        out, sums = blocked_attention.attend.__wrapped__(q, k, v, documents, None, rule.words,
+                                                         False)
     with FlopCounterMode(display=False) as backward:
         blocked_attention.gradients.__wrapped__(out, q, k, v, documents, None, sums, rule.words,
                                                 False)
