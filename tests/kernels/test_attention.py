@@ -23,7 +23,7 @@ from lpkit.nn.attention import backend, partial_of
 from lpkit.predict import memory
 from lpkit.predict.flops import products
 from lpkit.presets import preset
-from lpkit.techniques.attention import EVERY_KEY, Rule, Window
+from lpkit.techniques.attention import Rule, Window
 from lpkit.techniques.attention_backends import ATTENTION, query_blocks
 from lpkit.techniques.operation import MicroBatch
 from tests.kernels.attention_cases import defined, gradients, tensors
@@ -86,15 +86,6 @@ def test_every_backend_computes_the_rule_or_names_its_field(rule, name):
 def test_every_dtype_length_and_number_of_groups(dtype, length, groups, rule, name):
     arguments = tensors(RULES[rule], Tq=length, Tk=length, G=groups, dtype=dtype)
     held(name, RULES[rule], arguments, dtype)
-
-
-def test_two_tokens_without_a_mask():
-    """By hand: of equal scores the mean, 0.5; a causal kernel gives the first value to the first
-    query."""
-    q = k = torch.zeros(1, 1, 2, 16)
-    v = torch.tensor([[0.0], [1.0]]).expand(2, 16)[None, None].contiguous()
-    for name, attend in FUNCTIONS.items():
-        assert attend(q, k, v, rule=EVERY_KEY).unique().tolist() == [0.5], name
 
 
 @pytest.mark.parametrize("name", ["triton", "sdpa-cudnn"])

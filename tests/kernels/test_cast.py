@@ -271,24 +271,6 @@ def test_blocks_of_128_by_powers_of_two_are_transformer_engines_and_mxfp8s(dtype
     same(to_dtype(got.data, scales, torch.float8_e4m3fn, 32, torch.float32), got.dequantise())
 
 
-def test_scale_rules_are_their_definitions():
-    """In exact arithmetic: the power of two just below (floor), just above (ceil) or just enough
-    (rceil)."""
-    amax = torch.cat([torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 1000 + 1e-3,
-                      torch.tensor([448.0, 448.0001, 256.0, 255.99998, 1.0, 1.0000001,
-                                    2.0**-100])]).double()
-    x = torch.zeros(len(amax), 32)
-    x[:, 7] = -amax.float()
-    amax = x[:, 7].double().abs()
-    even = round_to(amax.float(), replace(FORMATS["fp32"], mantissa_bits=3)).double()
-    want = {"floor": amax.log2().floor() - 8, "ceil": amax.log2().ceil() - 8,
-            "rceil": (amax / 448).log2().ceil(), "even": even.log2().floor() - 8}
-    for rule, exponent in want.items():
-        assert torch.equal(cast.mx(x, E4M3, rule=rule).scales[:, 0].double() - 127, exponent), rule
-    values = cast.mx(x, E4M3, rule="rceil").values[:, 7].abs()
-    assert ((values - amax) / amax).abs().max() <= 2.0**-4
-
-
 def test_what_is_not_finite_is_counted_and_seen(in_torch):
     x = torch.ones(4, 64)
     x[0, 3], x[2, 40], x[2, 41] = torch.nan, torch.inf, -torch.inf
@@ -677,12 +659,9 @@ ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
     (ANSWERS + "printf 'caf\\351 \\033[31m' >&2; exit 1", "caf\ufffd \\x1b[31m"),
     (ANSWERS + "head -c 40000000 /dev/zero >&2; exit 1", "said more than 16,777,216 bytes"),
     (ANSWERS + "sleep 60 & sleep 60", "did not end in 0.5 seconds"),
-    (ANSWERS + "kill -ILL $$", "it died"),
-    (ANSWERS + 'for last; do :; done; echo "no library" > "$last"; exit 0', "fails its check"),
     (ANSWERS + 'for last; do :; done; mkdir "$last"; exit 0', "wrote no library"),
     ("sleep 60", "did not end"), ("head -c 300 /dev/urandom", "wrote no library"),
-], ids=["silent", "not UTF-8", "much", "hangs", "dies", "text", "folder", "hangs when asked",
-        "noise"])
+], ids=["silent", "not UTF-8", "much", "hangs", "folder", "hangs when asked", "noise"])
 def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch):
     if "sleep" in script:       # the others end by themselves, on a busy machine late
         monkeypatch.setattr(compile_c, "SECONDS", 0.5)

@@ -276,7 +276,8 @@ def test_a_loss_leaves_its_logits_alone_and_counts_what_counts():
 
 @pytest.mark.parametrize("targets, options, words", [
     ([0, 5, 1, 1], {}, "from 0 to 4, or -100 to be ignored; got 5"),
-    ([0, 1, 1], {}, "must be .4,., one a token"), ([1, -100, 2, 3], {"ignore_index": 0}, "got -100"),
+    ([0, 1, 1], {}, "must be .4,., one a token"),
+    ([1, -100, 2, 3], {"ignore_index": 0}, "got -100"),
     ([0] * 4, {"reduction": "avg"}, "no reduction 'avg'"), ([0] * 4, {"chunk_tokens": 0}, "=0"),
     ([0] * 4, {"label_smoothing": 1.5}, "=1.5"), ([0] * 4, {"soft_cap": 0.0}, "=0.0")])
 def test_what_a_loss_does_not_take_is_refused(targets, options, words):
