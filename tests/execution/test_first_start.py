@@ -93,8 +93,8 @@ def test_attention_is_compiled_for_two_shapes(graphs, flex, monkeypatch):
                         lambda given: {"plain": attention._told("plain", given.rule), "sdpa": plain,
                                        "flex": flex})
     raced_attention()
-    assert ({one[0][2] for one in flex.made if isinstance(one, tuple)} == {1024, 1100}
-            and len(flex.made) == OF_FLEX)
+    assert {one[0][2] for one in flex.made if isinstance(one, tuple)} == {1024, 1100}
+    assert len(flex.made) == OF_FLEX
 
 
 def test_what_is_compiled_for_a_shape_is_still_verified(graphs, flex, monkeypatch):

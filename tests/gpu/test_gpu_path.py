@@ -293,8 +293,8 @@ def test_recomputation_keeps_and_counts_products_of_8_and_4_bits():
     aten, kinds = torch.ops.aten, torch.nn.functional.ScalingType
     assert ({aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default}
             < set(PRODUCTS))
-    assert (aten._scaled_mm_v2.default in PRODUCTS
-            and aten._scaled_dot_product_cudnn_attention.default in ATTENTION)
+    assert aten._scaled_mm_v2.default in PRODUCTS
+    assert aten._scaled_dot_product_cudnn_attention.default in ATTENTION
     a, b = eight(128, 512).to("meta"), eight(256, 512).to("meta")
     ones = partial(torch.ones, device="meta")
     calls = {

@@ -563,8 +563,8 @@ def test_compiled_once_and_whole(tmp_path):
     assert [p.communicate()[0] for p in both] == ["native\n"] * 2
     (path,) = tmp_path.iterdir()
     before = path.stat().st_mtime_ns
-    assert (compile_c.open_library(SOURCE, tmp_path)[1] == compile_c.choice("cast")
-            and path.stat().st_mtime_ns == before)
+    assert compile_c.open_library(SOURCE, tmp_path)[1] == compile_c.choice("cast")
+    assert path.stat().st_mtime_ns == before
     source = tmp_path / "cast.c"
     source.write_text(SOURCE.read_text() + "\n/* changed */\n")
     compile_c.open_library(source, tmp_path / "other")

@@ -200,8 +200,8 @@ def test_the_operators_keep_pytorchs_rules(small_tiles):
     torch.library.opcheck(flash.backward, (d_out, q, k, v, ids, sinks, out, lse, *rule),
                           test_utils=checks)
     assert out.transpose(1, 2).is_contiguous()      # heads merge without a copy
-    assert (flash.forward in selective(RECOMPUTE["selective"].settings).transforms[0].keep
-            and flash.forward not in PRODUCTS)
+    assert flash.forward in selective(RECOMPUTE["selective"].settings).transforms[0].keep
+    assert flash.forward not in PRODUCTS
 
 
 def test_flops_are_counted_as_pytorch_counts_its_own():
@@ -230,8 +230,8 @@ def test_what_it_does_not_take_is_refused():
 def test_who_may_ask_for_it(monkeypatch):
     row, model = ATTENTION["triton"], ModelConfig(head_dim=257)
     assert row.why_not(Attending(model=ModelConfig(), device="gpu")) == ""
-    assert ("needs a GPU" in row.why_not(Attending(model=ModelConfig()))
-            and "257" in row.why_not(Attending(model=model, device="gpu")))
+    assert "needs a GPU" in row.why_not(Attending(model=ModelConfig()))
+    assert "257" in row.why_not(Attending(model=model, device="gpu"))
     capped = Config().replace({"model.attention": {"name": "full", "soft_cap": 5.0}}).model
     assert choose_attention("auto", device="cpu", low_precision=False, model=capped)[0] == "blocked"
     assert choose_attention("auto", device="gpu", low_precision=True, model=capped)[0] == "triton"

@@ -348,8 +348,8 @@ def test_a_cast_and_a_linear_by_sizes():
                               ("bf16", 1e-6)):
         torch.manual_seed(0)
         linear = functions.scaled_linear(64, 128, recipe=recipe)
-        assert ((linear.in_features, linear.out_features) == (64, 128)
-                and linear.weight.dtype == torch.float32)
+        assert (linear.in_features, linear.out_features) == (64, 128)
+        assert linear.weight.dtype == torch.float32
         x = torch.randn(3, 32, 64, requires_grad=True)
         y = linear(x)
         assert (y - F.linear(x, linear.weight, linear.bias)).norm() <= tolerance * y.norm()
@@ -370,5 +370,5 @@ def test_the_examples_of_the_page_run():
     lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
     found = {}
     exec("\n".join(lines), found)
-    assert (len(lines) > 10 and found["logits"].grad.any() and found["y"].shape == (128, 512)
-            and found["lse"].shape == (1, 4, 5))
+    assert len(lines) > 10 and found["logits"].grad.any() and found["y"].shape == (128, 512)
+    assert found["lse"].shape == (1, 4, 5)
