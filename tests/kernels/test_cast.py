@@ -135,7 +135,8 @@ def test_qdq_is_the_formats_own_rounding(name):
 
 MX_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e3m2": "fp6_e3m2",
              "e2m3": "fp6_e2m3", "e2m1": torch.float4_e2m1fn_x2}
-RULES_AND_DTYPES = [(rule, DTYPES[i % 2]) for i, rule in enumerate(cast.SCALE_RULES)]
+RULES_AND_DTYPES = [*((rule, torch.float32) for rule in cast.SCALE_RULES),
+                    ("rceil", torch.bfloat16)]
 
 
 @pytest.mark.parametrize("name, rule, dtype", [
