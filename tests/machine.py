@@ -13,7 +13,7 @@ MACHINE = {
     "gpu/test_gpu.py": "tensor_cores_give_the_emulated_numbers a_gpu_step_is_the_cpu_step "
                        "fused_attention_is_plain_attention",
     "hosting/test_browser.py": "a_guess_is_locked_revealed_scored_and_kept",
-    "kernels/test_blocked_attention.py": "every_rule_forward_and_backward",
+    "kernels/test_attention.py": "every_backend_computes_the_rule_or_names_its_field",
     "kernels/test_cast.py": "c_is_the_definition mx_is_torchaos nvfp4_is_torchaos",
     "kernels/test_rows.py": "gelu_and_its_gradient cross_entropy_in_place",
     "kernels/test_wide_product.py": "one_rounding_of_the_exact_sum",

@@ -1,6 +1,9 @@
-"""Every lesson's `gpu` tier, on a machine whose GPU is not there: what its cells say and choose is
-executed, and it goes as far as the first launch on a device. No name, key or package is missing
-before that, nor in what does not depend on it."""
+"""Every lesson's `gpu` tier, executed without a GPU as far as the first launch on a device.
+
+Only these tests catch a name, key or package that is missing in a cell that a GPU's tier takes
+(before the first launch, and in cells that do not depend on it), and a claim that fails on a GPU
+for a reason that decides nothing: noise between runs, or a run that was stopped.
+"""
 
 import ast
 import asyncio
@@ -22,15 +25,12 @@ import torch._dynamo
 
 import lpkit
 from hosting import notebooks
-from lessons import l02_where_the_time_goes as roofs_of_a_step
 from lessons import l03_number_formats as linear_operands
 from lessons import l06_fp8_training as recipe_race
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
-from lessons.activations import kept
 from lessons.judging import puzzles
 from lessons.race import race_figure
-from lessons.terms import Lettered, letter
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.measure import attention as attention_cells
@@ -88,8 +88,8 @@ def promised(count: int = 1) -> Iterator[None]:
 
 
 class Lesson:
-    """A notebook's cells, executed in order. What needs what a launch would have made is passed
-    over, and so are exercises and `without`."""
+    """A notebook's cells, executed in order. A cell that needs what a launch would have made is
+    passed over, and so are exercises and `without`."""
 
     def __init__(self, path: Path, tier: str, without: frozenset[str] = frozenset()):
         self.names: dict[str, object] = {"__name__": "__main__"}
@@ -109,9 +109,9 @@ class Lesson:
         inner = {node for one in ast.walk(tree) if isinstance(one, ast.comprehension)
                  for node in ast.walk(one.target) if isinstance(node, ast.Name)}
         # to Python 3.12 a comprehension's names are the cell's
-        alone = {node.id for node in inner} - {node.id for node in set(ast.walk(tree)) - inner
-            if isinstance(node, ast.Name) and isinstance(
-            node.ctx, ast.Store)}
+        alone = {node.id for node in inner} - {
+            node.id for node in set(ast.walk(tree)) - inner
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         made = {one.get_name() for one in symtable.symtable(source, name, "exec").get_symbols()
                 if one.is_assigned()} - alone
         if skip or (of[ast.Load] - (of[ast.Store] - made)) & self.missing:
@@ -171,25 +171,16 @@ def test_what_looks_into_a_step_does_not_compile_it(lessons):
         "a token of a compiled model is another graph")
 
 
-@pytest.mark.parametrize("gpus, size", [(0, (128, 3)), (1, (128, 3)), (2, (1024, 12))])
-def test_ranks_without_a_gpu_each_train_what_a_cpu_can(gpus, size):
+@pytest.mark.parametrize("gpus, size, device", [(1, (128, 3), "cpu"), (2, (1024, 12), "cuda")])
+def test_ranks_without_a_gpu_each_train_what_a_cpu_can(gpus, size, device):
     with promised(gpus):
         names = {"torch": torch, "lpkit": lpkit, "processes": 2, "tier": "gpu"}
         exec(cells("15")["full-02-sizes"], names)
-    assert ((names["tiny"].model.width, names["tiny"].model.layers) == size
-            and names["tiny"].system.device == ("cuda" if gpus == 2 else "cpu"))
+    config = names["tiny"]
+    assert ((config.model.width, config.model.layers), config.system.device) == (size, device)
 
 
 # ---- what a GPU computes otherwise
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_every_backend_s_row_is_a_formula_in_letters(name):
-    """12 prints those of all that can, and on a GPU the kit's own kernel can."""
-    model = attention_tiles.model_of(256, heads=2, head_width=64)
-    said = kept(Lettered(model), batch=letter("B", 1), attention=name,
-                kind="gpu").operations["attention"]
-    assert float(said) == kept(model, batch=1, attention=name, kind="gpu").operations["attention"]
-
 
 def test_who_is_not_installed_is_said_and_not_called(monkeypatch):
     """As 12 asks, on a fake GPU: each that it goes on to call has been tried."""
@@ -197,10 +188,10 @@ def test_who_is_not_installed_is_said_and_not_called(monkeypatch):
     source = cells("12")["flash-21"]
     names = {"torch": torch, "kind": "gpu", "device": "cuda", "heads": 2, "before": 32,
              "head_width": 16, "cell": attention_tiles.cell,
-             "ATTENTION": {name: ATTENTION[name] for name in ("plain", "sdpa", "sdpa-cudnn",
-                 "flash-attn")},
-             "backend": backend, "models": {32: attention_tiles.model_of(32, heads=2,
-                 head_width=16)}}
+             "ATTENTION": {name: ATTENTION[name]
+                           for name in ("plain", "sdpa", "sdpa-cudnn", "flash-attn")},
+             "backend": backend,
+             "models": {32: attention_tiles.model_of(32, heads=2, head_width=16)}}
     with gpus():
         exec(source, names)
     assert list(names["runs"]) == ["plain", "sdpa"] and max(names["off"].values()) < 2**-6
@@ -221,8 +212,8 @@ def test_operands_are_seen_in_what_is_compiled(corpus, monkeypatch):
         **how | {"backend": "eager"}))
     config = Config().replace({
         "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32,
-        "data.source": str(corpus / "*.py"), "global_batch": 2,
-        "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
+        "data.source": str(corpus / "*.py"), "global_batch": 2, "precision.recipe": "fp32",
+        "system.device": "cpu", "system.threads": 1})
     found = [linear_operands.operands(Training.build(config.replace({"system.compile": how})),
                                       steps=2) for how in (False, "blocks")]
     as_a_graph, tapes = graphed(Training.build(config))
@@ -235,8 +226,7 @@ def test_operands_are_seen_in_what_is_compiled(corpus, monkeypatch):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
-def test_a_block_runs_again_as_it_ran(recipe):
+def test_a_block_runs_again_as_it_ran(recipe="bf16"):
     """By hand, in 08: a GPU's tier trains in bf16, and backward is no part of autocast."""
     source, config = cells("08"), lpkit.preset("cpu-3m").replace({
         "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32,
@@ -256,42 +246,12 @@ def claimed(stem: str, cell: str, **names: object) -> None:
                              **names})
 
 
-@pytest.mark.parametrize(("kind", "off", "holds"),
-                         [("cpu", 0, True), ("cpu", 2**-20, False), ("gpu", 2**-10, True),
-                          ("gpu", 2**-6, False)])
-def test_techniques_that_are_exact_may_differ_on_a_gpu_by_its_atomics(kind, off, holds):
-    losses = {memory_techniques.PLAIN: (5.5, 5.25), "recompute": (5.5, 5.25 * (1 + off)),
-              "8-bit moments": (5.5, 9.0)}
-    names = {"lesson": memory_techniques, "TECHNIQUES": memory_techniques.TECHNIQUES,
-             "comparison": SimpleNamespace(worst_error=0.0),
-             "errors": {}, "here": SimpleNamespace(kind=kind),
-             "measured": {name: SimpleNamespace(losses=one) for name, one in losses.items()}}
-    with nullcontext() if holds else pytest.raises(AssertionError, match="other losses than plain"):
-        claimed("08", "buys-18", **names)
-
-
-@pytest.mark.parametrize(("device", "off", "holds"),
-                         [("cpu", 0, True), ("cpu", 1e-7, False), ("cuda", 0.01, True),
-                          ("cuda", 0.03, False)])
-def test_an_fp8_gather_may_differ_on_gpus_by_their_atomics(device, off, holds):
-    run = SimpleNamespace(summary={"steps": 3, "final_loss": 1.0})
-    names = {"counted": {}, "due": {}, "traced": {}, "ways": {}, "here": {}, "told": {},
-             "apart": off, "device": device, "bf16": run, "fp8": run, "runs": {"bf16": run},
-             "resumed": run, "steps": 3, "blamed": "rank 1 of 2 died", "processes": 2, "reached": 1,
-             "begun_at": 1, "ranks": 2, "off": {1: off},
-             "tiny": SimpleNamespace(checkpoint_every=1), "data_parallel": None}
-    with nullcontext() if holds else pytest.raises(AssertionError, match="differ by"):
-        claimed("15", "full-40", **names)
-
-
-@pytest.mark.parametrize("stopped", ["bf16", "fp8", "resumed"])
-def test_runs_that_were_stopped_before_their_first_step_decide_nothing(stopped):
+def test_runs_that_were_stopped_before_their_first_step_decide_nothing():
     """Stop in 15 ended in a TypeError: a run without a step has no loss."""
     whole = SimpleNamespace(summary={"steps": 3, "final_loss": 1.0},
                             metrics=[{"step": step, "loss": 1.0} for step in (1, 2, 3)])
-    runs = dict.fromkeys(("bf16", "fp8", "resumed"),
-                         whole) | {stopped: SimpleNamespace(summary={"steps": 0,
-                             "final_loss": None}, metrics=[])}
+    stopped = SimpleNamespace(summary={"steps": 0, "final_loss": None}, metrics=[])
+    runs = {"bf16": whole, "fp8": stopped, "resumed": whole}
     trained = SimpleNamespace(losses=[1.0], most={}, sent_bytes={})
     names = {**runs, "processes": 2, "reached": 0, "begun_at": 0, "stop_at": 2, "steps": 3,
              "race_figure": race_figure, "Figure": lambda spec: spec,
@@ -306,17 +266,14 @@ def test_runs_that_were_stopped_before_their_first_step_decide_nothing(stopped):
 
 
 @pytest.mark.parametrize(("base", "step", "others", "said"), [
-    # noise is no evidence for it
-    ((1.0, 1.53), 1.4, 0.0, r"an emulated step takes 1.40 times bf16's, and two runs of bf16 "
-                            r"differ by 53%"),
+    ((1.0, 1.53), 1.4, 0.0, "two runs of bf16 differ by 53%"),      # noise is no evidence for it
     ((1.53, 1.0), 0.7, 0.0, "two runs of bf16 differ by 53%"),      # and none against it
-    ((1.0, 1.03), 1.4, 0.0, None), ((1.0, 1.53), 2.0, 0.0, None),
+    ((1.0, 1.03), 1.4, 0.0, None),
     ((1.0, 1.03), 0.8, 0.0, "AssertionError: an emulated step takes 0.80"),
     ((1.0, 1.03), 0.8, 0.5, "others took 50% of the cores"),        # nor is a busy machine
     ((1.0, None), 3.0, 0.0, "'bf16 with another seed': 'never begun'"),
 ])
-def test_noise_between_two_runs_of_bf16_decides_nothing_about_emulation(tmp_path, base, step,
-        others, said):
+def test_noise_between_two_runs_decides_nothing_about_emulation(tmp_path, base, step, others, said):
     """06 held its claim as true wherever the emulated step times that noise was above 1."""
     def run(seconds, backend):
         lines = [{"step": at, "loss": 1.0, "val_loss": 1.0,
@@ -335,21 +292,12 @@ def test_noise_between_two_runs_of_bf16_decides_nothing_about_emulation(tmp_path
              "disturbance": disturbance, "disturbed": others,
              "gaps": {"fp8-tensorwise": {5: 0.0}}, "measured": {"fp8-tensorwise": 20.0},
              "predicted": {"fp8-tensorwise": 20.5}}
-    refused = said and (AssertionError if said.startswith("Assert") else InterruptedError)
-    with pytest.raises(refused,
-                       match=said.removeprefix("AssertionError: ")) if said else nullcontext():
+    words = (said or "").removeprefix("AssertionError: ")
+    refused = AssertionError if said and said.startswith("Assert") else InterruptedError
+    with pytest.raises(refused, match=words) if said else nullcontext():
         claimed("06", "fp8-20", **names, cannot_tell=leaves)
 
 
 def leaves(when: object, why: str) -> None:
     if when:
         raise InterruptedError(why)
-
-
-@pytest.mark.parametrize(("kind", "best", "holds"),
-                         [("cpu", 3, True), ("cpu", 5, False), ("gpu", 5, True), ("gpu", 9, False)])
-def test_a_step_of_small_kernels_may_take_a_gpu_eight_times_its_bound(kind, best, holds):
-    found = SimpleNamespace(ratio_to_floor=[best, best + 1, best + 2], other_cpu_share=0.0,
-                            machine=SimpleNamespace(kind=kind))
-    with nullcontext() if holds else pytest.raises(AssertionError, match="even the best step"):
-        claimed("02", "time-14", found=found, lesson=roofs_of_a_step)

@@ -1,5 +1,9 @@
-"""What a GPU would be handed, under CUDA's own checks (tests/gpu/strict_cuda.py): every recipe at every
-preset's shapes, and its numbers."""
+"""What a GPU would be given, under CUDA's own checks (tests/gpu/strict_cuda.py).
+
+Only these tests catch a product of a recipe whose shape, stride, scale or padding cuBLASLt refuses
+or reads in another place, at the shapes of every preset; fused kernels that break a compiled graph;
+and compiled casts that move more bytes than they must.
+"""
 
 import copy
 from collections.abc import Callable
@@ -64,15 +68,17 @@ def blocks_of(recipe: str) -> list[tuple[int, tuple[int, int]]]:
 
 
 ODD = {(128, 512, 1536), (128, 1536, 512), (256, 16, 16), (384, 48, 80), (128, 128, 128),
-       (256, 128, 16), (640, 384, 640), (1040, 528, 144),
-       (16, 256, 256), (17, 256, 256), (5, 72, 40), (1, 128, 128), (130, 640, 384)}
+       (256, 128, 16), (640, 384, 640), (1040, 528, 144), (16, 256, 256), (17, 256, 256),
+       (5, 72, 40), (1, 128, 128), (130, 640, 384)}
 
 
 def gradients(layer: nn.Module, M: int, N: int, *,
               call: Callable | None = None) -> list[torch.Tensor]:
     """y, dx and dw in bf16, as autocast has them. call: the layer, compiled."""
-    draw = lambda rows, columns, seed: torch.randn(rows, columns,
-        generator=torch.Generator().manual_seed(seed)).bfloat16()
+    def draw(rows: int, columns: int, seed: int) -> torch.Tensor:
+        return torch.randn(rows, columns,
+                           generator=torch.Generator().manual_seed(seed)).bfloat16()
+
     x = draw(M, layer.in_features, 1).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x) if call is None else call(x)
@@ -111,10 +117,8 @@ def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
     assert len(gpu.seen) > 15 and (refusals == 0) == pad
 
 
-@pytest.mark.parametrize(("M", "K", "N"),
-                         [(128, 128, 128), (256, 512, 1536), (128, 640, 384), (384, 256, 128)])
 @pytest.mark.parametrize(("major", "recipe"), PAIRS)
-def test_what_cuda_reads_is_the_recipe(major, recipe, M, K, N):
+def test_what_cuda_reads_is_the_recipe(major, recipe, M=384, K=256, N=640):
     """Both multiply in float64: what differs is one rounding of the result to bf16, or two for
     int8."""
     multiplied_as_defined(RECIPES[recipe], major, M, K, N)
@@ -163,20 +167,19 @@ def by_triton(layer: nn.Module) -> nn.Module:
     return layer
 
 
-READS = {"fp8-tensorwise": 3, "fp8-delayed": 3, "fp8-rowwise": 6, "fp8-blockwise": 3,
-         "fp8-blockwise-pow2": 3, "mxfp8": 3, "int8": 6,
-         # of x, w and the gradient: six where one does not serve two products
-         "nvfp4": 5, "nvfp4-published": 5}
+# Of x, w and the gradient: six where one does not serve two products. Rows that differ from one of
+# these in a scale alone have the same operators.
+READS = {"fp8-tensorwise": 3, "fp8-delayed": 3, "fp8-rowwise": 6, "fp8-blockwise": 3, "mxfp8": 3,
+         "int8": 6, "nvfp4": 5}
 
 
 @triton
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-@pytest.mark.parametrize("varied", [False, True])
-@pytest.mark.parametrize("recipe", CAST)
+@pytest.mark.parametrize(("recipe", "varied"), [
+    *((name, False) for name in READS),
+    *((name, True) for name in ("fp8-tensorwise", "mxfp8", "nvfp4"))])
 def test_kernels_are_operators_of_one_graph_and_have_the_definitions_bits(recipe, varied):
-    """Eager and compiled, over micro-batches that fill a history and draw anew."""
-    if varied and recipe not in VARIED:
-        pytest.skip("a change of another row")
+    """Eager and compiled, over micro-batches that fill a history and draw new noise."""
     row = VARIED[recipe] if varied else RECIPES[recipe]
     torch.manual_seed(0)
     defined = BACKENDS["scaled_mm"].wrap(nn.Linear(128, 256), row, name="layer", seed=0)
@@ -205,8 +208,7 @@ def test_kernels_are_operators_of_one_graph_and_have_the_definitions_bits(recipe
     assert len(casts) == (max(READS[recipe], 5) if varied else READS[recipe])
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-rowwise"])
-@pytest.mark.parametrize("major", GPUS)
+@pytest.mark.parametrize(("major", "recipe"), [(9, "fp8-rowwise"), (10, "fp8-tensorwise")])
 def test_torchao_hands_cuda_what_it_takes(major, recipe):
     pytest.importorskip("torchao")
     row = RECIPES[recipe]
@@ -219,7 +221,8 @@ def test_torchao_hands_cuda_what_it_takes(major, recipe):
     assert len(gpu.seen) == 3
 
 
-@pytest.mark.parametrize(("major", "recipe"), PAIRS)
+@pytest.mark.parametrize(("major", "recipe"), [(9, "fp8-rowwise"), (10, "fp8-rowwise"),
+                                               (9, "fp8-blockwise"), (10, "mxfp8")])
 def test_a_backend_that_the_stack_refuses_says_so(major, recipe):
     """Rows are cuBLASLt's on Hopper, CUTLASS's elsewhere: a build may have neither."""
     with strict(major):
@@ -228,45 +231,39 @@ def test_a_backend_that_the_stack_refuses_says_so(major, recipe):
         why = BACKENDS["scaled_mm"].refusal(RECIPES[recipe], torch.device("cpu"))
     assert bool(why) == (recipe == "fp8-rowwise")
     if why:
-        assert ("refuses y's product of e4m3fn in blocks of (1, 0) (CUBLAS_STATUS_NOT_SUPPORTED"
-                in why and "fp8-tensorwise" in why)
+        assert "refuses y's product of e4m3fn in blocks of (1, 0) (CUBLAS_STATUS_NOT" in why
+        assert "fp8-tensorwise" in why
 
 
 @pytest.mark.parametrize("recipe", CAST)
-def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
+def test_fast_sums_are_requested_where_the_recipe_says(recipe):
     """y alone by default; blocks have scales inside the sum, and tensor cores cannot keep it to
     themselves."""
-    row = RECIPES[recipe]
-    asked = ({"y": True, "dx": False, "dw": False} if hasattr(row.settings, "fast_accumulation")
-             else dict.fromkeys(("y", "dx", "dw"), False))
-    cases = [(row, asked)]
-    if any(asked.values()):
-        cases.append((resolve(recipe, fast_accumulation=("dx", "dw")),
-                      {"y": False, "dx": True, "dw": True}))
+    row, fast = RECIPES[recipe], recipe in ("fp8-tensorwise", "fp8-delayed", "fp8-rowwise")
+    assert bool(row.fast_accumulation) == fast
+    cases = [(row, [fast, False, False])]
+    if fast:
+        cases.append((resolve(recipe, fast_accumulation=("dx", "dw")), [False, True, True]))
     for changed, expected in cases:
         layer = BACKENDS["scaled_mm"].wrap(nn.Linear(128, 256), changed, name="layer", seed=0)
         with strict(9 if runs(recipe, 9) else 10) as gpu:
             gradients(layer, 128, 256)
-        assert [product.fast for product in gpu.seen] == list(expected.values())
-    assert ({"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"}
-            == {name for name in CAST if RECIPES[name].fast_accumulation})
+        assert [product.fast for product in gpu.seen] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed"])
-def test_compiled_definitions_move_no_more_than_before(recipe):
+def test_compiled_definitions_move_no_more_than_before():
     """8.0 bytes an element, as torchao's."""
-    assert of_recipe(recipe) <= 8.05
+    assert of_recipe("fp8-delayed") <= 8.05
 
 
 @triton
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-@pytest.mark.parametrize(("recipe", "most"), [("fp8-tensorwise", 6), ("fp8-delayed", 4)])
-def test_fused_casts_move_what_they_must(recipe, most):
+def test_fused_casts_move_what_they_must():
     """The rest is a history of three times 1024, and scales."""
     mend()
-    assert of_recipe(recipe, version="triton") <= most + 0.05
+    assert of_recipe("fp8-delayed", version="triton") <= 4.05
 
 
 class RMSNorm(nn.RMSNorm):
@@ -282,12 +279,11 @@ class SwiGLU(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before, width, most", [
-    pytest.param(nn.Identity, 512, 8, id="a Linear alone: amax 2, cast 2 + 1, transposed 2 + 1"),
     pytest.param(partial(RMSNorm, 512), 512, 7, id="a norm: sums of squares 2, amax 2, cast 2 + 1"),
     pytest.param(SwiGLU, 1024, 11, id="SwiGLU: 4 + 2, then amax 2, cast 2 + 1")])
 def test_the_compiler_quantises_a_norm_without_its_16_bits_in_between(before, width, most):
     """An element of a bf16 result that is written would be 2 bytes, and read 2 each by the amax and
-    the cast. A Linear alone casts x.T in forward, behind these it is cast in backward."""
+    the cast. x.T is cast in backward."""
     assert forward_per_element(before(), width) == pytest.approx(most, abs=0.1)
 
 
@@ -297,16 +293,15 @@ def test_recomputation_keeps_and_counts_products_of_8_and_4_bits():
     aten, kinds = torch.ops.aten, torch.nn.functional.ScalingType
     assert ({aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default}
             < set(PRODUCTS))
-    assert (aten._scaled_mm_v2.default in PRODUCTS
-            and aten._scaled_dot_product_cudnn_attention.default in ATTENTION)
+    assert aten._scaled_mm_v2.default in PRODUCTS
+    assert aten._scaled_dot_product_cudnn_attention.default in ATTENTION
     a, b = eight(128, 512).to("meta"), eight(256, 512).to("meta")
     ones = partial(torch.ones, device="meta")
     calls = {
-        2 * 128 * 512 * 256: lambda: torch.nn.functional.scaled_mm(a, b.T, ones(4, 128).T,
-            kinds.BlockWise1x128, ones(2, 4).T,
-                                                                   kinds.BlockWise128x128),
+        2 * 128 * 512 * 256: lambda: torch.nn.functional.scaled_mm(
+            a, b.T, ones(4, 128).T, kinds.BlockWise1x128, ones(2, 4).T, kinds.BlockWise128x128),
         2 * 32 * 64 * 48: lambda: torch._int_mm(torch.ones(32, 64, dtype=torch.int8),
-            torch.ones(64, 48, dtype=torch.int8))}
+                                                torch.ones(64, 48, dtype=torch.int8))}
     for flops, call in calls.items():
         with FlopCounterMode(display=False) as counter:
             call()
@@ -340,34 +335,17 @@ def eight(rows: int, columns: int) -> torch.Tensor:
 def blocks128(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor,
               scale_b: torch.Tensor) -> torch.Tensor:
     kinds = torch.nn.functional.ScalingType
-    return torch.nn.functional.scaled_mm(a, b, scale_a, kinds.BlockWise1x128, scale_b,
-        kinds.BlockWise128x128)
+    return torch.nn.functional.scaled_mm(a, b.T, scale_a, kinds.BlockWise1x128, scale_b,
+                                         kinds.BlockWise128x128)
 
 
-ONE = torch.ones(())
-BAD = {
-    "row-major and column-major": (9, lambda: torch._scaled_mm(eight(32, 64), eight(64, 32), ONE,
-        ONE, out_dtype=torch.bfloat16)),
-    "divisible by 16": (10, lambda: torch._scaled_mm(eight(32, 72), eight(32, 72).T, ONE, ONE,
-        out_dtype=torch.bfloat16)),
-    "Invalid scaling": (9, lambda: torch._scaled_mm(eight(32, 64), eight(48, 64).T,
-        torch.ones(32, 1), torch.ones(48, 1),
-                                                    out_dtype=torch.bfloat16)),
-    "two Float8_e5m2|e5m2 matrices": (9, lambda: torch._scaled_mm(eight(32,
-        64).to(torch.float8_e5m2), eight(32, 64).to(torch.float8_e5m2).T,
-                                                                  ONE, ONE,
-                                                                  out_dtype=torch.bfloat16)),
-    "greater than 16": (9, lambda: torch._int_mm(torch.ones(16, 32, dtype=torch.int8),
-        torch.ones(32, 32, dtype=torch.int8))),
-    # as they lie: the last rows of a transposed scale have the strides of what was transposed
-    "scale_b strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T,
-        torch.ones(4, 128).T, torch.ones(4, 2))),
-    "scale_a strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(128, 4),
-        torch.ones(2, 4).T)),
-    "scale_b must have shape": (9, lambda: blocks128(eight(128, 256), eight(256, 256).T,
-        torch.ones(2, 128).T, torch.ones(2, 2))),
-    "only supported in CUDA for SM90": (10, lambda: blocks128(eight(128, 512), eight(256, 512).T,
-        torch.ones(4, 128).T, torch.ones(2, 4).T)),
+ONE, ones = torch.ones(()), torch.ones
+BAD = {     # words of the refusal: the GPU, and a call
+    "row-major and column-major": (9, lambda mm: mm(eight(32, 64), eight(64, 32), ONE, ONE)),
+    "divisible by 16": (10, lambda mm: mm(eight(32, 72), eight(32, 72).T, ONE, ONE)),
+    # the last rows of a transposed scale have the strides of what was transposed
+    "scale_b strides": (9, lambda mm: blocks128(eight(128, 512), eight(256, 512), ones(4, 128).T,
+                                                ones(4, 2))),
 }
 
 
@@ -375,4 +353,4 @@ BAD = {
 def test_the_emulator_refuses_what_cuda_does(words):
     major, call = BAD[words]
     with strict(major), pytest.raises(RefusedError, match=words):
-        call()
+        call(partial(torch._scaled_mm, out_dtype=torch.bfloat16))

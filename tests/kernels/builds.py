@@ -123,12 +123,11 @@ def _attention_typical() -> tuple:
 def _attention_build(kernel: Any, which: str, E: int, way: str) -> Build:
     counts = ("T", "H", "repeats", "window", "global_tokens", "block", "across", "listed")
     floats, more = ("scale", "cap", "slope"), set().union(*WAYS.values())
-    types = (dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), "*bf16") \
-        | dict.fromkeys(("lse", "deltas", "sinks"), "*fp32") \
-        | dict.fromkeys(("bound", "tiles", "counts"), "*i32") | {"documents": "*i64",
-            "table": "*u8"} \
-        | dict.fromkeys([f"{name}_{axis}" for name in "qkv" for axis in "bht"] + [*counts], "i32") \
-        | dict.fromkeys(floats, "fp32"))
+    strides = [f"{name}_{axis}" for name in "qkv" for axis in "bht"]
+    types = {**dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), "*bf16"),
+             **dict.fromkeys(("lse", "deltas", "sinks"), "*fp32"), "documents": "*i64",
+             **dict.fromkeys(("bound", "tiles", "counts"), "*i32"), "table": "*u8",
+             **dict.fromkeys((*strides, *counts), "i32"), **dict.fromkeys(floats, "fp32")}
     shape = flash_attention._shape(which, E, narrower=bool({"documents", "table"} & {*WAYS[way]}))
     constants = {**dict.fromkeys(more - {*WAYS[way]}), "E": E, **shape}
     return Build(kernel=kernel, way=way, warps=shape["num_warps"], stages=shape["num_stages"],
@@ -139,11 +138,10 @@ def _attention_build(kernel: Any, which: str, E: int, way: str) -> Build:
                  unaligned=(*counts, *floats))
 
 
-def _attention_builds(*ways: str) -> tuple[Build, ...]:
-    """For heads of 64, 128 and 256."""
+def _attention_builds(*ways: str, heads: tuple[int, ...] = (64, 128, 256)) -> tuple[Build, ...]:
     kernels = {"forward": flash_attention._forward, "queries": flash_attention._backward_queries,
                "keys": flash_attention._backward_keys}
-    return tuple(_attention_build(kernel, which, E, way) for E in (64, 128, 256) for way in ways
+    return tuple(_attention_build(kernel, which, E, way) for E in heads for way in ways
                  for which, kernel in kernels.items() if triton is not None)
 
 
@@ -264,21 +262,20 @@ PROOFS: dict[str, Proof] = {
     "add-rms-norm": _norm(bias=False, add=True), "add-layer-norm": _norm(bias=True, add=True),
     "swiglu": Proof(
         typical=lambda: {"": (matrix(),)}, moved_bytes=lambda x: 3 * x.nbytes // 2,
-        builds=tuple(Build(kernel=one, signature=dict.fromkeys(("x", "y", "dy", "dx"),
-            "*bf16") | {"N": "i32"},
-                           constants={"BLOCK": swiglu.BLOCK}, warps=swiglu.WARPS)
-                     for one in (swiglu._forward, swiglu._backward))),
+        builds=tuple(Build(kernel=kernel, constants={"BLOCK": swiglu.BLOCK}, warps=swiglu.WARPS,
+                           signature=dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"})
+                     for kernel in (swiglu._forward, swiglu._backward))),
     "rotary": Proof(
         typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
         moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
-        builds=(Build(kernel=rotary._rotate, constants={"SIGN": 1, "E": 128, "HALF": 64,
-            "ROWS": rotary.ROWS},
-                      signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16") | {"rows": "i32",
-                          "T": "i32"}),)),
+        builds=(Build(kernel=rotary._rotate,
+                      constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": rotary.ROWS},
+                      signature={**dict.fromkeys(("x", "cos", "sin", "y"), "*bf16"),
+                                 "rows": "i32", "T": "i32"}),)),
     "cross-entropy": Proof(
         typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-        moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4
-        * len(logits),
+        moved_bytes=lambda logits, targets, *_: (2 * logits.nbytes + targets.nbytes
+                                                 + 4 * len(logits)),
         builds=(Build(kernel=cross_entropy._in_place,
                       constants={"IGNORED": IGNORED, "WEIGHTED": True,
                                  "PIECE": cross_entropy.PIECE},
@@ -288,7 +285,8 @@ PROOFS: dict[str, Proof] = {
     "flash-attention": Proof(
         typical=lambda: {"8 groups of 4 heads": _attention_typical()},
         moved_bytes=lambda q, k, v, *_: 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel(),
-        builds=_attention_builds(""), more_builds=_attention_builds(*list(WAYS)[1:])),
+        builds=_attention_builds("", heads=(128, 256)),
+        more_builds=_attention_builds("", heads=(64,)) + _attention_builds(*list(WAYS)[1:])),
     "amax": Proof(
         typical=lambda: {"": (matrix(),)}, moved_bytes=lambda x: x.nbytes,
         builds=(Build(kernel=amax._amax, warps=amax.WARPS,

@@ -1,5 +1,9 @@
-"""`system.attention=auto`: what is wrong is refused and named, what is right is raced, and small
-runs pay for neither."""
+"""`system.attention=auto`: a wrong backend is refused and named, right ones are raced, and small
+runs pay for neither.
+
+Only these tests catch a planted backend (stale, off by one, without a gradient) that is not
+refused, a race at other shapes than the run's, and a choice that the predictor does not share.
+"""
 
 import random
 import time
@@ -95,25 +99,19 @@ PLANTED = {"scaled": lambda: scaled, "zeros": lambda: zeros, "a NaN": lambda: na
            "no gradient": lambda: wrong_backward}
 
 
-def test_a_hundred_planted_backends_are_refused():
-    """In turns through kinds, dtypes, widths and heads; and what is right passes where each of them
-    is refused."""
-    draw, refused, passed = random.Random(0), [], {}
-    for i in range(100):
-        name = list(PLANTED)[i % len(PLANTED)]
-        kind = "window" if name.startswith("too") else draw.choice(list(KINDS))
-        given = asked(kind, draw.choice(("float32", "float32", "bfloat16")),
-                      head_dim=draw.choice((8, 16, 40)),
+def test_planted_backends_are_refused_and_right_ones_pass():
+    """In turns through kinds, dtypes, widths and heads."""
+    draw, passed = random.Random(0), {}
+    for i, (name, plant) in enumerate([*PLANTED.items()] * 3):
+        kind = "window" if name.startswith("too") else list(KINDS)[i % len(KINDS)]
+        given = asked(kind, draw.choice(("float32", "bfloat16")), head_dim=draw.choice((8, 16, 40)),
                       kv_heads=draw.choice((1, 2, 4)), context=draw.choice((70, 130, 160)))
         kernel, hand = attention.of_backends(given), attention.at_hand(given, CPU)
-        said = wrong(kernel, partial(PLANTED[name](), rule=given.rule), hand)
-        refused += [said.startswith("differs from its definition")]
-        assert refused[-1], (name, kind, given.dtype, given.model.E, said)
-        if i % 5 == 0:
-            for right in attention.candidates(given):
-                passed[right] = passed.get(right, "") or wrong(kernel,
-                    attention._told(right, given.rule), hand)
-    assert sum(refused) == 100
+        why = wrong(kernel, partial(plant(), rule=given.rule), hand)
+        assert why.startswith("differs from its definition"), (name, kind, given, why)
+        for right in attention.candidates(given) if i % 4 == 0 else ():
+            passed[right] = passed.get(right, "") or wrong(kernel,
+                                                           attention._told(right, given.rule), hand)
     assert set(passed) >= {"plain", "sdpa", "tiled"} and not any(passed.values()), passed
 
 
@@ -138,11 +136,10 @@ def test_a_race_refuses_names_and_remembers(planted, monkeypatch, this_machine):
     given = asked("window")
     choice = attention.race(given, 2, CPU)
     assert choice.used in attention.candidates(given) and choice.used != "planted"
-    assert ("planted: differs from its definition: result 1 of 4" in choice.why
-            and "verified" in choice.why)
-    calls = []
-    monkeypatch.setattr("lpkit.kernels.choose._find", lambda *a: calls.append(a))
-    assert attention.race(given, 2, CPU) == choice and not calls, "raced again"
+    assert "planted: differs from its definition: result 1 of 4" in choice.why
+    assert "verified" in choice.why
+    monkeypatch.setattr("lpkit.kernels.choose._find", lambda *a: pytest.fail("raced again"))
+    assert attention.race(given, 2, CPU) == choice
 
 
 def test_what_is_asked_for_by_name_is_verified(planted):
@@ -167,15 +164,14 @@ def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch, t
     start = time.process_time()
     assert build.decide(config).choices["attention"].used == "sdpa" and not races
     assert time.process_time() - start < 1
-    assert (build.decide(config.replace({"steps": 10**7})).choices["attention"].why == "raced"
-            and len(races) == 1)
+    assert build.decide(config.replace({"steps": 10**7})).choices["attention"].why == "raced"
+    assert len(races) == 1
     begun = {"chosen": {"attention": {"asked": "auto", "used": "blocked", "why": "raced"}}}
     again = build.decide(config.replace({"steps": 10**7}), before=begun).choices["attention"]
     assert (again.used, again.why) == ("blocked", "as when this run began") and len(races) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("context", [16, 300])
+@pytest.mark.parametrize("dtype, context", [("float32", 16), ("bfloat16", 300)])
 def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, context,
         this_machine):
     """As many sequences and heads as a call of 4 GFLOP has; `plain` where its scores are no more
@@ -192,8 +188,8 @@ def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, co
     assert seen["raced"][0][0].shape == (1, 4, context, 16)
     monkeypatch.setattr(attention, "RACED_FLOPS", attention.flops(given.model) / given.model.L / 4)
     attention.race(given, 3, CPU)
-    assert seen["raced"][0][0].shape == (1, 2, round(context / 2**0.5 - 0.5),
-        16), "half of one group's pairs: fewer tokens"
+    # half of one group's pairs: fewer tokens
+    assert seen["raced"][0][0].shape == (1, 2, round(context / 2**0.5 - 0.5), 16)
 
 
 def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch, this_machine):
@@ -206,11 +202,10 @@ def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch, this_machine)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda path=path: path)
         assert build.decide(config).choices["attention"].used == used
         there = Machine(name="here", title="here", kind="cpu", memory_bytes=2**36,
-                        bytes_per_second=1e10,
-                        flops={"fp32": 1e11, "bf16": 8e11 if used == "sdpa" else 1.9e11}, source="")
-        assert predict(config, there).assumptions["attention"] == used
-        assert (predict(config, hardware.room("cpu")).assumptions["attention"]
-                == used), "whether a run fits is asked of this"
+                        bytes_per_second=1e10, source="",
+                        flops={"fp32": 1e11, "bf16": 8e11 if used == "sdpa" else 1.9e11})
+        for machine in (there, hardware.room("cpu")):       # the latter decides whether a run fits
+            assert predict(config, machine).assumptions["attention"] == used
 
 
 @pytest.mark.parametrize("context, used", [(1016, "blocked"), (1017, "sdpa")])
@@ -230,19 +225,3 @@ def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
                        match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; "
                              r"tiled|blocked"):
         attention.ran("sdpa", given, CPU, refuse=True)
-
-
-def test_one_that_fails_in_the_race_is_refused(tmp_path):
-    given = asked()
-    kernel = attention.of_backends(given)
-
-    def small(q, *others):
-        if len(q) == 3:
-            raise MemoryError("does not fit")
-        return sdpa(q, *others)
-
-    found = choose("attention-test", kernel, "auto", attention.at_hand(given, CPU),
-                   offered={"plain": kernel.definition, "small": small},
-                   raced=[attention.drawn(given, CPU, batch=3, groups=2, T=160)], cache=tmp_path)
-    assert (found.choice.used == "plain" and found.refused
-            == {"small": "lacks memory now: MemoryError: does not fit"})

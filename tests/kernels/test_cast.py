@@ -1,5 +1,10 @@
 """The cast kernels: the C kernel against its definition in PyTorch, both against the formats,
-torchao and float64."""
+torchao, Transformer Engine's sources and float64.
+
+Only these tests catch a wrong bit of a cast on a CPU (its rounding, scale, noise, transform or
+layout), an operator that crashes on a tensor that it cannot read, and a C library that is loaded
+although it is cut off, planted by another user or wrong.
+"""
 
 import json
 import os
@@ -70,23 +75,26 @@ def same(got, want):
                                  f"{want[bad][:5].tolist()}")
 
 
+# Every format once; e4m3fn in every way.
+WAYS = [(noise, dtype) for dtype in (*DTYPES, torch.uint8)
+        for noise in (None, Noise(seed=3, counter=2**32 - 1000))]
+
+
 @NATIVE
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
-@pytest.mark.parametrize("noise", [None, Noise(seed=3, counter=2**32 - 1000)],
-                         ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("name", ELEMENTS)
-def test_c_is_the_definition(name, noise, dtype, in_torch):
+@pytest.mark.parametrize("name, way", [
+    *((name, i % len(WAYS)) for i, name in enumerate(ELEMENTS)),
+    *(("e4m3fn", i) for i in range(1, len(WAYS)))])
+def test_c_is_the_definition(name, way, in_torch):
+    noise, dtype = WAYS[way]
     f, how = FORMATS[name], {"dtype": dtype, "noise": noise}
+
+    def in_blocks(*block):
+        return lambda x: cast.qdq(x, f, cast.amax(x, block).values / f.largest, block=block, **how)
+
     calls = [lambda x: cast.qdq(x, f, **how),
              lambda x: cast.qdq(x, f, 0.3, rescale=False, **how),
              lambda x: cast.qdq(x.T, f, 0.25, **how),
-             lambda x: cast.qdq(x, f, cast.amax(x, (1, 0)).values / f.largest, block=(1, 0), **how),
-             lambda x: cast.qdq(x, f, cast.amax(x, (32, 128)).values / f.largest, block=(32, 128),
-                                **how),
-             lambda x: cast.qdq(x, f, cast.amax(x, (1, 16)).values / f.largest, block=(1, 16),
-                                **how),
-             lambda x: cast.qdq(x, f, cast.amax(x, (16, 16)).values / f.largest, block=(16, 16),
-                                **how),
+             *(in_blocks(*block) for block in ((1, 0), (32, 128), (1, 16), (16, 16))),
              lambda x: cast.qdq(x, f, cast.amax(x, (16, 1)).values / 4, block=(16, 1),
                                 rescale=cast.amax(x, (16, 1)).values, **how),
              *(lambda x, rule=rule: cast.mx(x, f, rule=rule, **how) for rule in cast.SCALE_RULES),
@@ -125,25 +133,15 @@ def test_qdq_is_the_formats_own_rounding(name):
     same(cast.qdq(finite, f, dtype=torch.uint8), encode(round_to(finite, f), f))
 
 
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
-def test_every_bf16_pattern_as_torch_casts_it(name):
-    """Bit patterns too. What is too large or infinite saturates here; torch's own answer to that
-    differs by version."""
-    f, dtype = FORMATS[name], getattr(torch, FORMATS[name].torch_dtype)
-    x = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
-    want = torch.where(x.isnan(), x, x.clamp(-f.largest, f.largest)).to(dtype)
-    assert torch.equal(cast.qdq(x, f, dtype=torch.uint8), want.view(torch.uint8))
-    same(cast.qdq(x.float(), f), want.float())
-
-
 MX_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e3m2": "fp6_e3m2",
-             "e2m3": "fp6_e2m3",
-             "e2m1": torch.float4_e2m1fn_x2}
+             "e2m3": "fp6_e2m3", "e2m1": torch.float4_e2m1fn_x2}
+RULES_AND_DTYPES = [*((rule, torch.float32) for rule in cast.SCALE_RULES),
+                    ("rceil", torch.bfloat16)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", cast.SCALE_RULES)
-@pytest.mark.parametrize("name", MX_DTYPES)
+@pytest.mark.parametrize("name, rule, dtype", [
+    *((name, *RULES_AND_DTYPES[i]) for i, name in enumerate(("e4m3fn", "e5m2", "e2m1"))),
+    *((name, *way) for name in ("e3m2", "e2m3") for way in RULES_AND_DTYPES)])
 def test_mx_is_torchaos(name, rule, dtype):
     pytest.importorskip("torchao")
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_dtype, to_mx
@@ -168,8 +166,7 @@ def every_exponent(dtype=torch.float32):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", cast.SCALE_RULES)
+@pytest.mark.parametrize("rule, dtype", RULES_AND_DTYPES)
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e2m1"])
 def test_mx_of_every_exponent_is_torchaos(name, rule, dtype, in_torch):
     """Scales and values bit for bit, but for what `mx` says: an infinity is NaN here, and torchao
@@ -184,8 +181,8 @@ def test_mx_of_every_exponent_is_torchaos(name, rule, dtype, in_torch):
     compare(lambda x: cast.mx(x, f, rule=rule), x, in_torch)
     # a NaN's sign is the operation's
     compare(lambda x: cast.mx(x, f, rule=rule, dtype=torch.uint8), x[finite], in_torch)
-    assert ((got.scales[~finite] == 255).all() and got.values[~finite].isnan().all()
-            and got.nonfinite == (~finite).sum())
+    assert (got.scales[~finite] == 255).all() and got.values[~finite].isnan().all()
+    assert got.nonfinite == (~finite).sum()
     scales, codes = to_mx(x, MX_DTYPES[name], 32, ScaleCalculationMode(rule))
     code = scales.view(torch.uint8)[finite, 0].double()
     if rule == "rceil":
@@ -217,20 +214,19 @@ def test_nvfp4_is_torchaos(dtype):
                                rtol=torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, rows", [(torch.float32, 1), (torch.bfloat16, 16)])
 def test_nvfp4_as_published_is_transformer_engines(dtype, rows):
     """Scales to the bit, in the order of its NVFP4QuantizerRef
     (transformer_engine/pytorch/custom_recipes/reference_nvfp4.py at d0067d0): normal, subnormal and
     zero. Values too, but beside a midpoint: it multiplies by an inverse where we divide."""
-    x = (torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4,
-        256)).to(dtype)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x = (x * torch.logspace(-4, 4, 256)).to(dtype)
     blocks = x.float().view(64 // rows, rows, 16, 16)
     encode = torch.div(torch.tensor(448.0) * 6, x.abs().max().float())
     scale = blocks.abs().amax((1, 3)) * (encode * torch.reciprocal(torch.tensor(6.0)))
     scale = scale.clamp(max=448).to(torch.float8_e4m3fn)
-    decode, most = torch.div(torch.tensor(1.0),
-                             encode), torch.tensor(torch.finfo(torch.float32).max)
+    decode = torch.div(torch.tensor(1.0), encode)
+    most = torch.tensor(torch.finfo(torch.float32).max)
     factor = torch.min(torch.div(torch.tensor(1.0), scale.float() * decode), most)
     steps = (blocks * factor[:, None, :, None]).clamp(-6, 6)
     four = torch.from_numpy(steps.numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32))
@@ -246,62 +242,34 @@ def test_nvfp4_as_published_is_transformer_engines(dtype, rows):
     torch.testing.assert_close(got.dequantise()[clear], want[clear], rtol=2.0**-22, atol=0)
 
 
-@pytest.mark.parametrize("operand", [0, 1])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype, operand", [(torch.float32, 0), (torch.bfloat16, 1)])
 def test_blocks_of_128_by_powers_of_two_are_transformer_engines_and_mxfp8s(dtype, operand):
     """Bit for bit: scale_from_amax_tensor (tests/pytorch/references/quantize_scale_calc.py at
     d0067d0). And torchao reads the same numbers from the same bytes as MXFP8, each scale four times
     over, which is how Transformer Engine multiplies them on Blackwell."""
-    x = (torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-9, 9,
-        512)).to(dtype)
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
+    x = (x * torch.logspace(-9, 9, 512)).to(dtype)
     x[128:, :128] = 0
     cast = RECIPES["fp8-blockwise-pow2"].y[operand]
     blocks = x.float().view(256 // cast.block[0], cast.block[0], 4, 128)
     top = blocks.abs().amax((1, 3))
     factor = torch.ldexp(torch.ones_like(top),
                          torch.frexp(448.0 / top).exponent - 1).masked_fill(top == 0, 1.0)
-    data = (blocks * factor[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(256,
-        512)
+    data = (blocks * factor[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
 
     got = quantise(x, cast)
     got = replace(got, data=got.data.to(torch.float8_e4m3fn))
-    assert (torch.equal(got.scale, factor.reciprocal())
-            and torch.equal(got.data.view(torch.uint8), data.view(torch.uint8)))
+    assert torch.equal(got.scale, factor.reciprocal())
+    assert torch.equal(got.data.view(torch.uint8), data.view(256, 512).view(torch.uint8))
     # the emulation, in one pass where it can
     same(quantise(x, cast, fold=True).dequantise(), got.dequantise())
 
     pytest.importorskip("torchao")
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
-    scales = got.scale.repeat_interleave(cast.block[0], 0).repeat_interleave(4,
-        1).to(torch.float8_e8m0fnu)
+    scales = got.scale.repeat_interleave(cast.block[0], 0).repeat_interleave(4, 1)
+    scales = scales.to(torch.float8_e8m0fnu)
     same(to_dtype(got.data, scales, torch.float8_e4m3fn, 32, torch.float32), got.dequantise())
-
-
-def test_scale_rules_are_their_definitions():
-    """In exact arithmetic: the power of two just below (floor), just above (ceil) or just enough
-    (rceil)."""
-    amax = torch.cat([torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 1000 + 1e-3,
-                      torch.tensor([448.0, 448.0001, 256.0, 255.99998, 1.0, 1.0000001,
-                                    2.0**-100])]).double()
-    x = torch.zeros(len(amax), 32)
-    x[:, 7] = -amax.float()
-    amax = x[:, 7].double().abs()
-    want = {"floor": amax.log2().floor() - 8, "ceil": amax.log2().ceil() - 8,
-            "rceil": (amax / 448).log2().ceil(),
-            "even": round_to(amax.float(), replace(FORMATS["fp32"],
-                mantissa_bits=3)).double().log2().floor() - 8}
-    for rule, exponent in want.items():
-        assert torch.equal(cast.mx(x, E4M3, rule=rule).scales[:, 0].double() - 127, exponent), rule
-    assert (cast.mx(x, E4M3, rule="rceil").values[:, 7].abs().sub(amax).div(amax).abs().max()
-            <= 2.0**-4)
-
-
-def test_tiny_blocks_are_scaled_by_what_is_stored():
-    """Where torchao quantises with 2^-126 and dequantises with 2^-127."""
-    x = torch.full((1, 32), 2.0**-122)
-    got = cast.mx(x, E4M3)
-    assert got.scales.item() == 0 and torch.equal(got.values, x)
 
 
 def test_what_is_not_finite_is_counted_and_seen(in_torch):
@@ -309,15 +277,14 @@ def test_what_is_not_finite_is_counted_and_seen(in_torch):
     x[0, 3], x[2, 40], x[2, 41] = torch.nan, torch.inf, -torch.inf
     for run in (lambda call: call(), in_torch):
         top = run(lambda: cast.amax(x, (1, 32)))
-        assert (top.nonfinite == 3 and top.values[0].isnan().tolist() == [True, False]
-                and top.values[2, 1] == torch.inf)
+        assert top.nonfinite == 3 and top.values[2, 1] == torch.inf
+        assert top.values[0].isnan().tolist() == [True, False]
         assert run(lambda: cast.amax(x)).values.isnan()
         blocks = run(lambda: cast.mx(x, E2M1))
         assert blocks.nonfinite == 2 and blocks.scales[0, 0] == blocks.scales[2, 1] == 255
-        assert (blocks.values.isnan().sum() == 64 and blocks.values[0, :32].isnan().all()
-                and blocks.values[2, 32:].isnan().all())
+        assert blocks.values.isnan().sum() == 64
+        assert blocks.values[0, :32].isnan().all() and blocks.values[2, 32:].isnan().all()
         assert run(lambda: cast.qdq(x, E4M3)).isnan().sum() == 1
-        assert run(lambda: cast.mx(x[2:], E2M1)).nonfinite == 1
 
 
 def hadamard_matrix():
@@ -325,8 +292,8 @@ def hadamard_matrix():
     h = torch.ones(1, 1).double()
     while len(h) < 16:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
-    return torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])[:,
-        None] * h / 4
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1.0])
+    return signs[:, None] * h / 4
 
 
 def test_a_hadamard_transform_is_its_matrix_in_float64(in_torch):
@@ -345,23 +312,15 @@ def test_a_hadamard_transform_is_its_matrix_in_float64(in_torch):
 def test_under_a_scale_of_zero_everything_is_zero(in_torch):
     scale = torch.tensor([[0.0, 1.0]])
     for run in (lambda call: call(), in_torch):
-        assert (run(lambda: cast.qdq(torch.arange(4.0)[None], E4M3, scale, block=(1, 2))).tolist()
-                == [[0, 0, 2, 3]])
+        values = run(lambda: cast.qdq(torch.arange(4.0)[None], E4M3, scale, block=(1, 2)))
+        assert values.tolist() == [[0, 0, 2, 3]]
 
 
-def test_zeros_stay_zeros():
-    x = torch.zeros(2, 64)
-    x[1, 3] = -0.0
-    for values in (cast.mx(x, E4M3).values, cast.mx(x, E2M1, rule="rceil").values,
-                   cast.qdq(x, E4M3)):
-        same(values, x)
-
-
-@pytest.mark.parametrize("f", [E4M3, E2M1, FORMATS["int8"]], ids=lambda f: f.name)
+@pytest.mark.parametrize("f", [E4M3, FORMATS["int8"]], ids=lambda f: f.name)
 def test_noise_is_unbiased(f):
     """The mean over n elements lies within 5 standard errors of the value, and within 2^-25 of the
     spacing beside it."""
-    n = 400_000
+    n = 200_000
     for i, value in enumerate((1.3, -2.6, 5.01, f.smallest * 0.2)):
         x = torch.full((n,), value)
         y = cast.qdq(x, f, noise=Noise(seed=7, counter=i * n)).double()
@@ -391,10 +350,11 @@ def test_strides_and_out():
     column_major = cast.qdq(x.T, E4M3, 0.5)
     assert column_major.stride() == x.T.stride()    # a dense view keeps its order
     same(column_major, cast.qdq(x.T.contiguous(), E4M3, 0.5))
-    for wide in (x, x.bfloat16(), spread(33, 70)):
+    for wide in (x.bfloat16(), spread(33, 70)):
         same(cast.qdq(wide.T, E4M3, noise=Noise(seed=1)),
              cast.qdq(wide.T.contiguous(), E4M3, noise=Noise(seed=1)))
-        same(cast.hadamard(wide.repeat(16, 1).T), cast.hadamard(wide.repeat(16, 1).T.contiguous()))
+        tall = wide.repeat(16, 1).T
+        same(cast.hadamard(tall), cast.hadamard(tall.contiguous()))
     for block in ((1, 32), (64, 1), (16, 16), (0, 4), (512, 64)):
         # the stream's upper half moves on in the middle of a column
         noise = Noise(seed=1, counter=2**32 - 999)
@@ -415,12 +375,11 @@ def test_strides_and_out():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda x: cast.mx(x[:, :500], E4M3), "blocks of 32 do not tile the last axis of 500; pad to "
-                                          "512"),
+    (lambda x: cast.mx(x[:, :500], E4M3),
+     "blocks of 32 do not tile the last axis of 500; pad to 512"),
     (lambda x: cast.amax(x[:3], (2, 0)), "blocks of 2 do not tile the rows of 3; pad to 4"),
     (lambda x: cast.mx(x, E4M3, rule="flor"), "no rule of the scale 'flor'; did you mean 'floor'"),
     (lambda x: cast.qdq(x, FORMATS["e8m0"]), "e8m0 is no format to cast to here"),
-    (lambda x: cast.qdq(x, FORMATS["bf16"]), "at most 8 bits"),
     (lambda x: cast.qdq(x.double(), E4M3), "takes float32 or bfloat16, got torch.float64"),
     (lambda x: cast.qdq(x, E4M3, dtype=torch.float16), "not torch.float16"),
     (lambda x: cast.qdq(x, E4M3, torch.ones(3), block=(1, 0)), "64 x 1 blocks need as many scales"),
@@ -436,15 +395,17 @@ def test_bad_input_says_what_to_do(call, message):
 # ---- operators -----------------------------------------------------------------------------------
 
 UNUSUAL = """
-import json, sys, warnings
+import json, subprocess, sys, warnings
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+run, subprocess.run = subprocess.run, None      # importing compiles nothing
 from lpkit.kernels import cast
 from lpkit.techniques.formats import FORMATS
+subprocess.run = run
 
 class Wrapper(torch.Tensor):
     def __new__(cls, shape):
@@ -462,26 +423,27 @@ dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 f, x = FORMATS["e4m3fn"], torch.randn(64, 64)
 freed = x.clone()
 freed.untyped_storage().resize_(0)
+half = torch.view_as_complex(x.view(64, 32, 2)).conj()
 tensors = {
-    "DTensor": DTensor.from_local(x, init_device_mesh("cpu", (2,)), [Shard(0)]), "wrapper": Wrapper((64, 64)),
-    "fake": FakeTensorMode().from_tensor(x), "functional": torch._to_functional_tensor(x), "meta": x.to("meta"),
-    "negative": torch.view_as_complex(x.view(64, 32, 2)).conj().imag, "conjugate": torch.view_as_complex(x.view(64, 32, 2)).conj(),
-    "named": x.as_subclass(Named), "parameter": torch.nn.Parameter(x), "expanded": x[:1].expand(64, 64),
-    "overlapping": torch.randn(200).as_strided((64, 64), (1, 1)), "empty": x[:0], "int": x.int(), "freed": freed,
-    "sparse": x.to_sparse(), "mkldnn": x.to_mkldnn(), "nested": torch.nested.nested_tensor([x, x]),
-    "jagged": torch.nested.nested_tensor([x, x[:32]], layout=torch.jagged), "list": [1.0], "codes": x.to(torch.uint8),
+    "DTensor": DTensor.from_local(x, init_device_mesh("cpu", (2,)), [Shard(0)]),
+    "wrapper": Wrapper((64, 64)), "fake": FakeTensorMode().from_tensor(x),
+    "functional": torch._to_functional_tensor(x), "meta": x.to("meta"), "negative": half.imag,
+    "conjugate": half, "named": x.as_subclass(Named), "expanded": x[:1].expand(64, 64),
+    "overlapping": torch.randn(200).as_strided((64, 64), (1, 1)), "empty": x[:0], "int": x.int(),
+    "freed": freed, "sparse": x.to_sparse(), "mkldnn": x.to_mkldnn(),
+    "nested": torch.nested.nested_tensor([x, x]),
+    "jagged": torch.nested.nested_tensor([x, x[:32]], layout=torch.jagged), "list": [1.0],
+    "codes": x.to(torch.uint8),
 }
-one = torch.ones(1, 1)
+one, ops, last = torch.ones(1, 1), torch.ops.lpkit, (f.name, None, False, torch.float32)
 calls = {
-    "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5), "mx": lambda t: cast.mx(t, f).values,
-    "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
-    "lpkit::amax": lambda t: torch.ops.lpkit.amax(t, 1, 1),
-    "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, one, f.name, None, False, torch.float32),
-    "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, None, f.name, None, False, torch.float32),
-    "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 64, 2, 0, 8, f.name, None, False, torch.float32),
-    "lpkit::hadamard": lambda t: torch.ops.lpkit.hadamard(t, False),
-    "block": lambda t: torch.ops.lpkit.amax(x, -1, 5), "long": lambda t: torch.ops.lpkit.mx(
-        x.view(1, -1), 1, 1, 0, 8, f.name, None, False, torch.float32)}
+    "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5),
+    "mx": lambda t: cast.mx(t, f).values, "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
+    "lpkit::amax": lambda t: ops.amax(t, 1, 1), "lpkit::qdq": lambda t: ops.qdq(t, one, one, *last),
+    "lpkit::qdq scale": lambda t: ops.qdq(x, t, None, *last),
+    "lpkit::mx": lambda t: ops.mx(t, 64, 2, 0, 8, *last),
+    "lpkit::hadamard": lambda t: ops.hadamard(t, False), "block": lambda t: ops.amax(x, -1, 5),
+    "long": lambda t: ops.mx(x.view(1, -1), 1, 1, 0, 8, *last)}
 found = {}
 for name, t in tensors.items():
     for how, call in calls.items():
@@ -511,8 +473,8 @@ def test_no_tensor_crashes_the_process(unusual):
     for case, (outcome, message) in unusual.items():
         name, how = case.split(", ")
         if how in ("amax", "qdq", "mx"):
-            works = name in ("fake", "functional", "meta", "negative", "named", "parameter",
-                             "expanded", "overlapping")
+            works = name in ("fake", "functional", "meta", "negative", "named", "expanded",
+                             "overlapping")
             assert outcome == "works" if works else outcome in ("ConfigError", "TypeError"), (
                 case, outcome, message)
         elif how in ("block", "long"):
@@ -520,30 +482,30 @@ def test_no_tensor_crashes_the_process(unusual):
 
 
 @NATIVE
-@pytest.mark.parametrize(("case", "message"), [
-    ("DTensor, qdq", "a DTensor wraps other tensors; cast those, for example x.to_local()"),
-    ("wrapper, mx", "a Wrapper wraps other tensors"), ("DTensor, scale", "a DTensor wraps other"),
-    ("int, mx", "got torch.int32; call .float()"),
-    ("sparse, amax", "takes a dense tensor, got torch.sparse_coo"), ("nested, qdq", "nested: True"),
-    ("freed, qdq", "needs 4096 elements that lie together in memory, got torch.float32, .* storage "
-                   "of 0 bytes"),
-    ("list, qdq", "got a list; make one"),
-    ("codes, lpkit::mx", "needs 4096 elements .* got torch.uint8"),
-    ("int, lpkit::qdq scale", "got torch.int32"),
-    ("expanded, lpkit::mx", "with strides \\(0, 1\\)"),
-    ("DTensor, lpkit::qdq", "sharding strategy"),
-])
-def test_what_cannot_be_cast_is_refused_in_a_sentence(case, message, unusual):
-    assert re.search(message, unusual[case][1]), unusual[case]
+def test_what_cannot_be_cast_is_refused_in_a_sentence(unusual):
+    for case, message in {
+            "DTensor, qdq": "a DTensor wraps other tensors; cast those, for example x.to_local()",
+            "wrapper, mx": "a Wrapper wraps other tensors",
+            "DTensor, scale": "a DTensor wraps other",
+            "int, mx": "got torch.int32; call .float()",
+            "sparse, amax": "takes a dense tensor, got torch.sparse_coo",
+            "nested, qdq": "nested: True",
+            "freed, qdq": "needs 4096 elements that lie together in memory, got torch.float32, .* "
+                          "storage of 0 bytes",
+            "list, qdq": "got a list; make one",
+            "codes, lpkit::mx": "needs 4096 elements .* got torch.uint8",
+            "int, lpkit::qdq scale": "got torch.int32",
+            "expanded, lpkit::mx": "with strides \\(0, 1\\)",
+            "DTensor, lpkit::qdq": "sharding strategy"}.items():
+        assert re.search(message, unusual[case][1]), (case, unusual[case])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_as_one_operation_of_a_graph(backend):
+def test_compiles_as_one_operation_of_a_graph():
     x, graphs = spread(), []
 
     def look(graph, inputs):
         graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     def call(x):
         return cast.qdq(x, E4M3, 0.5), cast.mx(x, E2M1, noise=Noise(seed=3)), cast.amax(x, (1, 0))
@@ -563,8 +525,8 @@ def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
             torch.ops.lpkit.mx.default: (x, 64, 2, 0, 8, "e4m3fn", torch.arange(3), True,
                                          torch.uint8),
             torch.ops.lpkit.hadamard.default: (x, True)}.items():
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor",
-            "test_aot_dispatch_dynamic"))
+        torch.library.opcheck(op, arguments, test_utils=(
+            "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 def test_casts_count_no_flops():
@@ -573,8 +535,7 @@ def test_casts_count_no_flops():
     assert counter.get_total_flops() == 0
 
 
-# ---- compiling
-# -----------------------------------------------------------------------------------------------------------
+# ---- compiling -----------------------------------------------------------------------------------
 
 SOURCE = Path(cast.__file__).with_name("cast.c")
 
@@ -603,8 +564,8 @@ def test_compiled_once_and_whole(tmp_path):
     assert [p.communicate()[0] for p in both] == ["native\n"] * 2
     (path,) = tmp_path.iterdir()
     before = path.stat().st_mtime_ns
-    assert (compile_c.open_library(SOURCE, tmp_path)[1] == compile_c.choice("cast")
-            and path.stat().st_mtime_ns == before)
+    assert compile_c.open_library(SOURCE, tmp_path)[1] == compile_c.choice("cast")
+    assert path.stat().st_mtime_ns == before
     source = tmp_path / "cast.c"
     source.write_text(SOURCE.read_text() + "\n/* changed */\n")
     compile_c.open_library(source, tmp_path / "other")
@@ -623,15 +584,15 @@ def kernel(tmp_path):
 
 
 @NATIVE
-@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
-def test_a_truncated_library_is_compiled_again(keep, kernel):
+@pytest.mark.parametrize("share", [0, 0.99])
+def test_a_truncated_library_is_compiled_again(share, kernel):
     """Loaded as it is, it would end this process by a signal."""
     opened, _, cache = kernel
     opened()
     (path,) = cache.iterdir()
     whole = path.read_bytes()
     path.unlink()       # this process has it mapped, and would die at its end
-    path.write_bytes(whole[:int(keep * len(whole) if keep < 1 else keep)])
+    path.write_bytes(whole[:int(share * len(whole))])
     library, choice = opened()
     assert library.lp_check() == 0 and choice.used == "native"
     assert path.read_bytes() == whole and list(cache.iterdir()) == [path]
@@ -642,15 +603,11 @@ def test_a_truncated_library_is_compiled_again(keep, kernel):
     (lambda path: path.chmod(0o666), "may be written by others"),
     (lambda path: path.parent.chmod(0o770), "may be written by others"),
     (lambda path: os.chown(path, 12345, -1), "belongs to user 12345"),
-    (lambda path: os.chown(path.parent, 12345, -1), "belongs to user 12345"),
     (lambda path: (path.rename(path.parent.parent / "far"),
                    path.symlink_to(path.parent.parent / "far")), "is a link"),
     (lambda path: path.hardlink_to(path.rename(path.parent.parent / "far")), "has other names"),
     (lambda path: (path.unlink(), os.mkfifo(path)), "is a pipe"),
-    (lambda path: (path.parent.rename(path.parent.parent / "far"), path.parent.symlink_to("far")),
-     "is a link"),
-], ids=["file for all", "folder for a group", "another's file", "another's folder", "link",
-        "hard link", "pipe", "linked folder"])
+], ids=["file for all", "folder for a group", "another's file", "link", "hard link", "pipe"])
 def test_a_library_that_another_could_have_planted_is_refused(plant, said, kernel, monkeypatch):
     opened, _, cache = kernel
     opened()
@@ -661,8 +618,8 @@ def test_a_library_that_another_could_have_planted_is_refused(plant, said, kerne
         pytest.skip("only root gives files away")
     monkeypatch.setattr(compile_c, "_loaded", lambda *_: pytest.fail("it was loaded"))
     library, choice = opened()
-    assert (library is None and choice.used == "torch" and said in choice.why
-            and "remove it" in choice.why)
+    assert library is None and choice.used == "torch"
+    assert said in choice.why and "remove it" in choice.why
 
 
 @NATIVE
@@ -699,18 +656,13 @@ ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
 
 
 @pytest.mark.parametrize("script, said", [
-    (ANSWERS + "exit 0", "wrote no library"), (ANSWERS + "exit 3", "exit code 3"),
+    (ANSWERS + "exit 3", "exit code 3"),
     (ANSWERS + "printf 'caf\\351 \\033[31m' >&2; exit 1", "caf\ufffd \\x1b[31m"),
     (ANSWERS + "head -c 40000000 /dev/zero >&2; exit 1", "said more than 16,777,216 bytes"),
-    (ANSWERS + "yes no >&2", "odd-cc"), (ANSWERS + "sleep 60 & sleep 60", "did not end in 0.5 "
-        "seconds"),
-    (ANSWERS + "kill -ILL $$", "it died"), (ANSWERS + 'for last; do :; done; echo "no library" > '
-                                                      '"$last"; exit 0', "fails its check"),
+    (ANSWERS + "sleep 60 & sleep 60", "did not end in 0.5 seconds"),
     (ANSWERS + 'for last; do :; done; mkdir "$last"; exit 0', "wrote no library"),
     ("sleep 60", "did not end"), ("head -c 300 /dev/urandom", "wrote no library"),
-    ("echo no >&2; exit 127", "no"),
-], ids=["nothing", "silent", "not UTF-8", "much", "endless", "hangs", "dies", "text", "folder",
-        "hangs when asked", "noise", "127"])
+], ids=["silent", "not UTF-8", "much", "hangs", "folder", "hangs when asked", "noise"])
 def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch):
     if "sleep" in script:       # the others end by themselves, on a busy machine late
         monkeypatch.setattr(compile_c, "SECONDS", 0.5)
@@ -725,8 +677,3 @@ def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch)
     assert library is None and choice.used == "torch" and "odd-cc" in choice.why
     assert len(choice.why) < 500 and choice.why.isprintable()
     assert said in choice.why and list(cache.glob("*")) == []
-
-
-def test_importing_compiles_nothing():
-    code = "import subprocess; subprocess.run = None; import lpkit.kernels.cast"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,13 +1,20 @@
 """Choosing a version of a kernel: what it must be held to before a run may have it, and what must
-not be held against it."""
+not be held against it.
+
+Only these tests catch a compiled version that runs eagerly for some shape, a wrong version or
+backend that is right on small inputs, a lack of memory or of a compiler that is taken for a fault
+of the version, and a race within a compiled block that times something else than the block runs.
+"""
 
 import dataclasses
+import re
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from lpkit.config import Config
 from lpkit.contracts import Choice
@@ -15,7 +22,7 @@ from lpkit.errors import ConfigError
 from lpkit.execution import attention
 from lpkit.kernels import choose as choosing
 from lpkit.kernels import jit
-from lpkit.kernels.choose import candidates, choose, compiled, refused_here, wrong
+from lpkit.kernels.choose import candidates, choose, refused_here, wrong
 from lpkit.techniques.attention_backends import Attending
 from lpkit.techniques.kernels import KERNELS
 from lpkit.training import build
@@ -73,15 +80,6 @@ def test_what_was_chosen_compiled_is_compiled_for_the_shapes_at_hand_alone(graph
     assert torch.equal(chosen(*more), NORM.definition(*more)) and graphs == [1]
 
 
-def test_within_a_compiled_block_it_is_a_part_of_the_block(graphs):
-    block = jit.compiled(lambda *a: compiled(NORM.definition, *a) * 2, fullgraph=True)
-    assert torch.equal(block(*rows()), NORM.definition(*rows()) * 2) and graphs == [1]
-
-
-def test_what_is_compiled_is_verified_at_hand_in_one_graph(graphs):
-    assert wrong(NORM, candidates(NORM)["compile"], [rows()]) == "" and len(graphs) <= 2
-
-
 def now_and_then(definition, every):
     calls = []
 
@@ -92,8 +90,8 @@ def now_and_then(definition, every):
     return version
 
 
-@pytest.mark.parametrize("every", [2, 7, 20])
-def test_one_wrong_answer_in_twenty_is_met(every):
+@pytest.mark.parametrize("every", [2, 20])
+def test_one_wrong_answer_in_twenty_is_found(every):
     alone = dataclasses.replace(NORM, examples=lambda draw, device: [])
     assert wrong(alone, now_and_then(NORM.definition, every),
                  [rows()]).startswith("differs from its definition")
@@ -131,13 +129,11 @@ def test_what_no_compiler_built_is_raced_once_there_is_one(tmp_path, monkeypatch
     monkeypatch.delenv("CC", raising=False)
     offered = {"reference": NORM.definition, "triton": NORM.definition}
     alone = dataclasses.replace(NORM, examples=lambda draw, device: [])
-    said = choose("rms-norm", alone, "auto", [rows()], offered=offered, cache=cuda)
-    assert (said.refused
-            == {"triton": "there is no compiler here (gcc, clang); install gcc and g++"}
-            and said.choice.used == "reference")
+    chosen = choose("rms-norm", alone, "auto", [rows()], offered=offered, cache=cuda)
+    why = "there is no compiler here (gcc, clang); install gcc and g++"
+    assert chosen.refused == {"triton": why} and chosen.choice.used == "reference"
     with pytest.raises(ConfigError,
-                       match=r"^system.kernels=triton: rms-norm there is no compiler here \(gcc, "
-                             r"clang\); install gcc and g\+\+; the"):
+                       match=rf"^system.kernels=triton: rms-norm {re.escape(why)}; the"):
         choose("rms-norm", alone, "triton", [rows()], offered=offered)
     here.append(1)
     monkeypatch.setattr(jit.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -148,7 +144,7 @@ def test_what_no_compiler_built_is_raced_once_there_is_one(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("limit", ["ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "ATEN_CPU_CAPABILITY"])
 def test_a_limited_processor_is_another_machine(limit, tmp_path, monkeypatch):
-    """What was the fastest with AVX2 alone may not be so with AVX-512."""
+    """The fastest version with AVX2 alone may not be the fastest with AVX-512."""
     monkeypatch.setenv(limit, "AVX2")
     choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path)
     monkeypatch.setenv(limit, "AVX512_CORE")
@@ -158,7 +154,7 @@ def test_a_limited_processor_is_another_machine(limit, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lack", [
-    torch.OutOfMemoryError("tried to allocate"), MemoryError("tried to allocate"),
+    torch.OutOfMemoryError("tried to allocate"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't "
                  "allocate memory: you tried to allocate 9 bytes"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")],
@@ -179,37 +175,33 @@ def test_a_lack_of_memory_is_not_kept(lack, tmp_path, monkeypatch):
     assert "cpu" not in choose("rms-norm", with_version(version), "auto", [rows()]).refused
 
 
-def test_a_version_is_held_to_the_step_s_size(tmp_path):
+def wrong_when_large(x, weight, eps):
     """Right where float64 has room, wrong in the last rows of a step."""
-    def version(x, weight, eps):
-        y = NORM.definition(x, weight, eps)
-        return y if len(x) <= 2048 else torch.cat((y[:-1], y[-1:] * 0))
+    y = NORM.definition(x, weight, eps)
+    return y if len(x) <= 2048 else torch.cat((y[:-1], y[-1:] * 0))
 
-    chosen = choose("rms-norm", with_version(version), "auto", [rows()], raced=[rows(4096)],
-                    cache=tmp_path)
+
+def test_a_version_is_held_to_the_step_s_size(tmp_path):
+    """To PyTorch's own where the definition has no room there."""
+    chosen = choose("rms-norm", with_version(wrong_when_large), "auto", [rows()],
+                    raced=[rows(4096)], cache=tmp_path)
     assert "result 1 of 3, at the run's size: a row is off" in chosen.refused["cpu"], chosen
-    lacks = dataclasses.replace(with_version(version), definition=no_room)
-    found = choosing._find(lacks, {"pytorch": NORM.versions["pytorch"], "cpu": version}, [rows()],
-                           [rows(4096)], 1.0)
-    assert "cpu" in found["refused"], "the definition has no room there; PyTorch's own has"
+    lacks = dataclasses.replace(with_version(wrong_when_large), definition=no_room)
+    found = choosing._find(lacks, {"pytorch": NORM.versions["pytorch"], "cpu": wrong_when_large},
+                           [rows()], [rows(4096)], 1.0)
+    assert "cpu" in found["refused"]
 
 
-@pytest.mark.parametrize("definition", [True, False])
-def test_one_that_was_asked_for_is_held_to_the_step_s_size_too(definition):
-    """And to PyTorch's, where the definition has no room there. What itself has no room is not
+@pytest.mark.parametrize("definition", [NORM.definition, None])
+def test_a_requested_version_is_held_to_the_step_s_size_too(definition):
+    """And to PyTorch's, where the definition has no room there. A version that has no room is not
     wrong."""
-    def version(x, weight, eps):
-        y = NORM.definition(x, weight, eps)
-        return y if len(x) <= 2048 else torch.cat((y[:-1], y[-1:] * 0))
-
-    kernel = dataclasses.replace(with_version(version),
-                                 definition=NORM.definition if definition else no_room,
+    kernel = dataclasses.replace(with_version(wrong_when_large), definition=definition or no_room,
                                  examples=lambda draw, device: [])
-    offered = {"pytorch": NORM.versions["pytorch"], "cpu": version,
+    offered = {"pytorch": NORM.versions["pytorch"], "cpu": wrong_when_large,
                "right": lambda *a: NORM.definition(*a), "wide": no_room}
-    with pytest.raises(ConfigError,
-                       match=r"^system.kernels=cpu: rms-norm differs from its definition: result 1 "
-                             r"of 3, at the run's size: a row"):
+    with pytest.raises(ConfigError, match=r"^system.kernels=cpu: rms-norm differs from its "
+                                          r"definition: result 1 of 3, at the run's size: a row"):
         choose("rms-norm", kernel, "cpu", [rows()], offered=offered, raced=[rows(4096)])
     for right in ("right", "wide"):
         assert choose("rms-norm", kernel, right, [rows()], offered=offered,
@@ -260,10 +252,9 @@ def test_the_fastest_outside_of_a_block_loses_within(planted, refused, as_on_a_g
     for _ in range(2):
         within = choose("rms-norm", kernel, "auto", call, cache=tmp_path / "within", in_block=True)
         assert within.choice.used == "compile" and within.refused.get("cpu") == refused
-        assert (within.refused["reference"] == "a compiled block makes of it what it makes of "
-                                               "compile")
-    assert (len(list((tmp_path / "within").iterdir())) == 1
-            and "rms-norm" not in refused_here()), "it is kept, and it is not wrong"
+        assert within.refused["reference"].startswith("a compiled block makes of it")
+    # it is kept, and it is not wrong
+    assert len(list((tmp_path / "within").iterdir())) == 1 and "rms-norm" not in refused_here()
     assert len({choosing._key("rms-norm", kernel, eager, call, *how)
                 for how in ((False, False), (True, False), (True, True))}) == 3
 
@@ -273,8 +264,7 @@ def test_the_fastest_outside_of_a_block_loses_within(planted, refused, as_on_a_g
     ({"triton": 1.0, "compile": 1.26}, True, "triton"),
     ({"triton": 1.0, "compile": 1.24}, False, "triton"),
     ({"cpu": 2.0, "compile": 1.0}, True, "compile"), ({"cpu": 1.0}, True, "cpu")])
-def test_a_kernel_in_a_block_must_win_by_more_than_the_compiler_gains_by_fusing(seconds, in_block,
-        used):
+def test_a_kernel_in_a_block_must_win_by_more_than_fusing_gains(seconds, in_block, used):
     """An H200's: norms as kernels of their own, each faster alone, made a whole step 2 to 4%
     slower."""
     assert choosing._winner(seconds, in_block) == used
@@ -297,18 +287,17 @@ def test_calls_of_a_kernel_are_one_graph_within_a_block(as_on_a_gpu, graphs, tmp
     calls = [rows(), rows(9), (rows(5)[0].bfloat16(), rows()[1].bfloat16(), 1e-3)]
     kernel = dataclasses.replace(as_on_a_gpu, versions={"cpu": NORM.versions["pytorch"]})
     found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
-    assert (len(graphs) == 2 and set(found.refused) == {"reference"}
-            and "the fastest of cpu, compile in a compiled block" in found.choice.why)
+    assert len(graphs) == 2 and set(found.refused) == {"reference"}
+    assert "the fastest of cpu, compile in a compiled block" in found.choice.why
 
     def wrong_in_the_last(x, weight, eps):
-        return NORM.definition(x, weight, eps) * (1.2 if torch.compiler.is_compiling()
-            and x.dtype == torch.bfloat16 else 1)
+        wrong = torch.compiler.is_compiling() and x.dtype == torch.bfloat16
+        return NORM.definition(x, weight, eps) * (1.2 if wrong else 1)
 
     kernel = dataclasses.replace(kernel, versions={"cpu": wrong_in_the_last})
     found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
-    assert (found.choice.used == "compile"
-            and found.refused["cpu"].startswith("differs from its definition: result 3 of 9, at "
-                                                "the run's size"))
+    assert found.choice.used == "compile"
+    assert "definition: result 3 of 9, at the run's size" in found.refused["cpu"]
 
 
 def test_the_definition_stays_where_nothing_can_be_raced(as_on_a_gpu, tmp_path):
@@ -332,17 +321,11 @@ def asked(**model):
 
 
 def plain(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True,
-        enable_gqa=True)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def first_group(q, k, v, *_):
     return plain(q, k[:, :1].expand_as(k), v[:, :1].expand_as(v))
-
-
-def turned_groups(q, k, v, *_):
-    repeats = q.shape[1] // k.shape[1]
-    return plain(q, k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1))
 
 
 def few_heads(q, k, v, *_):
@@ -360,8 +343,7 @@ def two_sequences(q, k, v, *_):
     return plain(q, k, torch.cat((v[:2], v[2:].detach())))
 
 
-@pytest.mark.parametrize("version", [first_group, turned_groups, few_heads, short_context,
-    two_sequences])
+@pytest.mark.parametrize("version", [first_group, few_heads, short_context, two_sequences])
 def test_a_backend_that_is_right_in_the_small_is_refused(version, tmp_path):
     """Several groups of heads, more than two sequences, and the step's own size."""
     given = asked()
@@ -390,13 +372,13 @@ def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
 
 
 def test_float16_is_verified_and_raced_in_float16(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(attention, "race", lambda given, *_: seen.update(dtype=given.dtype)
+    dtypes = []
+    monkeypatch.setattr(attention, "race", lambda given, *_: dtypes.append(given.dtype)
                         or Choice(asked="auto", used="sdpa", why=""))
-    for recipe, dtype in {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.items():
+    for recipe in ("fp16", "bf16", "fp32"):
         build.decide(Config().replace({"system.device": "cpu", "precision.recipe": recipe,
                                        "steps": 10**9}))
-        assert seen["dtype"] == dtype
+    assert dtypes == ["float16", "bfloat16", "float32"]
 
 
 # ---- what is at hand
@@ -404,20 +386,18 @@ def test_float16_is_verified_and_raced_in_float16(monkeypatch):
 def test_casts_are_held_to_both_layouts_and_to_gradients():
     """As a training step calls them, of a few tokens and of a micro-batch; and nothing of the
     recipe's state moves."""
-    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 2,
-                               "model.context": 64, "model.vocab": 64,
-                               "global_batch": 4, "precision.recipe": "fp8-delayed",
-                               "precision.backend": "scaled_mm",
-                               "system.compile": "false", "system.device": "cpu"})
+    config = Config().replace({
+        "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64,
+        "model.vocab": 64, "global_batch": 4, "precision.recipe": "fp8-delayed",
+        "precision.backend": "scaled_mm", "system.compile": "false", "system.device": "cpu"})
     training = Training.build(config, data=RandomTokens(config, CPU))
     model = training.model
     before = {name: one.clone() for name, one in model.named_buffers()}
     kernels = build.kernels(config, training.decisions, training.ranks)
     few, many = kernels._at_hand(model)["cast-tensor"]
     x, w, g = sorted(many, key=lambda call: (call[1].format, call[0].dtype == torch.float32))
-    assert [call[1].format for call in (x, w, g)] == ["e4m3fn", "e4m3fn",
-        "e5m2"], "gradients are cast to E5M2"
-    assert all(call[3] for call in many), "in training both layouts are asked for"
+    assert [call[1].format for call in (x, w, g)] == ["e4m3fn", "e4m3fn", "e5m2"]
+    assert all(call[3] for call in many), "in training both layouts are requested"
     assert len(few) == len(many) and max(len(call[0]) for call in many) == 4 * 64
     assert all(torch.equal(one, before[name]) for name, one in model.named_buffers())
     assert all(p.grad is None for p in model.parameters()) and model.training

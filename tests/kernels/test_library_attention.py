@@ -1,7 +1,9 @@
-"""Libraries' attention. What needs a GPU is told to stand-ins that have the libraries' signatures,
-and must come out as the definition:
-which window, which cuts, which layout. That the libraries compute what they say, the matrix finds
-where they run."""
+"""Libraries' attention. Stand-ins with the libraries' signatures are called in place of libraries
+that need a GPU, and the result must be the definition's.
+
+Only these tests catch a window, cut of documents or layout that a library is given wrongly, a
+backend that is named as the nearest and cannot, and a kind of attention that has no meaning.
+"""
 
 import sys
 from itertools import pairwise
@@ -162,17 +164,13 @@ def test_a_kernel_by_name_never_falls_to_another():
 # ---- who cannot says why, and what can
 
 @pytest.mark.parametrize("name, given, why", [
-    ("sdpa-cudnn", {"head_dim": 264}, "takes heads up to 256 that are multiples of 8, not 264; "
-                                      "sdpa can"),
-    ("sdpa-cudnn", {"head_dim": 60}, "takes heads up to 256 that are multiples of 8, not 60; sdpa "
-                                     "can"),
+    ("sdpa-cudnn", {"head_dim": 60},
+     "takes heads up to 256 that are multiples of 8, not 60; sdpa can"),
     ("flash-attn", {"dtype": "float32"}, "takes bfloat16 or float16, not float32; sdpa can"),
     ("flash-attn", {"attention": {"name": "full", "sinks": True}}, "has no sinks; triton can"),
-    ("sdpa-cudnn", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; "
-        "triton can"),
     ("sdpa-cudnn", {"device": "cpu"}, "needs a GPU; sdpa can"),
-    ("flash-attn", {"here": True}, "needs the package flash-attn, which is not installed here; "
-                                   "sdpa can"),
+    ("flash-attn", {"here": True},
+     "needs the package flash-attn, which is not installed here; sdpa can"),
     ("flash-attn", {"capability": (7, 5)},
      "needs compute capability 8.0, and here is 7.5; sdpa can")])
 def test_why_not_is_one_clause_with_what_can(name, given, why):
@@ -184,7 +182,7 @@ def test_why_not_is_one_clause_with_what_can(name, given, why):
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_what_is_named_as_nearest_can(kind, device):
     changes = {"attention": KINDS[kind]} if kind else {}
-    for dtype in ("float32", "bfloat16", "float16"):
+    for dtype in ("float32", "bfloat16"):
         given = asked(device=device, dtype=dtype, **changes)
         for name, row in ATTENTION.items():
             if why := row.why_not(given):
@@ -197,7 +195,6 @@ def test_what_is_named_as_nearest_can(kind, device):
 @pytest.mark.parametrize("key, name, way", [
     ("model.attention", "sdpa", "set system.attention=sdpa, or choose one of full, window"),
     ("system.attention", "window", "set model.attention=window, or choose one of auto, plain"),
-    ("system.attention", "full", "set model.attention=full, or"),
     ("model.attention", "spda", "choose one of"),
     ("optimizer", "cosine", "set schedule=cosine, or choose one of")])
 def test_a_kind_is_no_backend_and_the_reverse(key, name, way):
@@ -215,11 +212,9 @@ def test_asked_for_and_impossible_is_one_sentence():
     ({"model.kv_heads": 3}, "kv_heads may be 1, 2, 4"),
     ({"model.attention": {"name": "block-sparse", "block": 0}}, r"model\.attention\.block"),
     ({"model.attention": {"name": "full", "soft_cap": -1.0}}, r"model\.attention\.soft_cap"),
-    *[({"model.attention.name": "block-sparse", "model.attention.table": table}, r"table must have "
-        r"4 rows of 4 digits 0 or 1, one for each 64")
-      for table in ("10,11", ["1000"] * 3, ["1000"] * 3 + ["10000"], ["1000"] * 3 + ["100x"], [])],
-    ({"model.attention": {"name": "block-sparse", "table": ["1000"] * 4}, "model.context": 257},
-     "must have 5 rows of 5"),
+    *[({"model.attention.name": "block-sparse", "model.attention.table": table},
+       "table must have 4 rows of 4 digits 0 or 1, one for each 64")
+      for table in ("10,11", ["1000"] * 3 + ["10000"], ["1000"] * 3 + ["100x"])],
     ({"model.attention": {"name": "block-sparse", "table": [1000] * 4}}, r"model\.attention\.table "
         r"must be")])
 def test_impossible_kinds_are_one_sentence(changes, why):

@@ -1,7 +1,9 @@
-"""What runs between products on a CPU, against float64 and against its definition; also where there
-is no compiler."""
+"""What runs between products on a CPU, in C and by its definition, against float64.
 
-import math
+Only these tests catch a wrong result of the C kernels of GELU, of attention's weights and of
+cross-entropy on rows of other sizes than a vector's, on masks, and on numbers that are not finite;
+and results that depend on the number of threads.
+"""
 
 import pytest
 import torch
@@ -12,12 +14,11 @@ from lpkit.kernels import compile_c, rows
 from lpkit.kernels.cross_entropy import cross_entropy_
 
 BF16_ULP = 2.0**-7      # the largest relative spacing; one rounding is off by half of it
-SHAPES = [(0,), (1,), (5,), (123,), (3, 1, 17), (40, 1000)]
 
 
 @pytest.fixture(params=["native", "no compiler"], autouse=True)
 def implementation(request, monkeypatch):
-    """Both kernels of every operator: C, and the definition where C did not compile."""
+    """Each operator runs in C, and by its definition as where C did not compile."""
     if request.param == "no compiler":
         monkeypatch.setattr(rows, "library", lambda: None)
     elif compile_c.choice("rows").used != "native":
@@ -47,8 +48,8 @@ AWKWARD = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-6, 1e4, -3.0, -5.0, 9.0, -9
                         -100.0, torch.inf, torch.nan])
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 4.0])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, scale", [((0,), 1.0), ((1,), 4.0), ((123,), 1e-3),
+                                          ((3, 1, 17), 1.0), ((40, 1000), 4.0)], ids=str)
 def test_gelu_and_its_gradient(shape, scale, implementation):
     """From float64, rounded once; PyTorch's own is up to two spacings off where 1 + tanh
     cancels."""
@@ -62,15 +63,13 @@ def test_gelu_and_its_gradient(shape, scale, implementation):
     assert y.dtype == dx.dtype == torch.bfloat16
     if implementation == "native":
         # the derivative passes through zero at -0.75: there an absolute error counts
-        off = ((dx.double() - want_dx).abs() > 0.5 * BF16_ULP * 1.01 * want_dx.abs() + 1e-6
-               * dy.double().abs())
-        assert not off.any()
+        bound = 0.5 * BF16_ULP * 1.01 * want_dx.abs() + 1e-6 * dy.double().abs()
+        assert ((dx.double() - want_dx).abs() <= bound).all()
         # in the tail tanh is 1 - 1e-7: float64 itself cancels
         near = want.detach().abs() > 1e-7
         close(y[near], want.detach()[near], 0.51)
-    assert torch.allclose(y.float(), rows.reference_gelu(x).float(), rtol=2**-6, atol=2**-9)
-    assert torch.allclose(dx.float(), rows.reference_gelu_backward(dy, x).float(), rtol=2**-6,
-                          atol=2**-7)
+    assert torch.allclose(y.double(), want, rtol=2**-6, atol=2**-9)
+    assert torch.allclose(dx.double(), want_dx, rtol=2**-6, atol=2**-7)
 
 
 def test_gelu_of_awkward_numbers():
@@ -79,8 +78,8 @@ def test_gelu_of_awkward_numbers():
     assert torch.equal(y.isnan(), want.isnan()) and y[-2] == torch.inf
     assert ((y - want).abs()[:-2] <= BF16_ULP * want.abs()[:-2] + 1e-6).all()
     (dx,) = torch.autograd.grad(rows.gelu(x.requires_grad_()), x, torch.ones_like(x))
-    assert (dx.isnan()[-1] and dx[:-2].isfinite().all() and dx[0] == 0.5 and dx[11] == 1
-            and dx[12] == 0)
+    assert dx.isnan()[-1] and dx[:-2].isfinite().all()
+    assert (dx[0], dx[11], dx[12]) == (0.5, 1, 0)
 
 
 def test_every_nan_stays_one():
@@ -126,14 +125,18 @@ def masks(rows, columns):
             "the last": (j <= i)[:, columns - rows:]}
 
 
-@pytest.mark.parametrize("mask", ["causal", "band", "holes", "the last"])
-@pytest.mark.parametrize("cap, sunk", [(0.0, False), (3.0, True)])
-@pytest.mark.parametrize("shape", [(2, 5, 5), (1, 1, 1), (3, 128, 256), (2, 7, 130), (1, 3, 1500),
-                                   (0, 4, 4), (2, 1, 9)], ids=str)
-@pytest.mark.parametrize("spread", [0.01, 3.0, 200.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, mask,
-        implementation):
+@pytest.mark.parametrize("dtype, spread, shape, cap, sunk, mask", [
+    (torch.bfloat16, 0.01, (2, 5, 5), 0.0, False, "causal"),
+    (torch.float32, 3.0, (1, 1, 1), 3.0, True, "causal"),
+    (torch.bfloat16, 200.0, (3, 128, 256), 3.0, True, "band"),
+    (torch.float32, 200.0, (3, 128, 256), 0.0, False, "the last"),
+    (torch.bfloat16, 3.0, (2, 7, 130), 0.0, True, "holes"),
+    (torch.float32, 0.01, (2, 7, 130), 3.0, False, "holes"),
+    (torch.bfloat16, 3.0, (1, 3, 1500), 3.0, False, "the last"),
+    (torch.float32, 200.0, (1, 3, 1500), 0.0, True, "causal"),
+    (torch.bfloat16, 3.0, (0, 4, 4), 0.0, False, "causal"),
+    (torch.float32, 3.0, (2, 1, 9), 0.0, False, "band")], ids=str)
+def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, mask):
     """A weight is rounded once, of an exponential to 2e-6; a capped score of 3 tanh(...) is off by
     1e-6 more, one of 75 by its own spacing in float32."""
     N, R, C = shape
@@ -143,24 +146,22 @@ def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, 
     want, p = by_definition(scores, seen, scale, cap, sinks), scores.clone()
     sums = rows.attention_(p, seen, scale, cap, sinks)
     spacing = torch.finfo(dtype).eps
-    assert ((p.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want
-            + 1e-7).all()
+    bound = (0.51 * spacing + 4e-6 + 1e-6 * spread) * want + 1e-7
+    assert ((p.double() - want).abs() <= bound).all()
     hidden = ~torch.cat((torch.ones(R, C - seen.shape[1], dtype=torch.bool), seen),
                         dim=1).expand(shape)
     assert (p[hidden] == 0).all() and sums.dtype == torch.float32
     again, got = scores.clone(), d.clone()
     dots = rows.attention_backward_(again, got, sums, seen, scale, cap)
-    assert ((again.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want
-            + 1e-7).all()
-    want_dots = (d.double() * want).sum(-1)
+    assert ((again.double() - want).abs() <= bound).all() and (got[hidden] == 0).all()
+    of_weights = (d.double() * want).sum(-1)
     slope = scale * (1 - torch.tanh(scores.double() * scale / cap) ** 2 if cap else 1)
-    want_d = slope * want * (d.double() - want_dots[..., None])
-    terms = scale * want * (d.double().abs() + (d.double() * want).abs().sum(-1, keepdim=True))
-    bound = 2 * spacing + 1e-5 + 1e-6 * spread
-    assert (((got.double() - want_d).abs() <= bound * terms + 1e-7).all()
-            and (got[hidden] == 0).all())
-    assert ((dots.double() - want_dots).abs() <= bound * (d.double() * want).abs().sum(-1)
-            + 1e-6).all()
+    want_d = slope * want * (d.double() - of_weights[..., None])
+    sizes = (d.double() * want).abs().sum(-1)
+    off = 2 * spacing + 1e-5 + 1e-6 * spread
+    terms = scale * want * (d.double().abs() + sizes[..., None])
+    assert ((got.double() - want_d).abs() <= off * terms + 1e-7).all()
+    assert ((dots.double() - of_weights).abs() <= off * sizes + 1e-6).all()
 
 
 def test_a_bad_row_of_scores_stays_in_its_row():
@@ -174,12 +175,13 @@ def test_a_bad_row_of_scores_stays_in_its_row():
     assert out.tolist() == [[[0.0, 1.0]]]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n, V", [(1, 1), (3, 5), (7, 1000), (2, 50_304), (0, 9)])
+@pytest.mark.parametrize("n, V, dtype, weighted", [
+    (1, 1, torch.float32, False), (3, 5, torch.bfloat16, True), (7, 1000, torch.float32, True),
+    (7, 1000, torch.bfloat16, False), (2, 50_304, torch.bfloat16, True),
+    (3, 5, torch.float16, False), (0, 9, torch.float32, True)], ids=str)
 def test_cross_entropy_in_place(n, V, dtype, weighted):
-    logits, y = random(n, V, scale=3, dtype=dtype), torch.randint(V, (n,),
-        generator=torch.Generator().manual_seed(2))
+    logits = random(n, V, scale=3, dtype=dtype)
+    y = torch.randint(V, (n,), generator=torch.Generator().manual_seed(2))
     weights = torch.rand(n, generator=torch.Generator().manual_seed(3)) if weighted else None
     exact = logits.double().requires_grad_()
     want = F.cross_entropy(exact, y, reduction="none")
@@ -191,10 +193,10 @@ def test_cross_entropy_in_place(n, V, dtype, weighted):
     # a probability in float32, less 1 at the target, rounded once; under a weight once more
     spacing = torch.finfo(dtype).eps
     once = 1.02 if weighted else 0.51
-    assert ((logits.double() - g).abs() <= once * spacing * g.abs() + 8e-6 * exact.softmax(-1)
-            + torch.finfo(dtype).tiny).all()
-    # log-probabilities to -24 are rounded twice, by 1e-6 each, and with AVX2 alone PyTorch's sum of
-    # exponentials by as much
+    # Log-probabilities to -24 are rounded twice, by 1e-6 each, and with AVX2 alone PyTorch's sum of
+    # exponentials by as much.
+    bound = once * spacing * g.abs() + 8e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny
+    assert ((logits.double() - g).abs() <= bound).all()
 
 
 def test_cross_entropy_of_what_is_not_finite():
@@ -208,12 +210,12 @@ def test_cross_entropy_of_what_is_not_finite():
     torch.testing.assert_close(logits, g, equal_nan=True)
 
 
-@pytest.mark.parametrize("target", [-1, 5, -99, 2**40])
+@pytest.mark.parametrize("target", [-1, 5, 2**40])
 def test_a_target_that_is_none_makes_its_row_nan_and_no_other(target):
     logits = torch.zeros(3, 5)
     nats = cross_entropy_(logits, torch.tensor([0, target, 4]))
-    assert (nats.isnan().tolist() == [False, True, False] and logits[1].isnan().all()
-            and logits[[0, 2]].isfinite().all())
+    assert nats.isnan().tolist() == [False, True, False] and logits[1].isnan().all()
+    assert logits[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("targets, weights",
@@ -253,7 +255,3 @@ def test_threads_give_the_same_bits():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*found))
-
-
-def test_an_operator_runs_either_way():
-    assert math.isfinite(rows.gelu(random(1)).item())
