@@ -17,21 +17,19 @@ MACHINE = {
     "kernels/test_cast.py": "c_is_the_definition mx_is_torchaos nvfp4_is_torchaos",
     "kernels/test_rows.py": "gelu_and_its_gradient cross_entropy_in_place",
     "kernels/test_wide_product.py": "one_rounding_of_the_exact_sum",
-    "lessons/judging/test_exercises.py": "what_counts_as_the_same "
-                                         "a_processor_that_rounds_otherwise_does_not_decide",
+    "lessons/judging/test_exercises.py": "what_counts_as_the_same",
     "lessons/rows/test_lesson_rows.py": "rows_of_a_lesson_are_read_without_torch_and_replace_no_"
                                         "row_of_the_kit",
-    "measure/test_doctor.py": "what_every_torch_can_do_works_here",
-    "measure/test_trace.py": "a_trace_is_the_measured_step_to_the_byte",
+    "measure/test_tracking.py": "rows_of_a_step_by_arithmetic the_peak_is_the_allocators",
     "memory/test_memory.py": "pieces_against_float64 what_is_moved_comes_back_bit_for_bit "
                              "8_bit_moments_train_as_float32_ones_do",
-    "modules/test_modules.py": "a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches "
-                               "the_bytes_are_those_of_a_real_step",
+    "modules/test_modules.py":
+    "a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches",
     "nn/test_model.py": "logits_equal_the_reference gradients_equal_the_reference",
     "optim/test_optim.py": "adamw_is_pytorchs_and_float64s muon_turns_singular_values_alone",
     "parallel/test_parallel.py": "gradients_are_those_of_ddp",
-    "parallel/test_tensor.py": "float32_is_that_of_one_process",
-    "precision/test_formats.py": "nearest_even_is_ml_dtypes both_roundings_and_overflows_are_gfloats",
+    "precision/test_formats.py": "nearest_even_is_ml_dtypes "
+                                 "both_roundings_and_overflows_are_gfloats",
     "precision/test_recipes.py": "every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit",
     "precision/test_scaled_linear.py": "emulation_is_torchao three_products_against_fp32",
     "predict/test_predict.py": "flops_are_pytorchs_count parameters_are_pytorchs_count "

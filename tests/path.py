@@ -1,6 +1,6 @@
 """The path of a batch, counted: `python -m tests.path`. What `lpkit.training.loop` imports, module
-by module, and what one FP8 update enters, function by function. tests/project/test_architecture.py holds
-both.
+by module, and what one FP8 update enters, function by function. tests/project/test_architecture.py
+holds both.
 """
 
 import ast

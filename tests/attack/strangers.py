@@ -357,7 +357,8 @@ TOKENIZER: dict[str, Harm] = {
         "vocab": {}, "unk_token": "x"})),
     "WordPiece of words of 2^60": _library(lambda said: said.update(model={"type": "WordPiece",
         "vocab": {"x": 0}, "unk_token": "x", "continuing_subword_prefix": "##",
-                                                                         "max_input_chars_per_word": 2**60})),
+                                                                         "max_input_chars_per_word":
+        2**60})),
     "without added tokens": _library(lambda said: said.pop("added_tokens")),
     "without a model": _library(lambda said: said.pop("model"))}
 
@@ -514,8 +515,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 wrong = complaints(code, forks.said, seconds, left)
                 slowest = max(slowest, (seconds, f"{about}: {words[0]}"))
                 for what in wrong:
-                    outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
-                                        f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}")
+                    (outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
+                                        f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}"))
                 if code == 0 and words[0] == "import" and (bad := unsound(place / "out")):
                     outcome.failed("weights that are no numbers", f"{about}: {bad[:3]}")
                 if code or wrong:

@@ -346,7 +346,7 @@ def _huge(path: Path) -> None:
         file.truncate(HUGE)
 
 
-FILES: dict[str, Callable] = {
+FILES: dict[str, Callable] = ({
     "replace": _replaced, "exchange": _exchanged,
     "cut": _write(lambda text, rng: text[:rng.randrange(len(text))]), "flip": _write(_flip),
     "empty": _write(lambda text, rng: b""),
@@ -359,7 +359,7 @@ FILES: dict[str, Callable] = {
         b"val_loss: 1.0\n"])),
     "remove": _special(lambda path: None), "pipe": _special(os.mkfifo),
     "folder": _special(lambda path: path.mkdir()),
-    "link": _special(lambda path: path.symlink_to("/dev/zero")), "huge": _special(_huge)}
+    "link": _special(lambda path: path.symlink_to("/dev/zero")), "huge": _special(_huge)})
 
 
 def _value(change: Callable[[dict, random.Random, Path, Kind], Any]) -> Callable:

@@ -22,10 +22,10 @@ from tests.bench.harness import Result, paired
 from tests.bench.published import DEVICE
 
 TARGET = 0.15       # of the published peak, at the median
-PAGES = {"resource-tables":
+PAGES = ({"resource-tables":
         "https://github.com/Lightning-AI/litgpt/blob/26857050fe3ff627cd714fe92f5838f51a3d5efa/tutorials/resource-tables.md",
         "config-hub":
-        "https://github.com/Lightning-AI/litgpt/blob/26857050fe3ff627cd714fe92f5838f51a3d5efa/config_hub/finetune/README.md"}
+        "https://github.com/Lightning-AI/litgpt/blob/26857050fe3ff627cd714fe92f5838f51a3d5efa/config_hub/finetune/README.md"})
 SHAPE = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
 STYLE = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "tied": False}
 

@@ -1,8 +1,8 @@
 """Ranks that fail in every way, and how soon the right one is named; and what their start costs.
 
-`rank` is the function that they run, also in tests/parallel/test_launch.py: it reduces a tensor at every
-step, and one of them meets a fault on the way. tests/attack/layouts.py has ranks that train, in
-every layout.
+`rank` is the function that they run, also in tests/parallel/test_launch.py: it reduces a tensor at
+every step, and one of them meets a fault on the way. tests/attack/layouts.py has ranks that train,
+in every layout.
 """
 
 import ctypes

@@ -398,7 +398,7 @@ def _section(record: dict[str, Any]) -> str:
     why = Counter((one["why"], one["source"]) for one in left_out)
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
-    return TEXT.format(
+    return (TEXT.format(
         runs=f"{len(taken) + len(left_out):,}", taken=f"{len(taken):,}",
         sources=len({source.url for source in sources()}),
         fitted=evidence.fitted()["runs"], held=held[3], held_ratio=held[4],
@@ -425,7 +425,7 @@ def _section(record: dict[str, Any]) -> str:
                               [(count, name, said) for (said, name), count in why.most_common()]),
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
-        before=" and ".join(percent(plain[row.name]) for row in others))
+        before=" and ".join(percent(plain[row.name]) for row in others)))
 
 
 def _headed(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:

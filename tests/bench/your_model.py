@@ -392,7 +392,7 @@ def _peak_row(row: dict[str, Any]) -> tuple[str, ...]:
             *(off(row[peer]) for peer in PEERS), off(row["closed_bytes"]))
 
 
-TABLES = (
+TABLES = ((
     ("Peaks", "models", ("model", "precision", "measured peak", "predicted at", "predicted", *PEERS,
                         "closed form"), _peak_row),
     ("Both doors", "doors", ("preset", "recipe", "machine", "parameters", "FLOPs", "bytes",
@@ -407,4 +407,4 @@ TABLES = (
     ("Gradient checkpointing", "checkpointing", ("model", "recipe", "losses bit-equal"),
      lambda row: (
         row["name"], row["recipe"], "yes" if row["equal"] else "NO")),
-)
+))

@@ -321,10 +321,10 @@ def test_the_page_of_reliability_is_made_from_its_files():
 def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True,
+        return (subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True,
                              text=True,
                              env=os.environ | {"GIT_COMMITTER_DATE":
-                                               f"2026-01-0{len(commits) + 1}T12:00:00Z"}).stdout.strip()
+                                               f"2026-01-0{len(commits) + 1}T12:00:00Z"}).stdout.strip())
 
     commits: list[str] = []
     git("init", "-q")

@@ -43,9 +43,9 @@ def tokenizer():
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(
         add_prefix_space=False), decoders.ByteLevel()
     text = ["def import(folder): return the run of the model in the folder\n" * 20]
-    library.train_from_iterator(text, trainers.BpeTrainer(vocab_size=V, special_tokens=["</s>"],
+    (library.train_from_iterator(text, trainers.BpeTrainer(vocab_size=V, special_tokens=["</s>"],
        show_progress=False,
-                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
     return library
 
 

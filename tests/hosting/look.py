@@ -1,6 +1,6 @@
 """Look at a notebook as a reader sees it:
-`python -m tests.hosting.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1400 390] [--theme light
-dark]`.
+`python -m tests.hosting.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1400 390] [--theme
+light dark]`.
 
 Opens it in a served lab, runs all cells, waits for the end, shows what waits for a guess, writes a
 screenshot of its full length in every theme and width (of several, OUT-dark-390.png and so on), and

@@ -60,9 +60,9 @@ def byte_level(special: tuple[str, ...] = ("<|endoftext|>",), split: str = "", p
     made.decoder = decoders.ByteLevel()
     if normalizer:
         made.normalizer = normalizer
-    made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
+    (made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
        special_tokens=list(special), show_progress=False,
-                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
     return made
 
 

@@ -366,7 +366,8 @@ def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
     monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads
                         if name == "sdpa-cudnn" else told(name, rule))
     with pytest.raises(ConfigError,
-                       match=r"^system.attention=sdpa-cudnn: attention-\w+ differs from its definition: "
+                       match=r"^system.attention=sdpa-cudnn: attention-\w+ differs from its "
+                             r"definition: "
                              r"result 1 of 4, at the run's size"):
         attention.verified("sdpa-cudnn", given, 9, CPU)
 

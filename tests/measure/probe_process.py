@@ -1,5 +1,5 @@
-"""Stands for the process that tries this machine (`python -m tests.measure.probe_process`), and a recorded
-report in its place."""
+"""Stands for the process that tries this machine (`python -m tests.measure.probe_process`), and a
+recorded report in its place."""
 
 import json
 import os

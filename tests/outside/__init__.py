@@ -16,7 +16,7 @@ class Source(NamedTuple):
     licence: str
 
 
-SOURCES = {
+SOURCES = ({
     "test_cs336_basics": Source("stanford-cs336/assignment1-basics",
                                "tests/test_{model,nn_utils,optimizer,data,serialization,tokenizer,train_bpe}.py",
                                "25a8a49f6460", "MIT"),
@@ -42,7 +42,7 @@ SOURCES = {
                                "Apache-2.0"),
     "test_optimizers": Source("pytorch/pytorch", "torch.optim, as an oracle; each rule's own paper",
                              "2.13.0", "BSD-3-Clause"),
-}
+})
 
 # Tests of what the kit does otherwise, and why.
 DIFFERENT = {

@@ -257,7 +257,8 @@ def test_a_checkpoint_goes_on_to_the_bit(optimizer):
                               "system.attention": "sdpa", "system.compile": False,
                               "system.kernels": "pytorch", "optimizer": optimizer,
                               "optimizer.groups":
-                              "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw" if optimizer == "muon" else ""})
+                              "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw"
+                              if optimizer == "muon" else ""})
     data = RandomTokens(config, "cpu")
 
     def fresh():

@@ -3,8 +3,8 @@
     python -m tests.pages recipes
 
 Rows come from lpkit.techniques.recipes.RECIPES, hardware from tests.pages.matrix, losses from
-data/measured, sentences from docs/recipes.toml. tests/project/test_docs.py holds the files to what this
-writes.
+data/measured, sentences from docs/recipes.toml. tests/project/test_docs.py holds the files to what
+this writes.
 
 The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the
 recipe's own cast of x in y = x w^T. The numbers are drawn with the standard library and rounded to

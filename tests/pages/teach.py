@@ -5,10 +5,10 @@
 The prose is written by hand. Everything that can change with a notebook is between
 `<!-- made: NAME -->` and `<!-- /made -->`: minutes, exercises, parameters, and the tables of
 routes.
-Each notebook states its minutes below its title, and tests/course/test_notebooks.py compares them with its
-words and exercises. Each exercise states its own minutes. A notebook without its exercises takes
-the difference, and each of its sections takes the section's share of the words of it. A step of a
-route adds the minutes of its sections and of its exercises.
+Each notebook states its minutes below its title, and tests/course/test_notebooks.py compares them
+with its words and exercises. Each exercise states its own minutes. A notebook without its exercises
+takes the difference, and each of its sections takes the section's share of the words of it. A step
+of a route adds the minutes of its sections and of its exercises.
 """
 
 import functools

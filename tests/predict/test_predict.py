@@ -435,7 +435,8 @@ def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
 
 def test_tensor_ranks_divide_every_activation_once(monkeypatch):
     """What backward holds returns to what it was: the last block and the first leave alike, and
-    nothing is below zero. What ranks gather beside it is in tests/predict/test_memory_layouts.py."""
+    nothing is below zero. What ranks gather beside it is in
+    tests/predict/test_memory_layouts.py."""
     monkeypatch.setattr(Walk, "whole_input", lambda self, op: 0.0)
     config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1})
     one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))

@@ -56,8 +56,8 @@ def ring(n: int, nbytes: float, rate: float, latency: float) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 72])
 def test_collectives_are_rings_played_out(n):
-    """And half of what a pipeline of pieces of the best size pays beside: tests/predict/test_collectives.py
-    holds it to curves."""
+    """And half of what a pipeline of pieces of the best size pays beside:
+    tests/predict/test_collectives.py holds it to curves."""
     on = Link(size=n, bytes_per_second=1e9, hops_seconds=(n - 1) * 1e-6, words="")
     hops, wire = (n - 1) * 1e-6, (n - 1) / n * 3e6 / 1e9
     played = ring(n, 3e6, 1e9, 1e-6)        # Thakur et al. 2005

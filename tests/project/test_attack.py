@@ -32,7 +32,8 @@ def writes(places: list[str]) -> int:
 def test_the_nursery_tells_of_what_is_written_elsewhere(tmp_path):
     inside, outside = tmp_path / "inside", tmp_path / "outside.txt"
     inside.mkdir()
-    with nursery(inside, "tests.project.test_attack:writes", "tests.attack.command_line:nothing") as forks:
+    with nursery(inside, "tests.project.test_attack:writes",
+                 "tests.attack.command_line:nothing") as forks:
         assert (forks.lpkit(inside / "a.txt", "b.txt", "/dev/null", "b.txt") == 0
                 and forks.wrote == "")
         assert forks.lpkit("a.txt", outside) == 0

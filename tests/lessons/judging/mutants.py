@@ -1,6 +1,7 @@
 """Every definition of the course, changed in one place: each change must be judged wrong.
 
-    python -m tests.lessons.judging.mutants [TEXT]     # those whose name contains TEXT: all of them, half an hour
+    python -m tests.lessons.judging.mutants [TEXT]     # those whose name contains TEXT: all of
+    them, half an hour
 
 A change is made in the tree of the solution's source: a call of clamp, max or abs goes, a
 comparison turns or becomes strict, a constant moves by one, a term goes, operands change places, a

@@ -41,8 +41,8 @@ BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[3].glob("noteboo
 
 
 def check(exercise, attempt):
-    """In this process: where an attempt runs is tests/lessons/judging/test_attempts.py's, and ranks are processes
-    anyway."""
+    """In this process: where an attempt runs is tests/lessons/judging/test_attempts.py's, and ranks
+    are processes anyway."""
     return exercise.judged(attempt) if exercise.name in ON_RANKS else judge.check(exercise, attempt)
 
 
