@@ -50,7 +50,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadscope --no-loadscope
 
 test: setup
 	$(PY) -m ruff check .
-	$(PY) tests/smoke_copies.py
+	$(PY) -m tests.smoke_copies
 	$(PYTEST) -m "not prove" --nbval-lax --nbval-current-env --nbval-cell-timeout=600 build/smoke tests
 
 # A verdict about somebody's right answer must not hang on this machine's processor.

@@ -1,4 +1,4 @@
-"""Copies of the course at the smoke size, for nbval: `python tests/smoke_copies.py && pytest
+"""Copies of the course at the smoke size, for nbval: `python -m tests.smoke_copies && pytest
 --nbval-lax build/smoke`."""
 
 import shutil

@@ -516,7 +516,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 slowest = max(slowest, (seconds, f"{about}: {words[0]}"))
                 for what in wrong:
                     (outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
-                                        f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}"))
+                                 f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}"))
                 if code == 0 and words[0] == "import" and (bad := unsound(place / "out")):
                     outcome.failed("weights that are no numbers", f"{about}: {bad[:3]}")
                 if code or wrong:

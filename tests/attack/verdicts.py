@@ -354,7 +354,7 @@ FILES: dict[str, Callable] = ({
         b'{"sha256": 3}', b"[" * 100_000])),
     "NaN": _write(lambda text, rng: json.dumps(json.loads(text.splitlines()[0]
         if text.count(b'"line"') else b"{}") | {"val_loss": math.nan,
-                                                                                                                        "sha256": "0"}).encode()),
+                                                                          "sha256": "0"}).encode()),
     "text": _write(lambda text, rng: rng.choice([b"\0" * 300, b"\xff\xfe", b"no JSON\n",
         b"val_loss: 1.0\n"])),
     "remove": _special(lambda path: None), "pipe": _special(os.mkfifo),

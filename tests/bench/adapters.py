@@ -48,7 +48,8 @@ def run(rounds: int) -> list[Result]:
     for name in KINDS:
         assert abs(losses[name][0] / losses["whole"][0] - 1) < FIRST_LOSS_TOLERANCE, (name,
             losses[name][0], losses["whole"][0])
-    whole, size = training_flops(base.model), f"{base.model.layers} x {base.model.width}, {base.tokens_per_step:,} tokens"
+    whole = training_flops(base.model)
+    size = f"{base.model.layers} x {base.model.width}, {base.tokens_per_step:,} tokens"
     return [paired("adapter-step", ours=seconds[name], peer=seconds["whole"],
                    peer_name="the whole model", better="lower",
                    target=TARGETS.get(name), case=f"{name}, {size}", device=gpu,

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     if "known" in result:
         return ("\n".join([*(beside(name, why, 24, 100) for name, why in result["known"].items()),
-                         "", "`lpkit bench NAME` runs one benchmark, `lpkit bench --all` runs all."]))
+                       "", "`lpkit bench NAME` runs one benchmark, `lpkit bench --all` runs all."]))
     left_out = [f"{name} was skipped: {why}" for name, why in result.get("left_out", {}).items()]
     return "\n\n".join([*map(_table, result.get("benches", [result])), *left_out])
 

@@ -296,58 +296,83 @@ times the published speed. A flat MFU, fitted to the same runs (the median of th
 bits), is off by {held_flat} on them. Another {later} were read after all that: see below. A
 stranger makes this table anew with `lpkit bench published`.
 
-**The range** that is printed with every time, cost and energy is made from the held-out runs of a kind, those read later among them, but for
-layouts that are slower than twice the fastest of the same model on as many devices, which nobody would choose: {ranged} runs. It is wide enough
-for a source that it was made without: of such a source {foreign} of the runs are inside, sources counting alike, and {inside} of the
-{held} where nothing is left out. Least known are `rocm-te`'s small models, and nanotron's slower layouts.
+**The range** that is printed with every time, cost and energy is made from the held-out runs of a \
+kind, those read later among them, but for
+layouts that are slower than twice the fastest of the same model on as many devices, which nobody \
+would choose: {ranged} runs. It is wide enough
+for a source that it was made without: of such a source {foreign} of the runs are inside, sources \
+counting alike, and {inside} of the
+{held} where nothing is left out. Least known are `rocm-te`'s small models, and nanotron's slower \
+layouts.
 
-**Read later** are {later} runs of {later_sources} sources that the fit does not know, so they test it, the worst layouts included. The formula
-is off by {later_error} at the median and says {later_ratio} times the published speed; {later_inside} are inside the range. A stack like those of the fit is
+**Read later** are {later} runs of {later_sources} sources that the fit does not know, so they \
+test it, the worst layouts included. The formula
+is off by {later_error} at the median and says {later_ratio} times the published speed; \
+{later_inside} are inside the range. A stack like those of the fit is
 said as well as they are: NVIDIA's NeMo in 16 bits on 8 to 2,048 H100. By what was not known:
 
 {later_table}
 
-A norm that is written out in PyTorch's operations reads and writes 128 bytes a number forward and backward where one kernel moves 10,
-and each tensor rank repeats it without sequence parallelism: both are counted, not fitted, and facts of a stack. Before they were, those runs
+A norm that is written out in PyTorch's operations reads and writes 128 bytes a number forward and \
+backward where one kernel moves 10,
+and each tensor rank repeats it without sequence parallelism: both are counted, not fitted, and \
+facts of a stack. Before they were, those runs
 of Hagemann et al. were off by 31%. The Ultra-Scale Playbook published each layout
 that ran, the worst too: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak,
 and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor
-ranks that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines: for 16 MiB over the 16 ranks of two nodes nanotron took
+ranks that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines: for 16 MiB over \
+the 16 ranks of two nodes nanotron took
 0.8 ms, whatever else it waited for, where the curve of such nodes has 0.15 and the formula 0.17.
 
 {table}
 
-**As printed.** The table has a formula that is told all that a page states, also what no setting says, such as a recomputation of
-every second product. Told what can be typed, the run's `system.stack` and a machine with the page's links, what `lpkit predict`
-prints is off by {printed} at the median, and {printed_inside} of the held-out runs are inside the range beside it. With the stack left at its
-default it prices another program than the one that ran: off by {default}, and {default_inside} are inside.
+**As printed.** The table has a formula that is told all that a page states, also what no setting \
+says, such as a recomputation of
+every second product. Told what can be typed, the run's `system.stack` and a machine with the \
+page's links, what `lpkit predict`
+prints is off by {printed} at the median, and {printed_inside} of the held-out runs are inside the \
+range beside it. With the stack left at its
+default it prices another program than the one that ran: off by {default}, and {default_inside} \
+are inside.
 
-**Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or more, the one that the formula has first
-is within {chosen:.0%} of the fastest in {near}. The splits of the fastest runs of some pages, most of which may be fitted, have these
-places in `lpkit plan` ("none": it is not feasible there, or not searched). With each doubling of the devices, from 8 to 1,024, the published
+**Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or \
+more, the one that the formula has first
+is within {chosen:.0%} of the fastest in {near}. The splits of the fastest runs of some pages, \
+most of which may be fitted, have these
+places in `lpkit plan` ("none": it is not feasible there, or not searched). With each doubling of \
+the devices, from 8 to 1,024, the published
 seconds of a model gain {trend} on the formula's.
 
 {ranks}
 
-**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} ended and {oom} ran out of memory. With `system.stack=scaling`
-(or `scaling-kernel`, `scaling-sequence`), whose rows are from that stack's source, it offers {right} of those that ended, and {offered} of those that
+**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} \
+ended and {oom} ran out of memory. With `system.stack=scaling`
+(or `scaling-kernel`, `scaling-sequence`), whose rows are from that stack's source, it offers \
+{right} of those that ended, and {offered} of those that
 did not fit; all in all {verdicts} of its verdicts are right.
 
 "Said over published" is the median of predicted over published speed. Errors are of speed, without
 a sign but for the worst. **Where not to rely on it**: small models on few devices by Transformer
-Engine (`rocm-te`, all there is of MI300X that is held out), GB300, whose products are taken as GB200's, and 8 bits under torchao, whose
-runs on limited power are in the table and not in the fit. MLPerf's submissions may be fitted since no other source has 8 bits on more than
-2,048 devices; those to GPT-3 175B on 10,000 H100 are a quarter faster than is said, whose gradients are reduced in 16 bits where 32 are
-counted. Its 8B over 512 GB200, an eighth of a sequence each, takes half as long again: kernels that short are bounded by what the formula
-counts as nothing. Of MI300X and of Blackwell in 16 bits there are few runs. What the formula does not take:
+Engine (`rocm-te`, all there is of MI300X that is held out), GB300, whose products are taken as \
+GB200's, and 8 bits under torchao, whose
+runs on limited power are in the table and not in the fit. MLPerf's submissions may be fitted \
+since no other source has 8 bits on more than
+2,048 devices; those to GPT-3 175B on 10,000 H100 are a quarter faster than is said, whose \
+gradients are reduced in 16 bits where 32 are
+counted. Its 8B over 512 GB200, an eighth of a sequence each, takes half as long again: kernels \
+that short are bounded by what the formula
+counts as nothing. Of MI300X and of Blackwell in 16 bits there are few runs. What the formula does \
+not take:
 
 {reasons}
 
-Given to it is what the pages state. What they do not is said in `notebooks/lessons/published.py`; among it
+Given to it is what the pages state. What they do not is said in `notebooks/lessons/published.py`; \
+among it
 that a micro-batch is one sequence and that nothing is recomputed. What a cluster had is in
 `sources.csv` where its page says so: BigScience's nodes join their GPUs by 4 NVLinks and have 4
 Omni-Path links, a third and a quarter of the catalogue's, and its tensor ranks repeated norms, as
-Narayanan's did (`megatron-2021`). These facts were looked up because its runs with 8 tensor ranks stood out, after
+Narayanan's did (`megatron-2021`). These facts were looked up because its runs with 8 tensor ranks \
+stood out, after
 the fit; without them 16 bits are off by 18% and not by {sixteen}. Power limits, asynchronous tensor
 parallelism and H100s of a lower bandwidth have no row. Notebook 09 draws these, most of which may
 be fitted:
@@ -412,7 +437,8 @@ def _section(record: dict[str, Any]) -> str:
         right=verdicts[True, True],
         offered=verdicts[False, True],
         verdicts=f"{(verdicts[True, True] + verdicts[False, False]) / sum(verdicts.values()):.0%}",
-        trend=f"{next(case['ratio'] for case in record['cases'] if 'doubling' in case['case']):.0%}",
+        trend="{:.0%}".format(next(case["ratio"] for case in record["cases"]
+                                   if "doubling" in case["case"])),
         ranks=markdown_table(("model", "on", "fastest published", "place", "of"), record["ranks"]),
         ranged=f"{len(fit.ranged()):,}", later=f"{int(unseen[3]):,}", later_ratio=unseen[4],
         later_error=unseen[5],

@@ -31,11 +31,16 @@ READER = '''
 import glob, os
 def tries(place, pid):
     yield from (lambda path=path: open(path, "rb").read(1) for path in (
-        f"{place}/course/00_start_here.ipynb", f"{place}/course/lessons/judging/judge.py", f"{place}/.local/share/lpkit/course/learner.json",
-        f"{place}/.room/jupyter_server_config.json", f"{place}/../../room.json", f"{place}/../../codes.csv", f"{place}/../../hub/hub.sqlite",
-        f"{place}/../../hub/cookie_secret", f"{place}/../../hub/labs/{os.path.basename(place)}.log", f"{place}/../../hub/labs.json", f"{place}/../../progress.jsonl", f"{place}/../../pseudonyms.json", f"/proc/{pid}/environ",
+        f"{place}/course/00_start_here.ipynb", f"{place}/course/lessons/judging/judge.py", \
+f"{place}/.local/share/lpkit/course/learner.json",
+        f"{place}/.room/jupyter_server_config.json", f"{place}/../../room.json", \
+f"{place}/../../codes.csv", f"{place}/../../hub/hub.sqlite",
+        f"{place}/../../hub/cookie_secret", \
+f"{place}/../../hub/labs/{os.path.basename(place)}.log", f"{place}/../../hub/labs.json", \
+f"{place}/../../progress.jsonl", f"{place}/../../pseudonyms.json", f"/proc/{pid}/environ",
         f"/proc/{pid}/mem"))
-    yield from (lambda path=path: os.listdir(path) for path in (place, f"{place}/course", f"{place}/tmp", f"/proc/{pid}/fd", f"{place}/../"))
+    yield from (lambda path=path: os.listdir(path) for path in (place, f"{place}/course", \
+f"{place}/tmp", f"/proc/{pid}/fd", f"{place}/../"))
     yield lambda: os.kill(pid, 0)
     yield lambda: open(f"{place}/course/new", "w")
     yield lambda: os.rename(place, place + "x")

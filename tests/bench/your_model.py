@@ -344,21 +344,31 @@ PIECES = {"peaks": peaks, "doors": doors, "recipes": recipes, "checkpointing": c
 INTRODUCTION = """\
 # Your own model: the numbers
 
-How far off `lpkit.predict(model, batch)` is, and what recipes cost, on fourteen models that are not the kit's: `transformers`' classes
-at a width of 256, 4 layers and 8 sequences of 128 tokens (Mamba: 128, 2 layers, 32 tokens), a GPT in one file, `nn.TransformerEncoder` and an
-MLP. The measured peak is that of a second update with PyTorch's AdamW: on a CPU the sum of what PyTorch's profiler saw allocated and what
-was held before, on a GPU the allocator's count. Nothing of the kit counts it. The page is made from the records of
+How far off `lpkit.predict(model, batch)` is, and what recipes cost, on fourteen models that are \
+not the kit's: `transformers`' classes
+at a width of 256, 4 layers and 8 sequences of 128 tokens (Mamba: 128, 2 layers, 32 tokens), a GPT \
+in one file, `nn.TransformerEncoder` and an
+MLP. The measured peak is that of a second update with PyTorch's AdamW: on a CPU the sum of what \
+PyTorch's profiler saw allocated and what
+was held before, on a GPU the allocator's count. Nothing of the kit counts it. The page is made \
+from the records of
 `lpkit bench your-model --out data/measured`.
 
 Known limits:
 
-- Where a prediction is of a GPU, its step is traced with a CPU's operations: attention as the CPU's kernel keeps it, and autocast's list of a CPU.
-- Bytes that a kernel takes and gives back inside one operation are not predicted (ViT's convolution in bf16 on a CPU).
-- While a trace watches, autograd adds gradients that meet into a new tensor. Without a trace autograd adds them in place. The peak of Mamba
+- Where a prediction is of a GPU, its step is traced with a CPU's operations: attention as the \
+CPU's kernel keeps it, and autocast's list of a CPU.
+- Bytes that a kernel takes and gives back inside one operation are not predicted (ViT's \
+convolution in bf16 on a CPU).
+- While a trace watches, autograd adds gradients that meet into a new tensor. Without a trace \
+autograd adds them in place. The peak of Mamba
   without its kernels is at such an addition, and is predicted 7% too high.
-- The closed form counts the kit's own Transformer. `transformers`' GPT-2 writes its GELU out and keeps each step of it, and it drops
-  attention by default: PyTorch's CPU then keeps whole matrices of scores. `lpkit.predict` says there that the trace is right.
-- `nn.LSTM` on a CPU runs in a kernel that keeps a workspace. A trace runs the products one by one, does not see the
+- The closed form counts the kit's own Transformer. `transformers`' GPT-2 writes its GELU out and \
+keeps each step of it, and it drops
+  attention by default: PyTorch's CPU then keeps whole matrices of scores. `lpkit.predict` says \
+there that the trace is right.
+- `nn.LSTM` on a CPU runs in a kernel that keeps a workspace. A trace runs the products one by \
+one, does not see the
   workspace, and predicted 43% too little for two layers of 64.
 """
 
@@ -399,7 +409,7 @@ TABLES = ((
                             "seconds"), lambda row: (
         row["name"], row["precision"], row["machine"],
         *(f"{row[key][0] / row[key][1] - 1:+.2%}" for key in ("parameters", "flops", "bytes",
-                                                                                                           "seconds")))),
+                                                                                      "seconds")))),
     ("Losses", "recipes", ("model", "recipe", "loss", "bf16, mean", "standard deviations off",
                           "of the same seed"), lambda row: (
         row["name"], row["recipe"], f"{row['loss']:.4f}", f"{row['bf16']:.4f}",

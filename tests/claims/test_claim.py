@@ -899,7 +899,8 @@ def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path):
     steps."""
     reader, writer = os.pipe()
     config = claim(budget={"joules": 1}).config("adamw").replace({"steps": 5})
-    (os.write(writer, f"{os.getpid()}\n{json.dumps([str(tmp_path / 'run'), config.imports, config.to_dict(), 1])}\n".encode()))
+    asked = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict(), 1])
+    os.write(writer, f"{os.getpid()}\n{asked}\n".encode())
     os.close(writer)
     code = (f"import itertools, lpkit.hardware as h; readings = itertools.count(0, 20); "
             f"h.energy_joules = lambda device: (next(readings), 'a meter'); "

@@ -158,7 +158,8 @@ def test_sharding_and_batches_obey_their_bounds(numbers):
     for where, times in numbers["fsdp-doubles"].elsewhere.items():
         assert 0.4 * int(where.split()[0]) < times <= int(where.split()[0])
     assert all(1 <= times <= 2 for times in numbers["mixed-precision-batch"].kit.values())
-    assert all(value < 1 / 3 for value in numbers["recompute-time"].kit.values()), "the head does not run again"
+    assert all(value < 1 / 3 for value in numbers["recompute-time"].kit.values()), (
+        "the head does not run again")
 
 
 def test_attention_keeps_every_pair_of_tokens(numbers):

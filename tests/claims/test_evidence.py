@@ -52,7 +52,8 @@ def linger():
 def half_fail():
     print('{"value": "what was found"}', flush=True)
     sys.exit("one of two is wrong")
-does = {"fails": fail, "fails in part": half_fail, "does not end": linger, "crashes": lambda: os._exit(9), "hangs": hang, "is late": lambda: time.sleep(2)}
+does = {"fails": fail, "fails in part": half_fail, "does not end": linger, "crashes": lambda: \
+os._exit(9), "hangs": hang, "is late": lambda: time.sleep(2)}
 does.get(case, lambda: None)()
 print('{"value": "%s"}' % case)
 """

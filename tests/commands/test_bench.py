@@ -324,7 +324,7 @@ def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
         return (subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True,
                              text=True,
                              env=os.environ | {"GIT_COMMITTER_DATE":
-                                               f"2026-01-0{len(commits) + 1}T12:00:00Z"}).stdout.strip())
+                                          f"2026-01-0{len(commits) + 1}T12:00:00Z"}).stdout.strip())
 
     commits: list[str] = []
     git("init", "-q")

@@ -48,7 +48,8 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
     (LLAMA.replace({"model.vocab": 128_257}), Layout(tensor=4), None,
      "model.vocab=128257 does not split over tensor=4 ranks; tensor may be 1"),
     (LLAMA.replace({"model.context": 4}), Layout(tensor=8), None,
-     "a context rank's share of model.context=4 does not split over tensor=8 ranks; tensor may be 4"),
+     "a context rank's share of model.context=4 does not split over tensor=8 ranks; tensor may be "
+     "4"),
     (LLAMA, Layout(pipeline=3), None, "model.layers=80 does not split over pipeline=3 stages, not "
                                       "even with one layer "
      "fewer in the first and the last; pipeline may be 2 or 4"),

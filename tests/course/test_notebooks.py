@@ -105,7 +105,8 @@ def test_parameters_first_and_commented(book):
     found = parameters(book)
     assert (found["tier"].annotation == "Literal['smoke', 'cpu', 'gpu']"
             and found["tier"].default == "cpu")
-    assert all(parameter.comment for parameter in found.values()), "say after each parameter what it is, and its unit"
+    assert all(parameter.comment for parameter in found.values()), (
+        "say after each parameter what it is, and its unit")
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
@@ -251,7 +252,7 @@ def test_terms_are_explained_once_and_as_the_glossary_has_them(book):
                             cell.source[:cell.source.index(f">{words}</abbr>")])
             if len(term) > 1:
                 assert not re.search(rf"(?<!\w){re.escape(words)}(?!\w)",
-                                     before.rsplit("<abbr", 1)[0]), f"explain {term} where it is mentioned first"
+                        before.rsplit("<abbr", 1)[0]), f"explain {term} where it is mentioned first"
 
 
 def test_every_term_of_the_glossary_is_explained_somewhere():
@@ -448,7 +449,8 @@ def test_what_is_said_of_schedules_is_their_picture():
     assert (sum(less.TOKENS) / less.BERT == 0.75
             and "25% is the area of token dropping to the digit" in said)
     updates = {steps: less.arms(steps)[less.STACKED].steps for steps in (100, 8)}
-    assert (f"{100 * fmean(itertools.chain(*less.picture(less.arms(8)[less.STACKED].replace({'steps': 8})))):.0f}%" == "69%" and "x 4) / 4`, 69%" in said)
+    stacked = less.picture(less.arms(8)[less.STACKED].replace({"steps": 8}))
+    assert f"{100 * fmean(itertools.chain(*stacked)):.0f}%" == "69%" and "x 4) / 4`, 69%" in said
     dropping = less.scheduled(config, "progressive-layer-drop")
     drawn = [1 - less.flops(dropping.replace({"seed": seed})) / less.flops(config)
              for seed in range(300)]

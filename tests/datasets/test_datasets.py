@@ -184,7 +184,7 @@ def test_hub_datasets_stream(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(ConfigError,
-                       match=r"cannot stream 'hf:someone/else'.*no route.*go online, or give a file"):
+                     match=r"cannot stream 'hf:someone/else'.*no route.*go online, or give a file"):
         prepare(DataConfig(source="hf:someone/else"), 256, tmp_path)
 
 
@@ -401,7 +401,8 @@ import os, signal, sys
 from lpkit.config import DataConfig
 from lpkit.datasets import prepare, sources, tokens
 source, cache, place, count = sys.argv[1:]
-owner, name = {"pieces": (tokens._Writer, "write"), "fsync": (os, "fsync"), "replace": (os, "replace"),
+owner, name = {"pieces": (tokens._Writer, "write"), "fsync": (os, "fsync"), "replace": (os, \
+"replace"),
                "rename": (os, "rename")}[place]
 whole, calls = getattr(owner, name), [0]
 def counted(*args):
@@ -480,7 +481,8 @@ import sys
 from lpkit.config import DataConfig
 from lpkit.datasets import prepare
 def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if \
+line.startswith("VmHWM")) << 10
 before = peak()
 files = prepare(DataConfig(source=sys.argv[1]), 256, sys.argv[2])
 print(peak() - before, len(files.train) + len(files.val))

@@ -97,7 +97,7 @@ def test_special_tokens_in_text_where_they_are_asked_for(make, end, tmp_path):
     with pytest.raises(ConfigError, match="bytes have no special tokens; leave special_tokens out"):
         prepare(DataConfig(source=data.source, special_tokens=True), 256, tmp_path / "cache")
     with pytest.raises(ConfigError,
-                       match=r"prepared with special_tokens True, but data.special_tokens is False"):
+                      match=r"prepared with special_tokens True, but data.special_tokens is False"):
         prepare(DataConfig(source=str(files.folder), tokenizer=str(where), val_fraction=0.3),
                 1 << 17, tmp_path / "cache")
 
@@ -172,7 +172,7 @@ def test_a_file_that_is_no_object_is_a_sentence(name, data, tmp_path):
     where = tokenizers.folder(tmp_path / "tokenizer", BASE, config={"eos_token_id": 2})
     (where / name).write_bytes(data)
     with pytest.raises(ConfigError,
-                       match=f"{name} (is not the JSON object that it should be|is not UTF-8)") as caught:
+                 match=f"{name} (is not the JSON object that it should be|is not UTF-8)") as caught:
         of_folder(where)
     assert "\n" not in str(caught.value)
 

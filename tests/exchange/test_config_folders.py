@@ -46,7 +46,8 @@ def asked(capsys, *words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_config_alone_has_the_numbers_of_the_imported_run(kind, dtype, tmp_path, tokenizer, capsys):  # noqa: F811
+def test_a_config_alone_has_the_numbers_of_the_imported_run(
+        kind, dtype, tmp_path, tokenizer, capsys):  # noqa: F811
     saved(kind, tmp_path, tokenizer).to(dtype).save_pretrained(tmp_path)
     due = predict(planned(tmp_path).config, "h100").to_dict()
     for weights in tmp_path.glob("*.safetensors"):

@@ -45,7 +45,7 @@ def tokenizer():
     text = ["def import(folder): return the run of the model in the folder\n" * 20]
     (library.train_from_iterator(text, trainers.BpeTrainer(vocab_size=V, special_tokens=["</s>"],
        show_progress=False,
-                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
+                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
     return library
 
 
@@ -243,7 +243,7 @@ def cut(folder):
     (lambda f: changed(f, rope_parameters=[1]), r"config.json has rope_parameters=\[1\], which "
                                                 r"must be an object"),
     (lambda f: changed(f, intermediate_size=65), r"model.layers.0.mlp.gate_proj.weight is \(64, "
-                                                 r"48\) in model.safetensors, and config.json says"),
+                                                r"48\) in model.safetensors, and config.json says"),
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
     (lambda f: replaced(f, "model.norm.weight", None), "lacks 1 tensors of a LlamaForCausalLM of 2 "
                                                        "layers, model.norm.weight first"),

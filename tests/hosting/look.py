@@ -63,7 +63,8 @@ def screenshot(page, width: int, path: Path) -> None:
     page.wait_for_timeout(3000)
     room = page.locator(".jp-WindowedPanel-outer")
     high = room.evaluate("""room => { room.scrollTop = 0;
-        return [...room.querySelectorAll('.jp-Cell')].at(-1).getBoundingClientRect().bottom + 60 }""")
+        const cells = [...room.querySelectorAll('.jp-Cell')];
+        return cells.at(-1).getBoundingClientRect().bottom + 60 }""")
     whole = Image.new("RGB", (int(room.bounding_box()["width"]), int(high)))
     for top in range(0, int(high), HIGH // 2):
         at = room.evaluate("(room, top) => { room.scrollTop = top; return room.scrollTop }", top)

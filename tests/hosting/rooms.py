@@ -153,7 +153,8 @@ class Person:
                                      f"{seconds:g} s") from None
 
     async def _run(self, code: str) -> str:
-        address = (f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels")
+        address = (f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/"
+                   f"{self.kernel}/channels")
         request = HTTPRequest(address, headers={"Authorization": f"token {self.token}"},
                               request_timeout=300, connect_timeout=300)
         while True:

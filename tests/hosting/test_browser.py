@@ -46,8 +46,10 @@ from lpkit.tables import html_table
 def show(devices, optimizer):
     if devices == 4:
         raise ConfigError("devices=4 does not divide the batch of 6")
-    bars = [{"type": "bar", "orientation": "h", "y": ["weights", "state"], "x": [1 / devices, len(optimizer) / devices]}]
-    return ({"data": bars, "layout": {"title": f"devices={devices}", "xaxis": {"title": {"text": "GB"}}}},
+    bars = [{"type": "bar", "orientation": "h", "y": ["weights", "state"], "x": [1 / devices,
+        len(optimizer) / devices]}]
+    return ({"data": bars, "layout": {"title": f"devices={devices}", "xaxis": {"title": {"text":
+        "GB"}}}},
             html_table(("what", "GB"), [("weights", 1 / devices)]))
 
 explorer = Explorer(show, devices=[1, 2, 3, 4, 5], optimizer=["AdamW", "Lion"])
@@ -55,7 +57,8 @@ explorer
 """, """
 guess = Guess("How many bytes?", unit="GB", low=0.1, high=10)
 guess
-""", "figures = [Figure({'data': [{'y': [i, 2, 3]}]}) for i in range(5)]\nfor figure in figures: display(figure)"]
+""", "figures = [Figure({'data': [{'y': [i, 2, 3]}]}) for i in range(5)]\n"
+     "for figure in figures: display(figure)"]
 
 LIVE = ["""
 import asyncio, threading, time
@@ -77,7 +80,8 @@ class Run:
             if self.stopped.is_set():
                 break
             time.sleep(0.005)
-            record = StepRecord(step=step, loss=2 + 3 / step, grad_norm=1, lr=1e-3, tokens=step, step_seconds=0.005,
+            record = StepRecord(step=step, loss=2 + 3 / step, grad_norm=1, lr=1e-3, tokens=step,
+                step_seconds=0.005,
                                 peak_bytes=1, val_loss=2 + 4 / step if step % 50 == 0 else None)
             self.records.append(record)
             for observe in self.observers:
@@ -238,7 +242,8 @@ from lessons.judging.questions import Guess
 guess = keep("01.browser", Guess("How many bytes?", unit="MB", low=1, high=1000))
 guess
 """, "guess.reveal('the formula says 110 MB')", """
-Comparison((guess.scored(Row(name="peak", formula=110e6, measured=100e6, unit="bytes", where="here"), scale=1e6),))"""]
+Comparison((guess.scored(Row(name="peak", formula=110e6, measured=100e6, unit="bytes",
+    where="here"), scale=1e6),))"""]
 
 
 def said(opened):
@@ -375,25 +380,34 @@ from lessons.l01_memory_math import memory_figure
 from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure
 from lpkit.techniques.formats import FORMATS
 
-rows = [Row(name="peak", formula=1.0, measured=1.1, guess=2.0, unit="GB", where="here"), Row(name="MFU", formula=40, measured=30, unit="%", where="")]
+rows = [Row(name="peak", formula=1.0, measured=1.1, guess=2.0, unit="GB", where="here"),
+    Row(name="MFU", formula=40, measured=30, unit="%", where="")]
 Figure(comparison_figure(rows, title="Off"))
-""", "Figure(memory_figure(memory(lpkit.preset('llama-8b'), CATALOGUE['h200'])))", "Figure(ranges_figure(FORMATS.values()))",
+""", "Figure(memory_figure(memory(lpkit.preset('llama-8b'), CATALOGUE['h200'])))",
+    "Figure(ranges_figure(FORMATS.values()))",
     "Figure(landing_figure(landings(0.3).values())[0])",
     "Figure(value_figure(listed()['e4m3fn'], 75))"]
 
 # The least contrast of any text outside the figures, by the formula of WCAG 2.
 CONTRAST = """() => {
-    const parts = colour => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number); return [r, g, b, a] };
-    const over = (top, under) => top.slice(0, 3).map((c, i) => c * top[3] + under[i] * (1 - top[3]));
-    const light = rgb => rgb.slice(0, 3).map(c => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    const parts = colour => { const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number);
+        return [r, g, b, a] };
+    const over = (top, under) => top.slice(0, 3).map((c, i) =>
+        c * top[3] + under[i] * (1 - top[3]));
+    const light = rgb => rgb.slice(0, 3).map(c => (c /= 255) <= 0.03928 ? c / 12.92 :
+        ((c + 0.055) / 1.055) ** 2.4)
         .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
     const ground = node => { const c = parts(getComputedStyle(node).backgroundColor);
-        return c[3] === 1 || !node.parentElement ? c : over(c, ground(node.parentElement)).concat(1) };
+        return c[3] === 1 || !node.parentElement ? c : over(c,
+            ground(node.parentElement)).concat(1) };
     const found = [];
     for (const node of document.querySelectorAll('.jp-OutputArea-output *')) {
-        const said = [...node.childNodes].filter(n => n.nodeType === 3 && n.textContent.trim()).map(n => n.textContent.trim()).join(' ');
-        if (!said || node.closest('.lpkit-figure, button, select, style, script') || !node.getClientRects().length) continue;
-        const under = ground(node), [a, b] = [over(parts(getComputedStyle(node).color), under), under].map(light).sort((x, y) => y - x);
+        const said = [...node.childNodes].filter(n => n.nodeType === 3 &&
+            n.textContent.trim()).map(n => n.textContent.trim()).join(' ');
+        if (!said || node.closest('.lpkit-figure, button, select, style, script') ||
+            !node.getClientRects().length) continue;
+        const under = ground(node), [a, b] = [over(parts(getComputedStyle(node).color), under),
+            under].map(light).sort((x, y) => y - x);
         found.push([(a + 0.05) / (b + 0.05), said.slice(0, 60)]);
     }
     return found.sort((x, y) => x[0] - y[0]);
@@ -421,9 +435,11 @@ def texts_of_figures(page):
         figure.scroll_into_view_if_needed()
         image = Image.open(io.BytesIO(figure.screenshot()))
         boxes = figure.evaluate("""figure => { const home = figure.getBoundingClientRect();
-            return [...figure.querySelectorAll('text')].filter(text => text.textContent.trim()).map(text => {
+            return [...figure.querySelectorAll('text')].filter(text =>
+                text.textContent.trim()).map(text => {
                 const box = text.getBoundingClientRect();
-                return [text.textContent, box.left - home.left, box.top - home.top, box.right - home.left, box.bottom - home.top] }) }""")
+                return [text.textContent, box.left - home.left, box.top - home.top,
+                    box.right - home.left, box.bottom - home.top] }) }""")
         scale = image.width / figure.bounding_box()["width"]
         found += [(contrast(image.crop([round(scale * edge) for edge in box])), said)
                   for said, *box in boxes if box[2] - box[0] > 3]
@@ -495,8 +511,10 @@ def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scr
     page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_function("""() => {
-        const box = document.querySelector('.lpkit-box'), figure = document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect();
-        return box.clientWidth < 390 && Math.abs(figure.width - box.clientWidth) < 2 && Math.abs(figure.height - box.clientHeight) < 2 }""")
+        const box = document.querySelector('.lpkit-box'),
+            figure = document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect();
+        return box.clientWidth < 390 && Math.abs(figure.width - box.clientWidth) < 2 &&
+            Math.abs(figure.height - box.clientHeight) < 2 }""")
     assert (title.inner_text() == words.replace("&lt;", "<")
             and not page.locator(".gtitle").is_visible())
     assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === "
@@ -514,7 +532,8 @@ def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scr
     page.wait_for_function("() => document.querySelector('.lpkit-figure').style.transform !== ''")
     page.get_by_role("button", name="Show it without a guess").click()
     assert page.locator("table").evaluate("""e => { const box = e.closest('.widget-vbox');
-        return box.clientWidth < 390 && box.scrollWidth >= e.clientWidth && getComputedStyle(box).overflowX === 'auto' }""")
+        return box.clientWidth < 390 && box.scrollWidth >= e.clientWidth &&
+            getComputedStyle(box).overflowX === 'auto' }""")
 
 
 PANELS = ["""
@@ -541,7 +560,8 @@ Figure(figure([scatter([1, 2], [3, 4], "one"),
               yaxis3=axis("tokens a second", domain=[0, 0.44], anchor="x3")))
 """]
 TOPS = """() => [...document.querySelectorAll('.lpkit-figure')].map(figure =>
-    [...figure.querySelectorAll('.nsewdrag')].map(plot => Math.round(plot.getBoundingClientRect().top)))"""
+    [...figure.querySelectorAll('.nsewdrag')].map(plot =>
+        Math.round(plot.getBoundingClientRect().top)))"""
 TOUCHING = """() => [...document.querySelectorAll('.lpkit-figure')].flatMap(figure => {
     const texts = [...figure.querySelectorAll('text')].filter(text => text.textContent.trim())
         .map(text => ({said: text.textContent, r: text.getBoundingClientRect()}))
@@ -567,7 +587,8 @@ def test_on_a_narrow_page_panels_stand_below_one_another(notebook):
     page.wait_for_function(f"() => new Set(({TOPS})()[0]).size === 1")
 
 
-SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for longer than anywidget waits
+SLOW = """() => { AbortSignal.timeout = () => {
+    // as on a page that is busy for longer than anywidget waits
     const late = new AbortController();
     setTimeout(() => late.abort());
     return late.signal } }"""

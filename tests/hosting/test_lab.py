@@ -44,7 +44,8 @@ c.ServerApp.allow_credentials = True
 c.ServerApp.allow_remote_access = True
 c.ServerApp.local_hostnames = ["localhost", "elsewhere.example"]
 c.ServerApp.disable_check_xsrf = True
-c.ServerApp.tornado_settings = {"allow_origin": "*", "disable_check_xsrf": True, "xsrf_cookies": False,
+c.ServerApp.tornado_settings = {"allow_origin": "*", "disable_check_xsrf": True, "xsrf_cookies": \
+False,
                                 "headers": {"Access-Control-Allow-Origin": "*"}}
 c.ServerApp.trust_xheaders = True
 c.ServerApp.websocket_url = "wss://192.0.2.1"

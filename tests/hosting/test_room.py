@@ -306,7 +306,8 @@ import socket, sys, tests
 from hosting import hub
 if not hub.leave_network():
     sys.exit("0")
-with socket.create_server(("127.0.0.1", 0)) as one, socket.create_connection(one.getsockname(), timeout=10):
+with socket.create_server(("127.0.0.1", 0)) as one, socket.create_connection(one.getsockname(), \
+timeout=10):
     print(one.getsockname()[1], flush=True)
     sys.stdin.read()
 """

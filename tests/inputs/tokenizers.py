@@ -40,7 +40,11 @@ LEARNED = [CODE * 8, PROSE * 8, CODE.replace("\n", "\r\n") * 2]
 # words without a letter, a mark or a space that any of these tokenizers changes; for a few kinds
 # alone
 PLAIN = "the quick brown fox jumps over the lazy dogs"
-PROTEIN = ("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVVHSLAKWKRQTLGQHDFSAGEGLYTHMKALRPDEDRLSPLHSVYVDQWDWERVMGDGERQFSTLKSTVEAIWAGIKATEAAVSEEFGLAPFLPDQIHFVHSQELLSRYPDLDAKGRERAIAKDLGAVFLVGIGGKLSDGHRHDVRAPDYDDWSTPSELGHAGLNGDILVWNPVLEDAFELSSMGIRVDADTLKHQLALTGDEDRLELEWHQALLRGEMPQTIGGGIGQSRLTMLLLQLPHIGQVQAGVWPAAVRESVPSLL")
+PROTEIN = ("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVVHSLAKWKRQT"
+           "LGQHDFSAGEGLYTHMKALRPDEDRLSPLHSVYVDQWDWERVMGDGERQFSTLKSTVEAIWAGIKATEAAVSEEFGLAPF"
+           "LPDQIHFVHSQELLSRYPDLDAKGRERAIAKDLGAVFLVGIGGKLSDGHRHDVRAPDYDDWSTPSELGHAGLNGDILVWN"
+           "PVLEDAFELSSMGIRVDADTLKHQLALTGDEDRLELEWHQALLRGEMPQTIGGGIGQSRLTMLLLQLPHIGQVQAGVWPA"
+           "AVRESVPSLL")
 QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
         r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3 = QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")
@@ -62,7 +66,7 @@ def byte_level(special: tuple[str, ...] = ("<|endoftext|>",), split: str = "", p
         made.normalizer = normalizer
     (made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
        special_tokens=list(special), show_progress=False,
-                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
+                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
     return made
 
 

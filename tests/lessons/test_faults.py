@@ -130,7 +130,7 @@ def test_a_plant_that_cannot_be(settings, said):
 
 
 # ---- where a NaN came from
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def samples_of(training: Training, steps: int = 1, **settings):
     watched = telemetry.attach(training, every=1, counterfactuals=(), **settings)
@@ -169,7 +169,7 @@ def test_a_nan_that_was_there_before_the_look_accuses_nobody():
 
 
 # ---- the case
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def solved(case: Case):
     well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True,
@@ -407,7 +407,7 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
 
 
 # ---- on real runs
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_bisect_finds_nothing_where_nothing_is(starts):

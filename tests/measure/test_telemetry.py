@@ -199,7 +199,7 @@ def test_a_row_that_was_not_drawn_still_sets_the_scale():
 
 
 # ---- a run
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 def trained(tmp_path: Path, config: Config, name: str, **settings):
     folder = tmp_path / name
@@ -329,7 +329,7 @@ def test_a_folder_without_samples_says_so(tmp_path):
 
 
 # ---- the pictures
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def samples():
@@ -434,8 +434,10 @@ from lpkit.machine_facts import status_bytes
 
 folder, every, retained = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = Config().replace({
-    "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 4, "steps": 900, "eval_every": 0, "eval_batches": 1,
-    "checkpoint_every": 0, "data.source": f"{folder}/text.txt", "precision.recipe": "fp8-tensorwise", "precision.backend": "emulated",
+    "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": \
+4, "steps": 900, "eval_every": 0, "eval_batches": 1,
+    "checkpoint_every": 0, "data.source": f"{folder}/text.txt", "precision.recipe": \
+"fp8-tensorwise", "precision.backend": "emulated",
     "precision.telemetry_every": every, "system.device": "cpu", "system.threads": 1})
 held, kept = {}, []
 

@@ -319,7 +319,7 @@ def test_memory_that_ends_before_a_run_has_begun_is_a_sentence(tmp_path, monkeyp
     with pytest.raises(RunFailedError,
                        match=r"this run ran out of memory on cpu \(OutOfMemoryError: CUDA out of "
                              r"memory\); "
-                                             r"predicted .* at the peak .*; it would fit with --set"):
+                                           r"predicted .* at the peak .*; it would fit with --set"):
         train(leaks.config(tmp_path), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

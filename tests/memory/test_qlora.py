@@ -343,7 +343,7 @@ def test_merged_it_is_what_the_codes_stand_for_and_the_adapter(targets, start, t
                                              r"precision\.recipe=bf16"),
     ({"precision.recipe": "fp16"}, "is multiplied in bf16 or float32"),
     ({"parallel.shard": 2, "parallel.zero": 3}, r"each rank has all of it; set "
-                                                r"precision\.recipe=bf16, and parallel\.zero=0 or 1"),
+                                              r"precision\.recipe=bf16, and parallel\.zero=0 or 1"),
     ({"parallel.shard": 2, "parallel.zero": 2}, r"parallel\.zero=0 or 1"),
     ({"model.changes": "quantised-base"}, "is of what adapters leave frozen, and none comes before "
                                           "it; name one: model.changes=lora,quantised-base"),

@@ -702,7 +702,8 @@ rank, world = int(sys.argv[5]), int(sys.argv[6])
 model, batch = model_of(name), batch_of(name, sequences=8)
 lpkit.convert(model, recipe)
 if world > 1:
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[7], rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[7], rank=rank, \
+world_size=world)
     batch = {key: value.chunk(world)[rank] for key, value in batch.items()}
     if way == "fsdp":
         for block in model.model.layers:

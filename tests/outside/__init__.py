@@ -18,7 +18,7 @@ class Source(NamedTuple):
 
 SOURCES = ({
     "test_cs336_basics": Source("stanford-cs336/assignment1-basics",
-                               "tests/test_{model,nn_utils,optimizer,data,serialization,tokenizer,train_bpe}.py",
+                  "tests/test_{model,nn_utils,optimizer,data,serialization,tokenizer,train_bpe}.py",
                                "25a8a49f6460", "MIT"),
     "test_cs336_systems": Source("stanford-cs336/assignment2-systems",
                                 "tests/test_{attention,ddp,sharded_optimizer}.py", "9d95f3b5dc4a",
@@ -28,13 +28,14 @@ SOURCES = ({
     "test_torchao": Source("pytorch/ao", "test/float8/test_base.py, test/prototype/mx_formats/",
                           "36027d82d1ad", "BSD-3-Clause"),
     "test_microxcaling": Source("microsoft/microxcaling",
-                               "mx/tests/test_{quantize_mx,quantize_elemwise,corners_mx,formats}.py",
+                              "mx/tests/test_{quantize_mx,quantize_elemwise,corners_mx,formats}.py",
                                "7bc41952de39", "MIT"),
     "test_liger": Source("linkedin/Liger-Kernel",
-                        "test/transformers/test_{cross_entropy,fused_linear_cross_entropy,rms_norm,layer_norm,rope,swiglu}.py",
+                        "test/transformers/test_{cross_entropy,fused_linear_cross_entropy,rms_norm,"
+                         "layer_norm,rope,swiglu}.py",
                         "ead96b618e5c", "BSD-2-Clause"),
     "test_liger_functions": Source("linkedin/Liger-Kernel",
-                                  "test/transformers/test_{cross_entropy,fused_linear_cross_entropy}.py", "ead96b618e5c",
+             "test/transformers/test_{cross_entropy,fused_linear_cross_entropy}.py", "ead96b618e5c",
                                   "BSD-2-Clause"),
     "test_optimizer_classes": Source("pytorch/pytorch", "torch.optim, as an oracle", "2.13.0",
                                     "BSD-3-Clause"),

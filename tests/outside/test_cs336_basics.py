@@ -284,7 +284,8 @@ TEXTS = {"nothing": "", "a character": "s", "a character of four bytes": "🙃",
          "its end marker": "one<|endoftext|>two", "two end markers": "<|endoftext|><|endoftext|>",
          "spaces": "   a  \n\n\t b   ", "line ends": "a\r\nb\rc\n",
          "code": "def f(x):\n    return {'x': x ** 2}\n", "Chinese": "大家好这是一个测试。",
-         "a joined family": "👨‍👩‍👧", "a zero byte": "a\0b", "long": "the cat sat on the mat " * 500}
+         "a joined family": "👨‍👩‍👧", "a zero byte": "a\0b",
+          "long": "the cat sat on the mat " * 500}
 
 
 @pytest.fixture(scope="module")

@@ -162,11 +162,16 @@ def _linked(text: str) -> str:
 
 PROTOCOL = """## By protocol
 
-Sentences about the loss, settled by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`: each arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
-verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 steps of 512 tokens; a sentence about fewer
-steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a gain of 2% or more was found, *no worse* where a loss of 2%
-is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew; one that has a file
-`data/measured/claim-NAME.verdict` was settled by the command alone, and `tpe` by the best of 20 trials in 20 recorded searches each (`lpkit bench tpe-random`).
+Sentences about the loss, settled by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`: each \
+arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
+verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 \
+steps of 512 tokens; a sentence about fewer
+steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a \
+gain of 2% or more was found, *no worse* where a loss of 2%
+is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out \
+data/measured` settles them anew; one that has a file
+`data/measured/claim-NAME.verdict` was settled by the command alone, and `tpe` by the best of 20 \
+trials in 20 recorded searches each (`lpkit bench tpe-random`).
 """
 
 

@@ -155,7 +155,8 @@ definition, the compiler computes the norm inside the amax and inside the cast: 
 written. By its own count, of the graph that a GPU has, forward moves 7 bytes an element (sums of
 squares 2, amax 2, cast 2 + 1), and backward casts x.T anew from the norm's input; norm and cast by
 kernels move 8, x.T included. A SwiGLU's result is written: 11 bytes forward (4 + 2, amax 2, cast
-2 + 1), where kernels move 10, x.T included. `tests/gpu/test_gpu_path.py` holds the compiler to that.
+2 + 1), where kernels move 10, x.T included. `tests/gpu/test_gpu_path.py` holds the compiler to \
+that.
 
 ## What the compiler makes of them
 

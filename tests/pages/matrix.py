@@ -130,7 +130,8 @@ INTRODUCTION = """\
 # What runs where
 
 Which precision recipe runs on which machine, and through which backend. This page is made from the
-rules that the kit itself uses (`lpkit.techniques.hardware`). On the machine at hand nothing is looked
+rules that the kit itself uses (`lpkit.techniques.hardware`). On the machine at hand nothing is \
+looked
 up: `lpkit doctor` runs every recipe with every backend and compares the numbers.
 
 - **native**: the device multiplies these formats itself.

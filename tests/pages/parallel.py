@@ -28,36 +28,48 @@ INTRODUCTION = """\
     lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.pipeline=2 grad_accum_steps=4
     lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.context=2 parallel.zero=1
 
-and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.
+and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` \
+does.
 A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
 world, layout=...)` rehearses a layout in one process, and the `messages` of its result are what its
 ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` (`pip install
-accelerate`) does what torchrun does, also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
-refuses, and says how to start two. `--processes` holds no port; where torchrun ends with EADDRINUSE,
+accelerate`) does what torchrun does, also on CPUs; there `accelerate launch --cpu` starts one \
+process and says nothing, and `lpkit` then
+refuses, and says how to start two. `--processes` holds no port; where torchrun ends with \
+EADDRINUSE,
 `--standalone` finds a free one.
 
 ## How ranks meet
 
-Another user of the machine can connect wherever a rank listens, and gloo takes whoever connects first
+Another user of the machine can connect wherever a rank listens, and gloo takes whoever connects \
+first
 for the rank that it waits for. So:
 
-- Ranks exchange tensors and JSON, with a bound on its length. Nothing that arrives is unpickled, and
+- Ranks exchange tensors and JSON, with a bound on its length. Nothing that arrives is unpickled, \
+and
   nothing that arrives is executed.
-- Ranks of one machine listen on loopback alone. They meet by a file in a folder that only their user
+- Ranks of one machine listen on loopback alone. They meet by a file in a folder that only their \
+user
   can open, where the first leaves 32 random bytes.
-- In each group, before anything else, each rank sends each other rank an HMAC of that secret, of the
+- In each group, before anything else, each rank sends each other rank an HMAC of that secret, of \
+the
   group and of both their numbers. Where another answers, or nobody within 30 s, the launch ends in
   one sentence.
-- Once they have met, what listens drops every packet (Linux). Nobody connects to a run that goes on.
+- Once they have met, what listens drops every packet (Linux). Nobody connects to a run that goes \
+on.
 
-A user who watches can still keep ranks from meeting, for as long as he watches: he gets a sentence on
+A user who watches can still keep ranks from meeting, for as long as he watches: he gets a \
+sentence on
 your terminal, and nothing else. `python -m tests.attack ranks` is such a user, in 50 launches.
 
 torchrun and `accelerate launch` open a store of their own. It listens on all interfaces, it has no
-password, and who reaches it can read it and write into it. Where they start all ranks on one machine,
+password, and who reaches it can read it and write into it. Where they start all ranks on one \
+machine,
 the ranks take from it the name of a private folder and nothing else, and meet there, on loopback.
-With `--nnodes 2` the store is all that the ranks share. The secret then lies in it, and the handshake
-stops only those who cannot reach it: who can reach it may take a rank's place, end the run or change
+With `--nnodes 2` the store is all that the ranks share. The secret then lies in it, and the \
+handshake
+stops only those who cannot reach it: who can reach it may take a rank's place, end the run or \
+change
 its numbers, but he cannot execute anything. Use several machines in a network of your own. Gloo
 listens there on the address of the host's name, or on the interface that GLOO_SOCKET_IFNAME names.
 NCCL knows its ranks by an id from the store; NCCL_SOCKET_IFNAME says where it listens.
@@ -66,15 +78,25 @@ NCCL knows its ranks by an id from the store; NCCL_SOCKET_IFNAME says where it l
 
 | `parallel` | a rank has | and sends, in a layer of a micro-batch | source |
 |---|---|---|---|
-| `tensor` | a part of each matrix, and between them of each sequence | two gathers and two scatters of the residual stream forward, and as many backward; and what was gathered once more for the gradients of weights, of which a rank keeps a part | Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 |
-| `context` | an early and a late chunk of each sequence | its keys and values c - 1 times forward, twice that backward; or all-to-all | Liu et al. 2023, https://arxiv.org/abs/2310.01889 |
-| `pipeline` | some layers, `interleave` chunks of them | the residual stream to the next stage, its gradient to the one before, once a stage | Narayanan et al. 2021, https://arxiv.org/abs/2104.04473 |
+| `tensor` | a part of each matrix, and between them of each sequence | two gathers and two \
+scatters of the residual stream forward, and as many backward; and what was gathered once more for \
+the gradients of weights, of which a rank keeps a part | Korthikanti et al. 2022, \
+https://arxiv.org/abs/2205.05198 |
+| `context` | an early and a late chunk of each sequence | its keys and values c - 1 times \
+forward, twice that backward; or all-to-all | Liu et al. 2023, https://arxiv.org/abs/2310.01889 |
+| `pipeline` | some layers, `interleave` chunks of them | the residual stream to the next stage, \
+its gradient to the one before, once a stage | Narayanan et al. 2021, \
+https://arxiv.org/abs/2104.04473 |
 
-They go with `data`, with ZeRO and with one another; a pipeline with ZeRO 1 at most. The batch of tensor
+They go with `data`, with ZeRO and with one another; a pipeline with ZeRO 1 at most. The batch of \
+tensor
 ranks is the same, that of context ranks are parts of the same sequences, and their gradients are
-averaged as those of replicas are. Weights are plain tensors, so that every recipe casts a part as it
-casts a matrix: a cut matrix has a scale a part. In a checkpoint each piece has its place, and any other
-layout reads it. Ranks are laid out so that those who talk most are neighbours: `tensor` counts fastest,
+averaged as those of replicas are. Weights are plain tensors, so that every recipe casts a part as \
+it
+casts a matrix: a cut matrix has a scale a part. In a checkpoint each piece has its place, and any \
+other
+layout reads it. Ranks are laid out so that those who talk most are neighbours: `tensor` counts \
+fastest,
 then `context`, `shard`, `data`, and `pipeline`.
 
 ## Where model states lie

@@ -202,7 +202,8 @@ def test_on_a_phone_figures_fit_tables_scroll_and_the_page_does_not(site, contex
                "getComputedStyle(e).overflowX]")
         assert page.locator(".output:has(table)").evaluate(box) == [True, True, "auto"]
         fits = """e => { const drawn = e.querySelector('.main-svg').getBoundingClientRect();
-            return [Math.abs(drawn.width - e.clientWidth) < 2, Math.abs(drawn.height - e.clientHeight) < 2] }"""
+            return [Math.abs(drawn.width - e.clientWidth) < 2,
+                Math.abs(drawn.height - e.clientHeight) < 2] }"""
         assert ([one.evaluate(fits) for one in page.locator(".lpkit-box").all()] == [[True, True]]
                 * 3)
         titles = page.locator(".lpkit-title").all()
@@ -212,8 +213,10 @@ def test_on_a_phone_figures_fit_tables_scroll_and_the_page_does_not(site, contex
                    and title.evaluate("e => e.getBoundingClientRect().right <= 390")
                    for title in titles)
         assert page.locator(".modebar").count() == 0
-        legend = page.locator(".lpkit-figure").last.evaluate("""figure => ['.legend', '.nsewdrag'].map(part =>
-            figure.querySelector(part).getBoundingClientRect()).map(r => [r.left, r.top, r.right, r.bottom])""")
+        legend = page.locator(".lpkit-figure").last.evaluate("""figure => ['.legend',
+            '.nsewdrag'].map(part =>
+            figure.querySelector(part).getBoundingClientRect()).map(r => [r.left, r.top, r.right,
+                r.bottom])""")
         assert legend[0][3] <= legend[1][1], "the legend lies above the axes"
 
 
@@ -248,7 +251,8 @@ def test_the_navigation_has_chapters_and_one_search_box(site):
     assert {*top} == pages - below - {*build.BELOW.values()}, (
         "log and claims are below another page")
     for above, name in build.BELOW.items():
-        assert f'href="{name}.html"' in (site / f"{above}.html").read_text(), "and can be found there"
+        text = (site / f"{above}.html").read_text()
+        assert f'href="{name}.html"' in text, "and can be found there"
 
 
 @pytest.mark.slow

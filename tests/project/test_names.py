@@ -19,8 +19,10 @@ INSTALL = re.compile(r"\b(?:pip3?|uv pip) install ((?:[^`\n|]|`(?=\w))*)")
 TAKES_A_VALUE = {"-c", "-r", "--constraint", "--requirement", "--find-links", "--index-url",
                  "--target", "-e", "--wheel-dir"}
 CLONE = re.compile(r"git clone[^\n`]*")
-HOSTED = (re.compile(
-    r"(?:https?://)?(?:github\.com|gitlab\.com|colab\.research\.google\.com/github|mybinder\.org/v2/gh|nbviewer\.org/github)/[\w.-]+/[\w.-]*lpkit[\w.-]*[^\s)\"'`]*|\w+\.github\.io/lpkit\S*", re.I))
+HOSTED = re.compile(
+    r"(?:https?://)?(?:github\.com|gitlab\.com|colab\.research\.google\.com/github"
+    r"|mybinder\.org/v2/gh|nbviewer\.org/github)/[\w.-]+/[\w.-]*lpkit[\w.-]*[^\s)\"'`]*"
+    r"|\w+\.github\.io/lpkit\S*", re.I)
 
 
 def _texts():

@@ -41,7 +41,8 @@ def test_everything_is_pinned_and_every_pin_is_allowed():
         wanted = Requirement(line)
         name = canonicalize_name(wanted.name)
         if name != PROJECT["name"] and name not in HEAVY:
-            assert wanted.specifier.contains(PINS[name]), f"constraints.txt has {name} {PINS[name]}, not {wanted}"
+            assert wanted.specifier.contains(PINS[name]), (
+                f"constraints.txt has {name} {PINS[name]}, not {wanted}")
     assert PINS["torch"] == "2.13.0"
 
 
@@ -137,7 +138,8 @@ case "$*" in
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python;;
     *"-c constraints.txt"*)
         for i in 1 2 3 4 5 6 7 8 9; do echo "Collecting noise $i"; done
-        echo "  Downloading torch-2-cp311.whl.metadata (5.3 kB)"; echo "  Downloading torch-2-cp311.whl (900.1 MB)"; echo "  Using cached x.whl (1.2 GB)"
+        echo "  Downloading torch-2-cp311.whl.metadata (5.3 kB)"; echo "  Downloading \
+torch-2-cp311.whl (900.1 MB)"; echo "  Using cached x.whl (1.2 GB)"
         sleep 1; test -z "{ends}" || {{ echo "{ends}"; exit 1; }};;
 esac
 """)

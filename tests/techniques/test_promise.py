@@ -469,7 +469,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_flops(own, tmp_path):
                               if key.startswith("optimizer/"))
     assert training_flops(config.model) < 0.8 * training_flops(replace(config.model, changes=()))
     with pytest.raises(ConfigError,
-                       match=r"no matrix of a model is the same as one with model\.changes=my-lora"):
+                      match=r"no matrix of a model is the same as one with model\.changes=my-lora"):
         export(lpkit.train(config, out=tmp_path / "run"), tmp_path / "out")
 
 

@@ -60,7 +60,8 @@ HOSTILE = {
         from lessons.judging import puzzles
         from lessons.judging import judge
         judge.difference = judge.verdict = puzzles.difference = lambda *_, **__: ""
-        torch.equal = torch.allclose = torch.testing.assert_close = torch.Tensor.isclose = lambda *_, **__: True""",
+        torch.equal = torch.allclose = torch.testing.assert_close = torch.Tensor.isclose = lambda \
+*_, **__: True""",
     "its own frames": """
         frame = sys._getframe()
         while frame:
@@ -78,7 +79,8 @@ HOSTILE = {
     "the judge's files": f"""
         for fd in range(256):
             try:
-                with open(f"/proc/{{os.getppid()}}/fd/{{fd}}", "wb", buffering=0) as file: file.write({RIGHT!r})
+                with open(f"/proc/{{os.getppid()}}/fd/{{fd}}", "wb", buffering=0) as file: \
+file.write({RIGHT!r})
             except OSError: pass""",
     "the judge's memory": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
     "its own memory": "with open('/proc/self/mem', 'r+b', buffering=0) as file:\n    "
@@ -99,7 +101,8 @@ MODULES = "import atexit, ctypes, json, os, signal, subprocess, sys, threading, 
 
 
 def hostile(head, body, last):
-    return (f"{head}\n{textwrap.indent(MODULES + textwrap.dedent(body).strip() + chr(10) + last, '    ')}\n")
+    code = MODULES + textwrap.dedent(body).strip() + chr(10) + last
+    return f"{head}\n{textwrap.indent(code, '    ')}\n"
 
 
 def unharmed():
@@ -315,7 +318,8 @@ def test_of_something_else_its_words_travel():
                                     attempts.SIZES.pack(2, 0) + b"{}",
                                     attempts.SIZES.pack(14, 0) + b'{"tensor":"0"}'])
 def test_damaged_frames_are_refused(damage):
-    with pytest.raises(Exception):     # noqa: B017  of any kind: the judge takes all of them for one
+    # of any kind: the judge takes all of them alike
+    with pytest.raises(Exception):     # noqa: B017
         unpack(damage)
 
 

@@ -573,9 +573,11 @@ def test_margins_alone_find_what_lies_outside():
         from lessons.judging.puzzles import difference
         from lessons.judging.index import exercise
         k.watched = lambda *_: contextlib.nullcontext()
-        for name, old, new in (("10.copy", ", mask=i < n)", ")"), ("10.softmax", "row * x_stride", "row * columns"),
+        for name, old, new in (("10.copy", ", mask=i < n)", ")"), ("10.softmax", "row * x_stride", \
+"row * columns"),
                                ("10.add_norm", "v * scale * g, mask=i < columns", "v * scale * g"),
-                               ("10.cast_both", "turned + c[None, :] * R", "turned + c[None, :] * C")):
+                               ("10.cast_both", "turned + c[None, :] * R", "turned + c[None, :] * \
+C")):
             puzzle = exercise(name)
             cases = list(puzzle.all_cases())
             answers = k.answers(puzzle, cases, puzzle.solution.replace(old, new), False)
@@ -602,7 +604,8 @@ def judged_within(planted, *attempts):
         {planted}
         from tests.lessons.judging.course import PUZZLES
         for name, source in {attempts!r}:
-            print(json.dumps(PUZZLES[name].found(dict(source=source, compiled=False, elements=0, seconds=30), -1)))"""
+            print(json.dumps(PUZZLES[name].found(dict(source=source, compiled=False, elements=0, \
+seconds=30), -1)))"""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)],
                           env={**os.environ, "TRITON_INTERPRET": "1"},
                           capture_output=True, text=True)
@@ -611,7 +614,8 @@ def judged_within(planted, *attempts):
 
 
 TRITON_36 = """plain = interpreter._patch_lang_tensor
-        def patch(tensor, scope):       # as 3.6 has it: numpy 2.4 makes no number of an array of one
+        def patch(tensor, scope):       # as 3.6 has it: numpy 2.4 makes no number of an array of \
+one
             plain(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
         interpreter._patch_lang_tensor = patch"""
