@@ -30,6 +30,7 @@ from lpkit.measure.probes import SECONDS, Check, UnavailableError, compare, prob
 from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.techniques import FAMILIES
 from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.outside import OWN
 from lpkit.techniques.row import Row
 
 PROCESS_SECONDS = 0.8 * SECONDS     # of ranks, and of compiled casts
@@ -150,13 +151,20 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
     return f"{world} processes; the numbers are those of one"
 
 
+def attention_checks(*, imported: bool) -> list[Check]:
+    """Return a check for every backend of attention of the package, or of the modules imported."""
+    own = OWN["system.attention"]
+    return [Check(name, "attention", partial(attention.check, name),
+                  "" if name == "plain" else "plain")
+            for name in ATTENTION if imported == (name not in own)]
+
+
 CHECKS: tuple[Check, ...] = (
     Check("fp32", "precision", partial(_cast, torch.float32, 1e-5)),
     Check("tf32", "precision", _tf32, "fp32"),
     Check("bf16", "precision", partial(_cast, torch.bfloat16, 1e-2), "fp32"),
     Check("fp16", "precision", partial(_cast, torch.float16, 1e-2), "bf16"),
-    *(Check(name, "attention", partial(attention.check, name), "" if name == "plain" else "plain")
-      for name in ATTENTION),
+    *attention_checks(imported=False),
     Check("triton", "compiler", _triton, "system.kernels=reference"),
     Check("kernels", "compiler", _versions, "system.kernels=auto"),
     Check("fp8 stores", "compiler", _fp8_stores, "system.compile=false"),
@@ -220,7 +228,8 @@ def _main(writer: str, told: str) -> None:
     asked = json.loads(told)
     Config(imports=asked["imports"])
     device = torch.device(asked["device"] or hardware.usable())
-    checks = [Check("speed", "speed", speed), *CHECKS, *techniques(), *matrix.checks().values()]
+    checks = [Check("speed", "speed", speed), *CHECKS, *attention_checks(imported=True),
+              *techniques(), *matrix.checks().values()]
     checks = [check for check in checks if asked["only"] is None or check.name in asked["only"]]
     first = {"machine": machine(), "device": str(device),
              "checks": [(check.name, check.kind, check.nearest) for check in checks]}
