@@ -45,7 +45,7 @@ def test_the_report_is_json_and_each_row_has_its_reason(report):
 
 
 def test_rows_of_an_import_are_tried_beside_the_packages_own():
-    import lessons.rows.linear_attention    # noqa: F401  adds a backend of attention
+    import lessons.rows.linear_attention  # noqa: F401  adds a backend of attention
 
     assert "chunked" not in {check.name for check in doctor.CHECKS}
     assert "chunked" in {check.name for check in doctor.attention_checks(imported=True)}
