@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import lessons.rows.activations  # noqa: F401  adds rows
 from lessons.activations import kept
 from lessons.draws import normal
 from lessons.figures.colours import ANSWER_COLOURS

@@ -79,8 +79,8 @@ def _tests(on: torch.device) -> Commands:
     CPU's interpreter takes minutes for the kernels': there they are only found."""
     found = {path.stem: path for path in sorted(TESTS.rglob("test_*.py"))}
     marked = [name for name, path in found.items()
-              if re.search(r"^pytestmark.*mark\.gpu|^@pytest\.mark\.gpu|pytest\.mark\.gpu,\s+pytest",
-                           path.read_text(), re.M)]
+              if re.search(r"^pytestmark.*mark\.gpu|^@pytest\.mark\.gpu|"
+                           r"pytest\.mark\.gpu,\s+pytest", path.read_text(), re.M)]
     which = {name: ("-m", "not slow") for name in KERNEL_TESTS if name in found}
     which |= dict.fromkeys(sorted(marked, key=lambda name: name != "test_gpu"), ("-m", "gpu"))
     only = (("--collect-only",) if on.type == "cpu" else

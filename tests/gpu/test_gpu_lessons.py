@@ -24,7 +24,7 @@ import torch
 import torch._dynamo
 
 import lpkit
-from hosting import notebooks
+from hosting import parameters
 from lessons import l03_number_formats as linear_operands
 from lessons import l06_fp8_training as recipe_race
 from lessons import l08_recompute_and_offload as memory_techniques
@@ -82,7 +82,7 @@ def promised(count: int = 1) -> Iterator[None]:
         traced = trace._decide      # of a GPU by a build that has CUDA, alone
         patch.setattr(trace, "_decide", lambda config, device: launched() if device == "cuda"
                       else traced(config, device))
-        patch.setattr(notebooks, "begin", lambda: None)      # asks IPython, which is not here
+        patch.setattr(parameters, "check", lambda: None)      # asks IPython, which is not here
         hardware._machine.cache_clear()
         yield
 
