@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import socket
 import textwrap
 import time
 
@@ -326,8 +327,11 @@ def test_damaged_frames_are_refused(damage):
 def test_a_verdict_without_the_nonce_is_none(monkeypatch):
     """Whatever a process writes that is not the judge."""
     class Fake:
-        def start(self, name, fds):
-            os.write(fds[0], b"?" + json.dumps({"status": "right", "detail": ""}).encode())
+        def start(self, name):
+            ours, self.theirs = socket.socketpair()
+            self.theirs.sendall(b"?" + json.dumps({"status": "right", "detail": ""}).encode())
+            self.theirs.shutdown(socket.SHUT_WR)
+            return ours
 
         def __exit__(self, *_): pass
 
