@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import socket
 import textwrap
 import time
@@ -333,7 +332,8 @@ def test_a_verdict_without_the_nonce_is_none(monkeypatch):
             self.theirs.shutdown(socket.SHUT_WR)
             return ours
 
-        def __exit__(self, *_): pass
+        def __exit__(self, *_):
+            self.theirs.close()
 
     monkeypatch.setattr(attempts, "_warm", lambda: {"None": Fake()})
     assert asked("00.uniform_loss", 1.0)["status"] == "wrong"
