@@ -300,9 +300,23 @@ def beside(tmp_path_factory):
             yield folder, parent
 
 
+MODULES = ("my_rows", "my_modules", "my_block", "tests.techniques.own_rows", "experiments.prune")
+
+
+def forget():
+    """Another file of tests may have imported a module of them before."""
+    for table in outside.TABLES.values():
+        for name in [name for name, row in table.items()
+                     if str(row.implementation).startswith(MODULES)]:
+            del table[name]
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
 @pytest.fixture
 def own(beside, corpus, monkeypatch):
     """A small config that names the modules; what they add is gone afterwards."""
+    forget()
     before = {field: dict(table) for field, table in outside.TABLES.items()}
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     yield Config().replace({
@@ -316,9 +330,7 @@ def own(beside, corpus, monkeypatch):
     for field, rows in before.items():
         outside.TABLES[field].clear()
         outside.TABLES[field].update(rows)
-    for name in ("my_rows", "my_modules", "my_block", "tests.techniques.own_rows",
-                 "experiments.prune"):
-        sys.modules.pop(name, None)
+    forget()
 
 
 @pytest.mark.parametrize("name", OWN)
