@@ -47,13 +47,14 @@ OTHERS = {"AVX512": {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
                      "ATEN_CPU_CAPABILITY": "avx2"},
           "": {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
                "ATEN_CPU_CAPABILITY": "default"}}
-JUDGES = re.compile(r"^from lessons(\.| import .*)(exercises|judge|capstone|puzzles)\b|^from "
-                    r"tests\.lessons\.judging(\.| import .*)mutants", re.M)
+JUDGES = re.compile(r"^from lessons\.judging(\.| import .*)(index|judge|capstone|puzzles)\b|"
+                    r"^from (lessons import .*capstone|tests\.lessons\.judging import mutants)",
+                    re.M)
 NUMBERS = re.compile(r"\b(approx|assert_close|allclose|isclose|equal|array_equal)\(")
 # these ask a judge, but about processes, pages, files and other machines; each of their exercises
 # is in test_exercises
-NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner", "notebook_runner",
-               "notebooks"}
+NO_VERDICTS = {"attempts", "browser", "certificate", "data_parallel", "gpu_lessons", "learner",
+               "notebook_runner", "notebooks", "solutions"}
 # nor what plays a processor that rounds otherwise, on every one alike; and Triton's interpreter is
 # NumPy, which no path here changes: wrong kernels
 # (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to
