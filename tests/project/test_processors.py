@@ -59,7 +59,7 @@ KNOWN = {
 }
 # Tests that start Python with another path on purpose: what they start computes nothing that is
 # compared, or is without this checkout.
-OTHER_PATHS = {"anywhere", "bare_machine", "commands", "evidence", "first_verdict", "gpu_lines",
+OTHER_PATHS = {"anywhere", "bare_machine", "commands", "evidence", "first_verdict",
                "lesson_rows", "notebook_runner", "processors", "promise", "ranks", "rooms",
                "ui"}
 
