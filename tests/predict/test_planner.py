@@ -360,9 +360,11 @@ CONTRAST = """() => {
     const light = colour => rgb(colour).map(x => x / 255).map(x => x <= 0.04045 ? x / 12.92 :
         ((x + 0.055) / 1.055) ** 2.4)
         .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-    const behind = e => { while (e && getComputedStyle(e).backgroundColor === 'rgba(0, 0, 0,
-        0)') e = e.parentElement;
-                          return getComputedStyle(e ?? document.body).backgroundColor; };
+    const clear = 'rgba(0, 0, 0, 0)';
+    const behind = e => {
+        while (e && getComputedStyle(e).backgroundColor === clear) e = e.parentElement;
+        return getComputedStyle(e ?? document.body).backgroundColor;
+    };
     return Object.fromEntries(['h1', 'header p', 'a', 'legend', 'label', 'select', '#devices',
         'dt', 'dd', '#verdict', '#title', 'h2', '.row span', 'pre']
         .map(name => [name, document.querySelector(name)]).map(([name, e]) => {
