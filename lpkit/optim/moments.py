@@ -1,4 +1,4 @@
-"""Moments are stored between updates in float32, or in 8 bits with a scale for each block.
+"""Moments are stored between updates in float32, in bf16, or in 8 bits with a scale for each block.
 
 8 bits: each block of 256 is divided by its largest magnitude, each number becomes the nearest of
 256 values whose spacing grows with their size, so that seven decades are there with two digits at
@@ -35,6 +35,17 @@ class Float32:
 
     def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
         """Write it back into `tensors`; here it is the tensor."""
+
+
+class BFloat16(Float32):
+    def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
+        return [torch.zeros_like(p, dtype=torch.bfloat16)]
+
+    def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
+        return tensors[0].float()
+
+    def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
+        tensors[0].copy_(moment)
 
 
 class BlockwiseInt8(Float32):

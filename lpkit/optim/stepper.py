@@ -46,7 +46,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     rows = {group.settings: optimizers.find(group.settings.name) for group in parameter_groups}
     placement = placement or StatePlacement()
     stays = placement.name == StatePlacement.name
-    plain = stays and not optimizers.find_format(moment_format).encoding_bytes
+    plain = stays and not optimizers.find_format(moment_format).encoded
     if not any(row.slots for row in rows.values()) and not plain:
         raise ConfigError(f"optimizer={settings.name} keeps no state, so that memory.moment_format "
                           f"and memory.optimizer_state change nothing; leave them at their "
@@ -91,7 +91,7 @@ class Stepper(torch.optim.Optimizer):
         self.placement, self.seed, self.told = placement, seed, told
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
-        plain = not optimizers.find_format(moment_format).encoding_bytes
+        plain = not optimizers.find_format(moment_format).encoded
         # functions (g, slots, settings) that `step` calls in place of rules; empty: an update
         self.instead: Mapping[OptimizerSettings, Callable[..., None]] = {}
         self.rule_of: dict[nn.Parameter, Rule] = {}

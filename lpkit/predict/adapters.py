@@ -45,10 +45,13 @@ def low_rank(s: MicroBatch, settings: LoraSettings) -> Callable[[Op], Iterator[O
         rows = () if settings.shared else fused(s.model, f"{op.name}.weight")
         rows, r = rows or (out,), settings.rank
         thin = linear(f"{op.name}.A", s, K, len(rows) * r, cut=op.cut, bias=False)
-        yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False, shares="input")
+        of_input, of_result = s.adapter_bytes
+        yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False, shares="input",
+                      moved_bytes=s.tokens * K * len(rows) * of_input)
         for i, share in enumerate(rows):
             one = linear(f"{op.name}.B.{i}", s, r, out * share // sum(rows), cut=op.cut, bias=False)
-            yield replace(one, reads_residual=False, writes_residual=op.writes_residual)
+            yield replace(one, reads_residual=False, writes_residual=op.writes_residual,
+                          moved_bytes=s.tokens * one.matmul[1] * of_result)
         yield replace(op.frozen, shares="output")
 
     return new
@@ -65,9 +68,11 @@ def in_codes(ops: Operations, s: MicroBatch, settings: QuantisedBaseSettings) ->
         scales = blocks + FP32 * (-(-blocks // BLOCK) + 1) if settings.double else FP32 * blocks
         # several Bs have their results side by side in a view, whose gradient autograd copies
         again = s.tokens * op.matmul[1] * s.compute_bytes * (f"{op.name}.B.1" in names)
+        made, moved = wide, 2 * index + 2 * FP32 + s.compute_bytes
+        if s.code_bytes:        # by one kernel
+            made, moved = s.compute_bytes, s.code_bytes
         return replace(op, stored_bytes=blocks * settings.block * bits // 8 + scales,
-                       made_bytes=op.weights * wide + again,
-                       moved_bytes=op.weights * (2 * index + 2 * FP32 + s.compute_bytes))
+                       made_bytes=op.weights * made + again, moved_bytes=op.weights * moved)
 
     block = tuple(stored(op) if op.matmul and not op.trained else op for op in ops.block)
     if block == ops.block:

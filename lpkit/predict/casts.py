@@ -20,6 +20,7 @@ from lpkit.predict.flops import Product
 from lpkit.predict.params import of
 from lpkit.predict.recipes import BF16, FP32, row_of, scale_bytes
 from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
+from lpkit.predict.stacks import STACKS, stack_of
 from lpkit.techniques.hardware import multiplied
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept
@@ -99,7 +100,15 @@ def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
     """The casts of the row `name`, as `config` changes it and as its run on this machine does them;
     and why they are emulated there, empty where the machine multiplies them itself."""
     row = row_of(config, name)
-    return where_run(on_hardware(name, row, config.model), row, on, config.precision.backend)
+    return where_run(on_hardware(name, row, config.model), row, on, backend_of(config, name, on))
+
+
+def backend_of(config: Config, name: str, on: Machine) -> str:
+    """Returns `precision.backend`; "stack" where the stack that is asked for has kernels of its own
+    for the recipe `name`."""
+    if config.system.stack != "auto" and STACKS[stack_of(config)].multiplies(name, on.name):
+        return "stack"
+    return config.precision.backend
 
 
 def where_run(recipe: Recipe, row: Row, on: Machine, backend: str) -> tuple[Recipe, str]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
-from lpkit.predict import evidence
 from lpkit.predict.activations import Kept, saved
-from lpkit.predict.casts import why_emulated
+from lpkit.predict.casts import backend_of, why_emulated
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters, recompute_of
-from lpkit.predict.recipes import Precision, precision_of, row_of, stored
+from lpkit.predict.recipes import Precision, moments_of, precision_of, row_of, stored
+from lpkit.predict.stacks import STACKS, stack_of
 from lpkit.predict.updates import update_bytes
 from lpkit.techniques import layouts, optimizers
 from lpkit.techniques.adapters import attended
@@ -44,7 +44,7 @@ class Step:
                  optimizer: str | None, recompute: str | None, attention: str | None):
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
-        self.techniques, self.stack = rows_of(config), evidence.STACKS[evidence.stack_of(config)]
+        self.techniques, self.stack = rows_of(config), STACKS[stack_of(config)]
         # lpkit's own makes one graph of head and loss (`lpkit.execution.compiled`), others seldom do;
         # whether it can be compiled where nobody asked for it, the machine decides
         self.compiles_loss = (config.system.stack == "auto"
@@ -54,6 +54,7 @@ class Step:
         self.repeated, self.recompute = recompute_of(config, recompute)
         name = precision_of(config, on, precision)
         p = stored(config, name)
+        self.moments = moments_of(config, p)
         # whether lpkit.train has these axes and what rests in these dtypes; else others have
         self.as_trained = (layout.devices == layout.batch_ranks and not p.master
                            and not p.buffered)
@@ -70,7 +71,7 @@ class Step:
         self.widened = FP32 if p.dtype == "fp16" and on.kind == "cpu" else 0
         operand_bytes, keep = self.widened or None, ()
         if p.low:
-            emulated = why_emulated(row_of(config, name), on, config.precision.backend)
+            emulated = why_emulated(row_of(config, name), on, backend_of(config, name, on))
             p = replace(p, low=replace(p.low, native=not emulated))
             operand_bytes, keep = self.widened or p.low.number_bytes, p.low.keep
         self.p, self.gathered_itemsizes = p, gathered_itemsizes(config, layout, name)
@@ -231,7 +232,7 @@ class Device:
             self.waiting_table = self.gradient_bytes * self.table * self.ops.head.trained
         # the optimizer: what a number's update needs for a while, and what it fetches of its state
         self.resting = step.on.kind in step.techniques["optimizer_state"].leaves
-        optimizer, moments = optimizers.find(step.optimizer), config.memory.moment_format.name
+        optimizer, moments = optimizers.find(step.optimizer), step.moments
         self.weight_itemsize = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
         self.updating_bytes = update_bytes(optimizer, moments, self.weight_itemsize)
         self.state_bytes = optimizer.state_bytes(moments) if self.resting else 0.0
@@ -261,7 +262,8 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
                                              layout.batch_ranks)
     return MicroBatch(model=config.model, batch=sequences, kind=on.kind, attention=chosen,
                       compute_bytes=p.compute_bytes, residual_bytes=p.residual_bytes,
-                      **sizes), pieces
+                      **(STACKS[config.system.stack].of_adapters if config.system.stack != "auto"
+                         else {}), **sizes), pieces
 
 
 def _padded(config: Config, p: Precision, s: MicroBatch,

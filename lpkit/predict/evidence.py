@@ -20,19 +20,18 @@ import functools
 import json
 import re
 import statistics
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.predict.casts import TENSORWISE, cast_passes
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import ASSUMED, FOUR_BITS, REACHED, Efficiency
+from lpkit.predict.stacks import AS_THEY_ARE, DEFAULT, STACKS, stack_of
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -48,6 +47,7 @@ class Generation:
     machines: tuple[str, ...]
     sixteen: float
     eight: float | None = None
+    thirty_two: float = 0.7         # the H200's: data/measured/measure-nvidia-h200.json
     attention: float
     source: str
 
@@ -57,43 +57,7 @@ OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
 LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
 KEPT_BY_OTHERS = "h100"
-SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """The way in which a step is programmed. What is None is fitted.
-
-    sequence_parallel   tensor ranks have a part of each sequence between the matrices
-    norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
-                        is several operations in float32, and an RMSNorm saves two of its size
-    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
-                        and the inputs of Linears, for backward
-    stages_by_work      a stage ends with the block that exceeds its share of the products, the
-                        head's among them; else stages have as many blocks
-    """
-
-    words: str
-    attention: float | None         # of the generation's
-    fused: float | None             # of pointwise bytes, what is left
-    overlap: float | None
-    layer_seconds: float | None = 0.0
-    split_overlap: float | None = 0.0
-    pooled: float = 1.0
-    weight_copies: float = 1.0
-    low_bits: float | None = 1.0    # keep of their kernels' share, times what 16 bits keep
-    norm_bytes: float = 0.0
-    sequence_parallel: bool = True
-    keeps_gathered: bool = False
-    stages_by_work: bool = False
-
-
-STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row) for name, row in tomllib.loads(
-    (FIT.parent / "stacks.toml").read_text(encoding="utf-8")).items()}
-# facts of a stack that an efficiency has by the same name
-AS_THEY_ARE = ("fused", "overlap", "split_overlap", "layer_seconds", "pooled", "weight_copies",
-               "norm_bytes", "sequence_parallel")
-DEFAULT, FITTED = "compiled", ("eager", "megatron")     # the others have eager's fitted numbers
+SIXTEEN, EIGHT = ("tf32", "bf16", "fp16"), ("fp8", "int8")
 
 
 @functools.cache
@@ -104,15 +68,6 @@ def fitted() -> Mapping[str, Any]:
 
 def generation_of(machine: Machine) -> str | None:
     return next((name for name, row in GENERATIONS.items() if machine.name in row.machines), None)
-
-
-def stack_of(config: Config) -> str:
-    """Returns the row of STACKS that `system.stack` names; with auto, lpkit's own."""
-    asked = config.system.stack
-    if asked == "auto":
-        return "eager" if config.system.compile is False else DEFAULT
-    pick({"auto": None, **STACKS}, asked, "system.stack")
-    return asked
 
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
@@ -148,14 +103,15 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
 
     def of(field: str) -> float:
-        value = getattr(how, field)
-        tied = stack if stack in FITTED else FITTED[0]
-        return numbers[f"{tied} {field}"] if value is None else value
+        if (value := getattr(how, field)) is not None:
+            return value
+        own = f"{stack} {field}"
+        return numbers[own if own in numbers else f"eager {field}"]
 
     low = kept * of("low_bits")
 
     return replace(
-        ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
+        ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen), "fp32": row.thirty_two,
                            **dict.fromkeys(EIGHT, low * (row.eight or row.sixteen)),
                            "fp4": low * FOUR_BITS},
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,

@@ -147,6 +147,8 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
         return Row(name, dict.fromkeys(moments, itemsize * numbers / shards + whole * numbers),
                    f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
 
+    if moment_format == "float32":
+        moment_format = p.moments or moment_format
     work = work or Work(optimizers.find(optimizer).state_bytes(moment_format))
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
@@ -266,9 +268,9 @@ def _held(d: Walk, doubt: str) -> Memory:
     step, config = d.step, d.step.config
     *outlive, gradients = model_states(
         d.inside + d.tables, precision=step.p, optimizer=step.optimizer,
-        moment_format=config.memory.moment_format.name, zero=3 if d.whole else step.layout.zero,
+        moment_format=step.moments, zero=3 if d.whole else step.layout.zero,
         devices=step.layout.state_ranks, trained=trained_count(d.m) / parameter_count(d.m),
-        work=optimizer_work(config, step.optimizer))
+        work=optimizer_work(config, step.optimizer, step.moments))
     rows = [row for row in outlive
             if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
     if coded := [op for op in d.ops.linears if op.stored_bytes]:
@@ -486,7 +488,7 @@ def _update_bytes(d: Walk) -> float:
     optimizer = optimizer_settings(config, step.optimizer)
     shards = d.tensor * (step.layout.state_ranks if step.layout.zero else 1)
     if not elementwise(optimizer):
-        return whole_update_bytes(shapes(d.m), optimizer, config.memory.moment_format.name,
+        return whole_update_bytes(shapes(d.m), optimizer, step.moments,
                                   d.weight_itemsize, shards, partial(fused, d.m))
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if d.state_bytes:

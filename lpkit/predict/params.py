@@ -74,9 +74,10 @@ def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, S
     return RECOMPUTE[settings.name], settings
 
 
-def optimizer_work(config: Config, asked: str | None = None) -> Work:
-    """Returns the work of the optimizer `asked`."""
-    settings, moments = optimizer_settings(config, asked), config.memory.moment_format.name
+def optimizer_work(config: Config, asked: str | None = None, moments: str | None = None) -> Work:
+    """Returns the work of the optimizer `asked`. `moments`: their format; None: the config's."""
+    settings, moments = (optimizer_settings(config, asked),
+                         moments or config.memory.moment_format.name)
     if elementwise(settings):
         return Work(find(settings.name).state_bytes(moments))
     return work(shapes(config.model), settings, moments, functools.partial(fused, config.model))

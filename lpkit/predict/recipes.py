@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from lpkit.config import Config
 from lpkit.errors import pick
+from lpkit.predict.stacks import STACKS, stack_of
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE
 from lpkit.techniques.recipes import MX_BLOCK, RECIPES, SCALES, Cast, Recipe, at_end, resolve
@@ -122,6 +123,7 @@ class Precision:
     what: str
     low: Low | None = None      # how the Linears are cast
     buffered: bool = False      # gradients have a buffer of their own, before and after a step
+    moments: str = ""           # a row of MOMENT_FORMATS that replaces the config's float32
 
 
 _BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute_bytes=2, residual_bytes=4,
@@ -136,7 +138,7 @@ _NAMED = {
                            "weights: the ZeRO paper's setting"),
     "bf16-fp32-grads": replace(_PURE, gradients=4, master=4, buffered=True, what="bf16 weights, "
                                "float32 gradients and master weights: Megatron-LM, Llama 3"),
-    "bf16-pure": _PURE,
+    "bf16-pure": replace(_PURE, moments="bfloat16"),
 }
 
 
@@ -181,8 +183,20 @@ def stored(config: Config, name: str) -> Precision:
         p = precision_of_recipe(name, row_of(config, name))
     else:
         p = pick(PRECISIONS, name, "precision")
-    row = PARAM_DTYPE[config.memory.param_dtype.name]
-    if row.residual_bytes is None:
-        return p
-    return replace(p, weights=row.param_bytes, gradients=row.param_bytes,
-                   residual_bytes=row.residual_bytes)
+    row, stack = PARAM_DTYPE[config.memory.param_dtype.name], STACKS[stack_of(config)]
+    if stack.codes and any(one.name == "quantised-base" for one in config.model.changes):
+        return PRECISIONS[stack.codes]
+    if row.residual_bytes is not None:
+        theirs = config.system.stack != "auto" and stack.bf16_moments
+        return replace(p, weights=row.param_bytes, gradients=row.param_bytes,
+                       residual_bytes=row.residual_bytes, moments="bfloat16" * theirs)
+    if stack.storage and p.compute_bytes < FP32 == p.weights:
+        held = PRECISIONS[stack.storage]
+        return replace(held, dtype=p.dtype, low=p.low, what=f"{held.what}, matmuls with {name}")
+    return p
+
+
+def moments_of(config: Config, p: Precision) -> str:
+    """Returns the row of MOMENT_FORMATS in which moments rest."""
+    asked = config.memory.moment_format.name
+    return p.moments if p.moments and asked == "float32" else asked

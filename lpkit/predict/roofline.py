@@ -36,7 +36,8 @@ class Efficiency:
     overlap: float = 1.0                # of a message that could hide behind work, what does
     split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
     weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
-    layer_seconds: float = 0.0          # between the kernels of a layer, forward and backward
+    op_seconds: float = 0.0             # the host's, to start one operation of a module
+    host_shown: float = 0.0             # of the host's time, what shows though the device is slower
     norm_bytes: float = 0.0             # a number, forward, more than a norm in one kernel moves
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are made

@@ -18,8 +18,11 @@ phase by phase. Products, attention and pointwise work are rooflines; messages a
 Of what could hide, a stated share does (`Efficiency.overlap`): messages and work slow each other.
 
 Left out: stragglers, failures, checkpoints, evaluation, data, clock throttling, contention of
-overlapped kernels, launch overheads but for the least time of a kernel, moves to the host or a
-disk. `calibrate` turns one short measured run into a factor for them.
+overlapped kernels, moves to the host or a disk. `calibrate` turns one short measured run into a
+factor for them.
+
+The host starts kernels while the device computes, so a step takes the longer of the two times. The
+row "host" has what the host takes more. A CUDA graph leaves the device the gap between kernels.
 
 Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; Korthikanti et al.
 2022 for tensor and sequence parallelism, https://arxiv.org/abs/2205.05198.
@@ -48,7 +51,7 @@ from lpkit.predict.params import (
     recompute_of,
     trained_count,
 )
-from lpkit.predict.recipes import Precision, precision_of, stored
+from lpkit.predict.recipes import Precision, moments_of, precision_of, stored
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.updates import Work
 from lpkit.tables import picked
@@ -56,7 +59,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import RECOMPUTE, Recompute
+from lpkit.techniques.memory import CROSS_ENTROPY, RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import find, rules
@@ -71,10 +74,21 @@ GATHERED_KEYS = "Llama 3 team 2024, section 3.3.2, https://arxiv.org/abs/2407.21
 FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.roofline.product_seconds"
+GRAPH_SECONDS = 2.5e-6  # between kernels that a CUDA graph starts, for an operation of a module
 
 PHASES = ("forward", "backward", "optimizer", "communication")
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
+ATTENTION_FP32 = 0.4    # of the rate of products: kernels of all pairs, without tensor cores
+# Operations that the host starts. Of a block forward: `_launches`; backward starts twice as many.
+# Counted so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
+BACKWARD_OPS = 2.0      # for one forward
+STEP_OPS = 100          # the update, clipping, data, a line of the log
+OUTSIDE_OPS = 12        # of a micro-batch, forward: embedding, last norm, head, loss
+CHUNK_OPS = 7           # of a chunk of the loss
+CAST_OPS = 30           # of a Linear whose operands are cast, forward and backward together
+TURN_OPS = 10           # that rotate q and k
+WRITTEN_OUT_OPS = 6     # of a norm, more than one kernel has
 
 
 class TimeRow(NamedTuple):
@@ -213,10 +227,14 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
     if efficiency.flat is None:
         gathered = gathered_itemsizes(config, layout, precision)
+        if starts_by_graph(config, on, layout, efficiency):
+            efficiency = replace(efficiency, op_seconds=GRAPH_SECONDS)
+        loss = config.memory.cross_entropy
+        chunk = CROSS_ENTROPY[loss.name].chunk_tokens(loss)
         rank = _Rank(work_of(s, layout), on, layout, p, efficiency, recipe, pieces, recompute,
-                     gathered)
+                     gathered, s.tokens / chunk if chunk else 0.0)
         own = rank_layers(config.model, layout, config.system.stack == "auto")
-        rows = rank.rows(optimizer_work(config, optimizer), own)
+        rows = rank.rows(optimizer_work(config, optimizer, moments_of(config, p)), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
         for one in rules(optimizer_settings(config, optimizer)):
@@ -230,6 +248,14 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                  model_flops=flops.training_flops(config.model, batch=config.global_batch),
                  tokens=config.tokens_per_step, micro_batches=pieces, sequences=s.batch,
                  attention=s.attention, emulated=emulated)
+
+
+def starts_by_graph(config: Config, on: Machine, layout: Layout, rate: Efficiency) -> bool:
+    """Returns whether lpkit starts an update's kernels as one CUDA graph."""
+    system = config.system
+    return (system.stack == "auto" and on.kind == "gpu" and layout.devices == 1
+            and rate.op_seconds > GRAPH_SECONDS and False not in (system.compile,
+                                                                  system.cuda_graphs))
 
 
 def _step(rows: list[TimeRow], on: Machine, layout: Layout, p: Precision, efficiency: Efficiency,
@@ -269,6 +295,7 @@ class RankWork:
     products: tuple[flops.Product, ...]     # all of a forward pass; the output head's is "head"
     attentions: tuple[tuple[Op, float], ...]    # and how often one block calls each
     attention: str
+    launches: float = 0.0               # operations that the host starts forward
     moved_bytes: float                  # in forward, unfused: norms, additions, activations
     outside_bytes: float                # the same outside the blocks
     stream_bytes: float = 0.0           # of `moved_bytes`, what works on the residual stream
@@ -293,6 +320,7 @@ def work_of(s: MicroBatch, layout: Layout) -> RankWork:
     moved, moved_outside = flops.moved_bytes(ops)
     return RankWork(
         blocks=m.L, running=m.running, tokens=s.tokens, stream_numbers=s.tokens * m.D,
+        launches=len(ops.block) + TURN_OPS * s.turns,
         products=rank_products(m, layout, s.batch), attention=s.attention,
         attentions=tuple((op, 1.0) for op in ops.block if op.pairs), moved_bytes=moved,
         outside_bytes=moved_outside, linear_weights=ops.linear_weights,
@@ -308,7 +336,7 @@ class _Rank:
 
     def __init__(self, work: RankWork, on: Machine, layout: Layout, p: Precision,
                  efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
-                 gathered: tuple[float, float, float]):
+                 gathered: tuple[float, float, float], chunks: float = 0.0):
         split = layout.tensor * layout.context
         self.work, self.layout, self.p, self.efficiency = work, layout, p, efficiency
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
@@ -345,6 +373,11 @@ class _Rank:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * work.linear_weights / layout.tensor / shards
+        # what the host starts: casts of weights, passes of low precision, what runs again
+        matmuls = [one for one in work.products if not (one.pairs or one.name == "head")]
+        self.cast_ops = len(matmuls) * (casts > 0)
+        self.low_ops = CAST_OPS * len(matmuls) * (recipe is not None)
+        self.chunks = chunks
         self.trained = work.trained_weights / max(1, work.linear_weights)   # of what is cast
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.group_bytes = work.stream_numbers // layout.context * p.compute_bytes
@@ -353,6 +386,7 @@ class _Rank:
         # what is recomputed in backward, on average over the layers
         row = RECOMPUTE[recompute.name]
         blocks, self.again = row.again_share(work.blocks, recompute), row.repeats
+        self.repeats_blocks = blocks * row.repeats_blocks
         unfused = any(sum(op.score_passes) for op in attentions)
         attends = "attention" in self.again or (unfused and "unfused attention" in self.again)
         self.repeated = blocks * (
@@ -379,7 +413,7 @@ class _Rank:
         v, stages = layout.interleave, layout.pipeline
         layer = running * (
             self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
-            + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
+            + self.repeated_tensor + 3 * self.context_once)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
         seconds = [count * layer for count in own]
         seconds[-1] += sum(self.head) + pointwise_head + 2 * self.tensor_once
@@ -405,9 +439,6 @@ class _Rank:
             f"{rate.fused:g} of the bytes move after fusion, at {rate.bandwidth:g} of the memory "
             f"bandwidth; backward moves {BACKWARD_MOVES:g} times as many",
             "lpkit.predict.flops.moved_bytes", forward=moved, backward=BACKWARD_MOVES * moved)
-        gaps = times * rate.layer_seconds
-        row("between kernels", f"{count}, {rate.layer_seconds * 1e6:.0f} us each", rate.source,
-            forward=gaps / 3, backward=gaps * 2 / 3)
         row("weight copies",
             "casts of weights to the compute dtype, of gradients back, per micro-batch", AMP,
             forward=times * self.casts, backward=times * self.casts * self.trained)
@@ -426,8 +457,7 @@ class _Rank:
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
         if stages > 1:
             schedule = PIPELINES[layout.schedule]
-            forward = (self.forward + self.casts + 4 * self.tensor_once + self.context_once
-                       + rate.layer_seconds / 3)
+            forward = self.forward + self.casts + 4 * self.tensor_once + self.context_once
             half = (layer - forward) / 2        # dx, and dw
             hops = schedule.hops(stages, v, pieces)
             row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward and "
@@ -443,16 +473,30 @@ class _Rank:
         states = trained * (max(own) * block + outside / min(stages, 2)) / layout.tensor
         owned = states / (layout.state_ranks if layout.zero else 1)
         self.state_rows(layers, states, owned, block / layout.tensor, trained)
-        row("optimizer", f"{update.moved_bytes:g} bytes a parameter that the rank updates",
-            "each state read and written once, weights and gradients in float32",
-            optimizer=update.moved_bytes * owned / self.bandwidth)
+        moved = update.moved_bytes(self.p.weights, self.p.gradients, self.p.master)
+        row("optimizer", f"{moved:g} bytes a parameter that the rank updates",
+            "each state read and written once", optimizer=moved * owned / self.bandwidth)
         row("optimizer: products", f"{update.flops:g} FLOPs a parameter, the same on every rank",
             "flops of the optimizer's row", optimizer=update.flops * states / self.optimizing)
         if update.gathered is not None and layout.zero and layout.state_ranks > 1:
             gather = self.link("states").all_gather_seconds(FP32 * update.gathered * states)
             row("optimizer: gathers", f"whole gradients of {update.gathered:.2f} of the parameters",
                 RINGS, communication=gather)
+        self.host(layers * running)
         return self.made
+
+    def host(self, layers: float) -> None:
+        """Adds what the host takes more than the device to start the operations of an update."""
+        work, rate = self.work, self.efficiency
+        block = work.launches + WRITTEN_OUT_OPS * work.norms * (rate.norm_bytes > 0) + self.cast_ops
+        block *= 1 + BACKWARD_OPS + self.repeats_blocks
+        outside = (1 + BACKWARD_OPS) * OUTSIDE_OPS + CHUNK_OPS * self.chunks
+        count = self.pieces * (layers * (block + self.low_ops) + outside) + STEP_OPS
+        host, device = count * rate.op_seconds, sum(row.seconds for row in self.made)
+        late = max(rate.host_shown * host, host - device)
+        self.row("host", f"starts {count:,.0f} operations, {rate.op_seconds * 1e6:.3g} us each, in "
+                 f"{host:.3g} s, while the device computes for {device:.3g} s", rate.source,
+                 hidden=host - late, forward=late / 3, backward=late * 2 / 3)
 
     def beside(self, ops: tuple[Op, ...]) -> TimeRow:
         """Makes the row of what an objective runs forward beside the model, per micro-batch."""
@@ -543,7 +587,10 @@ def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
     move = scores * p.compute_bytes / bandwidth
     forward_passes, backward_passes = op.score_passes
     unfused = forward_passes > 0
-    forward = work / (peak * (efficiency.products[p.dtype] if unfused else efficiency.attention))
+    share = efficiency.products[p.dtype] if unfused else efficiency.attention
+    if p.dtype == "fp32" and not efficiency.overlapped:
+        share = efficiency.products["fp32"] * ATTENTION_FP32
+    forward = work / (peak * share)
     backward = op.backward_pairs * forward
     if efficiency.overlapped:       # a floor: each product reads or writes the scores once
         return max(forward, 2 * unfused * move), max(backward, 4 * unfused * move)

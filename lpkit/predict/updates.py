@@ -44,7 +44,7 @@ def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: i
     """
     stored = find_format(moment_format)
     slots = slots or [n / 4096**2 for n in row.slot_numbers((4096, 4096), row.settings)]
-    decoded = FLOAT32 * sum(slots) if stored.encoding_bytes else 0
+    decoded = FLOAT32 * sum(slots) if stored.encoded else 0
     encoding = stored.encoding_bytes * max(slots, default=0)
     working = row.temporary_bytes + whole
     if weight_bytes == FLOAT32:
@@ -72,10 +72,11 @@ class Work(NamedTuple):
     gathered: float | None = None
     flops: float = 0.0
 
-    @property
-    def moved_bytes(self) -> float:
-        """Reads weight, gradient and slots, writes weight and slots."""
-        return 3 * FLOAT32 + 2 * (self.cut_bytes + self.whole_bytes)
+    def moved_bytes(self, weights: int, gradients: int, master: int = 0) -> float:
+        """Returns what an update of numbers of so many bytes reads and writes: the gradient, the
+        slots twice, the weights or their master copies twice, and a copy's result."""
+        held = 2 * master + weights if master else 2 * weights
+        return held + gradients + 2 * (self.cut_bytes + self.whole_bytes)
 
 
 def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,

@@ -75,8 +75,12 @@ class MomentFormat(Technique):
     """A way to store a slot between updates; implemented as lpkit.optim.moments.Float32 is."""
 
     bytes: float                # per number
-    encoding_bytes: float       # per number, temporary, while a slot is encoded; 0: it is not
+    encoding_bytes: float       # per number, temporary, while a slot is encoded
     numbers: str                # "float32", "8-bit"
+
+    @property
+    def encoded(self) -> bool:
+        return self.bytes != FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,10 @@ MOMENT_FORMATS = {
     "float32": MomentFormat(
         why="as the rule computes it", bytes=FLOAT32, encoding_bytes=0, numbers="float32",
         implementation="lpkit.optim.moments:Float32"),
+    "bfloat16": MomentFormat(
+        why="as torch.optim.AdamW keeps them for bf16 weights; rounded to nearest, so that a slow "
+        "mean of squares may stop", bytes=BF16, encoding_bytes=0, numbers="bf16",
+        implementation="lpkit.optim.moments:BFloat16"),
     "int8": MomentFormat(
         why=f"8 bits a number and a float32 scale for each {BLOCK}",
         source="Dettmers et al. 2022, arXiv:2110.02861",

@@ -182,7 +182,7 @@ class Run(Checked):
         attention = "plain" if self.attention == "plain" else "auto"
         return Config(global_batch=self.global_batch,
                       grad_accum_steps=self.global_batch // (self.micro_batch or 1),
-                      system=SystemConfig(attention=attention),
+                      system=SystemConfig(attention=attention, stack=self.stack_row),
                       # their products are their stack's, and not lpkit's
                       precision=PrecisionConfig(backend="transformer-engine"),
                       model=ModelConfig(**{name: getattr(self, name) for name in SHAPE}, **style))
@@ -244,7 +244,7 @@ def optimism(run: Run) -> dict[str, StepTime]:
     ConfigError as `step`."""
     numbers = evidence.fitted()["numbers"]
     alone = {name: 1.0 for name in numbers if name.endswith((" keeps", "overlap"))}
-    alone |= {name: 0.0 for name in numbers if name.endswith("layer_seconds")}
+    alone |= {name: 0.0 for name in numbers if name.endswith("op_seconds")}
     return {"roofline": step(run, efficiency=FLOOR),
             "kernels alone": step(run, numbers={**numbers, **alone}), "in a step": step(run)}
 

@@ -1,0 +1,93 @@
+"""Stacks: the programs whose steps are priced, by what of them decides seconds and bytes.
+
+data/published/stacks.toml has the rows, and `system.stack` names one. A stack says how it holds
+weights, gradients and master copies, which kernels it has for low precision, and what its compiler,
+its fused kernels and its host leave of the time. Numbers that no source states are fitted to
+published runs (`lpkit.predict.evidence`).
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpkit.errors import pick
+from lpkit.files import resource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The way in which a step is programmed. A field that is None is fitted.
+
+    attention           the share of the generation's attention kernels that its attention reaches
+    fused               the share of pointwise bytes that its fused kernels still move
+    op_seconds          the host's time to start one operation of a module
+    host_shown          the share of the host's time that shows though the device is slower
+    storage             a row of `lpkit.predict.recipes.PRECISIONS`: how it holds numbers where
+                        matmuls have 16 bits or fewer; "": float32 weights, autocast
+    codes               the row of PRECISIONS that a base in codes (QLoRA) computes in; "": as asked
+    code_bytes          bytes that move for a weight when codes become numbers; 0: as lpkit does
+    adapter_bytes       bytes that a low-rank adapter moves, forward, for a number of its Linear's
+                        input and of its result, beside its products
+    recipes             recipes that its kernels multiply beside those of PyTorch's: the first
+                        letters of the names of machines, by recipe
+    bf16_moments        moments have the dtype of the weights, as torch.optim.AdamW makes them
+    sequence_parallel   tensor ranks have a part of each sequence between the matrices
+    norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
+                        is several operations in float32, and an RMSNorm saves two of its size
+    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
+                        and the inputs of Linears, for backward
+    stages_by_work      a stage ends with the block that exceeds its share of the products, the
+                        head's among them; else stages have as many blocks
+    """
+
+    words: str
+    attention: float | None
+    fused: float | None
+    overlap: float | None
+    op_seconds: float | None = None
+    host_shown: float | None = None
+    split_overlap: float | None = 0.0
+    pooled: float = 1.0
+    weight_copies: float = 1.0
+    low_bits: float | None = 1.0    # keep of their kernels' share, times what 16 bits keep
+    storage: str = ""
+    codes: str = ""
+    code_bytes: float = 0.0
+    adapter_bytes: tuple[float, float] = (0.0, 0.0)
+    recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    bf16_moments: bool = True
+    norm_bytes: float = 0.0
+    sequence_parallel: bool = True
+    keeps_gathered: bool = False
+    stages_by_work: bool = False
+
+    @property
+    def of_adapters(self) -> dict[str, Any]:
+        """Returns the fields of a MicroBatch that say what adapters move."""
+        return {"code_bytes": self.code_bytes, "adapter_bytes": tuple(self.adapter_bytes)}
+
+    def multiplies(self, recipe: str, machine: str) -> bool:
+        """Returns whether it brings a kernel for `recipe` on this machine of the catalogue."""
+        return machine.startswith(tuple(self.recipes.get(recipe, ()) or ("\0",)))
+
+
+PATH = resource("data/published") / "stacks.toml"
+STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row)
+          for name, row in tomllib.loads(PATH.read_text(encoding="utf-8")).items()}
+# facts of a stack that an efficiency has by the same name
+AS_THEY_ARE = ("fused", "overlap", "split_overlap", "op_seconds", "host_shown",
+               "pooled", "weight_copies",
+               "norm_bytes", "sequence_parallel")
+DEFAULT = "compiled"
+# a number that is fitted and not in fit.json by the name of the stack is eager's
+
+
+def stack_of(config: Any) -> str:
+    """Returns the row of STACKS that `system.stack` names; with auto, lpkit's own. Raises
+    ConfigError."""
+    asked = config.system.stack
+    if asked == "auto":
+        return "eager" if config.system.compile is False else DEFAULT
+    pick({"auto": None, **STACKS}, asked, "system.stack")
+    return asked
