@@ -199,7 +199,7 @@ class SystemConfig(Group):
     products: Literal["auto", "bf16", "float32"] = "auto"   # that multiply bf16 on a CPU
     attention: str = "auto"         # who computes it: a row of ATTENTION
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
-    stack: str = "auto"             # whose step predictions price: a row of evidence.STACKS
+    stack: str = "auto"             # whose step predictions price: a row of predict.stacks.STACKS
 
     def __post_init__(self):
         if isinstance(self.kernels, Mapping):

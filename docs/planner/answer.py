@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 from lpkit.errors import ConfigError
 from lpkit.predict.device import by_cost
-from lpkit.predict.evidence import STACKS
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE
 from lpkit.predict.plan import powers_of_two
 from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.stacks import STACKS
 from lpkit.predict.units import between, duration, quantity
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques import lessons, outside

@@ -10,7 +10,7 @@ from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, se
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
-from lpkit.predict.evidence import STACKS
+from lpkit.predict.stacks import STACKS
 from lpkit.predict.units import words
 from lpkit.tables import page, picked
 from lpkit.techniques.optimizers import OPTIMIZERS
@@ -102,8 +102,12 @@ def text(result: dict[str, Any]) -> Iterator[str]:
     if a["factor"] != 1:
         yield line("", "", "all seconds are multiplied by {a[factor]:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
-        yield line("", "", f"for {STACKS[a['stack']].words}; other values of system.stack:")
-        yield line("", "", ", ".join(name for name in STACKS if name != a["stack"]))
+        yield line("", "", f"for {STACKS[a['stack']].words}")
+        for one in result["other_stacks"]:
+            yield line("  or", "{step_seconds:time}", "range {step_seconds_range:time}, peak "
+                       "{peak_bytes:bytes}: system.stack={stack}, {words}", one)
+        yield line("", "", "other values of system.stack: " + ", ".join(
+            name for name in STACKS if name not in (a["stack"], "eager", "hf")))
     yield line("tokens/s", "{tokens_per_second:number}")
     yield line("run", "{run_seconds:time}", "range {run_seconds_range:time}, {a[steps]:,} steps")
     if result["energy_wh"] is not None:

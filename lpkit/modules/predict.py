@@ -149,7 +149,7 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     precision  a row of RECIPES, which runs under autocast; None: the model's own dtypes, without
                autocast
     loss       (model, batch) -> scalar; None: the loss that the model returns
-    stack      how the step is programmed, a row of `lpkit.predict.evidence.STACKS`; None: compiled
+    stack      how the step is programmed, a row of `lpkit.predict.stacks.STACKS`; None: compiled
                if the model is, else eager
     keep, pad  as `lpkit.convert`
     The model stays as it is. Raises ConfigError.

@@ -42,15 +42,19 @@ class Step:
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None):
+        self.stack = STACKS[stack_of(config)]
+        if config.system.stack != "auto":
+            layout = self.stack.layout(layout)
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
-        self.techniques, self.stack = rows_of(config), STACKS[stack_of(config)]
+        self.techniques = rows_of(config)
         # lpkit's own makes one graph of head and loss (`lpkit.execution.compiled`), others seldom do;
         # whether it can be compiled where nobody asked for it, the machine decides
         self.compiles_loss = (config.system.stack == "auto"
                               and config.system.compile not in (False, "auto")
                               and on.kind == "gpu" and layout.tensor == 1
                               and not any(row.eager for row in self.techniques.values()))
+        self.compiles_loss |= config.system.stack != "auto" and self.stack.fused_loss
         self.repeated, self.recompute = recompute_of(config, recompute)
         name = precision_of(config, on, precision)
         p = stored(config, name)

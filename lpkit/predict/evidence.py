@@ -31,7 +31,7 @@ from lpkit.files import resource
 from lpkit.predict.casts import TENSORWISE, cast_passes
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import ASSUMED, FOUR_BITS, REACHED, Efficiency
-from lpkit.predict.stacks import AS_THEY_ARE, DEFAULT, STACKS, stack_of
+from lpkit.predict.stacks import AS_THEY_ARE, DEFAULT, STACKS
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -205,20 +205,25 @@ class Spread:
 
 
 GIVEN = Spread(low=1.0, high=1.0, words="at the given MFU")
+HOST_BOUND = 0.1        # of a step: then the host decides
 TELLS = 0.08            # of seconds: less does not tell two layouts apart (docs/plan.md)
-KINDS = ("MI300X and after", "8 bits or fewer", "A100, H100 and after in 16 bits")
+KINDS = ("consumer and workstation GPUs", "bound by the host", "adapters",
+         "below 1 billion weights", "MI300X and after", "8 bits or fewer",
+         "A100, H100 and after in 16 bits")
+SMALL = 1e9             # weights
 UNSEEN = "no published run is of this kind"
 
 
-def kind_of(machine: Machine, precision: str) -> str:
-    """Returns the kind, one of fit.json's."""
-    low, name = PRECISIONS[precision].low, generation_of(machine)
+def kind_of(machine: Machine, precision: str, *, weights: float = SMALL, adapted: bool = False,
+            host_share: float = 0.0) -> str:
+    """Returns the kind, one of fit.json's: the first of KINDS that the run is of. `host_share`: of
+    the step, in which the device waits for the host."""
+    name = generation_of(machine)
     if name is None:
         return UNSEEN
-    amd, eight, sixteen = KINDS
-    if name.startswith("mi"):
-        return amd
-    return eight if low else sixteen
+    of = (name.startswith("sm_"), host_share > HOST_BOUND, adapted, weights < SMALL,
+          name.startswith("mi"), PRECISIONS[precision].low is not None, True)
+    return next(kind for kind, is_of in zip(KINDS, of, strict=True) if is_of)
 
 
 def shape_of(layout: Layout) -> str:
@@ -228,10 +233,10 @@ def shape_of(layout: Layout) -> str:
     return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
 
 
-def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAULT, *,
-           calibrated: bool = False, emulated: bool = False) -> Spread:
+def spread(kind: str, layout: Layout, stack: str = DEFAULT, *, calibrated: bool = False
+           ) -> Spread:
     """Returns the range of a step's seconds. One measured step takes a kind's own bias away."""
-    known, kind = fitted(), UNSEEN if emulated else kind_of(machine, precision)
+    known = fitted()
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
     known_as, limits = range_of(kinds, kind, stack)
     words = f"nine of ten held-out runs ({known_as})" if known_as else f"{UNSEEN}; the widest range"

@@ -35,6 +35,7 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.scaling import LAWS
+from lpkit.predict.stacks import stack_of
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import picked
@@ -142,7 +143,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> Efficiency:
-        return evidence.efficiency(self.machine, evidence.stack_of(self.config))
+        return evidence.efficiency(self.machine, stack_of(self.config))
 
     @cached_property
     def recomputations(self) -> Sequence[str]:

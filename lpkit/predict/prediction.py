@@ -1,11 +1,13 @@
 """One answer about one training run on one kind of machine, before it runs."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, flat
+from lpkit.errors import ConfigError
 from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
@@ -13,6 +15,7 @@ from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import nonzero_count, parameter_count, parameters
 from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
+from lpkit.predict.stacks import STACKS
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.tables import picked
 from lpkit.techniques import machines
@@ -45,6 +48,7 @@ class Prediction:
     machine: Machine
     assumptions: dict[str, Any]
     config: Config
+    other_stacks: tuple[dict[str, Any], ...] = ()   # the same run by other programs, if none is named
 
     @property
     def peak_bytes(self) -> float:
@@ -82,6 +86,7 @@ class Prediction:
             "machine": picked(m, "name title memory_bytes bytes_per_second flops watts "
                               "price_per_hour source"),
             "devices": self.layout.devices, "assumptions": self.assumptions,
+            "other_stacks": self.other_stacks,
             "sources": [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
                         f"efficiency: {self.step.efficiency.source}"]}
 
@@ -120,6 +125,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         if held.fits:
             break
     step = step_time(config, on, layout, efficiency=efficiency, **how)
+    others = () if mfu or on.measured or on.kind != "gpu" else _by_others(config, on, layout, how)
     why = "no layout fits; this layout needs the least memory"
     if len(modes) == len(to_try) == 1:
         why = "as requested" + "; --devices searches for a layout that fits" * (not held.fits)
@@ -135,6 +141,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         flops_per_token=training_flops_per_token(seen := governed(config).model),
         flops_per_token_causal=training_flops_per_token(seen, attention="causal"),
         memory=held, step=step, layout=layout, machine=on, config=config,
+        other_stacks=tuple(others),
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
             **how, **picked(step, "stack factor dtype emulated attention micro_batches",
                             efficiency="efficiency.source", peak_flops_per_device="peak_flops",
@@ -142,6 +149,20 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
             "mfu": mfu, "zero": layout.zero if layout.state_ranks > 1 else 0, "layout": str(layout),
             "layout_why": why, "steps": config.steps, "price_per_hour": price,
             "communication": communication, "power": "rated, all of it, all the time"})
+
+
+def _by_others(config: Config, on: Machine, layout: Layout, how: dict[str, str]
+               ) -> Iterator[dict[str, Any]]:
+    """Yields the step and the peak of the same run by two programs that most people use, where no
+    stack is named: the time depends on the program more than on anything else."""
+    split = layout.tensor * layout.pipeline * layout.context > 1
+    for name in ("eager", "megatron" if split else "hf") * (config.system.stack == "auto"):
+        by_it = config.replace({"system.stack": name})
+        with suppress(ConfigError):     # no stack but lpkit's has this combination
+            step, held = (of(by_it, on, layout=layout, **how) for of in (step_time, memory))
+            yield {"stack": name, "words": STACKS[name].words, **picked(
+                step, "step_seconds tokens_per_second mfu", step_seconds_range="seconds_range",
+                range_is="spread.words"), **picked(held, "peak_bytes fits")}
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:

@@ -192,7 +192,8 @@ def stored(config: Config, name: str) -> Precision:
                        residual_bytes=row.residual_bytes, moments="bfloat16" * theirs)
     if stack.storage and p.compute_bytes < FP32 == p.weights:
         held = PRECISIONS[stack.storage]
-        return replace(held, dtype=p.dtype, low=p.low, what=f"{held.what}, matmuls with {name}")
+        return replace(held, dtype=p.dtype, low=p.low, what=f"{stack.storage}, matmuls with {name}",
+                       gradients=stack.gradient_bytes or held.gradients)
     return p
 
 

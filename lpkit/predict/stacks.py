@@ -8,11 +8,12 @@ published runs (`lpkit.predict.evidence`).
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lpkit.errors import pick
 from lpkit.files import resource
+from lpkit.techniques.layouts import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Stack:
     host_shown          the share of the host's time that shows though the device is slower
     storage             a row of `lpkit.predict.recipes.PRECISIONS`: how it holds numbers where
                         matmuls have 16 bits or fewer; "": float32 weights, autocast
+    gradient_bytes      of a gradient, where not as in `storage`
     codes               the row of PRECISIONS that a base in codes (QLoRA) computes in; "": as asked
     code_bytes          bytes that move for a weight when codes become numbers; 0: as lpkit does
     adapter_bytes       bytes that a low-rank adapter moves, forward, for a number of its Linear's
@@ -32,6 +34,8 @@ class Stack:
     recipes             recipes that its kernels multiply beside those of PyTorch's: the first
                         letters of the names of machines, by recipe
     bf16_moments        moments have the dtype of the weights, as torch.optim.AdamW makes them
+    zero                the ZeRO stage at which replicas share model states without being asked
+    fused_loss          head and loss keep logits in the dtype of the head and nothing else
     sequence_parallel   tensor ranks have a part of each sequence between the matrices
     norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
                         is several operations in float32, and an RMSNorm saves two of its size
@@ -52,11 +56,14 @@ class Stack:
     weight_copies: float = 1.0
     low_bits: float | None = 1.0    # keep of their kernels' share, times what 16 bits keep
     storage: str = ""
+    gradient_bytes: int | None = None
     codes: str = ""
     code_bytes: float = 0.0
     adapter_bytes: tuple[float, float] = (0.0, 0.0)
     recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bf16_moments: bool = True
+    zero: int = 0
+    fused_loss: bool = False
     norm_bytes: float = 0.0
     sequence_parallel: bool = True
     keeps_gathered: bool = False
@@ -66,6 +73,12 @@ class Stack:
     def of_adapters(self) -> dict[str, Any]:
         """Returns the fields of a MicroBatch that say what adapters move."""
         return {"code_bytes": self.code_bytes, "adapter_bytes": tuple(self.adapter_bytes)}
+
+    def layout(self, asked: Layout) -> Layout:
+        """Returns the layout as this stack has it: its replicas may share model states."""
+        if self.zero <= asked.stage or asked.data == 1 or asked.shard > 1:
+            return asked
+        return replace(asked, shard=asked.data, data=1, zero=self.zero)
 
     def multiplies(self, recipe: str, machine: str) -> bool:
         """Returns whether it brings a kernel for `recipe` on this machine of the catalogue."""

@@ -53,6 +53,7 @@ from lpkit.predict.params import (
 )
 from lpkit.predict.recipes import Precision, moments_of, precision_of, stored
 from lpkit.predict.roofline import Efficiency
+from lpkit.predict.stacks import DEFAULT, stack_of
 from lpkit.predict.updates import Work
 from lpkit.tables import picked
 from lpkit.techniques import machines
@@ -74,16 +75,18 @@ GATHERED_KEYS = "Llama 3 team 2024, section 3.3.2, https://arxiv.org/abs/2407.21
 FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.roofline.product_seconds"
+MOSTLY = 0.5            # of the parameters: if fewer are trained, adapters are
 GRAPH_SECONDS = 2.5e-6  # between kernels that a CUDA graph starts, for an operation of a module
 
 PHASES = ("forward", "backward", "optimizer", "communication")
+HOST = "host"
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 ATTENTION_FP32 = 0.4    # of the rate of products: kernels of all pairs, without tensor cores
 # Operations that the host starts. Of a block forward: `_launches`; backward starts twice as many.
 # Counted so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
 BACKWARD_OPS = 2.0      # for one forward
-STEP_OPS = 100          # the update, clipping, data, a line of the log
+STEP_SECONDS = 2.7e-3   # of an update: data, clipping, the optimizer, a line of the log
 OUTSIDE_OPS = 12        # of a micro-batch, forward: embedding, last norm, head, loss
 CHUNK_OPS = 7           # of a chunk of the loss
 CAST_OPS = 30           # of a Linear whose operands are cast, forward and backward together
@@ -127,9 +130,11 @@ class StepTime:
     dtype: str                  # of the products that are not cast
     attention: str
     efficiency: Efficiency
-    stack: str                  # of `evidence.STACKS`, where the efficiency is by evidence
+    stack: str                  # of `stacks.STACKS`, where the efficiency is by evidence
     machine: Machine
     layout: Layout
+    weights: float = evidence.SMALL     # parameters of the model
+    adapted: bool = False       # most of them are frozen
     emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
     factor: float = 1.0         # of a calibration; it is in the rows already
     calibrated: bool = False
@@ -152,8 +157,16 @@ class StepTime:
         """The range by which the seconds may be wrong."""
         if self.efficiency.flat:
             return evidence.GIVEN
-        return evidence.spread(self.machine, self.precision, self.layout, self.stack,
-                               calibrated=self.calibrated, emulated=bool(self.emulated))
+        return evidence.spread(self.kind, self.layout, self.stack, calibrated=self.calibrated)
+
+    @property
+    def kind(self) -> str:
+        """The kind of run whose errors are the range's, one of `evidence.KINDS`."""
+        if self.emulated:
+            return evidence.UNSEEN
+        host = sum(row.seconds for row in self.rows if row.name == HOST)
+        return evidence.kind_of(self.machine, self.precision, weights=self.weights,
+                                adapted=self.adapted, host_share=host / self.step_seconds)
 
     @property
     def seconds_range(self) -> tuple[float, float]:
@@ -209,7 +222,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                  None: the config's recipe, where "auto" is bf16 if the machine has it
     recompute    a row of `techniques.memory.RECOMPUTE`; None: the config's
     efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
-    stack        a row of `evidence.STACKS`, for an efficiency by evidence; None: the config's
+    stack        a row of `stacks.STACKS`, for an efficiency by evidence; None: the config's
     calibration  of one measured step (`calibrate`): all seconds times this
     recipe       casts that replace those of the precision; None: as a run on this machine has them,
                  emulated where it does not multiply them itself
@@ -217,7 +230,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     on, layout, config = machines.find(machine), layout or config.parallel, governed(config)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
-    stack = stack or evidence.stack_of(config)
+    stack = stack or stack_of(config)
     efficiency = efficiency or evidence.efficiency(on, stack)
     p = stored(config, precision)
     s, pieces = on_device(config, on, layout, p)
@@ -247,7 +260,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     return _step(rows, on, layout, p, efficiency, calibration, precision=precision, stack=stack,
                  model_flops=flops.training_flops(config.model, batch=config.global_batch),
                  tokens=config.tokens_per_step, micro_batches=pieces, sequences=s.batch,
-                 attention=s.attention, emulated=emulated)
+                 attention=s.attention, emulated=emulated, weights=parameter_count(config.model),
+                 adapted=trained_count(config.model) < MOSTLY * parameter_count(config.model))
 
 
 def starts_by_graph(config: Config, on: Machine, layout: Layout, rate: Efficiency) -> bool:
@@ -491,10 +505,11 @@ class _Rank:
         block = work.launches + WRITTEN_OUT_OPS * work.norms * (rate.norm_bytes > 0) + self.cast_ops
         block *= 1 + BACKWARD_OPS + self.repeats_blocks
         outside = (1 + BACKWARD_OPS) * OUTSIDE_OPS + CHUNK_OPS * self.chunks
-        count = self.pieces * (layers * (block + self.low_ops) + outside) + STEP_OPS
-        host, device = count * rate.op_seconds, sum(row.seconds for row in self.made)
+        count = self.pieces * (layers * (block + self.low_ops) + outside)
+        host = count * rate.op_seconds + STEP_SECONDS * (rate.op_seconds > 0)
+        device = sum(row.seconds for row in self.made)
         late = max(rate.host_shown * host, host - device)
-        self.row("host", f"starts {count:,.0f} operations, {rate.op_seconds * 1e6:.3g} us each, in "
+        self.row(HOST, f"starts {count:,.0f} operations, {rate.op_seconds * 1e6:.3g} us each, in "
                  f"{host:.3g} s, while the device computes for {device:.3g} s", rate.source,
                  hidden=host - late, forward=late / 3, backward=late * 2 / 3)
 
@@ -554,7 +569,7 @@ class _Rank:
 
 def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update: Work, *,
               model_flops: float, precision: str, recipe: Recipe | None, emulated: str,
-              efficiency: Efficiency | None = None, stack: str = evidence.DEFAULT,
+              efficiency: Efficiency | None = None, stack: str = DEFAULT,
               recompute: str = "none", pieces: int = 1, sequences: int = 1) -> StepTime:
     """Predicts one update of `pieces` micro-batches of `work` on each rank, none of which is cut by
     tensor, context or pipeline, as `step_time` does for a Config's model. `model_flops`: of one
@@ -567,7 +582,9 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
     return _step(rank.rows(update, (work.blocks,)), on, layout, p, efficiency, None,
                  precision=precision, stack=stack, model_flops=model_flops * layout.batch_ranks,
                  tokens=work.tokens * pieces * layout.batch_ranks, micro_batches=pieces,
-                 sequences=sequences, attention=work.attention, emulated=emulated)
+                 sequences=sequences, attention=work.attention, emulated=emulated,
+                 weights=work.parameters * work.blocks + work.outside_parameters,
+                 adapted=work.trained < MOSTLY)
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,11 +26,12 @@ from lpkit.commands import machine as find_machine
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row, disturbance, percent
-from lpkit.predict.evidence import STACKS, efficiency
+from lpkit.predict.evidence import efficiency
 from lpkit.predict.links import Link
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import DEFAULT, FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
+from lpkit.predict.stacks import STACKS
 from lpkit.predict.time import StepTime, bill, calibrate, step_time
 from lpkit.predict.units import between, duration, quantity
 from lpkit.presets import PRESETS

@@ -39,6 +39,7 @@ BEGIN = {"a100 keeps": 0.87, "h100 keeps": 0.74, "b200 keeps": 0.66, "mi300x kee
          "hf attention": 0.15,
          "megatron fused": 0.26, "megatron overlap": 1.0,
          "megatron split_overlap": 1.0, "megatron low_bits": 1.2}
+FEW = 1.2               # wider for each source fewer than LEAST_SOURCES
 LEAST_SOURCES = 3       # or a range says more of a source than of its stack
 # quantiles between which lie nine of ten of a source that is left out, sources counting alike: 88%
 NINE_OF_TEN = (0.02, 0.98)
@@ -131,14 +132,27 @@ def ratios(some: Iterable[Run], numbers: Numbers
     the formula's."""
     for run in some:
         made = step(run, numbers=numbers)
-        yield ((run.source.name, run.machine, made.precision),
-               (evidence.kind_of(made.machine, made.precision), made.stack),
+        yield ((run.source.name, run.machine, made.precision), (made.kind, made.stack),
                run.published_seconds / seconds(run, numbers=numbers))
+
+
+def practised(numbers: Numbers) -> Iterator[tuple[tuple[str, ...], tuple[str, str], float]]:
+    """As `ratios`, of practitioners' runs: those that are held out, and of kinds without any those
+    that are fitted."""
+    found = []
+    for row in practitioners.rows():
+        if row.published:
+            made = row.step(numbers)
+            found.append(((row.source, row.machine) in PRACTISED,
+                          ((row.source, row.machine, made.precision), (made.kind, made.stack),
+                           row.published_seconds / made.step_seconds)))
+    held = {one[1][0] for fitted, one in found if not fitted}
+    yield from (one for fitted, one in found if not fitted or one[1][0] not in held)
 
 
 def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
     """The ranges by "kinds" and "calibrated"."""
-    found = [*ratios(some, numbers)]
+    found = [*ratios(some, numbers), *practised(numbers)]
     after = after_one((same, off) for same, _, off in found)
     return {"kinds": _ranges(found),
             "calibrated": _ranges((same, kind, off) for (same, kind, _), off
@@ -179,9 +193,10 @@ def _range(by_source: dict[str, list[float]]) -> dict[str, float]:
     """The wider one: where sources count alike, and where runs do."""
     each = sorted((off, len(offs)) for offs in by_source.values() for off in offs)
     ways = [[(off, 1.0) for off, _ in each], [(off, 1 / count) for off, count in each]]
-    # what is said is in its own range, however far off a kind is
-    low = min(1.0, *(_quantile(one, NINE_OF_TEN[0]) for one in ways))
-    high = max(1.0, *(_quantile(one, NINE_OF_TEN[1]) for one in ways))
+    # the predicted time is in its own range; few sources know little of the next one
+    wider = FEW ** max(0, LEAST_SOURCES - len(by_source))
+    low = min(1.0, *(_quantile(one, NINE_OF_TEN[0]) for one in ways)) / wider
+    high = max(1.0, *(_quantile(one, NINE_OF_TEN[1]) for one in ways)) * wider
     return {"low": float(f"{low:.3g}"), "high": float(f"{high:.3g}"), "runs": len(each),
             "sources": len(by_source)}
 

@@ -5,7 +5,6 @@ to its program, and a time, a peak of memory, or both. Sources of FITTED may be 
 (`tests.bench.fit`), the other ones are held out. `lpkit bench published` has the results.
 """
 
-import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -44,7 +44,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.machine_facts import cores
 from lpkit.modules.step import loss_of, without_memory
-from lpkit.predict.evidence import stack_of
+from lpkit.predict.stacks import stack_of
 from lpkit.presets import preset
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.build import made
