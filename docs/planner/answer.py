@@ -120,6 +120,8 @@ def _said(found: Prediction) -> dict[str, Any]:
         level, verdict = "tight", f"barely fits: the allocator and the driver want {1 - USABLE_MEMORY_SHARE:.0%} for themselves"
     facts = {
         "step": duration(step.step_seconds),
+        **{f"by {one['stack']}": f"{duration(one['step_seconds'])} ({between(one['step_seconds_range'], duration)})"
+           for one in found.other_stacks},
         "MFU": f"{step.mfu:.1%}",
         "tokens/s": quantity(step.tokens_per_second),
         "run": duration(run.seconds),

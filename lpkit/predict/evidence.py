@@ -55,7 +55,8 @@ class Generation:
 GENERATIONS = {name: Generation(**row) for name, row in machines.TABLES["reached"].items()}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
-LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
+LIKE = {"gb200": "b200", "mi355x": "mi325x",     # what a step keeps of it: none may be fitted
+        "sm_86": "sm_120", "sm_89": "sm_120"}
 KEPT_BY_OTHERS = "h100"
 SIXTEEN, EIGHT = ("tf32", "bf16", "fp16"), ("fp8", "int8")
 

@@ -53,7 +53,7 @@ from lpkit.predict.params import (
 )
 from lpkit.predict.recipes import Precision, moments_of, precision_of, stored
 from lpkit.predict.roofline import Efficiency
-from lpkit.predict.stacks import DEFAULT, stack_of
+from lpkit.predict.stacks import DEFAULT, STACKS, stack_of
 from lpkit.predict.updates import Work
 from lpkit.tables import picked
 from lpkit.techniques import machines
@@ -89,7 +89,7 @@ BACKWARD_OPS = 2.0      # for one forward
 STEP_SECONDS = 2.7e-3   # of an update: data, clipping, the optimizer, a line of the log
 OUTSIDE_OPS = 12        # of a micro-batch, forward: embedding, last norm, head, loss
 CHUNK_OPS = 7           # of a chunk of the loss
-CAST_OPS = 30           # of a Linear whose operands are cast, forward and backward together
+CAST_OPS = 34           # of a Linear whose operands are cast, forward and backward together
 TURN_OPS = 10           # that rotate q and k
 WRITTEN_OUT_OPS = 6     # of a norm, more than one kernel has
 
@@ -231,6 +231,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
     stack = stack or stack_of(config)
+    if config.system.stack != "auto":
+        layout = STACKS[stack].layout(layout)
     efficiency = efficiency or evidence.efficiency(on, stack)
     p = stored(config, precision)
     s, pieces = on_device(config, on, layout, p)

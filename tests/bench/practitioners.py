@@ -100,6 +100,36 @@ class Practice(Checked):
         return self.micro_batch * self.accum * self.context / self.published
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `lpkit predict` prints of a run: `error` of the step with the nearest stack named, and
+    whether the run is inside its range; `inside_one` of the ranges printed without a stack."""
+
+    run: Practice
+    kind: str
+    error: float
+    inside: bool
+    inside_one: bool
+    default_error: float
+    small: bool
+
+
+def asked(run: Practice) -> Asked:
+    named, plain = run.predicted(), run.predicted(**{"system.stack": "auto"})
+    true, step = run.published_seconds, named.step
+    ranges = [plain.step.seconds_range,
+              *(one["step_seconds_range"] for one in plain.other_stacks)]
+    return Asked(run=run, kind=step.kind, error=true / step.step_seconds - 1,
+                 inside=_within(true, step.seconds_range),
+                 inside_one=any(_within(true, one) for one in ranges),
+                 default_error=true / plain.step.step_seconds - 1,
+                 small=named.parameters < evidence.SMALL)
+
+
+def _within(value: float, limits: tuple[float, float]) -> bool:
+    return limits[0] <= value <= limits[1]
+
+
 def rows() -> Iterator[Practice]:
     """Yields the rows. Raises ConfigError."""
     from lessons.published import _read

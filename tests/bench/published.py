@@ -40,8 +40,9 @@ from lpkit.predict.plan import plan
 from lpkit.predict.prediction import predict
 from lpkit.predict.time import StepTime
 from lpkit.predict.units import quantity
+from lpkit.tables import picked
 from lpkit.techniques.layouts import Layout
-from tests.bench import fit, peaks
+from tests.bench import fit, peaks, practitioners
 from tests.bench.harness import ROUNDS, Result, paired
 from tests.pages import markdown_table
 
@@ -74,7 +75,7 @@ LATER_GROUPS: dict[str, Callable[[Run], bool]] = {
     "Ultra-Scale, H100, tensor over nodes":
         lambda run: run.source.name == "ultrascale" and run.tensor > 8}
 RECORDED = ("source", "at", "unit", "published", "formula", "error", "inside")
-CALIBRATED, PRINTED, CHOSEN = 0.08, 0.1, 0.08
+CALIBRATED, PRINTED, CHOSEN, PRACTISED = 0.08, 0.1, 0.08, 0.12
 LEAST_LAYOUTS = 3       # of a model on so many devices, or there is nothing to choose
 RANKED = (("narayanan-zero", "GPT 174.6B"), ("narayanan-zero", "GPT 529.6B"),
           ("llama-3", "Llama 3.1 405B"),
@@ -117,6 +118,11 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, "
                   f"share",
                   [statistics.fmean(beyond)], 0.1 if told else None, "share")]
+    cases += practised(facts)
+    fitting = ran()
+    facts["ran"] = sorted((name, *counts) for name, counts in _counted(fitting).items())
+    cases.append((f"runs that ran, said not to fit, {len(fitting)} runs, share",
+                  [statistics.fmean(not fits for _, fits in fitting)], 0.03, "share"))
     trials = sum(count for _, count in facts["fits"])
     wrong = sum(count for (fitted, said), count in facts["fits"] if fitted != said) / trials
     for case, off, target, centre in ((
@@ -141,6 +147,44 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                               peer_name=f"{centre} of the published speed", better="lower",
                               packages=(), unit="relative error", device=DEVICE, facts=facts))
     return results
+
+
+def practised(facts: dict[str, Any]) -> Iterator[tuple[str, list[float], float | None, str]]:
+    """Yields the cases of practitioners' runs: fitted or held out, by kind and by source."""
+    found = [practitioners.asked(run) for run in practitioners.rows() if run.published]
+    facts["practitioners"] = [{**picked(one, "run.source run.machine run.model run.at kind error "
+                                        "inside inside_one default_error")} for one in found]
+    fitted = {True: "fitted", False: "held out"}
+    groups: dict[str, list[practitioners.Asked]] = defaultdict(list)
+    for one in found:
+        of = fitted[(one.run.source, one.run.machine) in fit.PRACTISED]
+        for name in ("all", one.kind, f"{one.run.source} on {one.run.machine}",
+                     *["below 1 billion weights, any kind"] * one.small):
+            groups[f"practitioners, {of}, {name}"].append(one)
+    for name, some in groups.items():
+        words = f"{name}, {len(some)} runs"
+        target = PRACTISED if name.endswith("held out, all") else None
+        yield f"{words}, median", [abs(one.error) for one in some], target, "median"
+        for what, key in (("outside the printed range", "inside"),
+                          ("without a stack, outside all printed ranges", "inside_one")):
+            outside = statistics.fmean(not getattr(one, key) for one in some)
+            yield f"{words}, {what}, share", [outside], target, "share"
+
+
+def _counted(some: Sequence[tuple[str, bool]]) -> dict[str, tuple[int, int]]:
+    """Returns by source how many fit, and how many runs there are."""
+    return {name: (sum(fits for other, fits in some if other == name),
+                   sum(other == name for other, _ in some)) for name, _ in some}
+
+
+def ran() -> list[tuple[str, bool]]:
+    """Returns the source of each published run that the formula takes, and whether its peak fits by
+    the formula. All of them ran."""
+    found = []
+    for run, _ in ledger.taken(runs(), step):
+        held = memory(stated(run), run.source.on(run.machine), layout=run.layout, **run.how)
+        found.append((run.source.name, held.missing_bytes <= 0))
+    return found
 
 
 def trend(some: Sequence[Run], most_devices: int = 1024) -> float:
