@@ -28,6 +28,7 @@ from lpkit.predict.flops import Product
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import Efficiency
+from lpkit.predict.stacks import stack_of
 from lpkit.predict.time import StepTime, rank_products, step_time
 from lpkit.predict.units import cells, words
 from lpkit.tables import html_table, picked, text_table
@@ -198,7 +199,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     if base is None:
         base = max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
     on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))   # raises where there is none
-    known = evidence.efficiency(on, evidence.stack_of(config), folder=measured)
+    known = evidence.efficiency(on, stack_of(config), folder=measured)
     plain = _predicted(config, on, base, known)
     recorded = recorded_steps(on, base, measured)
     asked, plans, backend = config.precision.recipe, [], config.precision.backend

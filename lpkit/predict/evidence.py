@@ -56,7 +56,7 @@ GENERATIONS = {name: Generation(**row) for name, row in machines.TABLES["reached
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
 LIKE = {"gb200": "b200", "mi355x": "mi325x",     # what a step keeps of it: none may be fitted
-        "sm_86": "sm_120", "sm_89": "sm_120"}
+        "sm_86": "h100", "sm_89": "h100"}
 KEPT_BY_OTHERS = "h100"
 SIXTEEN, EIGHT = ("tf32", "bf16", "fp16"), ("fp8", "int8")
 
@@ -115,7 +115,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen), "fp32": row.thirty_two,
                            **dict.fromkeys(EIGHT, low * (row.eight or row.sixteen)),
                            "fp4": low * FOUR_BITS},
-        bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
+        bandwidth=min(1.0, kept) * ASSUMED.bandwidth, casts=min(1.0, kept) * ASSUMED.casts,
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
         **{field: of(field) for field in AS_THEY_ARE},
         source=f"{row.source}; a step reaches {kept:.2f} of the speed of single kernels, with "

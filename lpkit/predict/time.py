@@ -62,7 +62,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import CROSS_ENTROPY, RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
-from lpkit.techniques.operation import FP32, MicroBatch, Op
+from lpkit.techniques.operation import FP32, MicroBatch, Op, fused
 from lpkit.techniques.optimizers import find, rules
 from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.row import Settings, chosen
@@ -89,6 +89,7 @@ BACKWARD_OPS = 2.0      # for one forward
 STEP_SECONDS = 2.7e-3   # of an update: data, clipping, the optimizer, a line of the log
 OUTSIDE_OPS = 12        # of a micro-batch, forward: embedding, last norm, head, loss
 CHUNK_OPS = 7           # of a chunk of the loss
+THIN = 0.02             # of the largest matrix: an adapter's, whose casts are few
 CAST_OPS = 34           # of a Linear whose operands are cast, forward and backward together
 TURN_OPS = 10           # that rotate q and k
 WRITTEN_OUT_OPS = 6     # of a norm, more than one kernel has
@@ -336,7 +337,8 @@ def work_of(s: MicroBatch, layout: Layout) -> RankWork:
     moved, moved_outside = flops.moved_bytes(ops)
     return RankWork(
         blocks=m.L, running=m.running, tokens=s.tokens, stream_numbers=s.tokens * m.D,
-        launches=len(ops.block) + TURN_OPS * s.turns,
+        launches=len(ops.block) + TURN_OPS * s.turns + sum(     # a weight in codes is made first
+            len(fused(m, f"{op.name}.weight")) or 1 for op in ops.block if op.stored_bytes),
         products=rank_products(m, layout, s.batch), attention=s.attention,
         attentions=tuple((op, 1.0) for op in ops.block if op.pairs), moved_bytes=moved,
         outside_bytes=moved_outside, linear_weights=ops.linear_weights,
@@ -392,7 +394,9 @@ class _Rank:
         # what the host starts: casts of weights, passes of low precision, what runs again
         matmuls = [one for one in work.products if not (one.pairs or one.name == "head")]
         self.cast_ops = len(matmuls) * (casts > 0)
-        self.low_ops = CAST_OPS * len(matmuls) * (recipe is not None)
+        wide = max((one.N * one.K for one in matmuls), default=0)
+        self.low_ops = (recipe is not None) * CAST_OPS * sum(
+            one.N * one.K > THIN * wide for one in matmuls)
         self.chunks = chunks
         self.trained = work.trained_weights / max(1, work.linear_weights)   # of what is cast
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
