@@ -186,7 +186,8 @@ class Layout(Checked):
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         axes += [f"ZeRO {self.zero}"] if self.state_ranks > 1 else []
-        axes += [f"interleave {self.interleave}"] if self.interleave > 1 else []
+        if self.interleave > 1:
+            axes += [f"{self.schedule} with {self.interleave} chunks a stage"]
         return ", ".join(axes) or "one device"
 
 
@@ -203,6 +204,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None,
                           f"parallel.interleave=1")
     parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
              "a context rank's share of model.context": m.T // c}
+    if layout.pipeline > 1 and chunks != order.nearest_chunks(chunks):
+        _refuse_chunks(config, layout, even)
     uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
     times = f" x interleave={chunks}" if chunks > 1 else ""
     heads = 0 if CONTEXT[layout.attention].partial else m.G // t
@@ -230,6 +233,23 @@ def check(config: "Config", layout: Layout, devices: int | None = None,
         raise ConfigError(f"global_batch={batch} sequences does not split over data={layout.data} "
                           f"x shard={layout.shard} = {ranks} ranks; set global_batch to {near}, or "
                           f"{_nearest(ranks, batch, splits, 'data x shard')}")
+
+
+def _refuse_chunks(config: "Config", layout: Layout, even: bool) -> None:
+    """Raises ConfigError: the schedule has another number of chunks. The ways out are possible."""
+    least, most = PIPELINES[layout.schedule].chunks
+    other = "interleaved" if layout.interleave > 1 else "1f1b"
+    ways = []
+    for change in ({"interleave": PIPELINES[layout.schedule].nearest_chunks(layout.interleave)},
+                   {"schedule": other}, {"pipeline": 1, "interleave": 1}):
+        try:
+            check(config, replace(layout, **change), even=even)
+        except ConfigError:
+            continue
+        ways.append(" ".join(f"parallel.{key}={value}" for key, value in change.items()))
+    has = f"{least} to {most} chunks" if most > least else f"{least} chunk{'s' * (least > 1)}"
+    raise ConfigError(f"parallel.schedule={layout.schedule} has {has} of layers a stage, got "
+                      f"parallel.interleave={layout.interleave}; set {' or '.join(ways[:2])}")
 
 
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
