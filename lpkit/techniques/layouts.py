@@ -236,20 +236,19 @@ def check(config: "Config", layout: Layout, devices: int | None = None,
 
 
 def _refuse_chunks(config: "Config", layout: Layout, even: bool) -> None:
-    """Raises ConfigError: the schedule has another number of chunks. The ways out are possible."""
-    least, most = PIPELINES[layout.schedule].chunks
-    other = "interleaved" if layout.interleave > 1 else "1f1b"
-    ways = []
-    for change in ({"interleave": PIPELINES[layout.schedule].nearest_chunks(layout.interleave)},
-                   {"schedule": other}, {"pipeline": 1, "interleave": 1}):
-        try:
-            check(config, replace(layout, **change), even=even)
-        except ConfigError:
-            continue
-        ways.append(" ".join(f"parallel.{key}={value}" for key, value in change.items()))
+    """Raises ConfigError: the schedule has another number of chunks. The ways out train, or at least
+    exist."""
+    order, chunks = PIPELINES[layout.schedule], layout.interleave
+    least, most = order.chunks
+    ways = [{"interleave": order.nearest_chunks(chunks)},
+            {"schedule": "interleaved" if chunks > 1 else "1f1b"}, {"pipeline": 1, "interleave": 1}]
+    able = [[way for way in ways if _allowed(config, replace(layout, **way), train, even)]
+            for train in (True, False)]
+    ways = [" ".join(f"parallel.{key}={value}" for key, value in way.items())
+            for way in able[0] or able[1] or ways[2:]]
     has = f"{least} to {most} chunks" if most > least else f"{least} chunk{'s' * (least > 1)}"
     raise ConfigError(f"parallel.schedule={layout.schedule} has {has} of layers a stage, got "
-                      f"parallel.interleave={layout.interleave}; set {' or '.join(ways[:2])}")
+                      f"parallel.interleave={chunks}; set {' or '.join(ways[:2])}")
 
 
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
@@ -447,11 +446,11 @@ def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
     return f"{product} is {layout.devices} devices, not {devices}; {out}"
 
 
-def _allowed(config: "Config", layout: Layout) -> bool:
-    """True if `config` can run in this layout."""
+def _allowed(config: "Config", layout: Layout, train: bool = True, even: bool = True) -> bool:
+    """True if `config` can run in this layout, or without `train` at least be predicted."""
     try:
-        check(config, layout)
-        return trains(replace(config, parallel=layout), {})
+        check(config, layout, even=even)
+        return not train or trains(replace(config, parallel=layout), {})
     except ConfigError:
         return False
 
