@@ -255,9 +255,7 @@ def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
     """Sequences that a rank forwards at a time, and how many times until the update. `pieces`, into
     which one device would split the batch, say how large one may be."""
     share = global_batch // ranks
-    piece = min(global_batch // pieces, share)
-    while share % piece:
-        piece -= 1
+    piece = max(n for n in divisors(share) if n <= global_batch // pieces)
     return piece, share // piece
 
 

@@ -466,6 +466,14 @@ def test_micro_batches():
             == [
         (16, 32), (16, 4), (8, 1), (1, 1)])
     assert micro_batch(12, 2, 3) == (4, 1)
+    # 6 times a prime: counting down to it took longer than anybody waits
+    assert micro_batch(6 * 357_913_931, 3, 2) == (357_913_931, 3)
+
+
+def test_ten_thousand_layers_are_cut_at_once():
+    config = preset("cpu-3m").replace({"model.layers": 10_000, "global_batch": 5000,
+                                       "grad_accum_steps": 5000, "parallel.pipeline": 5000})
+    assert predict(config, "h200").step_seconds > 0
 
 
 @pytest.mark.parametrize("arguments, said", [
