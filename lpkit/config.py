@@ -59,14 +59,14 @@ class ModelConfig(Group):
 
     where = "model."
 
-    layers: Annotated[int, between(1, 100_000)] = 4      # predictions walk them one by one
+    layers: Annotated[int, between(1, 10_000)] = 4      # predictions walk them one by one
     width: Count = 256                  # the residual stream
     heads: Count = 4                    # query heads
     kv_heads: Count | None = None       # key/value heads; None: as many as heads
     head_dim: Count | None = None       # None: width / heads. Gemma and Qwen3 have others
     mlp_width: Count | None = None      # None: 4 * width
     vocab: Count = 256
-    context: Count = 256                # tokens per sequence
+    context: Annotated[int, between(1, 2**24)] = 256    # tokens of a sequence: walked by tiles
     block: str = "pre-norm"             # this and the next rows: names of rows of their own
     norm: str = "layernorm"             # layernorm, rmsnorm
     norm_eps: Positive = 1e-5

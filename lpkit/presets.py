@@ -49,8 +49,13 @@ PRESETS = {
 
 
 def preset(name: str) -> Config:
-    """The named Config. Raises ConfigError with the nearest name."""
-    return pick(PRESETS, name, "preset")
+    """The named Config, in any case. Raises ConfigError with the nearest name."""
+    return pick(PRESETS, name.lower() if is_preset(name) else name, "preset")
+
+
+def is_preset(target: object) -> bool:
+    """True if `target` names a preset, in any case."""
+    return isinstance(target, str) and target.lower() in PRESETS
 
 
 @checked
@@ -58,9 +63,9 @@ def resolve(target: str, settings: Iterable[str] = ()) -> Config:
     """A preset's name, a YAML file or a run's folder, with `key=value` settings on top. Raises
     ConfigError."""
     path = Path(target)
-    if target not in PRESETS and (path / "config.yaml").is_file():
+    if not is_preset(target) and (path / "config.yaml").is_file():
         path /= "config.yaml"
-    if target in PRESETS or path.suffix not in (".yaml", ".yml"):
+    if is_preset(target) or path.suffix not in (".yaml", ".yml"):
         if hint := of_transformers(path):
             raise ConfigError(f"{named(target)} holds no run{hint}")
         config = preset(target)

@@ -64,6 +64,9 @@ BAD = {
     "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adam'",
     "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",
     "parallel.zero=4": r"no ZeRO stage 4",
+    "model.layers=1000000": r"model.layers must be from 1 to 10,000, got 1000000",
+    "model.context=1000000000": r"model.context must be from 1 to 16,777,216",
+    "model.vocab=1e12": r"model.vocab must be at most 2,147,483,647",
     "system.compile=maybe": r"true or false or auto or blocks or model, got 'maybe'",
     "steps": r"expected key=value, got 'steps'",
 }
@@ -78,6 +81,7 @@ def test_a_bad_setting_says_the_way_out(setting):
 def test_unknown_targets_say_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"no preset 'cpu-3n'; did you mean 'cpu-3m'"):
         resolve("cpu-3n")
+    assert resolve("LLAMA-8B") == resolve("llama-8b")
     with pytest.raises(ConfigError, match=r"cannot read .*none.yaml: No such file.*cpu-3m"):
         resolve(str(tmp_path / "none.yaml"))
     (tmp_path / "bad.yaml").write_text("model: [")

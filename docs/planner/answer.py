@@ -85,16 +85,16 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
     shape = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp_width": mlp_width, "vocab": vocab}
     shape = {f"model.{name}": value for name, value in shape.items() if value is not None}
     config, inner, ranks = preset(model).replace(shape), {"tensor": tensor, "pipeline": pipeline, "context": context}, data * tensor * pipeline * context
-    length = length or config.model.context
+    length, chunks = length or config.model.context, {"interleave": interleave, "schedule": "interleaved" if interleave > 1 else "1f1b"}
     if devices % ranks:
-        check(config.replace({"model.context": length}), Layout(**inner, interleave=interleave))
+        check(config.replace({"model.context": length}), Layout(**inner, **chunks))
         below = devices // ranks * ranks
         raise ConfigError(f"devices={devices} does not split over tensor={tensor} x pipeline={pipeline} x context={context} x "
                           f"replicas={data}; use {f'{below:,} or ' if below else ''}{below + ranks:,} devices")
-    layout = Layout(**inner, interleave=interleave, data=data, shard=devices // ranks, zero=zero)
+    layout = Layout(**inner, **chunks, data=data, shard=devices // ranks, zero=zero)
     settings = {**shape, "model.context": length, "global_batch": batch, "grad_accum_steps": batch // micro_batch,
                 "steps": max(1, round(1e9 * billions / (batch * length))), "system.stack": stack,
-                **{f"parallel.{axis}": getattr(layout, axis) for axis in (*AXES, "zero", "interleave")}}
+                **{f"parallel.{axis}": getattr(layout, axis) for axis in (*AXES, "zero", *chunks)}}
     if optimizer not in OPTIMIZERS:
         outside.load([module for row, module in lessons.having("optimizer").items() if row == optimizer])
     module = outside.module_of("optimizer", optimizer)

@@ -20,7 +20,7 @@ from typing import Any
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, named
 from lpkit.predict.time import with_step
-from lpkit.presets import PRESETS, resolve
+from lpkit.presets import is_preset, resolve
 from lpkit.techniques import machines
 from lpkit.values import Folder
 
@@ -132,7 +132,7 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
     is its `config.json`, or a folder with one that is no run. Raises ConfigError."""
     path = Path(target)
     theirs = path / "config.json" if path.is_dir() else path
-    if target in PRESETS or (path / "config.yaml").is_file() or not (
+    if is_preset(target) or (path / "config.yaml").is_file() or not (
             theirs.suffix == ".json" and (theirs == path or theirs.is_file())):
         return resolve(target, settings)
     from lpkit.exchange.families import described

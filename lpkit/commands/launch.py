@@ -28,11 +28,11 @@ arguments = options({"target? PRESET|config.yaml": "what to train"}, settings, {
 
 def run(args: Namespace) -> dict:
     from lpkit.parallel.places import PLACES, Job
-    from lpkit.presets import PRESETS, resolve
+    from lpkit.presets import is_preset, resolve
     from lpkit.techniques import layouts
 
     place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
-    if target is None or not (place.sees or target in PRESETS):
+    if target is None or not (place.sees or is_preset(target)):
         more = "or a config file" if place.sees else f"and settings; {args.on} reads no files here"
         raise ConfigError(f"what should lpkit train? Give a preset (cpu-3m) {more}")
     config, name = resolve(target, asked), args.name or Path(target).stem.lower()
@@ -40,7 +40,7 @@ def run(args: Namespace) -> dict:
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
     if place.sees:
         out = os.path.abspath(expanded(out))
-        target = target if target in PRESETS else os.path.abspath(expanded(target))
+        target = target if is_preset(target) else os.path.abspath(expanded(target))
     if config.parallel.devices == 1 < world:
         config, asked = config.replace({"parallel.data": world}), [*asked, f"parallel.data={world}"]
     layouts.check(config, config.parallel, world)

@@ -80,7 +80,7 @@ def text(result: dict[str, Any]) -> Iterator[str]:
     yield line("parameters", "{parameters:number}")
     yield line("FLOPs per token", "{flops_per_token:FLOPs}", "forward and backward")
     yield words("\n  per device: {layout}, precision {precision}, ZeRO stage {zero}, recompute "
-                "{recompute}\n  ({layout_why})", a)
+                "{recompute}\n  ({layout_why})\n  {accumulation}", a)
     for row in rows:
         yield line(row["name"], "{bytes:bytes}", "{formula}", row)
     yield line("peak", "{peak_bytes:bytes}", "of {on[memory_bytes]:bytes}{fit}; moment: "

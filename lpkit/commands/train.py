@@ -39,7 +39,7 @@ def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
     from lpkit.files import of_transformers
-    from lpkit.presets import PRESETS, resolve
+    from lpkit.presets import is_preset, resolve
     from lpkit.training.background import default_folder, train
     from lpkit.training.launch import launch
     from lpkit.training.runs import Run
@@ -50,7 +50,7 @@ def run(args: Namespace) -> dict:
     if target is None and not args.resume:
         raise ConfigError("what should lpkit train? Give a preset (cpu-3m) or a config file, or "
                           "continue a run with --resume --out DIR")
-    if (target not in (None, *PRESETS) and Path(target).is_dir()
+    if (target is not None and not is_preset(target) and Path(target).is_dir()
             and not of_transformers(Path(target))):
         raise ConfigError(f"{target} is a folder: continue its run by --resume --out {target}, "
                           f"or start from its weights with a preset and start.run={target}")

@@ -101,7 +101,7 @@ def _efficiency(name: str | None, stack: str) -> Efficiency:
 def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Efficiency:
     """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
-    kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
+    kept = numbers.get(f"{LIKE.get(name, name)} keeps", numbers[f"{KEPT_BY_OTHERS} keeps"])
 
     def of(field: str) -> float:
         if (value := getattr(how, field)) is not None:

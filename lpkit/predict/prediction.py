@@ -147,7 +147,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
                             efficiency="efficiency.source", peak_flops_per_device="peak_flops",
                             sequences_per_device="sequences"),
             "mfu": mfu, "zero": layout.zero if layout.state_ranks > 1 else 0, "layout": str(layout),
-            "layout_why": why, "steps": config.steps, "price_per_hour": price,
+            "layout_why": why, "accumulation": _accumulation(config, step), "steps": config.steps, "price_per_hour": price,
             "communication": communication, "power": "rated, all of it, all the time"})
 
 
@@ -163,6 +163,16 @@ def _by_others(config: Config, on: Machine, layout: Layout, how: dict[str, str]
             yield {"stack": name, "words": STACKS[name].words, **picked(
                 step, "step_seconds tokens_per_second mfu", step_seconds_range="seconds_range",
                 range_is="spread.words"), **picked(held, "peak_bytes fits")}
+
+
+def _accumulation(config: Config, step: StepTime) -> str:
+    """Says how often a rank accumulates, and where `grad_accum_steps` is not that number, why."""
+    words = (f"each rank accumulates {step.micro_batches:,} micro-batches of {step.sequences:,} "
+             f"sequence{'s' * (step.sequences > 1)}")
+    if step.micro_batches == config.grad_accum_steps:
+        return words
+    return (f"{words}; grad_accum_steps={config.grad_accum_steps} splits the global batch of "
+            f"{config.global_batch:,}, of which a rank has {step.micro_batches * step.sequences:,}")
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:

@@ -11,7 +11,7 @@ TORCH = "https://github.com/pytorch/pytorch/blob/main/test/test_scaled_matmul_cu
 ISSUE = "https://github.com/pytorch/pytorch/issues/192707"
 FNUZ = ("MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN",
         "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/fp8_numbers.html")
-UNTRIED = ("no run here has seen ROCm multiply these formats", FNUZ[1])
+UNTRIED = ("no run here has seen PyTorch multiply these formats on it", TORCH)
 
 # Which products PyTorch hands to tensor cores, by the blocks of both operands: the least compute
 # capability and whether a CPU does it too.
@@ -60,7 +60,7 @@ def multiplied(machine: Machine, recipe: Recipe) -> tuple[str, str, str]:
             if not on_cpu:
                 return "no", f"{what}: PyTorch has it on GPUs alone", TORCH
         elif capability is None:
-            eight = machine.name != "mi355x" and a.format in ("e4m3fn", "e5m2")
+            eight = machine.name in ("mi300x", "mi325x") and a.format in ("e4m3fn", "e5m2")
             return "no", *(FNUZ if eight else UNTRIED)
         elif capability < needed:
             return "no", f"{what}: needs compute capability {dotted(needed)}", TORCH

@@ -186,7 +186,8 @@ class Layout(Checked):
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         axes += [f"ZeRO {self.zero}"] if self.state_ranks > 1 else []
-        axes += [f"interleave {self.interleave}"] if self.interleave > 1 else []
+        if self.interleave > 1:
+            axes += [f"{self.schedule} with {self.interleave} chunks a stage"]
         return ", ".join(axes) or "one device"
 
 
@@ -203,6 +204,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None,
                           f"parallel.interleave=1")
     parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
              "a context rank's share of model.context": m.T // c}
+    if layout.pipeline > 1 and chunks != order.nearest_chunks(chunks):
+        _refuse_chunks(config, layout, even)
     uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
     times = f" x interleave={chunks}" if chunks > 1 else ""
     heads = 0 if CONTEXT[layout.attention].partial else m.G // t
@@ -232,13 +235,27 @@ def check(config: "Config", layout: Layout, devices: int | None = None,
                           f"{_nearest(ranks, batch, splits, 'data x shard')}")
 
 
+def _refuse_chunks(config: "Config", layout: Layout, even: bool) -> None:
+    """Raises ConfigError: the schedule has another number of chunks. The ways out train, or at least
+    exist."""
+    order, chunks = PIPELINES[layout.schedule], layout.interleave
+    least, most = order.chunks
+    ways = [{"interleave": order.nearest_chunks(chunks)},
+            {"schedule": "interleaved" if chunks > 1 else "1f1b"}, {"pipeline": 1, "interleave": 1}]
+    able = [[way for way in ways if _allowed(config, replace(layout, **way), train, even)]
+            for train in (True, False)]
+    ways = [" ".join(f"parallel.{key}={value}" for key, value in way.items())
+            for way in able[0] or able[1] or ways[2:]]
+    has = f"{least} to {most} chunks" if most > least else f"{least} chunk{'s' * (least > 1)}"
+    raise ConfigError(f"parallel.schedule={layout.schedule} has {has} of layers a stage, got "
+                      f"parallel.interleave={chunks}; set {' or '.join(ways[:2])}")
+
+
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
     """Sequences that a rank forwards at a time, and how many times until the update. `pieces`, into
     which one device would split the batch, say how large one may be."""
     share = global_batch // ranks
-    piece = min(global_batch // pieces, share)
-    while share % piece:
-        piece -= 1
+    piece = max(n for n in divisors(share) if n <= global_batch // pieces)
     return piece, share // piece
 
 
@@ -427,11 +444,11 @@ def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
     return f"{product} is {layout.devices} devices, not {devices}; {out}"
 
 
-def _allowed(config: "Config", layout: Layout) -> bool:
-    """True if `config` can run in this layout."""
+def _allowed(config: "Config", layout: Layout, train: bool = True, even: bool = True) -> bool:
+    """True if `config` can run in this layout, or without `train` at least be predicted."""
     try:
-        check(config, layout)
-        return trains(replace(config, parallel=layout), {})
+        check(config, layout, even=even)
+        return not train or trains(replace(config, parallel=layout), {})
     except ConfigError:
         return False
 

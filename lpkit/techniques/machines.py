@@ -6,8 +6,9 @@ Bytes, bytes/s, FLOP/s, watts. Memory is what nvidia-smi or rocm-smi prints as t
 GB are nearly GiB, less what the device keeps. Arithmetic is dense (datasheets like to print twice
 as much, "with sparsity") and accumulates in float32; 8- and 4-bit rates count operations. Links are
 the datasheet's figure, both directions together; the network between nodes is a device's share, one
-direction. Prices are one provider's of one month, and another's may be twice as high; some, and
-some networks, are assumptions. Pass your own.
+direction. Prices are one provider's of one month, and another's may be twice as high; the source
+says whether a price is of a list or the lowest of a market. Some networks are assumptions. What no
+source has is left out. Pass your own.
 """
 
 import math
@@ -31,8 +32,8 @@ TABLES = tomllib.loads(FILE.read_text(encoding="utf-8"))
 LATENCY_SOURCE = ("a hop in a node: NCCL's own figures for its simple protocol, "
                   "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199; "
                   "beyond, of published curves of 4 to 512 nodes, data/published/collectives.csv")
-PRICE_SOURCE = ("assumed: a round on-demand price per GPU and hour in November 2026; change it "
-                "with price_per_hour")
+PRICE_SOURCE = "no list price was found, November 2026; give price_per_hour"
+MARKET = ("the lowest", "community", "spot")    # of a market's hosts, in a price's source
 NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # of LATENCY_SOURCE
 
 
@@ -82,6 +83,16 @@ class Machine:
     def multiplies_tiles(self) -> bool:
         """True for a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
         return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
+
+
+def mixed_prices(compared: Sequence[Machine]) -> str:
+    """Says which of these prices are of a market and which of a list, where both are among them."""
+    market = [one.name for one in compared if any(word in one.price_source for word in MARKET)]
+    listed = [one.name for one in compared if one.price_per_hour and one.name not in market]
+    if not (market and listed):
+        return ""
+    return (f"prices of {', '.join(market)} are the lowest of a market, and those of "
+            f"{', '.join(listed)} are list prices: they do not compare")
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:

@@ -12,6 +12,7 @@ FLOPs of the model alone decide, so that all ranks and each start of a run have 
 """
 
 import functools
+import heapq
 import itertools
 from typing import TYPE_CHECKING
 
@@ -50,11 +51,14 @@ def _counts(m: "ModelConfig", schedule: str, ranks: int, chunks: int,
     counts = [int(m.L > last or 0 < stage < last) for stage in range(last + 1)]
     seconds = [*map(float, counts)]         # in those of a layer
     seconds[last] += (head := head_layers(m) if balanced else LEAST)
+    load = lambda rank: (sum([seconds[one] for one in by_rank[rank]]), -rank)
+    heapq.heapify(loads := [load(rank) for rank in range(ranks)])
     for _ in range(m.L - sum(counts)):
-        rank = min(reversed(by_rank), key=lambda stages: sum([seconds[one] for one in stages]))
-        stage = min(sorted(rank, reverse=True), key=seconds.__getitem__)
+        rank = -loads[0][1]
+        stage = min(sorted(by_rank[rank], reverse=True), key=seconds.__getitem__)
         counts[stage] += 1
         seconds[stage] += 1
+        heapq.heapreplace(loads, load(rank))
     slowest = max(sum([seconds[one] for one in stages]) for stages in by_rank)
     if m.L % (last + 1) == 0 and m.L / ranks + head < (1 + GAIN) * slowest:
         return (m.L // (last + 1),) * (last + 1)

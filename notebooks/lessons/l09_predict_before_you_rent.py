@@ -36,11 +36,14 @@ from lpkit.predict.time import StepTime, bill, calibrate, step_time
 from lpkit.predict.units import between, duration, quantity
 from lpkit.presets import PRESETS
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.techniques.machines import CATALOGUE, Machine, find
+from lpkit.techniques import machines as known
+from lpkit.techniques.machines import Machine, find, mixed_prices
 
 # notebook 09 imports these from here
 __all__ = ["CATALOGUE", "PRESETS", "STACKS", "Link", "calibrate", "disturbance", "efficiency",
            "find_machine", "hardware", "in_turns", "progress"]
+# machines that have a price, since the explorers of this notebook count dollars
+CATALOGUE = {name: one for name, one in known.CATALOGUE.items() if one.price_per_hour}
 
 # ---- The study
 
@@ -435,7 +438,9 @@ def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
                  "$" + quantity(point.values["dollars"]), point.where) for point in best[:12]]
         title = f"{len(best)} of {len(inside)} are not beaten in speed, quality and cost"
         heads = ("not beaten", "time", "loss", "cost", "loss is")
-        return frontier_figure(inside, title=title), html_table(heads, rows)
+        rented = {point.facts.get("machine") for point in inside} & CATALOGUE.keys()
+        note = mixed_prices([CATALOGUE[name] for name in sorted(rented)])
+        return frontier_figure(inside, title=title), html_table(heads, rows, caption=note)
 
     return show, controls
 

@@ -169,8 +169,9 @@ class Run(Checked):
                 "pipeline": self.pipeline, "context": self.context_parallel}
         if self.devices > 1 and not any(axes.values()):
             return None
+        chunks = self.interleave or 1
         return Layout(**{axis: ranks or 1 for axis, ranks in axes.items()}, zero=self.zero or 0,
-                      interleave=self.interleave or 1)
+                      interleave=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
 
     @property
     def config(self) -> Config:

@@ -23,7 +23,8 @@ TABLES = {"machine": CATALOGUE, "model": PRESETS, "recipe": RECIPES, "optimizer"
 MEANT = {
     "machine": {"A100": "a100-40 a100-80", "a100 80GB": "a100-80",
                 "NVIDIA A100-SXM4-40GB": "a100-40", "H100 80GB": "h100", "NVIDIA H200": "h200",
-                "h20": "h200",
+                "H20 96GB": "h20", "MI350": "mi350x", "RTX 6000 Ada": "rtx-6000-ada",
+                "RTX PRO 6000": "rtx-pro-6000", "H100 SXM": "h100",
                 "rtx4090": "rtx-4090", "RTX 4090": "rtx-4090", "RTX5090": "rtx-5090",
                 "B100": "b200", "MI300": "mi300x", "L40": "l40s", "v10": "v100",
                 "Tesla T4": "t4", "H100 PCIe": "h100-pcie"},

@@ -53,7 +53,16 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
     (LLAMA, Layout(pipeline=3), None, "model.layers=80 does not split over pipeline=3 stages, not "
                                       "even with one layer "
      "fewer in the first and the last; pipeline may be 2 or 4"),
-    (LLAMA, Layout(pipeline=4, interleave=3), None, "pipeline=4 x interleave=3 stages"),
+    (LLAMA, Layout(pipeline=4, interleave=3, schedule="interleaved"), None,
+     "pipeline=4 x interleave=3 stages"),
+    (LLAMA, Layout(pipeline=4, interleave=4), None,
+     "parallel.schedule=1f1b has 1 chunk of layers a stage, got parallel.interleave=4; set "
+     "parallel.interleave=1 or parallel.schedule=interleaved"),
+    (LLAMA, Layout(pipeline=4, interleave=3), None, "got parallel.interleave=3; set "
+                                                    "parallel.interleave=1"),
+    (LLAMA, Layout(pipeline=4, schedule="interleaved"), None,
+     "parallel.schedule=interleaved has 2 to 64 chunks of layers a stage, got "
+     "parallel.interleave=1; set parallel.interleave=2 or parallel.schedule=1f1b"),
     (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set "
                                         "parallel.interleave=1"),
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces "
@@ -88,7 +97,9 @@ def test_llama_3s_stages_exist():
     assert rank_layers(preset("llama-405b").model, Layout(pipeline=16)) == (7, *[8] * 14, 7)
     assert (stages_fit(126, 16, 1) and stages_fit(126, 16, 8) and not stages_fit(126, 15, 1)
             and not stages_fit(2, 4, 1))
-    check(preset("llama-405b"), Layout(tensor=8, pipeline=16, interleave=8))
+    layout = Layout(tensor=8, pipeline=16, interleave=8, schedule="interleaved")
+    check(preset("llama-405b"), layout)
+    assert str(layout) == "tensor 8, pipeline 16, interleaved with 8 chunks a stage"
 
 
 def test_ranks_that_talk_most_are_neighbours():

@@ -236,7 +236,7 @@ def cut(folder):
                                                 "first"),
     (lambda f: changed(f, num_hidden_layers=1), "has 9 tensors that no LlamaForCausalLM of this "
                                                 "kit has, model.layers.1"),
-    (lambda f: changed(f, num_hidden_layers=10**9), "num_hidden_layers must be from 1 to 100,000, "
+    (lambda f: changed(f, num_hidden_layers=10**9), "num_hidden_layers must be from 1 to 10,000, "
                                                     "got 1000000000"),
     (lambda f: changed(f, hidden_size="wide"), "config.json of a llama model: hidden_size must be "
                                                "a whole number, got 'wide'"),

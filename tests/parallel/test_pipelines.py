@@ -483,10 +483,12 @@ def test_layers_of_stages():
 
 
 @pytest.mark.parametrize("settings, sentence", [
-    ({"parallel.schedule": "zbv"}, "of 1 chunks a rank, but of 2; set parallel.interleave=2"),
+    ({"parallel.schedule": "zbv"}, "zbv has 2 chunks of layers a stage, got parallel.interleave=1; "
+                                   "set parallel.interleave=2"),
     ({"parallel.schedule": "dualpipev", "parallel.interleave": 2, "grad_accum_steps": 2},
      "over 2 ranks, but of one a stage or more; set grad_accum_steps=4"),
-    ({"parallel.interleave": 2}, "of 2 chunks a rank, but of 1; set parallel.interleave=1"),
+    ({"parallel.interleave": 2}, "1f1b has 1 chunk of layers a stage, got parallel.interleave=2; "
+                                 "set parallel.interleave=1"),
     ({"parallel.shard": 2}, "a pipeline has many under way; set parallel.zero=1"),
     ({"global_batch": 1, "grad_accum_steps": 1}, "set parallel.pipeline=1 parallel.interleave=1"),
     ({"system.kernels": "pytorch"}, "system.kernels=pytorch is of a whole model")])

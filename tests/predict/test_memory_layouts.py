@@ -128,7 +128,8 @@ def test_a_pipeline_of_chunks_begins_more_before_the_first_comes_back():
     config = GIANT.replace({"global_batch": 512, "grad_accum_steps": 512,
                             "memory.recompute": "block", "model.vocab": 1024})
     for stages, chunks in ((8, 1), (8, 2), (4, 4)):
-        layout = Layout(tensor=8, pipeline=stages, interleave=chunks)
+        layout = Layout(tensor=8, pipeline=stages, interleave=chunks,
+                        schedule="interleaved" if chunks > 1 else "1f1b")
         words = next(row.formula for row in memory(config, "h200", layout=layout).rows
                      if row.name == "activations")
         first = 2 * (stages - 1) + (chunks - 1) * stages + 1 if chunks > 1 else stages

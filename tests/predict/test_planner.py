@@ -4,6 +4,7 @@ address holds is data."""
 import importlib.util
 import json
 import math
+import random
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -18,7 +20,13 @@ import pytest
 
 from lpkit.cli import main
 from lpkit.errors import ConfigError
+from lpkit.predict import predict
+from lpkit.predict.plan import plan
+from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.time import step_time
+from lpkit.presets import PRESETS, preset
 from lpkit.techniques import lessons
+from lpkit.techniques.machines import CATALOGUE
 from tests.attack import patience
 from tests.bench import planner as bench
 from tests.bench.browser import static
@@ -91,6 +99,36 @@ def test_the_command_beside_an_answer_gives_the_same_numbers(run, capsys):
     tokens = (printed["assumptions"]["steps"] * printed["tokens_per_second"]
               * printed["step_seconds"])
     assert tokens == pytest.approx(1e9 * (USUAL | run)["billions"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_plan_predict_planner_and_notebook_09_agree_on_pipelines():
+    """200 layouts with stages, drawn from plans: each door has the same bytes and seconds."""
+    draw, asked, chunked = random.Random(49), 0, 0
+    while asked < 200:
+        model, machine = draw.choice(list(PRESETS)), draw.choice(list(CATALOGUE))
+        devices, batch = 2**draw.randint(2, 12), 2**draw.randint(4, 11)
+        precision = draw.choice([name for name in PRECISIONS if name != "fp32"])
+        config = preset(model).replace({"global_batch": batch, "grad_accum_steps": 1})
+        try:
+            options = plan(config, 1e11, machine, devices=devices, precisions=[precision]).options
+        except ConfigError:     # the machine has no such products
+            continue
+        for one in [one for one in options if one.layout.pipeline > 1][:4]:
+            at, how = one.layout, {"precision": precision, "recompute": one.recompute}
+            base = replace(one.base, parallel=at)
+            found = predict(base, machine, **how)
+            axes = {name: getattr(at, name)
+                    for name in ("tensor", "pipeline", "interleave", "context", "data", "zero")}
+            page = json.loads(answer.answer(json.dumps(USUAL | axes | how | {
+                "model": model, "machine": machine, "devices": at.devices, "batch": batch,
+                "length": config.model.context, "micro_batch": batch // base.grad_accum_steps})))
+            page, step = page["prediction"], step_time(base, machine, at, **how)
+            assert (one.memory.peak_bytes == found.peak_bytes == page["bytes"]["peak_bytes"]
+                    and one.time.step_seconds == found.step_seconds == page["step_seconds"]
+                    == step.step_seconds and str(at) == page["assumptions"]["layout"]), (model, at)
+            asked, chunked = asked + 1, chunked + (at.interleave > 1)
+    assert chunked > 30
 
 
 @pytest.mark.parametrize("run, sentence", REFUSED,

@@ -356,7 +356,7 @@ def test_everything_is_predicted_for_every_preset_and_machine(name):
         assert {"parameters", "flops_per_token", "bytes", "tokens_per_second", "step_seconds",
                 "cost"} <= set(answer)
         assert (answer["bytes"]["peak_bytes"] > 0 and answer["step_seconds"] > 0
-                and answer["cost"] > 0)
+                and (answer["cost"] or CATALOGUE[machine].price_per_hour is None))
 
 
 def test_time_energy_and_cost_by_hand():
@@ -449,14 +449,13 @@ def test_tensor_ranks_divide_every_activation_once(monkeypatch):
 def test_the_catalogue_is_dense_and_sourced():
     for name, row in CATALOGUE.items():
         assert row.name == name and "https://" in row.source
-        assert (set(row.flops) <= set(DTYPES) and row.memory_bytes > 1e10 and row.watts
-                and row.price_per_hour)
+        assert set(row.flops) <= set(DTYPES) and row.memory_bytes > 1e10
         assert (row.bytes_per_second < row.memory_bytes * 100
                 and row.link_bytes_per_second < row.bytes_per_second)
         if "bf16" in row.flops:   # a step in width at most doubles: a sparse figure would stand out
             assert (row.flops["bf16"] <= row.flops.get("fp8", row.flops["bf16"]) <= 2.03
                     * row.flops["bf16"])
-            assert row.flops["bf16"] == row.flops["fp16"]
+            assert row.flops["bf16"] == row.flops.get("fp16", row.flops["bf16"])
     assert 200 < ridge(CATALOGUE["h200"], "bf16") < 210
 
 
@@ -466,11 +465,19 @@ def test_micro_batches():
             == [
         (16, 32), (16, 4), (8, 1), (1, 1)])
     assert micro_batch(12, 2, 3) == (4, 1)
+    # 6 times a prime: counting down to it took longer than anybody waits
+    assert micro_batch(6 * 357_913_931, 3, 2) == (357_913_931, 3)
+
+
+def test_ten_thousand_layers_are_cut_at_once():
+    config = preset("cpu-3m").replace({"model.layers": 10_000, "global_batch": 5000,
+                                       "grad_accum_steps": 5000, "parallel.pipeline": 5000})
+    assert predict(config, "h200").step_seconds > 0
 
 
 @pytest.mark.parametrize("arguments, said", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
-    (["llama-70b", "--machine", "h20"], "did you mean 'h200'?"),
+    (["llama-70b", "--machine", "h2000"], "did you mean 'h200'?"),
     (["llama-70b", "--devices", "7"], "global_batch=512 sequences does not split over data=7 x "
                                       "shard=1 = 7 ranks; set global_batch to 3584"),
     (["llama-70b", "--devices", "0"], "devices must be positive, got 0"),

@@ -215,7 +215,8 @@ def test_a_run_is_priced_as_step_time_prices_it():
                and run.context_parallel == 2)
     config = preset("llama-405b").replace({"global_batch": run.global_batch,
         "grad_accum_steps": run.global_batch})
-    layout = Layout(data=8, tensor=8, pipeline=8, context=2, interleave=8, zero=0)
+    layout = Layout(data=8, tensor=8, pipeline=8, context=2, interleave=8, zero=0,
+                    schedule="interleaved")
     made = step_time(config, "h100", layout, precision="fp8-tensorwise", stack="megatron")
     # the config of the preset has the same shape
     assert seconds(run) == pytest.approx(made.step_seconds, rel=1e-3)

@@ -220,7 +220,8 @@ def test_the_bubble_is_that_of_a_schedule_played_out(stages, pieces):
     played = one_forward_one_backward(stages, pieces, 1.0, 2.0)
     assert bubble / busy == pytest.approx((played - 3 * pieces) / (3 * pieces), rel=0.01)
     if stages < 8:
-        chunks = step_time(config, fast, Layout(pipeline=stages, interleave=2),
+        chunks = step_time(config, fast, Layout(pipeline=stages, interleave=2,
+                                                      schedule="interleaved"),
                            precision="bf16-master")
         # Narayanan et al. 2021, 2.2.2
         assert chunks["pipeline: bubble"].seconds == pytest.approx(bubble / 2, rel=0.01)

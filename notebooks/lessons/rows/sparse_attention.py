@@ -13,6 +13,8 @@ from lpkit.errors import shown
 from lpkit.techniques.attention import KINDS, AttentionKind, Rule, Softmax
 from lpkit.values import Count
 
+MOST_BLOCKS = 1024      # of a side of a table, which Python holds whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Softmax):
@@ -27,6 +29,10 @@ class BlockSparse(Softmax):
 
     def problem(self, m: Any) -> str:
         count = -(-m.T // self.block)
+        if count > MOST_BLOCKS:
+            return (f"model.context={m.T} has {count} blocks of model.attention.block={self.block}, "
+                    f"and a table has at most {MOST_BLOCKS}; set model.attention.block="
+                    f"{-(-m.T // MOST_BLOCKS)}")
         if self.table is None or (len(self.table) == count and all(
                 len(row) == count and set(row) <= {"0", "1"} for row in self.table)):
             return ""
