@@ -47,7 +47,7 @@ class Generation:
     machines: tuple[str, ...]
     sixteen: float
     eight: float | None = None
-    thirty_two: float = 0.7         # the H200's: data/measured/measure-nvidia-h200.json
+    thirty_two: float = 0.7
     attention: float
     source: str
 
@@ -55,9 +55,9 @@ class Generation:
 GENERATIONS = {name: Generation(**row) for name, row in machines.TABLES["reached"].items()}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
-LIKE = {"gb200": "b200", "mi355x": "mi325x",     # what a step keeps of it: none may be fitted
-        "sm_86": "h100", "sm_89": "h100"}
+LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
 KEPT_BY_OTHERS = "h100"
+FP32_KEPT = 0.95        # of float32 products by a step: data/measured/ledger-nvidia-h200.json
 SIXTEEN, EIGHT = ("tf32", "bf16", "fp16"), ("fp8", "int8")
 
 
@@ -112,7 +112,8 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     low = kept * of("low_bits")
 
     return replace(
-        ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen), "fp32": row.thirty_two,
+        ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
+                           "fp32": FP32_KEPT * row.thirty_two,
                            **dict.fromkeys(EIGHT, low * (row.eight or row.sixteen)),
                            "fp4": low * FOUR_BITS},
         bandwidth=min(1.0, kept) * ASSUMED.bandwidth, casts=min(1.0, kept) * ASSUMED.casts,
