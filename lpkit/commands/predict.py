@@ -105,7 +105,8 @@ def text(result: dict[str, Any]) -> Iterator[str]:
         yield line("", "", f"for {STACKS[a['stack']].words}")
         for one in result["other_stacks"]:
             yield line("  or", "{step_seconds:time}", "range {step_seconds_range:time}, peak "
-                       "{peak_bytes:bytes}: system.stack={stack}, {words}", one)
+                       "{peak_bytes:bytes}: system.stack={stack}, {short}", one,
+                       short=one["words"].partition(",")[0])
         yield line("", "", "other values of system.stack: " + ", ".join(
             name for name in STACKS if name not in (a["stack"], "eager", "hf")))
     yield line("tokens/s", "{tokens_per_second:number}")

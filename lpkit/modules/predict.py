@@ -46,6 +46,7 @@ from lpkit.techniques.row import chosen
 from lpkit.values import Count, Place, Text, checked
 
 CLOSE = 0.05        # what the closed form may differ from the trace without a doubt
+KERNELS = 0.7       # operations as `lpkit.predict.time` counts them, for a kernel of a forward pass
 FROM_MODEL = "as the model is"
 
 
@@ -240,6 +241,7 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
         blocks=blocks, tokens=max(product.M for product in products), stream_numbers=0,
         products=products, attention="as traced", attentions=tuple(
             (of_sizes(*sizes), calls / blocks) for sizes, calls in seen.attentions.items()),
+        launches=KERNELS * seen.kernels[True] / blocks,
         moved_bytes=seen.moved[True] / blocks, outside_bytes=seen.moved[False],
         linear_weights=weights.total() / blocks, trained_weights=weights[True] / blocks,
         parameters=in_blocks / blocks, outside_parameters=count - in_blocks,

@@ -200,6 +200,7 @@ class Seen:
     products: Counter[tuple[str, int, int, int, bool]] = field(default_factory=Counter)
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
     moved: Counter[bool] = field(default_factory=Counter)     # bytes, by whether in a block
+    kernels: Counter[bool] = field(default_factory=Counter)   # how many, by whether in a block
 
     def flops(self, *, backward: bool) -> int:
         """Of the forward; or with `backward`: a product has two gradients, one if its weight is
@@ -225,6 +226,8 @@ class Recorder(Tracker):
 
     def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         name, packet = self._at_work, func.overloadpacket
+        in_block = any(part.isdigit() for part in name.split("."))
+        self.seen.kernels[in_block] += func.namespace == "aten" and not func.is_view
         if packet in PRODUCTS:
             a, b = args[PRODUCTS[packet]:][:2]
             *batch, M, K = a.shape
@@ -246,7 +249,6 @@ class Recorder(Tracker):
             args = (out, *args[1:]) if packet.__name__ in LOOK_UP else args
             made, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(one)
                            if isinstance(t, Tensor)} for one in (out, (args, kwargs)))
-            in_block = any(part.isdigit() for part in name.split("."))
             if func._schema.is_mutable or packet.__name__ in LOOK_UP or made.keys() - read.keys():
                 self.seen.moved[in_block] += sum(t.nbytes for t in (*made.values(), *read.values()))
 

@@ -19,7 +19,7 @@ KINDS = {   # of the rows of a step's time
 KIND_OF = {     # what is not here: communication where the name has a colon, else a product
     "attention": "attention", "norms, activations, loss": "limited by memory",
     "weight copies": "limited by memory", "optimizer": "limited by memory",
-    "recomputation": "recomputation", "pipeline: bubble": "idle", "between kernels": "idle",
+    "recomputation": "recomputation", "pipeline: bubble": "idle", "host": "idle",
 }
 
 
