@@ -90,7 +90,7 @@ STEP_SECONDS = 2.7e-3   # of an update: data, clipping, the optimizer, a line of
 OUTSIDE_OPS = 12        # of a micro-batch, forward: embedding, last norm, head, loss
 CHUNK_OPS = 7           # of a chunk of the loss
 THIN = 0.02             # of the largest matrix: an adapter's, whose casts are few
-CAST_OPS = 31           # of a Linear whose operands are cast, forward and backward together
+CAST_OPS = 32           # of a Linear whose operands are cast, forward and backward together
 TURN_OPS = 10           # that rotate q and k
 WRITTEN_OUT_OPS = 6     # of a norm, more than one kernel has
 

@@ -96,14 +96,20 @@ def _eager(config: Config, numbers: Numbers) -> float:
                      ).step_seconds
 
 
-def fit(some: Sequence[Case], numbers: Numbers) -> Numbers:
-    """Coordinate by coordinate, with steps that shrink where none helps."""
+def loss_of(some: Sequence[Case]) -> Callable[[Numbers], float]:
+    """Returns the loss as a function of the numbers."""
     weights = _weights(case.group for case in some)
 
     def loss(tried: Numbers) -> float:
         off = [min(CAP, abs(math.log(case.seconds(tried) / case.true_seconds))) for case in some]
         return sum(map(float.__mul__, weights, off)) / sum(weights)
 
+    return loss
+
+
+def fit(some: Sequence[Case], numbers: Numbers) -> Numbers:
+    """Coordinate by coordinate, with steps that shrink where none helps."""
+    loss = loss_of(some)
     best, steps = loss(numbers), dict.fromkeys(numbers, START)
     for _ in range(ROUNDS):
         for name in numbers:

@@ -3,7 +3,6 @@ the bench recorded."""
 
 import csv
 import json
-import math
 import re
 from collections import Counter
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from lpkit.presets import preset
 from lpkit.techniques import blocks
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
-from tests.bench import fit
+from tests.bench import fit, practitioners
 from tests.bench import published as bench
 from tests.bench.peaks import by_layout
 
@@ -145,7 +144,10 @@ def test_every_row_says_where_it_is_from():
         if "/blob/" in run.source.url:
             assert re.search(r"/blob/[0-9a-f]{40}/", run.source.url), run.source
     assert ({path.stem for path in FOLDER.glob("*.csv")} == {source.name for source in sources()}
-            | {"sources", "adapters", "collectives", "fits", "products", "linears", "casts"})
+            | {"sources", "adapters", "collectives", "fits", "products", "linears", "casts",
+               "practitioners"})
+    for row in practitioners.rows():
+        assert row.url.startswith("https://") and row.at, row
 
 
 def test_nothing_published_is_above_what_the_machine_can_do():
@@ -214,10 +216,10 @@ def test_a_run_is_priced_as_step_time_prices_it():
     run = next(run for run in RUNS if run.source.name == "megatron-bridge" and run.machine == "h100"
                and run.context_parallel == 2)
     config = preset("llama-405b").replace({"global_batch": run.global_batch,
-        "grad_accum_steps": run.global_batch})
+        "grad_accum_steps": run.global_batch, "system.stack": "megatron"})
     layout = Layout(data=8, tensor=8, pipeline=8, context=2, interleave=8, zero=0,
                     schedule="interleaved")
-    made = step_time(config, "h100", layout, precision="fp8-tensorwise", stack="megatron")
+    made = step_time(config, "h100", layout, precision="fp8-tensorwise")
     # the config of the preset has the same shape
     assert seconds(run) == pytest.approx(made.step_seconds, rel=1e-3)
     assert row(run).formula == pytest.approx(made.tokens_per_second / 1024, rel=1e-3)
@@ -306,17 +308,10 @@ def test_the_bench_prints_both_tables(capsys):
 
 def test_the_fitted_numbers_are_an_optimum():
     """Nothing is better a step of 3% away, but by less than a thousandth: what the fit leaves."""
-    numbers, some = dict(evidence.fitted()["numbers"]), [run for run in fit.taken(False)
-        if not run.limited]
-    published, weights = [run.published_seconds for run in some], fit._weights(some)
-
-    def loss(tried):
-        off = [min(fit.CAP, abs(math.log(seconds(run, numbers=tried) / true)))
-               for run, true in zip(some, published)]
-        return sum(a * b for a, b in zip(weights, off)) / sum(weights)
-
+    numbers, some = dict(evidence.fitted()["numbers"]), list(fit.cases())
+    loss = fit.loss_of(some)
     best = loss(numbers)
-    assert evidence.fitted()["runs"] == len(some) == 348 and best < 0.1
+    assert evidence.fitted()["runs"] == len(some) == 388 and best < 0.1
     for name, value in numbers.items():
         near = [value / 1.03, value * 1.03 if not name.endswith(fit.AT_MOST_ONE)
                 else min(1.0, value * 1.03)]
