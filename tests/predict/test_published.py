@@ -146,8 +146,8 @@ def test_every_row_says_where_it_is_from():
     assert ({path.stem for path in FOLDER.glob("*.csv")} == {source.name for source in sources()}
             | {"sources", "adapters", "collectives", "fits", "products", "linears", "casts",
                "practitioners"})
-    for row in practitioners.rows():
-        assert row.url.startswith("https://") and row.at, row
+    for one in practitioners.rows():
+        assert one.url.startswith("https://") and one.at, one
 
 
 def test_nothing_published_is_above_what_the_machine_can_do():
