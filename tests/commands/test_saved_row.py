@@ -146,12 +146,13 @@ def test_far_from_what_was_measured_the_datasheet_answers():
             == pytest.approx(2 * math.prod(far) / product_seconds(*far, sheet, known, dtype="bf16",
                                                                   bits=16), rel=0.02))
     gpt2 = Config.from_dict(on.measured["config"])
-    widths = [step_time(gpt2.replace({"model.width": 64 * heads, "model.heads": heads}), on)
-              for heads in (12, 24, 200)]
+    configs = [gpt2.replace({"model.width": 64 * heads, "model.heads": heads})
+               for heads in (12, 24, 200)]
+    widths = [step_time(config, on) for config in configs]
     measured, near, wide = (one.spread for one in widths)
-    assert near.low <= measured.low and near.high > measured.high
+    assert near.low < 1.001 * measured.low and near.high > measured.high
     assert "of other shapes (its weight is 0." in near.words
-    assert (wide == step_time(gpt2, sheet).spread and widths[2].factor == 1
+    assert (wide == step_time(configs[2], sheet).spread and widths[2].factor == 1
             and measured.words.endswith("after one measured step"))
 
 
