@@ -17,7 +17,6 @@ A machine whose ceilings were measured on the spot uses them (`roofline.REACHED`
 """
 
 import functools
-import itertools
 import json
 import re
 import statistics
@@ -154,8 +153,7 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def benches(on: Machine, folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Recorded benches of products and steps of this machine. Raises ConfigError for a file that is
-    none."""
+    """Recorded benches of this machine. Raises ConfigError for a file that is none."""
     try:
         found = _benches(folder, folder.stat().st_mtime_ns)
     except OSError:     # there is no such folder
@@ -192,9 +190,8 @@ def catalogued(device: str) -> Machine | None:
 
 
 def recorded_products(on: Machine, folder: Path = MEASURED) -> dict[str, dict[str, list[Sequence]]]:
-    """Speeds of cast products over bf16's that were recorded on this machine, by file and recipe:
-    rows of M, N, K and the ratio. `fp8-products` has a recipe's product as a run has it, and comes
-    first; `measure` has it without the scales of its result. Raises ConfigError."""
+    """Speeds of cast products over bf16's that were recorded on this machine, by file and recipe: M,
+    N, K and the ratio. `measure`, the last, lacks the scales of the result. Raises ConfigError."""
     return {path.name: bench["ratios"] for path, bench in benches(on, folder) if bench["ratios"]}
 
 
@@ -208,10 +205,10 @@ def _ratios(bench: Mapping[str, Any]) -> dict[str, list[Sequence]]:
             found.setdefault(name, []).append((M, N, K, case["ratio"]))
     if bench["name"] == "measure":
         peak, shares = bench["row"]["flops"], bench["row"]["measured"]["products"]
+        base = {tuple(shape): share * peak["bf16"] for *shape, share in shares["bf16"]}
         for name, dtype in (("fp8-tensorwise", "fp8"), ("int8", "int8")):
-            found[name] = [
-                (*low[:3], low[3] * peak[dtype] / (wide[3] * peak["bf16"])) for low, wide
-                in itertools.product(shares.get(dtype, ()), shares["bf16"]) if low[:3] == wide[:3]]
+            found[name] = [(*shape, share * peak[dtype] / base[tuple(shape)])
+                           for *shape, share in shares.get(dtype, ())]
     return {recipe: rows for name, rows in found.items() for recipe, same in RECIPES.items()
             if rows and same.y == RECIPES[name].y}
 

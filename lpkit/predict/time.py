@@ -376,10 +376,9 @@ class _Rank:
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
         self.sizes = {one.name: one.words for one in work.products}
-        measured = efficiency.shapes.get(p.dtype, ())
-        self.near = 0.0 if not measured else statistics.fmean(*zip(*[
-            (nearest(measured, *shape)[0], one.flops) for one in work.products
-            if not one.pairs for shape in one.shapes.values()]))
+        self.near = 0.0 if not (measured := efficiency.shapes.get(p.dtype)) else statistics.fmean(
+            *zip(*[(nearest(measured, *shape)[0], one.flops) for one in work.products
+                   if not one.pairs for shape in one.shapes.values()]))
         for one in work.products:
             if not one.pairs:
                 calls = 1 if one.name == "head" else one.calls / work.block_calls
