@@ -12,7 +12,7 @@ from typing import Any
 from lpkit.commands import options, settings, target_and_asked
 from lpkit.errors import ConfigError, named
 from lpkit.files import expanded, read_text, write_atomically
-from lpkit.predict.time import with_step
+from lpkit.predict.time import WAITED, with_step
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import resolve
 from lpkit.tables import text_table
@@ -54,8 +54,10 @@ def text(result: dict[str, Any]) -> str:
     products = [(dtype, f"{len(each)} matmuls, {min(one[3] for one in each):.2f} to 1 times "
                  f"{quantity(result['flops'][dtype], 'FLOP/s')}")
                 for dtype, each in row["products"].items()]
+    how = (WAITED[2:] if result["factor"] == 1
+           else f"predictions are multiplied by {result['factor']:.3f}")
     step = (f"{duration(row['seconds'])}, predicted {duration(row['seconds'] / result['factor'])}; "
-            f"predictions are multiplied by {result['factor']:.3f}; other processes took "
+            f"{how}; other processes took "
             f"{row['others']:.0%} of the CPUs{': measure again later' * (row['others'] > 0.25)}")
     rows = [("copies", quantity(result["bytes_per_second"], "B/s")), *products, ("link", link),
             ("update", step), ("saved", result["saved"] or "no; use --save mine.yaml")]

@@ -27,7 +27,7 @@ from lpkit.predict.evidence import MEASURED
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.roofline import Efficiency
+from lpkit.predict.roofline import Efficiency, nearest
 from lpkit.predict.stacks import stack_of
 from lpkit.predict.time import StepTime, rank_products, step_time
 from lpkit.predict.units import cells, words
@@ -37,6 +37,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Text, checked
 
+DISAGREE = 1.25         # times: recorded speeds of the same products that are so far apart
 BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 MIN_WORTHWHILE_SPEEDUP = 1.11
@@ -173,7 +174,8 @@ class Advice:
         return {**picked(self, "sentence choice base machine"),
                 "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
-                "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}"]}
+                "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}", *[
+                    f"{one.recipe}: {one.source}" for one in self.plans if " but " in one.source]]}
 
     def __str__(self) -> str:
         heads, rows = self.table()
@@ -202,6 +204,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     known = evidence.efficiency(on, stack_of(config), folder=measured)
     plain = _predicted(config, on, base, known)
     recorded = recorded_steps(on, base, measured)
+    files = evidence.recorded_products(on, measured) if known.ratios else {}
     asked, plans, backend = config.precision.recipe, [], config.precision.backend
     backend = "scaled_mm" if backend == "auto" else backend
     casting = [name for name, row in RECIPES.items() if row.products]
@@ -211,19 +214,20 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
             raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
                               f"choose from {', '.join(casting)}")
         step, held = _predicted(config, on, name, known)
-        cost = compared(plain[0], step, rank_products(config.model, step.layout, step.sequences),
-                        as_run(config, name, on)[0])
-        speedup, source = recorded.get(case_name(name, config), (None, "formula"))
+        products = rank_products(config.model, step.layout, step.sequences)
+        cost = compared(plain[0], step, products, as_run(config, name, on)[0])
+        speedup, source = recorded.get(case_name(name, config), (
+            None, by_records(name, products, {} if step.emulated else files)))
         plans.append(Plan(
             recipe=name, backend="emulated" if step.emulated else backend,
             status="emulated" if step.emulated else "native", recorded_speedup=speedup,
             why=step.emulated or f"{on.title} has matmuls for these formats", source=source,
             cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
-    if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.source != "formula"]:
+    if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.recorded_speedup]:
         share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
         said = f"formula times {share:.2f}, the share that recorded recipes reached"
         plans = [replace(plan, reached=share, source=said)
-                 if (plan.source, plan.status) == ("formula", "native") else plan
+                 if (plan.recorded_speedup, plan.status) == (None, "native") else plan
                  for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = verdict(plans, on, base)
@@ -268,14 +272,33 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
             "memory {more_bytes:+bytes}", chosen.to_dict(), base=base)
     best = native[0]
     if best.speedup < 1:
-        return base, (f"{base}: at these widths the casts cost more time than faster matmuls save "
-                      f"({best.recipe}: {best.speedup:.2f} times the speed, {best.source})")
+        slower = sum(one.calls * (one.product_seconds - one.base_seconds)
+                     for one in best.cost.linears) > 0
+        why = ("matmuls in fewer bits are slower" if slower else
+               "the casts cost more time than faster matmuls save")
+        return base, (f"{base}: at these widths {why} ({best.recipe}: {best.speedup:.2f} times the "
+                      f"speed, {best.source})")
     return base, (f"{base}: at these widths the casts take most of the time that faster matmuls "
                   f"save ({best.recipe}: a step {best.speedup:.2f} times as fast, {best.source}; "
                   f"it reaches an equal loss sooner only above {MIN_WORTHWHILE_SPEEDUP})")
 
 
 # Recorded benches.
+
+def by_records(recipe: str, products: Sequence[Product],
+               files: Mapping[str, Mapping[str, Sequence]]) -> str:
+    """Returns what a recipe's speed rests on: in each file that has its products, the speed over
+    bf16's by the nearest shapes. All are named where they are DISAGREE times apart."""
+    speeds = {}
+    for name in [name for name in files if recipe in files[name]]:
+        near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), one.flops) for one
+                                   in products if not one.pairs for sizes in one.shapes.values()])
+        if any(near):
+            speeds[name] = statistics.harmonic_mean(ratios, work)
+    said = [f"{speed:.2f} times as fast as bf16 by {name}" for name, speed in speeds.items()]
+    apart = max(speeds.values(), default=0) >= DISAGREE * min(speeds.values(), default=1)
+    return "formula" + f", matmuls {' but '.join(said if apart else said[:1])}" * bool(said)
+
 
 def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[float, str]]:
     """Speed-ups of whole steps of this machine, by `case_name`."""

@@ -20,6 +20,7 @@ from torch.profiler import profile
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.execution.compiled import OFF
 from lpkit.measure.tracking import Footprint, MessageCount, Tracker, allocator_counts
 from lpkit.memory.rows import asked
 from lpkit.parallel.processes import Processes, told
@@ -32,6 +33,7 @@ from lpkit.predict.time import step_time
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.build import Decisions, decide
 from lpkit.training.formulas import refuse_what_cannot_fit
+from lpkit.training.graphs import ON
 from lpkit.training.training import RandomTokens, Training
 
 
@@ -166,7 +168,8 @@ def row(config: Config, command: str) -> dict[str, Any]:
             on = replace(on, link_bytes_per_second=2 * min(running.wait()), devices_per_node=ranks)
     config = config.replace({
         "precision.recipe": used["precision"], "system.threads": used["threads"],
-        "system.attention": used["attention"]})
+        "system.attention": used["attention"], "system.cuda_graphs": used["cuda_graphs"] == ON,
+        "system.compile": used["compile"] != OFF and used["compile"]})
     shares = {dtype: [[*shape, round(rate / best[dtype], 4)] for shape, rate in each.items()]
               for dtype, each in rates.items()}
     measured = {"device": on.title, "torch": str(torch.__version__), "command": command,

@@ -19,7 +19,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.predict.flops import Product
 from lpkit.predict.params import of
 from lpkit.predict.recipes import BF16, FP32, row_of, scale_bytes
-from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
+from lpkit.predict.roofline import ASSUMED, Efficiency, nearest, product_seconds
 from lpkit.predict.stacks import STACKS, stack_of
 from lpkit.techniques.hardware import multiplied
 from lpkit.techniques.machines import Machine
@@ -242,7 +242,11 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
         bits = max(map(recipe.bits, pair))
         seconds = product_seconds(*p.shapes[name], machine, efficiency, dtype=recipe.dtype,
                                   bits=bits, result_bytes=recipe.result_bytes)
-        mixed[name] = seconds / recipe.product_share
+        near, ratio = nearest(efficiency.ratios.get(recipe.name, ()), *p.shapes[name])
+        seconds /= recipe.product_share
+        if ratio and base == "bf16" and not recipe.wide_bits:       # recorded, and not emulated
+            seconds = seconds**(1 - near) * (plain[name] / ratio)**near
+        mixed[name] = seconds
     weight_cast = kernel(p.N * p.K * (FP32 + itemsize)) if itemsize < FP32 else 0.0
     passes = cast_passes(recipe, M=p.M, N=p.N, K=p.K)
     return LinearCost(

@@ -20,6 +20,7 @@ import functools
 import json
 import re
 import statistics
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from lpkit.predict.stacks import AS_THEY_ARE, DEFAULT, STACKS
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import RECIPES
 
 MEASURED = resource("data/measured")
 FIT = resource("data/published") / "fit.json"
@@ -76,21 +78,35 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
     generation, row = generation_of(machine), machine.measured
     here = machine.name == "this" or (row and not generation)
     made = REACHED if here else _efficiency(generation, stack)
-    if row:
-        best = {dtype: max(one[3] for one in table) for dtype, table in row["products"].items()}
-        return replace(
-            made, products={**made.products, **best}, shapes=row["products"], bandwidth=1.0,
-            start_seconds=0.0,
-            links=1.0 if row["ranks"] > 1 else made.links, factor=row.get("factor", 1.0),
-            source=f"matmuls, copies and one step as {row['device']} took them on {row['date']}, "
-            f"torch {row['torch']} (`{row['command']}`); others: {made.source}")
+    sheet = machines.CATALOGUE[machine.name] if row and generation else machine
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
             with whole(path):
-                eight = made.products["bf16"] * _reached(bench["cases"], machine, made)
+                eight = made.products["bf16"] * _reached(bench["cases"], sheet, made)
             made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 matmuls "
                            f"over bf16, recorded: {path.name}; others: {made.source}")
-    return made
+    files = recorded_products(machine, folder)
+    if files and stack in ("eager", DEFAULT):       # their products are the kit's, as benches have them
+        made = replace(made, ratios={**ChainMap(*files.values())})
+    return _as_measured(made, machine, sheet) if row else made
+
+
+def _as_measured(made: Efficiency, on: Machine, sheet: Machine) -> Efficiency:
+    """Returns `made`, of the datasheet's machine, with the row that `lpkit measure` wrote of `on`;
+    where there is no datasheet, `sheet` is `on`, and the nearest shape answers for all."""
+    row, known = on.measured, sheet is not on
+    products = {dtype: max(one[3] for one in table) for dtype, table in row["products"].items()}
+    attention, kept = made.attention, made.bandwidth
+    if known:       # shares are of the datasheet's peaks
+        over = {dtype: peak / on.flops.get(dtype, peak) for dtype, peak in sheet.flops.items()}
+        products = {dtype: share * over.get(dtype, 1) for dtype, share in made.products.items()}
+        attention, kept = made.attention * over.get("bf16", 1), made.bandwidth / ASSUMED.bandwidth
+    return replace(
+        made, products={**made.products, **products}, shapes=row["products"], fades=known,
+        attention=attention, bandwidth=kept, casts=kept if known else made.casts,
+        links=1.0 if row["ranks"] > 1 else made.links, factor=row.get("factor", 1.0),
+        source=f"matmuls and copies as {row['device']} took them on {row['date']}, "
+        f"torch {row['torch']} (`{row['command']}`){row.get('why', '')}; others: {made.source}")
 
 
 @functools.cache
@@ -137,7 +153,7 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def benches(on: Machine, folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Recorded FP8 benches of this machine. Raises ConfigError for a file that is none."""
+    """Recorded benches of this machine. Raises ConfigError for a file that is none."""
     try:
         found = _benches(folder, folder.stat().st_mtime_ns)
     except OSError:     # there is no such folder
@@ -149,12 +165,13 @@ def benches(on: Machine, folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
 @functools.lru_cache(maxsize=8)
 def _benches(folder: Path, changed: int) -> list[tuple[Path, Mapping[str, Any], str, str | None]]:
     found = []
-    for path in sorted(folder.glob("fp8-*.json")):
+    for path in sorted([*folder.glob("fp8-*.json"), *folder.glob("measure-*.json")]):
         with whole(path):
             bench = json.loads(path.read_text(encoding="utf-8"))
             row = catalogued(bench["device"])
-            found.append((path, {key: bench[key] for key in ("name", "cases")}, bench["device"],
-                          row and row.title))
+            cases = {} if bench["name"] == "measure" else bench["cases"]
+            found.append((path, {"name": bench["name"], "cases": cases, "ratios": _ratios(bench)},
+                          bench["device"], row and row.title))
     return found
 
 
@@ -170,6 +187,30 @@ def catalogued(device: str) -> Machine | None:
         if row.kind == "gpu" and model in words and common > most:
             best, most = row, common
     return best
+
+
+def recorded_products(on: Machine, folder: Path = MEASURED) -> dict[str, dict[str, list[Sequence]]]:
+    """Speeds of cast products over bf16's that were recorded on this machine, by file and recipe: M,
+    N, K and the ratio. `measure`, the last, lacks the scales of the result. Raises ConfigError."""
+    return {path.name: bench["ratios"] for path, bench in benches(on, folder) if bench["ratios"]}
+
+
+def _ratios(bench: Mapping[str, Any]) -> dict[str, list[Sequence]]:
+    found: dict[str, list[Sequence]] = {}
+    for case in bench["cases"] if bench["name"] == "fp8-products" else ():
+        sizes, name, how = case["case"].split(", ")     # y MxKxN, int8, fast accumulation
+        M, K, N = map(int, re.findall(r"\d+", sizes))
+        fast = sizes.split()[0] in RECIPES[name].fast_accumulation
+        if case["peer"] == "bf16" and how.startswith("fast" if fast else "full"):
+            found.setdefault(name, []).append((M, N, K, case["ratio"]))
+    if bench["name"] == "measure":
+        peak, shares = bench["row"]["flops"], bench["row"]["measured"]["products"]
+        base = {tuple(shape): share * peak["bf16"] for *shape, share in shares["bf16"]}
+        for name, dtype in (("fp8-tensorwise", "fp8"), ("int8", "int8")):
+            found[name] = [(*shape, share * peak[dtype] / base[tuple(shape)])
+                           for *shape, share in shares.get(dtype, ())]
+    return {recipe: rows for name, rows in found.items() for recipe, same in RECIPES.items()
+            if rows and same.y == RECIPES[name].y}
 
 
 def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency
@@ -235,19 +276,23 @@ def shape_of(layout: Layout) -> str:
     return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
 
 
-def spread(kind: str, layout: Layout, stack: str = DEFAULT, *, calibrated: bool = False
-           ) -> Spread:
-    """Returns the range of a step's seconds. One measured step takes a kind's own bias away."""
-    known = fitted()
-    kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
-    known_as, limits = range_of(kinds, kind, stack)
+def spread(kind: str, layout: Layout, stack: str = DEFAULT, *, calibrated: float = 0.0) -> Spread:
+    """Returns the range of a step's seconds. One measured step takes a kind's own bias away, by the
+    weight `calibrated`: 1 for the shapes that it had, less and never narrower for others."""
+    known, shape = fitted(), shape_of(layout)
+    known_as, limits = range_of(known["kinds"], kind, stack)
+    if calibrated:
+        known_as, after = range_of(known["calibrated"], kind, stack)
+        limits = {side: after[side]**calibrated * far(after[side], limits[side])**(1 - calibrated)
+                  for side, far in (("low", min), ("high", max))}
     words = f"nine of ten held-out runs ({known_as})" if known_as else f"{UNSEEN}; the widest range"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
         words += (f"; extrapolated, since no published run has {shape}" if not most else
                   f"; extrapolated beyond the {most:,} devices of published runs with {shape}")
     if calibrated:
-        words += ", after one measured step"
+        words += ", after one measured step" + (
+            f" of other shapes (its weight is {calibrated:.2f} of 1)" * (calibrated < 1))
     return Spread(low=limits["low"], high=limits["high"], words=words)
 
 

@@ -208,10 +208,12 @@ class Plan:
         """One option, the best, for each split of the devices into tensor, pipeline and context."""
         self.precision, p = precision, PRECISIONS[precision]
         dtype = as_run(self.config, precision, self.machine)[0].dtype if p.low else p.dtype
-        rate = self.machine.peak_flops(dtype) * self.efficiency.products[dtype]
+        reached = self.efficiency
+        rate = self.machine.peak_flops(dtype) * max(
+            reached.products[dtype], *[one[3] for one in reached.shapes.get(dtype, ())], 0)
         m = governed(self.config).model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
-        seconds = flops / (count * rate) * self.efficiency.factor
+        seconds = flops / (count * rate) * min(reached.factor, 1 if reached.fades else math.inf)
         seconds *= 1 if self.calibration is None else self.calibration
         splits = list(self.splits(count))
         if seconds > self.deadline:

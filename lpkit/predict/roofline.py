@@ -11,11 +11,12 @@ Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/14
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.machines import DTYPES, Machine
 
-BF16 = 2
+BF16, FP32 = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +43,23 @@ class Efficiency:
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are made
     shapes: Mapping[str, Sequence] = field(default_factory=dict)    # measured: M, N, K, share
-    factor: float = 1.0                 # of one measured step: all seconds times this
+    ratios: Mapping[str, Sequence] = field(default_factory=dict)    # recorded: M, N, K, of bf16's
+    fades: bool = False                 # beyond NEAR `products` hold; else the nearest shape does
+    factor: float = 1.0                 # of one measured step: its seconds times this
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
-    def share(self, dtype: str, *sizes: int) -> float:
-        """Returns that of the peak: by the measured shape nearest to M, N, K, if any was."""
-        return min(self.shapes.get(dtype, ()), default=(1, 1, 1, self.products[dtype]),
-                   key=lambda one: sum(math.log(a / b)**2 for a, b in zip(sizes, one)))[3]
 
+def nearest(table: Sequence, *sizes: int) -> tuple[float, float]:
+    """Returns how near the nearest row of M, N, K and a value is to `sizes`, from 1 (equal) to 0
+    (NEAR or farther), and its value; (0, 0) for no rows."""
+    distance, value = min(((math.dist(map(math.log2, sizes), map(math.log2, one[:3])), one[3])
+                           for one in table), key=itemgetter(0), default=(NEAR, 0.0))
+    return max(0.0, 1 - distance / NEAR), value
+
+
+# Distance in log2 of M, N and K (a factor of 8 in one of them) from which on a measured shape says
+# nothing. 2, 3 and 4 predict the recorded steps of an H200 about as well (docs/plan.md).
+NEAR = 3.0
 
 # Of a product on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves foretell
 # its held-out rows no better (docs/advise.md): libraries choose tiles that fill the machine.
@@ -92,12 +102,20 @@ def flat_mfu(mfu: float) -> Efficiency:
 def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Efficiency, *, dtype: str,
                     bits: float, result_bytes: float = BF16) -> float:
     """(M, K) x (K, N) with operands of `bits`. The result moves after the sum is done, unless the
-    efficiency overlaps the two."""
+    efficiency overlaps the two. The nearer a measured shape is, the more its share counts: seconds
+    by its share, which has all that the kernel moves, to that power."""
     bandwidth = machine.bytes_per_second * efficiency.bandwidth
-    arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.share(dtype, M, N, K))
+    at_peak = 2 * M * N * K / machine.peak_flops(dtype)
+    arithmetic = at_peak / efficiency.products[dtype]
     operands = (M * K + K * N) * bits / 8 / bandwidth
     result = M * N * result_bytes / bandwidth
     if efficiency.overlapped:
         return max(arithmetic, operands + result)
-    return max(max(arithmetic, operands) + result + efficiency.start_seconds,
-               efficiency.kernel_seconds)
+    seconds = max(max(arithmetic, operands) + result + efficiency.start_seconds,
+                  efficiency.kernel_seconds)
+    near, share = nearest(efficiency.shapes.get(dtype, ()), M, N, K)
+    if not share:
+        return seconds
+    near = near if efficiency.fades else 1.0
+    more = M * N * max(0.0, result_bytes - FP32) / bandwidth        # passes after the kernel
+    return seconds**(1 - near) * (at_peak / share + more)**near

@@ -29,6 +29,7 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 """
 
 import functools
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ from lpkit.predict.params import (
     trained_count,
 )
 from lpkit.predict.recipes import Precision, moments_of, precision_of, stored
-from lpkit.predict.roofline import Efficiency
+from lpkit.predict.roofline import Efficiency, nearest
 from lpkit.predict.stacks import DEFAULT, STACKS, stack_of
 from lpkit.predict.updates import Work
 from lpkit.tables import picked
@@ -81,6 +82,7 @@ GRAPH_SECONDS = 2.5e-6  # between kernels that a CUDA graph starts, for an opera
 PHASES = ("forward", "backward", "optimizer", "communication")
 HOST = "host"
 BASE = "bf16"           # what stays where Linears are cast to fewer bits
+WAITED = "; the factor is 1, because the measured update had no CUDA graph and waited for its host"
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 ATTENTION_FP32 = 0.4    # of the rate of products: kernels of all pairs, without tensor cores
 # Operations that the host starts. Of a block forward: `_launches`; backward starts twice as many.
@@ -138,7 +140,7 @@ class StepTime:
     adapted: bool = False       # most of them are frozen
     emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
     factor: float = 1.0         # of a calibration; it is in the rows already
-    calibrated: bool = False
+    calibrated: float = 0.0     # from 0 to 1: by how much a measured step narrows the range
 
     @functools.cached_property
     def phases(self) -> dict[str, float]:
@@ -203,10 +205,14 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 
 def with_step(on: Machine) -> Machine:
     """Adds to what `lpkit measure` wrote the factor of all seconds: its step over what the formula
-    says of that today. Raises ConfigError."""
+    says of that today. A GPU that started its kernels one by one waited for its host, which says
+    nothing of other widths: the factor is 1. Raises ConfigError."""
     if not (row := on.measured):
         return on
-    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"])
+    config = Config.from_dict(row["config"])
+    if on.kind == "gpu" and config.system.cuda_graphs is not True:
+        return replace(on, measured={**row, "factor": 1.0, "why": WAITED})
+    factor = calibrate(config, on, row["seconds"])
     between(0.1, 10)("measured.seconds over their prediction (measure a larger config)", factor)
     return replace(on, measured={**row, "factor": factor})
 
@@ -261,6 +267,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     return _step(rows, on, layout, p, efficiency, calibration, precision=precision, stack=stack,
+                 near=0.0 if efficiency.flat else rank.near,
                  model_flops=flops.training_flops(config.model, batch=config.global_batch),
                  tokens=config.tokens_per_step, micro_batches=pieces, sequences=s.batch,
                  attention=s.attention, emulated=emulated, weights=parameter_count(config.model),
@@ -276,13 +283,15 @@ def starts_by_graph(config: Config, on: Machine, layout: Layout, rate: Efficienc
 
 
 def _step(rows: list[TimeRow], on: Machine, layout: Layout, p: Precision, efficiency: Efficiency,
-          calibration: float | None, **more: Any) -> StepTime:
-    factor = efficiency.factor * (1.0 if calibration is None else calibration)
+          calibration: float | None, near: float, **more: Any) -> StepTime:
+    factor = efficiency.factor ** (near if efficiency.fades else 1.0)
+    factor *= 1.0 if calibration is None else calibration
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), devices=layout.devices, peak_flops=on.peak_flops(p.dtype),
                     dtype=p.dtype, efficiency=efficiency, machine=on, layout=layout, factor=factor,
-                    calibrated=calibration is not None or efficiency.factor != 1.0, **more)
+                    calibrated=near * (efficiency.factor != 1) if calibration is None else 1.0,
+                    **more)
 
 
 def _flat(config: Config, peak: float, efficiency: Efficiency,
@@ -367,6 +376,9 @@ class _Rank:
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
         self.sizes = {one.name: one.words for one in work.products}
+        self.near = 0.0 if not (measured := efficiency.shapes.get(p.dtype)) else statistics.fmean(
+            *zip(*[(nearest(measured, *shape)[0], one.flops) for one in work.products
+                   if not one.pairs for shape in one.shapes.values()]))
         for one in work.products:
             if not one.pairs:
                 calls = 1 if one.name == "head" else one.calls / work.block_calls
@@ -446,7 +458,8 @@ class _Rank:
         count = f"{pieces} micro-batches x {layers * running:g} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
         if rate.shapes:
-            share = f"{self.p.dtype} at the share of the nearest measured shape"
+            share = f"{self.p.dtype} at the share of the nearest measured shape" + (
+                f" by a weight of {self.near:.2f}, else {share}" * rate.fades)
         for name, (forward, backward) in self.linears.items():
             row(name, f"{count}, {self.sizes[name]} and its two gradients, {share}", ROOFLINE,
                 forward=times * forward, backward=times * backward)
@@ -585,7 +598,7 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
     rank = _Rank(work, on, layout, p, efficiency, recipe, pieces, chosen(RECOMPUTE, recompute, "memory.recompute"),
                  (p.compute_bytes, p.gradients, p.compute_bytes))
-    return _step(rank.rows(update, (work.blocks,)), on, layout, p, efficiency, None,
+    return _step(rank.rows(update, (work.blocks,)), on, layout, p, efficiency, None, near=rank.near,
                  precision=precision, stack=stack, model_flops=model_flops * layout.batch_ranks,
                  tokens=work.tokens * pieces * layout.batch_ranks, micro_batches=pieces,
                  sequences=sequences, attention=work.attention, emulated=emulated,

@@ -2,6 +2,7 @@
 is true."""
 
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -321,6 +322,52 @@ def test_an_advice_that_was_wrong_is_not_given_again(tmp_path):
     got = advise(config, "h200", measured=tmp_path)
     assert got.choice == "bf16" and all(plan.speedup < 1 for plan in got.plans
         if plan.status == "native")
+
+
+def test_int8_is_as_slow_as_it_was_recorded():
+    """It was recommended for llama-8b on an H200, 1.15 times as fast, where eight of its products,
+    recorded alone, have 0.3 to 0.97 of bf16's speed. The bare product is faster in another record,
+    without the scales of its result, and the answer names both."""
+    got = advise(preset("llama-8b"), "h200", recipes=["int8"])
+    assert got.choice == "bf16" and 0.7 < got["int8"].speedup < 0.85
+    assert re.search(r"matmuls in fewer bits are slower \(int8: 0\.\d\d times the speed, formula, "
+                     r"matmuls 0\.\d\d times as fast as bf16 by fp8-products-nvidia-h200\.json but "
+                     r"0\.\d\d times as fast as bf16 by measure-nvidia-h200", got.sentence)
+    assert got.to_dict()["sources"][1].startswith("int8: formula, matmuls")
+    gpt2 = gpt(12, 768, batch=8)        # 16,384 tokens, as recorded
+    on = CATALOGUE["h200"]
+    cost = next(one for one in advise(gpt2, on, recipes=["int8"])["int8"].cost.linears
+                if one.name == "mlp.up")
+    cases = json.loads((evidence.MEASURED / "fp8-products-nvidia-h200.json").read_text())["cases"]
+    recorded = {case["case"].split(", ")[0]: case["ratio"] for case in cases
+                if "int8, full" in case["case"] and ("768" in case["case"])}
+    reached = evidence.efficiency(on)
+    want = sum(product_seconds(M, N, K, on, reached, dtype="bf16", bits=16) / recorded[name]
+               for name, M, K, N in (("y 16384x768x3072", 16_384, 768, 3072),
+                                     ("dx 16384x3072x768", 16_384, 3072, 768),
+                                     ("dw 3072x16384x768", 3072, 16_384, 768)))
+    assert cost.product_seconds == pytest.approx(want)
+    # another machine, or another's kernels: nothing is recorded
+    for other in (advise(gpt2, "h100"), advise(gpt2.replace({"system.stack": "megatron"}), on)):
+        assert "matmuls" not in other["int8"].source
+
+
+def test_recorded_products_bring_every_recorded_step_nearer():
+    """Six FP8 steps of the same H200, of which no product was recorded in the step's own bench."""
+    cases = json.loads((evidence.MEASURED / "fp8-step-nvidia-h200.json").read_text())["cases"]
+    known, errors = evidence.efficiency(CATALOGUE["h200"]), []
+    for case in cases:
+        recipe, size, _ = case["case"].split(", ")
+        if case["peer"] == "bf16" and recipe in RECIPES:
+            layers, width = map(int, size.split(" x "))
+            config = Config().replace({
+                "model.layers": layers, "model.width": width, "model.heads": width // 128,
+                "model.vocab": 50_304, "model.context": 1024, "global_batch": 8})
+            steps = [step_time(config, "h200", precision=recipe, efficiency=one).step_seconds
+                     for one in (known, replace(known, ratios={}))]
+            errors.append([abs(step / case["ours_median"] - 1) for step in steps])
+    with_records, without = map(statistics.fmean, zip(*errors, strict=True))
+    assert len(errors) == 6 and with_records < 0.05 < 0.06 < without
 
 
 def test_a_file_that_is_no_bench_is_refused_by_name(tmp_path):

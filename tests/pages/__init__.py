@@ -8,6 +8,7 @@ PAGES = {
     "matrix": "tests.pages.matrix:page",
     "attention": "tests.pages.attention:page",
     "claims": "tests.pages.claims:files",
+    "gpu": "tests.pages.gpu:page",
     "kernels": "tests.pages.kernels:made",
     "parallel": "tests.pages.parallel:page",
     "recipes": "tests.pages.recipes:files",
