@@ -1,5 +1,10 @@
 """Attention without softmax: chunks against definitions, steps and literal loops; bytes and FLOPs
-against PyTorch's counts."""
+against PyTorch's counts.
+
+Only these tests catch: chunks or steps that differ from the definition or their gradients, a
+Performer that is biased, a later token that is seen, a rounding inside, and bytes or FLOPs of these
+kinds counted wrongly.
+"""
 
 import math
 from dataclasses import replace
@@ -59,8 +64,7 @@ def gradients(out: torch.Tensor, inputs: list[torch.Tensor], own) -> list[torch.
     return torch.autograd.grad(out, inputs, d_out, retain_graph=True)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("T", [1, 5, 64, 123, 200])
+@pytest.mark.parametrize("T, groups", [(1, 1), (5, 2), (64, 4), (123, 1), (200, 2)])
 @kinds
 def test_chunks_steps_and_the_definition_are_one(name, T, groups):
     kind, own, qkv = given(name, T, groups=groups)
@@ -232,11 +236,9 @@ def test_large_numbers_stay_finite(name):
     assert out.isfinite().all() and all(g.isfinite().all() for g in gradients(out, qkv, own))
 
 
-# every style with every precision; each of them with both batches
-@pytest.mark.parametrize("style, precision, batch",
-                         [(style, precision, (1, 3)[(i + j) % 2]) for i, style in enumerate((
-    "gpt2", "one group", "qwen3", "three blocks of queries"))
-                             for j, precision in enumerate(("fp32", "bf16", "bf16-pure"))])
+@pytest.mark.parametrize("style, precision, batch", [
+    ("gpt2", "fp32", 1), ("one group", "bf16", 3), ("qwen3", "bf16-pure", 1),
+    ("three blocks of queries", "bf16", 1)])
 @kinds
 def test_what_chunks_keep_is_the_formula_to_the_byte(name, style, precision, batch):
     model = replace(ODD[style], attention=name)
@@ -263,7 +265,7 @@ def test_what_chunks_keep_is_the_formula_to_the_byte(name, style, precision, bat
         assert formula.weight_copy_bytes == found.weight_copy_bytes
 
 
-@pytest.mark.parametrize("style", ["gpt2", "one group", "three blocks of queries"])
+@pytest.mark.parametrize("style", ["gpt2", "three blocks of queries"])
 @kinds
 def test_flops_are_the_operators(name, style):
     """On the meta device: what the operators say, and PyTorch's counter for the rest."""
@@ -324,16 +326,15 @@ def test_the_peak_of_a_step(name, recipe):
     assert predict(config, "h200").step_seconds > 0
 
 
-@pytest.mark.parametrize("backend", ["plain", "chunked"])
 @kinds
-def test_what_a_definition_keeps_is_estimated(name, backend):
+def test_what_a_definition_keeps_is_estimated(name):
     """The chunks' formula is exact; the definition's is the order of it."""
     model = replace(MODEL, attention=name)
-    built = Transformer(model, attention.backend(backend, model))
+    built = Transformer(model, attention.backend("plain", model))
     x, y = (torch.zeros(2, model.T, dtype=torch.long) for _ in range(2))
     found = saved_bytes(built, lambda: cross_entropy(built(x), y)).operations["attention"]
-    said = kept(model, batch=2, attention=backend).operations["attention"]
-    assert said == found if backend == "chunked" else 1 / 1.3 < said / found < 1.3
+    said = kept(model, batch=2, attention="plain").operations["attention"]
+    assert 1 / 1.3 < said / found < 1.3
 
 
 @pytest.mark.parametrize("position", ["learned", "rope"])
@@ -352,34 +353,20 @@ def test_a_cache_of_states_changes_no_logit(name, position):
 
 
 @kinds
-def test_recomputation_keeps_the_bits(name):
+def test_recomputation_keeps_the_bits_and_a_compiled_graph_the_gradients(name):
+    """Compiled by inductor's front: one graph, operators whole."""
     model = replace(MODEL, attention=name)
     tokens, found = torch.randint(0, 60, (2, 100), generator=torch.Generator().manual_seed(0)), []
-    for transform in ((), (CoreAttention(),), (Recompute(),)):
+    for transform in (None, CoreAttention(), Recompute(), Compile(backend="aot_eager")):
         torch.manual_seed(0)
         built = Transformer(model, attention.backend("chunked", model))
-        for one in transform:
-            one(built)
+        if transform:
+            transform(built)
         cross_entropy(built(tokens), tokens).backward()
         found.append([p.grad for p in built.parameters()])
-    for grads in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
-
-
-@kinds
-def test_compiled_it_is_the_same(name):
-    """By inductor's front: one graph, operators whole."""
-    model = replace(MODEL, attention=name)
-    tokens, found = torch.randint(0, 60, (2, 100), generator=torch.Generator().manual_seed(0)), []
-    for transforms in ((), (Compile(backend="aot_eager"),)):
-        torch.manual_seed(0)
-        built = Transformer(model, attention.backend("chunked", model))
-        for one in transforms:
-            one(built)
-        cross_entropy(built(tokens), tokens).backward()
-        found.append([p.grad for p in built.parameters()])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    for grads in found[1:3]:
+        assert all(map(torch.equal, found[0], grads))
+    torch.testing.assert_close(found[3], found[0], rtol=1e-4, atol=1e-6)
 
 
 @kinds
@@ -388,7 +375,7 @@ def test_a_tiny_model_trains_predicts_and_samples(name, corpus, tmp_path, monkey
     config = Config().replace({
         "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
         "data.source": str(corpus / "*.py"),
-        "steps": 40, "global_batch": 8, "eval_every": 20, "eval_batches": 1, "checkpoint_every": 20,
+        "steps": 40, "global_batch": 8, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
         "schedule.warmup_steps": 1,
         "precision.recipe": "fp32", "system.device": "cpu", "model.attention": name,
         "optimizer.lr": 3e-3})
