@@ -26,6 +26,7 @@ from lpkit import records
 from lpkit.config import Config
 from lpkit.predict.evidence import MEASURED
 from tests.course.test_notebooks import numbered, said_in
+from tests.lessons.figures.test_ui import lab, linear
 
 
 def record(name):
@@ -35,28 +36,17 @@ def record(name):
 
 # ---- figures: one legend, one colour for each series
 
-def lab(colour):
-    """L, a and b of a colour as #rrggbb (CIE 1976, D65)."""
-    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-               for c in (int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)))
-    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (
-        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b,
-        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089))
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
 def apart(spec):
     """Series of a legend that look alike: under 25 in CIE Lab, which is a step that one sees
     without both side by side, and the same dash."""
     shown = [trace for trace in spec["data"] if trace.get("name")
              and trace.get("showlegend") is not False and trace["type"] != "heatmap"]
     return [(a["name"], b["name"]) for a, b in itertools.combinations(shown, 2)
-            if math.dist(lab(colour_of(a)), lab(colour_of(b))) < 25 and dash_of(a) == dash_of(b)]
+            if math.dist(seen(a), seen(b)) < 25 and dash_of(a) == dash_of(b)]
 
 
-def colour_of(trace):
-    return (trace["line"]["color"] if trace.get("line", {}).get("color")
-            else trace["marker"]["color"])
+def seen(trace):
+    return lab(linear(trace.get("line", {}).get("color") or trace["marker"]["color"]))
 
 
 def dash_of(trace):

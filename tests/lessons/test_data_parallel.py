@@ -1,5 +1,9 @@
 """What ranks keep and send, by stage, beside traces, formulas and one process; and the figures over
-it."""
+it.
+
+Only these tests catch: a stage that keeps or sends other bytes than its formula, a message that
+leaves before or after its reduction says, and an answer on ranks that hangs without a sentence.
+"""
 
 import os
 import re

@@ -1,5 +1,9 @@
 """One outlier by formula against the cast; what bf16 weights and float16 gradients lose, against
-counting and by hand."""
+counting and by hand.
+
+Only these tests catch: a formula of noise, of lost updates or of underflow that casts contradict,
+and stochastic storing that moves the mean.
+"""
 
 import math
 

@@ -1,5 +1,9 @@
 """Techniques side by side: bytes against a measured step, exact losses, the noise of few bits, and
-the figures of both."""
+the figures of both.
+
+Only these tests catch: a technique of notebook 08 whose bytes the step contradicts, whose losses
+are said to be exact and are not, or that is drawn elsewhere than it was measured.
+"""
 
 import plotly.graph_objects as go
 import pytest

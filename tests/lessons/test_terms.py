@@ -1,5 +1,8 @@
 """Formulas in letters, held against the plain numbers: what is printed is read again, and put into
-Python."""
+Python.
+
+Only these tests catch: a printed formula whose value is not the code's, also at other sizes.
+"""
 
 import html
 import re

@@ -1,5 +1,9 @@
 """The timeline of one step: what is drawn adds up to what was measured, and the formula's moments
-sit where they belong."""
+sit where they belong.
+
+Only these tests catch: a timeline that leaves out a row, a phase or the largest point, and moments
+of the formula over another part of the step.
+"""
 
 from dataclasses import dataclass
 
@@ -82,17 +86,14 @@ def test_thousands_of_points_are_thinned_and_the_largest_stays():
     many = [At("forward", "", {"activations": n % 997}) for n in range(5000)]
     line = timeline_figure(many)["data"][-1]
     assert len(line["y"]) <= 400 and max(line["y"]) == 996
+    with pytest.raises(ConfigError, match="at least one point"):
+        timeline_figure([])
 
 
 def test_steps_side_by_side_share_an_axis():
     show = timelines_view({"low": (STEP[:2], None), "high": (STEP, None)})
     assert show("low")["layout"]["yaxis"]["range"] == show("high")["layout"]["yaxis"]["range"]
     assert show("low")["layout"]["title"]["text"] == "low"
-
-
-def test_nothing_is_refused():
-    with pytest.raises(ConfigError, match="at least one point"):
-        timeline_figure([])
 
 
 def test_every_row_of_the_ledger_has_a_colour_of_its_own():

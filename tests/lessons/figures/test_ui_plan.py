@@ -1,5 +1,9 @@
 """The views of a plan, held to the plan itself: what is drawn adds up to it, and every row opens to
-its formula and source."""
+its formula and source.
+
+Only these tests catch: a view of notebook 09 that shows another number than the plan, the bill or
+the record has, or that asks for too many formulas at each move.
+"""
 
 import html
 import json
