@@ -2,7 +2,7 @@
 for Hopper and Blackwell.
 
 Only these tests catch: a rounding of the kernel that is not PyTorch's, a build in a folder that
-others may write, and source that NVIDIA's compiler refuses or that reads fewer than 16 bytes a time.
+others may write, and source that NVIDIA's compiler refuses, or reads by fewer than 16 bytes.
 """
 
 import ctypes
