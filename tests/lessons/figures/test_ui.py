@@ -357,8 +357,14 @@ class Handle:
     def on_done(self, callback):
         self.callbacks.append(callback)
 
-    def __getattr__(self, button):      # stop, pause, resume
-        return lambda: self.heard.append(button)
+    def stop(self):
+        self.heard.append("stop")
+
+    def pause(self):
+        self.heard.append("pause")
+
+    def resume(self):
+        self.heard.append("resume")
 
     def play(self, count, begun=0):
         for record in records(count)[begun:]:
