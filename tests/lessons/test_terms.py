@@ -28,8 +28,9 @@ PRECISIONS = {"fp32": {"compute_bytes": 4, "residual_bytes": 4},
               "fp4": {"compute_bytes": 2, "residual_bytes": 4, "operand_bytes": 0.5}}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("attention", ["plain", "tiled", "sdpa", "blocked"])
+@pytest.mark.parametrize("attention, precision", [
+    *((attention, "bf16") for attention in ("plain", "tiled", "sdpa", "blocked")),
+    *(("sdpa", precision) for precision in PRECISIONS if precision != "bf16")])
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_what_is_kept_in_letters_is_what_is_kept(kind, attention, precision):
     for name, model in MODELS.items():

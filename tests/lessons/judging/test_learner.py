@@ -303,9 +303,9 @@ def test_several_kernels_write_at_once():
             f"print([learner.update(lambda mine: mine.with_attempt(f'{{sys.argv[1]}}.{{i}}', "
             f"right=True)) for i in range(20)])")
     kernels = [subprocess.Popen([sys.executable, "-c", code, str(n)], stdout=subprocess.PIPE,
-                                text=True) for n in range(3)]
-    assert [kernel.communicate()[0] for kernel in kernels] == [f"{[''] * 20}\n"] * 3
-    assert len(learner.read().exercises) == 60
+                                text=True) for n in range(2)]
+    assert [kernel.communicate()[0] for kernel in kernels] == [f"{[''] * 20}\n"] * 2
+    assert len(learner.read().exercises) == 40
 
 
 def whole() -> str:
@@ -323,7 +323,7 @@ def test_a_damaged_file_is_moved_aside_and_never_lost(mine):
              told | {"guesses": {"a": 1}}, told | {"format": "other"}, [],
              told | {"guesses": [told["guesses"][0] | {"value": [1]}]},
              told | {"exercises": {"a": {"right": True, "attempts": -1}}}]
-    cut = [text[:rng.randrange(len(text) - 2)] for _ in range(20)]
+    cut = [text[:rng.randrange(len(text) - 2)] for _ in range(8)]
     for i, content in enumerate([*map(json.dumps, wrong), *cut, "[" * 100_000, "\x00"]):
         mine.write_text(content)
         with pytest.raises(ConfigError, match="holds no learner's guesses"):

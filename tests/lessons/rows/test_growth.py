@@ -166,12 +166,13 @@ def test_what_is_made_is_let_go():
     assert not [made for made, _ in seen if made() is not None]
 
 
-WIDE = replace(SMALL, width=64, heads=8, kv_heads=4)
 REFUSED = [
     ("stack", {}, {"layers": 5}, "model.layers=5 is no multiple of 2; nearest: 4 or 6"),
     ("interpolate", {"layers": 4}, {"layers": 2}, "model.layers=2, not 4; set model.layers=4"),
     ("stack", {}, {"layers": 4, "width": 64, "head_dim": 8},
      "model.width=64, not 32; set model.width=32"),
+    ("bert2bert, stack", {}, {"layers": 5, "width": 64, "heads": 8, "kv_heads": 4},
+     "no multiple of 2"),
     ("identity-depth", {}, {"layers": 3, "vocab": 41},
      "model.vocab=41, not 40; set model.vocab=40"),
     ("identity-depth", {"block": "sandwich"}, {"layers": 3},
@@ -196,14 +197,9 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "small", "large", "sentence"), REFUSED,
                          ids=lambda one: one if isinstance(one, str) else None)
 def test_what_does_not_fit_is_one_sentence(name, small, large, sentence):
-    small = replace(SMALL, **small)
-    assert sentence in refusal(settings(name), small, replace(small, **large))
-
-
-def test_bert2bert_stacks_by_whole_factors_alone():
-    asked, large = settings("bert2bert", depth="stack"), replace(WIDE, layers=5)
-    assert ("no multiple of 2" in refusal(asked, SMALL, large)
-            and not refusal(settings("bert2bert"), SMALL, large))
+    small, (name, _, depth) = replace(SMALL, **small), name.partition(", ")
+    asked = settings(name, depth=depth) if depth else settings(name)
+    assert sentence in refusal(asked, small, replace(small, **large))
 
 
 # Runs.
@@ -343,15 +339,11 @@ def test_the_command_line(base, tmp_path, capsys):
         return cli.main(["train", *words]), capsys.readouterr().err
 
     for asked, sentence in {
-        ("start.grow=stack", "model.layers=5"): "model.layers=5 is no multiple of 2; nearest: 4 or "
-                                                "6",
         ("start.grow=stak", "model.layers=4"): "there is no start.grow 'stak'; did you mean "
                                                "'stack'?",
         ("start.grow=stack", "start.run=", "model.layers=4"): "set start.run to a run's folder",
         ("start.grow=stack", "start.map=blocks.2:blocks.0",
          "model.layers=4"): "leave start.map out",
-        ("start.grow=bert2bert", "start.grow.uneven=1"): "start.grow.uneven must be 0 or more and "
-                                                         "below 1",
         ("start.grow=stack", "start.grow.uneven=0.1"): "bert2bert has it",
         ("start.grow=stack", f"start.run={tmp_path}"): "holds no run",
     }.items():

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lpkit
 from lessons.activations import kept
 from lessons.rows import linear_attention_torch as kernel
-from lessons.rows.linear_attention_torch import orthogonal_features, positive_features
+from lessons.rows.linear_attention_torch import orthogonal_features
 from lessons.saved import saved_bytes
 from lpkit import cli, measure
 from lpkit.config import Config, ModelConfig
@@ -31,8 +31,6 @@ from lpkit.predict.flops import forward_flops, training_flops
 from lpkit.predict.params import parameter_count
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
-from lpkit.techniques.blocks import operations
-from lpkit.techniques.operation import MicroBatch
 from lpkit.training.training import Training
 from tests.predict.test_predict import CPU, ODD
 
@@ -123,15 +121,6 @@ def test_the_delta_rule_by_a_literal_loop():
                                        atol=1e-10)
 
 
-def test_a_key_written_with_beta_1_reads_back_what_was_written():
-    kind, _, (q, k, v) = given("delta", 30)
-    # far from silu's bend
-    k = torch.eye(8, dtype=torch.float64)[torch.arange(30) % 8].expand(2, 2, 30, 8) * 50
-    q = k.repeat_interleave(2, dim=1)
-    out = kind.chunked(q, k, v, None, torch.full((2, 30, 2), 50.0, dtype=torch.float64))
-    torch.testing.assert_close(out, v.repeat_interleave(2, dim=1), rtol=1e-6, atol=1e-6)
-
-
 def test_features_are_orthogonal_in_blocks_and_as_long_as_normal_vectors():
     rows = orthogonal_features(40, 16, seed=3).double()
     assert torch.equal(rows.float(), orthogonal_features(40, 16, seed=3))
@@ -161,20 +150,6 @@ def test_a_performers_error_falls_with_the_root_of_its_features():
     assert (more / few == pytest.approx(0.25, rel=1 / 3)
             and many / more == pytest.approx(0.25, rel=1 / 3))
     assert many < 0.01 * want.abs().max()
-
-
-def test_features_estimate_the_kernel_without_bias():
-    """The mean of phi(q) phi(k) is exp(q k / sqrt(E)) once constants are put back, within six
-    standard errors."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 8, dtype=torch.float64)
-    w = orthogonal_features(1 << 16, 8, 0).double()
-    scaled = q / 8**0.25
-    of_q = (scaled @ w.mT).amax() - scaled.square().sum() / 2
-    products = ((positive_features(q, w, keys=False) * positive_features(k, w, keys=True))
-                * of_q.exp())
-    standard_error = products.std().item() / 256
-    assert products.mean().item() == pytest.approx(math.exp(q @ k / 8**0.5), abs=6 * standard_error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,18 +271,6 @@ def test_the_operators_flops_are_their_products(name):
     if name == "performer":     # the features themselves
         aside = -2 * 2 * (4 + 2) * 200 * 8 * 256
     assert said.get_total_flops() == inside.get_total_flops() + aside
-
-
-@kinds
-def test_flops_and_bytes_are_linear_in_tokens(name):
-    def attends(T: int):
-        s = MicroBatch(model=replace(MODEL, context=T, attention=name), attention="chunked")
-        return next(op for op in operations(s).block if op.name == "attention")
-
-    once, twice = attends(4096), attends(8192)
-    assert twice.saved_bytes == 2 * once.saved_bytes and twice.moved_bytes == 2 * once.moved_bytes
-    assert ([2 * p.M * p.N * p.K * p.group for p in once.pairs]
-            == [p.M * p.N * p.K * p.group for p in twice.pairs])
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
