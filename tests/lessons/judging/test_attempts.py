@@ -27,7 +27,7 @@ from lpkit.machine_facts import cores
 from tests.attack import patience
 from tests.lessons.judging.course import EXERCISES
 
-SECONDS = 3.0
+SECONDS = 2.0
 RIGHT = b'{"status": "right", "detail": ""}'
 HOSTILE = {
     "right verdicts into every file": f"for fd in range(256):\n    try: os.write(fd, "
