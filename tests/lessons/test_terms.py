@@ -7,9 +7,7 @@ Only these tests catch: a printed formula whose value is not the code's, also at
 import html
 import re
 from dataclasses import replace
-from pathlib import Path
 
-import nbformat
 import pytest
 
 from lessons.activations import kept
@@ -18,6 +16,7 @@ from lpkit.predict.flops import products, training_flops
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.presets import preset
 from tests.course.by_hand import evaluated
+from tests.course.test_notebooks import numbered
 from tests.predict.test_predict import ODD
 
 MODELS = {**ODD, **{name: preset(name).model for name in ("gpt2-124m", "llama-1b", "llama-70b")}}
@@ -77,8 +76,7 @@ def test_parameters_and_flops_in_letters(model):
 
 def test_the_parameters_of_01_are_the_codes():
     """Of its two formulas that are typeset, and so written by hand."""
-    book = nbformat.read(Path(__file__).parents[2] / "notebooks/01_memory_math.ipynb", as_version=4)
-    cell = next(cell for cell in book.cells if cell.id == "memory-formula-0")
+    cell = next(cell for cell in numbered("01").cells if cell.id == "memory-formula-0")
     found = re.findall(r"^N = (.+)$", cell.source, re.MULTILINE)
     for latex, name in zip(found, ("gpt2-124m", "llama-8b"), strict=True):
         text = re.sub(r"\\underbrace{(.+?)}_{\\text{.+?}}", r"\1", latex).replace(r"\,",

@@ -461,13 +461,11 @@ def by_passes(orders, forward, backward):
     return max(ends.values())
 
 
-# Another form of what is no formula of numbers alone, and of sums whose order or place decides
+# Another form of what is no short formula, and of sums whose order or place decides
 # about a last place: the kit's own rule, float64 inside, in place, views, loops.
 OTHERS = {
     "00.uniform_loss": [lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64),
                             torch.tensor([0])).item()],
-    "00.clip": [lambda grads, most: torch._foreach_mul(grads,
-                    (most / (torch.cat(grads).norm() + 1e-12)).clamp(max=1))],
     "01.saved_bytes": [lambda tensors: sum({t.untyped_storage()._cdata: t.untyped_storage().size()
         for t in tensors}.values())],
     "01.peak_bytes": [by_events],
@@ -480,11 +478,7 @@ OTHERS = {
                       * step],
     "03.mx_exponent": [lambda amax, largest: math.floor(math.log2(amax)) - largest],
     "03.stochastic_bf16": [by_bits],
-    "04.block_scales": [lambda x, block: torch.tensor(
-        [[max(map(abs, row[i:i + block])) / 448 or 1.0 for i in range(0, len(row), block)]
-         for row in x.tolist()])],
     "04.delayed": [by_deque],
-    "05.scale_for": [lambda g: next(2.0**e for e in range(99) if g * 2.0**e >= 2**-14)],
     "05.with_masters": [lambda weight, updates: functools.reduce(torch.sub, updates,
         weight.float()).bfloat16()],
     "19.false_share": [lambda bar, sigma, n: math.erfc(bar * math.sqrt(n) / (2 * sigma)) / 2],
@@ -494,10 +488,6 @@ OTHERS = {
         update)],
     "20.lion": [lambda w, g, m, lr, decay: by_the_kit("lion", w, g, (m,), lr, decay)],
     "20.factored": [by_the_kits_adafactor],
-    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])],
-                                      dim=-2)],
-    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]),
-        0.0).view_as(w)],
     "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril()
                                       / torch.ones_like(G).tril().sum(1, keepdim=True))
                 @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
@@ -512,8 +502,6 @@ OTHERS = {
     "24.c_attn": [by_gpt2s_names],
     "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights)
         if not any(w is one for one in weights[:i]))],
-    "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items()
-        if side // block * block < side]],
     "25.input_db": [by_the_kits_int8],
     "26.step": [by_the_kits_muon],
     "26.overhead": [by_counted_products],
@@ -526,9 +514,6 @@ OTHERS = {
                            fp8(w, sw).float() * sw)],
     "07.saturated": [lambda x, amax: np.mean([abs(a) * 448 / amax > 448 + 16 for a in x
         if a != 0]).item()],
-    "07.worst_row": [lambda x, y: max(range(len(x)),
-                                      key=lambda i: ((x[i] - y[i]).norm() / x[i].norm()).nan_to_num(
-                                          0).item())],
     "07.bisect": [right_half_first],
     "08.every": [lambda layers, block, kept, budget: next(
         (n for n in range(layers, 0, -1) if kept * len(range(0, layers - 1, n)) + block * (
@@ -548,9 +533,6 @@ OTHERS = {
     "13.linear_attention": [by_cumsum, in_chunks],
     "14.rows": [by_counting],
     "14.buckets": [from_the_last],
-    "14.clip": [lambda parts, most: [min(1.0,
-        most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6))
-        for _ in parts]],
     "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks)
         for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
                                             and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step
@@ -558,7 +540,6 @@ OTHERS = {
     "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
         f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],
-    "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
 }
 
 
@@ -574,17 +555,17 @@ def nudged(value):
     """Numbers off by some last places, as another order of the same arithmetic has them."""
     if isinstance(value, list | tuple):
         return type(value)(map(nudged, value))
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value * (1 + 2.0**-22)
     return value * (1 + 2.0**-48) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize("name", [name for name in EXERCISES
                                   if name not in {*RIGHT, *OTHERS, *ON_RANKS, *PUZZLES}])
 def test_a_last_place_of_a_number_does_not_decide(name):
-    """Of all without another form above: each is a formula of numbers."""
+    """Of all without another form above, which are short formulas."""
     spec = EXERCISES[name].spec
-    kinds = {type(nudged(spec(*case))) for case in EXERCISES[name].all_cases()}
     assert check(EXERCISES[name], lambda *case: nudged(spec(*case))) == Verdict("right")
-    assert kinds <= {int, float, tuple, list}
 
 
 @pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if one.tolerance
