@@ -156,7 +156,7 @@ RANKS = ("right verdicts into every file", "os._exit", "memory", "the judge kill
 def test_whatever_an_answer_does_on_ranks_is_a_sentence(kind, monkeypatch):
     from lessons.ranks import on_ranks, rank_exercises
 
-    monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 5.0)
+    monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 3.0)
     source = hostile("def eight_bit_gather(rows, rank, ranks, all_reduce_max, all_gather_bytes):",
                      HOSTILE[kind], "return rows")
     monkeypatch.setattr(on_ranks, "as_text", lambda *_: source)
