@@ -537,6 +537,7 @@ OTHERS = {
         for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
                                             and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step
         and b <= a]],
+    "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
     "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
         f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],

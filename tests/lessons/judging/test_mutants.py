@@ -16,7 +16,7 @@ from lessons.judging.learner import check
 from tests.lessons.judging.course import EXERCISES, ON_RANKS, PUZZLES
 from tests.lessons.judging.mutants import SAME, is_same, judged_right, mutants, on_threads
 
-EACH = 6        # of a puzzle: an interpreter takes its time
+EACH = 4        # of a puzzle: an interpreter takes its time
 F = torch.nn.functional
 
 
