@@ -15,6 +15,8 @@ from lessons.terms import Lettered, Term, letter, sizes, terms_opened, terms_tab
 from lpkit.predict.flops import products, training_flops
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.presets import preset
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch
 from tests.course.by_hand import evaluated
 from tests.course.test_notebooks import numbered
 from tests.predict.test_predict import ODD
@@ -72,6 +74,17 @@ def test_parameters_and_flops_in_letters(model):
     for said, plain in zip(products(Lettered(model), batch=letter("B", 3)),
                            products(model, batch=3), strict=True):
         assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops == said.flops
+
+
+def test_a_letter_of_value_1_is_not_1_to_a_cache():
+    """FLOPs had B squared after bytes of one sequence were asked for."""
+    model = replace(MODELS["gpt2"], layers=3)
+    asked = MicroBatch(model=Lettered(model), batch=letter("B", 1))
+    operations(asked)
+    assert operations(replace(asked, batch=1)) is not operations(asked)
+    for said, plain in zip(products(Lettered(model), batch=letter("B", 3)),
+                           products(model, batch=3), strict=True):
+        assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops
 
 
 def test_the_parameters_of_01_are_the_codes():
