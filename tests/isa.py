@@ -60,7 +60,7 @@ NO_VERDICTS = {"attempts", "browser", "certificate", "data_parallel", "gpu_lesso
 # (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to
 # it
 NO_PATH = ("rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or "
-           "into_a_kernel or interpreter or whatever_a_kernel_does")
+           "interpreter or whatever_a_kernel_does")
 ROOT = Path(__file__).parents[1]
 # Where each file of tests lies, by its name without test_ and .py.
 FILES = {path.stem.removeprefix("test_"): str(path.relative_to(ROOT))

@@ -93,7 +93,8 @@ class Term:
         return self.value < _term(other).value
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        """Another than its value's: what `operations` caches for B = 1 is no answer for 1."""
+        return hash((self.value, frozenset(self.parts.items())))
 
     def __bool__(self) -> bool:
         return bool(self.value)

@@ -1,4 +1,8 @@
-"""99: what the notebooks print is enough, folklore is not, and a trace agrees."""
+"""99: what the notebooks print is enough, folklore is not, and a trace agrees.
+
+Only these tests catch: a question of the capstone that the printed formulas do not answer, that
+folklore answers, or whose answer a trace contradicts, and a mark that reveals it.
+"""
 
 import ast
 import inspect
@@ -74,7 +78,7 @@ def test_folklore_does_not_pass():
     assert 0 < max(score.right for score in scores) <= 4, [str(score) for score in scores]
 
 
-@pytest.mark.parametrize("seed", [2, 4, 13, 15])
+@pytest.mark.parametrize("seed", [2, 13, 15])
 def test_a_trace_agrees_with_the_kits_answer(seed):
     case = draw(seed)
     assert predict_trace(case.config).peak_bytes == pytest.approx(QUESTIONS["peak"].answer(case),

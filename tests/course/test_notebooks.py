@@ -1,5 +1,10 @@
-"""What every notebook must look like. (That they run is `make test`: nbval over copies at the smoke
-size.)"""
+"""What every notebook must look like, and that the numbers of its text are those of its code or
+record. (That they run is `make test`: nbval over copies at the smoke size.)
+
+Only these tests catch: a notebook with outputs, without its parameters, its claim or a part of its
+form; a number of the text that the explorer, the formula or the record contradicts; and a guess
+that is right where it starts.
+"""
 
 import ast
 import html
@@ -56,9 +61,21 @@ GLOSSARY = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|",
                            re.MULTILINE))
 
 
+READ = {path: nbformat.read(path, as_version=4) for path in BOOKS}
+
+
 @pytest.fixture(params=BOOKS, ids=lambda path: path.stem)
-def book(request):
-    return nbformat.read(request.param, as_version=4)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def book(path):
+    return READ[path]
+
+
+def numbered(number):
+    return next(book for path, book in READ.items() if path.stem.startswith(number))
 
 
 def code_of(book):
@@ -73,18 +90,15 @@ def text_of(book):
     return "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
 
 
-@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_small_and_named_in_order(path):
+def said_in(number):
+    """All text of a notebook, in one line."""
+    return " ".join(text_of(numbered(number)).split())
+
+
+def test_small_named_stripped_and_titled(path, book):
     assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem)
+    assert [path.stem[:2] for path in BOOKS].count(path.stem[:2]) == 1
     assert path.stat().st_size < MAX_BYTES
-
-
-def test_numbers_are_used_once():
-    numbers = [path.stem[:2] for path in BOOKS]
-    assert len(set(numbers)) == len(numbers)
-
-
-def test_stripped(book):
     nbformat.validate(book)
     dirty = [cell.source for cell in code_of(book) if cell.execution_count is not None
              or cell.outputs]
@@ -92,9 +106,6 @@ def test_stripped(book):
     assert set(book.metadata) <= {"kernelspec",
                                   "language_info"}, "widget state or a tool's own metadata"
     assert book.metadata.kernelspec.name == "python3"
-
-
-def test_title_first(book):
     assert book.cells[0].cell_type == "markdown" and book.cells[0].source.startswith("# ")
 
 
@@ -109,7 +120,6 @@ def test_parameters_first_and_commented(book):
         "say after each parameter what it is, and its unit")
 
 
-@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
 def test_papermill_reads_the_parameters_as_the_kit_does(path):
     """`papermill --help-notebook` splits lines by a pattern, the kit walks the syntax tree."""
     theirs = {name: (ast.unparse(ast.parse(p["inferred_type_name"])),
@@ -121,8 +131,14 @@ def test_papermill_reads_the_parameters_as_the_kit_does(path):
 
 
 def test_imports_second(book):
-    """One cell of imports right after the parameters; later cells import nothing."""
+    """One short cell of imports right after the parameters, and begin(), which checks these; later
+    cells import nothing. No line is cut."""
     second, *rest = code_of(book)[1:]
+    assert len(second.source.splitlines()) <= MAX_IMPORT_LINES, (
+        "let the lesson import it too, and write lesson.name")
+    wide = [(cell.id, line) for cell in code_of(book) for line in cell.source.splitlines()
+            if len(line) > MAX_COLUMNS]
+    assert not wide, "break it at its arguments, or name a part of it"
     assert any(isinstance(node, (ast.Import, ast.ImportFrom))
                for node in ast.parse(second.source).body)
     late = [node for cell in rest for node in ast.walk(ast.parse(cell.source))
@@ -133,23 +149,6 @@ def test_imports_second(book):
               if not isinstance(node, (ast.Import, ast.ImportFrom))]
     assert ([ast.unparse(node) for node in others]
             == ["begin()"]), "what is folded hides nothing that counts"
-
-
-def test_parameters_are_checked_before_they_are_used(book):
-    """papermill alone, and a person, set any name to anything."""
-    used = [node for node in ast.parse(code_of(book)[1].source).body
-            if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert ast.unparse(used[0]) == "begin()"
-
-
-@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
-def test_a_page_opens_with_few_imports_and_no_code_is_cut(path):
-    code = code_of(nbformat.read(path, as_version=4))
-    assert len(code[1].source.splitlines()) <= MAX_IMPORT_LINES, (
-        "let the lesson import it too, and write lesson.name")
-    wide = [(cell.id, line) for cell in code for line in cell.source.splitlines()
-            if len(line) > MAX_COLUMNS]
-    assert not wide, "break it at its arguments, or name a part of it"
 
 
 def test_headings_in_order(book):
@@ -256,8 +255,8 @@ def test_terms_are_explained_once_and_as_the_glossary_has_them(book):
 
 
 def test_every_term_of_the_glossary_is_explained_somewhere():
-    explained = {words.lower() for path in BOOKS
-                 for _, words in marks(text_of(nbformat.read(path, as_version=4)))}
+    explained = {words.lower() for book in READ.values()
+                 for _, words in marks(text_of(book))}
     terms = [term for term in GLOSSARY if len(term) > 2
              and term not in ("letter", "term", "---", "M, N, K")]
     missing = [term for term in terms if not {term.lower(), f"{term.lower()}s"} & explained]
@@ -276,10 +275,9 @@ def test_what_to_look_for_has_its_answers(book):
         assert len(found) == 1 and len(re.findall(r"^\d+\. ", found[0], re.MULTILINE)) == asked
 
 
-def answers_of(stem):
-    [path] = [path for path in BOOKS if path.stem == stem]
-    [cell] = [cell for cell in nbformat.read(path, as_version=4).cells
-              if "<summary>Answers</summary>" in cell.source]
+def answers_of(number):
+    [cell] = [cell for cell in numbered(number).cells if "<summary>Answers</summary>"
+              in cell.source]
     return " ".join(cell.source.split())
 
 
@@ -294,7 +292,7 @@ def test_answers_about_memory_are_those_of_the_explorer():
     def row(found, name):
         return quantity(found.at(found.peak_moment)[name], "bytes")
 
-    said, plain, fp8 = answers_of("01_memory_math"), held("llama-8b"), held("llama-8b",
+    said, plain, fp8 = answers_of("01"), held("llama-8b"), held("llama-8b",
         precision="fp8-tensorwise")
     for words in (row(plain, "optimizer state"), row(plain, "activations"),
                   row(fp8, "activations").removesuffix(" GB"), row(fp8, "low-precision weights"),
@@ -321,7 +319,7 @@ def test_answers_about_outliers_are_those_of_the_explorer():
     def in_row(size):
         return outliers.look("int8", float(size), 9, 40, 0)["kinds"][9].count(2)
 
-    said = answers_of("04_scaling_recipes")
+    said = answers_of("04")
     assert ((in_row(300), in_row(708), in_row(709), in_row(1000)) == (87, 126, 127, 127)
             and "87 of the 127" in said and "709" in said)
     assert zeroed("fp8-tensorwise", 1000) == 11 and "11 become zero" in said
@@ -338,7 +336,7 @@ def test_answers_about_outliers_are_those_of_the_explorer():
 
 
 def test_answers_about_a_plan_are_the_plan():
-    said = answers_of("09_predict_before_you_rent")
+    said = answers_of("09")
 
     def soonest(devices, machine="h200", **limits):
         return plan(lpkit.preset("llama-70b"), 1e12, machine, devices=devices, **limits)
@@ -364,7 +362,7 @@ def test_answers_about_a_plan_are_the_plan():
 
 
 def test_answers_about_formats_are_their_values():
-    said, found = answers_of("03_number_formats"), listed()
+    said, found = answers_of("03"), listed()
     for name in ("e5m2", "e4m3fn"):
         odd = [code for code, value in enumerate(found[name].values) if not math.isfinite(value)]
         assert (f"{odd[0]}" in said and f"{odd[-1]}" in said
@@ -380,7 +378,7 @@ def test_answers_about_formats_are_their_values():
 
 
 def test_answers_about_chance_are_those_of_the_record():
-    said, (_, losses) = answers_of("19_is_it_progress"), chance.pool()
+    said, (_, losses) = answers_of("19"), chance.pool()
     sigma = chance.sigma_of(losses)
     for seeds, bar, share in ((20, 0.005, 0.07), (30, 0.005, 0.04), (3, 0.015, 0.05),
                               (1, 0.0, 0.5)):
@@ -391,7 +389,7 @@ def test_answers_about_chance_are_those_of_the_record():
 
 
 def test_answers_about_optimizers_are_those_of_the_explorer():
-    said = answers_of("20_optimizers")
+    said = answers_of("20")
     show = optimizers.rules_view({name: lpkit.preset(name)
                                   for name in ("cpu-3m", "gpt2-124m", "llama-8b")})
 
@@ -412,9 +410,7 @@ def test_answers_about_optimizers_are_those_of_the_explorer():
 
 
 def test_what_is_said_of_a_step_of_lora_is_the_formula():
-    said = " ".join(
-        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("24")),
-                              4)).split())
+    said = said_in("24")
     config = lpkit.preset("cpu-3m").replace({"global_batch": 4, "grad_accum_steps": 1,
         "model.context": 128, "precision.recipe": "fp32", "system.device": "cpu",
                                              "system.compile": False})
@@ -438,9 +434,7 @@ def test_what_is_said_of_a_step_of_lora_is_the_formula():
 
 
 def test_what_is_said_of_schedules_is_their_picture():
-    said = " ".join(
-        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("23")),
-                              4)).split())
+    said = said_in("23")
     config = lpkit.preset("cpu-3m").replace(less.SMALL | {"steps": 8})
     left_out = fmean(1 - p for t in (10**6,) for p in progressive(Progressive(gamma=1.0), less.BERT,
         2, t))
@@ -477,10 +471,8 @@ def test_a_model_alone_has_the_flops_of_the_whole():
 
 
 def test_what_is_said_of_pipelines_is_the_clock():
-    said = " ".join(
-        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("17")),
-                              4)).split())
-    answers = answers_of("17_pipelines")
+    said = said_in("17")
+    answers = answers_of("17")
 
     def at(schedule, chunks=1, message=0.0, dw=1.0, m=8):
         one = pipelines.path(schedule, 4, m, chunks)
@@ -549,9 +541,7 @@ def test_singular_values_end_near_1_from_the_least_on():
 
 
 def test_what_is_said_of_batches_is_in_the_record():
-    record, said = batches.Record.read(), " ".join(
-        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("21")),
-                              4)).split())
+    record, said = batches.Record.read(), said_in("21")
     steps = {(name, batch): record.best(name, batch, 2.4).steps for name in batches.RATES
              for batch in (*batches.BATCHES, batches.ANCHOR)}
     for name, saved in (("adamw", (45, 18)), ("sgd", (28, 6))):
@@ -581,12 +571,6 @@ def test_ticks_between_powers_of_ten_are_whole_numbers():
     assert drawing.axis("gap", type="log", dtick="D2", tickformat=".0%")["tickformat"] == ".0%"
     assert ("tickformat" not in drawing.axis("x", type="log", dtick=1)
             and "tickformat" not in drawing.axis("x"))
-
-
-def said_in(number):
-    return " ".join(
-        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)),
-                              4)).split())
 
 
 def test_what_is_said_of_widths_is_in_the_record():
@@ -631,7 +615,7 @@ def test_a_goal_that_fails_has_a_card_that_says_so():
     """The card of a claim is green where it holds: also the claim that the goal was missed."""
     failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)",
         said_in(path.stem[:2]))}
-    cards = {path.stem[:2] for path in BOOKS if "goal(" in text_of_code(nbformat.read(path, 4))}
+    cards = {path.stem[:2] for path, book in READ.items() if "goal(" in text_of_code(book)}
     assert {"20", "21", "25", "26", "28"} <= failed <= cards, failed - cards
 
 
@@ -690,8 +674,8 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
 
 def test_no_guess_is_right_where_it_starts():
     ends = {}
-    for path in BOOKS:
-        for cell in code_of(nbformat.read(path, as_version=4)):
+    for book in READ.values():
+        for cell in code_of(book):
             for node in ast.walk(ast.parse(cell.source)):
                 match node:
                     case ast.Call(func=ast.Name(id="keep"),
@@ -723,11 +707,10 @@ def test_seconds_know_what_others_took(book):
 
 
 def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
-    [page] = [cell.source for cell in nbformat.read(BOOKS[0], as_version=4).cells
-              if cell.id == "start-ways"]
+    [page] = [cell.source for cell in READ[BOOKS[0]].cells if cell.id == "start-ways"]
     assert "Shift+Enter" in page
-    minutes = {path.name: int(re.search(r"About (\d+) minutes",
-        nbformat.read(path, as_version=4).cells[0].source)[1]) for path in BOOKS}
+    minutes = {path.name: int(re.search(r"About (\d+) minutes", book.cells[0].source)[1])
+               for path, book in READ.items()}
     ways = [(re.findall(r"\]\((\S+?\.ipynb)\)", line), int(line.rsplit("|", 2)[1]))
             for line in page.splitlines() if ".ipynb)" in line]
     assert {name for names, _ in ways for name in names} == minutes.keys()
@@ -744,8 +727,7 @@ def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
 def test_the_kernel_that_10_shows_is_one(tmp_path):
     """The notebook runs it with a `tl` of its own; here Triton's interpreter does."""
     pytest.importorskip("triton")
-    cells = {cell.id: cell.source for path in BOOKS
-             for cell in nbformat.read(path, as_version=4).cells}
+    cells = {cell.id: cell.source for cell in numbered("10").cells}
     kernel = cells["kernels-first-0"].partition("\n\n")[0]
     assert kernel.startswith("def double")
     code = (f"import torch, triton, triton.language as "
@@ -762,10 +744,9 @@ def test_the_kernel_that_10_shows_is_one(tmp_path):
 def test_a_recomputed_forward_casts_again():
     """08 says so. If casts were made once, recomputation in 8 bits would save half of what the
     first products of Linears take."""
-    text = text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("08")),
-                                 as_version=4))
-    assert ("A block that runs again casts again" in text
-            and "in a narrow model it gains nothing there" in text)
+    said = said_in("08")
+    assert ("A block that runs again casts again" in said
+            and "in a narrow model it gains nothing there" in said)
     saved = {}
     for name in ("gpt2-350m", "llama-8b"):
         config = lpkit.preset(name).replace({"global_batch": 4, "grad_accum_steps": 1,
@@ -781,8 +762,7 @@ def test_a_recomputed_forward_casts_again():
 def begun(number, *words, **parameters):
     """(what a notebook's first cells leave, those cells): its parameters and imports, and the cells
     with these words, in order."""
-    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4)
-    first, imports, *others = code_of(book)
+    first, imports, *others = code_of(numbered(number))
     cells = [first, imports, *(cell for cell in others
                                if any(word in cell.source for word in words))]
     there: dict = {}
@@ -810,7 +790,7 @@ def test_01_says_to_the_byte_above_rows_that_are_equal(recipe):
            if measured.get(name, 0) != size}
     assert (off == {"loss": 8} and measured.keys() <= there["formulas"].keys()
             and len(cells) == 6), "two single numbers"
-    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith("01")), as_version=4)
+    book = numbered("01")
     above = book.cells[[cell.source for cell in book.cells].index(cells[-1].source) - 1]
     assert ("On a CPU, in 32 or 16 bits, they agree to the byte, but for two single numbers that "
             "the loss\nkeeps" in above.source)

@@ -1,5 +1,9 @@
 """What a teacher reads holds what it says: routes add up, what a notebook needs comes before it,
-and each mistake is one of the judge's."""
+and each mistake is one of the judge's.
+
+Only these tests catch: a route that does not fit its hours, a notebook before what it needs, and
+minutes, mistakes or answers of a teacher's page that the notebook does not have.
+"""
 
 import json
 import re

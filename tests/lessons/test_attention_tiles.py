@@ -1,5 +1,9 @@
 """What attention holds and moves, and its steps: each beside torch or arithmetic; and the figures
-over them."""
+over them.
+
+Only these tests catch: bytes held or moved by attention that a run contradicts, and a step of the
+online softmax that does not end in PyTorch's answer.
+"""
 
 import json
 

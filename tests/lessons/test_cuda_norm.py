@@ -1,5 +1,9 @@
 """The kernel in CUDA C++: run by a C++ compiler with a thread for each of its threads, and compiled
-for Hopper and Blackwell."""
+for Hopper and Blackwell.
+
+Only these tests catch: a rounding of the kernel that is not PyTorch's, a build in a folder that
+others may write, and source that NVIDIA's compiler refuses, or reads by fewer than 16 bytes.
+"""
 
 import ctypes
 import shutil
@@ -30,7 +34,7 @@ def on_cpu():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("M, N", [(1, 8), (3, 120), (4, 512), (2, 4096)])
+@pytest.mark.parametrize("M, N", [(1, 8), (3, 120), (2, 4096)])
 def test_it_is_the_definition(on_cpu, dtype, M, N):
     rng = torch.Generator().manual_seed(M * N)
     x, delta = (torch.randn(M, N, generator=rng).to(dtype) for _ in range(2))

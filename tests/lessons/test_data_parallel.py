@@ -1,13 +1,15 @@
 """What ranks keep and send, by stage, beside traces, formulas and one process; and the figures over
-it."""
+it.
+
+Only these tests catch: a stage that keeps or sends other bytes than its formula, a message that
+leaves before or after its reduction says, and an answer on ranks that hangs without a sentence.
+"""
 
 import os
 import re
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
-import nbformat
 import plotly.graph_objects as go
 import pytest
 import torch
@@ -36,6 +38,7 @@ from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import ALL_REDUCE
 from lpkit.techniques.layouts import REDUCTIONS, Layout
+from tests.course.test_notebooks import answers_of, numbered
 from tests.lessons.judging.course import EXERCISES
 
 pytestmark = pytest.mark.dist
@@ -149,11 +152,7 @@ def test_one_rank_is_none(capsys, tmp_path):
         data_parallel.spread(SMALL, 1, sequences=1)
     assert cli.main(["notebook", "14", "processes=1", "--out", str(tmp_path)]) == 2
     assert "processes cannot be '1'; choose one of 2, 3, 4, 6, 8" in capsys.readouterr().err
-    assert choose(parameters(book()), {"processes": "3"})["processes"] == 3
-
-
-def book(stem="14_data_parallel_and_zero"):
-    return nbformat.read(Path(__file__).parents[2] / "notebooks" / f"{stem}.ipynb", as_version=4)
+    assert choose(parameters(numbered("14")), {"processes": "3"})["processes"] == 3
 
 
 def ring(x, rank, ranks):
@@ -223,13 +222,8 @@ def peaks(model, ranks, micro_batches=1):
             for i in range(4)], spec
 
 
-def answers_of(stem):
-    return " ".join(next(cell.source for cell in book(stem).cells
-                         if "<summary>Answers</summary>" in cell.source).split())
-
-
 def test_the_answers_about_what_is_gathered_are_those_of_the_explorer():
-    said, show = answers_of("15_multi_gpu_fp8"), gathers_view(data_parallel.gathers)
+    said, show = answers_of("15"), gathers_view(data_parallel.gathers)
 
     def shown(model, ranks):
         spec, table = show(lpkit.preset(model), CATALOGUE["h200"], ranks)
@@ -250,7 +244,7 @@ def test_the_answers_about_what_is_gathered_are_those_of_the_explorer():
 
 
 def test_the_answers_about_stages_are_those_of_the_explorer():
-    said = answers_of("14_data_parallel_and_zero")
+    said = answers_of("14")
     gradients = lambda spec: next((row["x"][1] for row in spec["data"]
                                    if row["name"] == "gradients"), None)
     (_, one, *_), spec = peaks("llama-8b", 8)

@@ -1,4 +1,8 @@
-"""What notebook 13 counts and measures: pairs, crossings, how far a window reaches."""
+"""What notebook 13 counts and measures: pairs, crossings, how far a window reaches.
+
+Only these tests catch: a count of pairs or FLOPs of another mask than the rule's, a crossing read
+between noisy points, and a window that reaches one place too far.
+"""
 
 import math
 from dataclasses import replace
@@ -28,7 +32,7 @@ SOFTMAX = [name for name, row in KINDS.items() if row.settings.rule(8) is not No
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("context", [1, 100, 300])
+@pytest.mark.parametrize("context", [1, 300])
 def test_pairs_are_those_of_the_mask(name, context):
     layer, places = Layer(kind=chosen(KINDS, name), context=context,
                           document=70), torch.arange(context)

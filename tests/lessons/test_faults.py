@@ -1,5 +1,10 @@
 """The failure lab: each fault shows in the telemetry where its row says, and the search finds what
-was planted."""
+was planted.
+
+Only these tests catch: a fault that its telemetry does not show or its cure does not end, a NaN
+that is laid to another layer, and a search that misses a large effect, or names a layer with high
+certainty where runs drift by as much.
+"""
 
 import math
 import random
@@ -130,7 +135,6 @@ def test_a_plant_that_cannot_be(settings, said):
 
 
 # ---- where a NaN came from
-# --------------------------------------------------------------------------------------------------
 
 def samples_of(training: Training, steps: int = 1, **settings):
     watched = telemetry.attach(training, every=1, counterfactuals=(), **settings)
@@ -138,7 +142,7 @@ def samples_of(training: Training, steps: int = 1, **settings):
     return watched.samples
 
 
-@pytest.mark.parametrize("layer", PLACES)
+@pytest.mark.parametrize("layer", PLACES[::2])
 def test_a_nan_is_followed_to_the_layer_that_made_it(layer):
     """It is met first downstream, in another layer, and everywhere from the second step on."""
     training = Training.build(LLAMA.replace({"precision.recipe": "mxfp8"}))
@@ -151,7 +155,7 @@ def test_a_nan_is_followed_to_the_layer_that_made_it(layer):
     assert f"made by {layer}" in nonfinite_report(samples)
 
 
-@pytest.mark.parametrize("layer", PLACES[1:])
+@pytest.mark.parametrize("layer", PLACES[1::2])
 def test_a_nan_of_backward_is_followed_the_other_way(layer):
     training = Training.build(LLAMA.replace({"precision.recipe": "fp8-tensorwise"}))
     module = training.model.get_submodule(layer)
@@ -169,7 +173,6 @@ def test_a_nan_that_was_there_before_the_look_accuses_nobody():
 
 
 # ---- the case
-# --------------------------------------------------------------------------------------------------
 
 def solved(case: Case):
     well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True,
@@ -201,10 +204,11 @@ def test_an_unseen_fault_accuses_nobody(starts, name):
     assert case.answers == [f"{name} in {case.layer}", f"{TIED} in {case.layer}"]
 
 
-@pytest.mark.parametrize("layer", PLACES)
-@pytest.mark.parametrize("name", [name for name in SEEN if name != "zero-amax-block"])
+@pytest.mark.parametrize("name, layer", [
+    (name, layer) for i, name in enumerate(one for one in SEEN if one != "zero-amax-block")
+    for layer in PLACES[i % 2::2]])
 def test_wherever_it_is_hidden_the_telemetry_names_it(starts, name, layer):
-    """(A NaN: above.)"""
+    """Each fault at half of the places, each place under half of the faults. (A NaN: above.)"""
     training = starts.under(FAULTS[name].recipe)
     inject(training.model, Injection(fault=name, layers=(layer,)))
     (first, second, *_) = standing_out(samples_of(training, 2))
@@ -292,7 +296,6 @@ def test_the_path_of_the_search_is_drawn_as_it_was_walked():
 
 
 # ---- the search, on losses made up
-# ---------------------------------------------------------------------------------------
 
 LAYERS = [f"blocks.{i}.{part}" for i in range(3) for part in ("qkv", "out", "up", "down")]
 UNITS = [(layer, product) for layer in LAYERS for product in ("y", "dx", "dw")]
@@ -310,15 +313,15 @@ def made_up(damage: dict, noise: float = 1e-3):
     return loss, calls
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_every_single_culprit_is_found(unit):
-    loss, calls = made_up({unit: 0.1})
-    found = search("it", UNITS, loss)
-    assert found.culprits == (unit,) and found.certainty == "high"
-    assert (found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3)
-            and found.alone.recovery == pytest.approx(1))
-    assert found.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
-    assert unit[0] in str(found) and f"({unit[1]})" in str(found)
+def test_every_single_culprit_is_found():
+    for unit in UNITS:
+        loss, calls = made_up({unit: 0.1})
+        found = search("it", UNITS, loss)
+        assert found.culprits == (unit,) and found.certainty == "high"
+        assert (found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3)
+                and found.alone.recovery == pytest.approx(1))
+        assert found.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
+        assert unit[0] in str(found) and f"({unit[1]})" in str(found)
 
 
 def test_products_that_share_a_fault_are_named_together():
@@ -346,9 +349,9 @@ def by_chance(damage: dict, *, own: float = 0.0, noise: float = 1e-3, world: int
     return loss
 
 
-WORLDS = 120
+WORLDS = 60
 # Damage and the low-precision runs' own drift, in units of the noise of nudged runs in 16 bits.
-HARD = [(2, 0), (5, 0), (10, 0), (10, 10), (20, 10), (20, 40), (0, 10), (0, 40)]
+HARD = [(2, 0), (10, 0), (10, 10), (20, 10), (20, 40), (0, 40)]
 
 
 @pytest.mark.parametrize("times, own", HARD)
@@ -407,7 +410,6 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
 
 
 # ---- on real runs
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_bisect_finds_nothing_where_nothing_is(starts):

@@ -1,5 +1,9 @@
 """One outlier by formula against the cast; what bf16 weights and float16 gradients lose, against
-counting and by hand."""
+counting and by hand.
+
+Only these tests catch: a formula of noise, of lost updates or of underflow that casts contradict,
+and stochastic storing that moves the mean.
+"""
 
 import math
 
@@ -18,11 +22,9 @@ from lpkit.techniques.recipes import Cast
 @pytest.mark.parametrize("name", outliers.NAMES)
 def test_the_formula_is_within_one_decibel(name):
     cast = outliers.casts()[name]
-    for seed in range(2):
-        for size in (10.0, 1e3, 1e5, 3e5, 1e6):
-            measured = outliers.measured_db(outliers.gaussian(size, seed=seed), cast)
-            assert abs(outliers.expected_db(cast, outliers.SHAPE, outlier=size) - measured) < 1, (
-                size, measured)
+    for size in (10.0, 1e3, 1e5, 3e5, 1e6):
+        measured = outliers.measured_db(outliers.gaussian(size, seed=0), cast)
+        assert abs(outliers.expected_db(cast, outliers.SHAPE, outlier=size) - measured) < 1, size
 
 
 @pytest.mark.parametrize("fmt", ["e4m3fn", "e5m2", "e2m1", "int8"])

@@ -1,5 +1,8 @@
 """Lesson 25: what its notebook says of two models that are not the kit's, and the notebook without
-transformers."""
+transformers.
+
+Only these tests catch: a layer, a noise or a peak that notebook 25 names and its models lack.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,9 @@
 """Signals by depth: the recursion of lessons.signals beside samples of Gaussians, and beside models
-of the kit that were initialised."""
+of the kit that were initialised.
+
+Only these tests catch: a recursion whose variance, cosine or gradient is not that of models that
+were drawn, by depth.
+"""
 
 import math
 
@@ -22,7 +26,7 @@ def model(block="pre-norm", init="gpt2", layers=8, **settings):
 
 @pytest.mark.parametrize("phi, torchs", [(signals._gelu, lambda z: F.gelu(z, approximate="tanh")),
     (lambda z: np.maximum(z, 0), F.relu)])
-@pytest.mark.parametrize("rho", [-0.5, 0.0, 0.3, 0.9])
+@pytest.mark.parametrize("rho", [-0.5, 0.9])
 def test_the_covariance_of_what_an_mlp_does_is_that_of_samples(phi, torchs, rho):
     draw, q = torch.Generator().manual_seed(1), np.array([0.5, 2.0])
     z = torch.randn(2, 4_000_000, generator=draw, dtype=torch.float64)
@@ -55,8 +59,8 @@ CASES = [("pre-norm", "gpt2", 0.06), ("pre-norm", "llama", 0.10), ("parallel", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [8, 24, 72])
-@pytest.mark.parametrize("block, init, within", CASES)
+@pytest.mark.parametrize("block, init, within, layers", [
+    *((*CASES[0], layers) for layers in (8, 72)), *((*case, 24) for case in CASES)])
 def test_variance_and_cosine_by_depth(block, init, within, layers):
     """Means of 8 models of width 128, at every depth."""
     m = model(block, init, layers)
@@ -67,14 +71,13 @@ def test_variance_and_cosine_by_depth(block, init, within, layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [8, 24, 72])
-@pytest.mark.parametrize("settings, within",
-                         [({}, 0.10), ({"norm": "none", "init": "llama"}, 0.10)])
-def test_gradients_by_depth(settings, within, layers):
+@pytest.mark.parametrize("settings, layers", [({}, 8), ({}, 72),
+                                              ({"norm": "none", "init": "llama"}, 24)])
+def test_gradients_by_depth(settings, layers):
     m = model(layers=layers, **settings)
     block = "without norm" if settings else ""
     assert (signals.predicted(m, TOKENS, block).gradient
-            == pytest.approx(signals.measured(m, TOKENS, seeds=8).gradient, rel=within))
+            == pytest.approx(signals.measured(m, TOKENS, seeds=8).gradient, rel=0.1))
 
 
 def test_without_a_skip_tokens_become_one():

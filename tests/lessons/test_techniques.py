@@ -1,19 +1,26 @@
 """Techniques side by side: bytes against a measured step, exact losses, the noise of few bits, and
-the figures of both."""
+the figures of both.
+
+Only these tests catch: a technique of notebook 08 whose bytes the step contradicts, whose losses
+are said to be exact and are not, or that is drawn elsewhere than it was measured.
+"""
 
 import plotly.graph_objects as go
 import pytest
+import torch
 
+import lpkit
+from lessons import l08_recompute_and_offload as memory_techniques
 from lessons.l08_recompute_and_offload import _edge, bits_figure, bought_figure
+from lessons.rows.activations_torch import Quantized
 from lpkit.errors import ConfigError
+from lpkit.predict import Machine
 
 PREDICTED = {"plain": (100.0, 1.0), "half": (50.0, 1.3), "most": (20.0, None)}
 MEASURED = {"plain": (101.0, 1.0), "half": (51.0, 1.2), "most": (20.0, 1.5)}
 
 
 def small():
-    import lpkit
-
     return lpkit.preset("cpu-3m").replace({
         "model.layers": 3, "model.width": 64, "model.heads": 2, "model.vocab": 2048,
         "model.context": 64, "global_batch": 8,
@@ -22,10 +29,6 @@ def small():
 
 
 def test_formula_and_step_agree_and_what_is_exact_is():
-    pytest.importorskip("torch")
-    from lessons import l08_recompute_and_offload as memory_techniques
-    from lpkit.predict import Machine
-
     config, cpu = small(), Machine(
         name="this", title="a CPU", kind="cpu", flops={"fp32": 1e11, "bf16": 1e11},
         memory_bytes=2**33, bytes_per_second=1e10,
@@ -46,10 +49,6 @@ def test_formula_and_step_agree_and_what_is_exact_is():
 
 
 def test_few_bits_err_as_normal_numbers_do():
-    torch = pytest.importorskip("torch")
-    from lessons import l08_recompute_and_offload as memory_techniques
-    from lessons.rows.activations_torch import Quantized
-
     torch.manual_seed(0)
     x = torch.randn(2**16)
     for bits in (8, 4, 2):
@@ -60,9 +59,6 @@ def test_few_bits_err_as_normal_numbers_do():
 
 
 def test_a_technique_that_there_is_not():
-    pytest.importorskip("torch")
-    from lessons import l08_recompute_and_offload as memory_techniques
-
     with pytest.raises(ConfigError, match="recompute"):
         memory_techniques.with_technique(small(), "recomput")
 

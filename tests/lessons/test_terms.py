@@ -1,12 +1,13 @@
 """Formulas in letters, held against the plain numbers: what is printed is read again, and put into
-Python."""
+Python.
+
+Only these tests catch: a printed formula whose value is not the code's, also at other sizes.
+"""
 
 import html
 import re
 from dataclasses import replace
-from pathlib import Path
 
-import nbformat
 import pytest
 
 from lessons.activations import kept
@@ -14,7 +15,10 @@ from lessons.terms import Lettered, Term, letter, sizes, terms_opened, terms_tab
 from lpkit.predict.flops import products, training_flops
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.presets import preset
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch
 from tests.course.by_hand import evaluated
+from tests.course.test_notebooks import numbered
 from tests.predict.test_predict import ODD
 
 MODELS = {**ODD, **{name: preset(name).model for name in ("gpt2-124m", "llama-1b", "llama-70b")}}
@@ -25,8 +29,9 @@ PRECISIONS = {"fp32": {"compute_bytes": 4, "residual_bytes": 4},
               "fp4": {"compute_bytes": 2, "residual_bytes": 4, "operand_bytes": 0.5}}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("attention", ["plain", "tiled", "sdpa", "blocked"])
+@pytest.mark.parametrize("attention, precision", [
+    *((attention, "bf16") for attention in ("plain", "tiled", "sdpa", "blocked")),
+    *(("sdpa", precision) for precision in PRECISIONS if precision != "bf16")])
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 def test_what_is_kept_in_letters_is_what_is_kept(kind, attention, precision):
     for name, model in MODELS.items():
@@ -71,10 +76,20 @@ def test_parameters_and_flops_in_letters(model):
         assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops == said.flops
 
 
+def test_a_letter_of_value_1_is_not_1_to_a_cache():
+    """FLOPs had B squared after bytes of one sequence were asked for."""
+    model = replace(MODELS["gpt2"], layers=3)
+    asked = MicroBatch(model=Lettered(model), batch=letter("B", 1))
+    operations(asked)
+    assert operations(replace(asked, batch=1)) is not operations(asked)
+    for said, plain in zip(products(Lettered(model), batch=letter("B", 3)),
+                           products(model, batch=3), strict=True):
+        assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops
+
+
 def test_the_parameters_of_01_are_the_codes():
     """Of its two formulas that are typeset, and so written by hand."""
-    book = nbformat.read(Path(__file__).parents[2] / "notebooks/01_memory_math.ipynb", as_version=4)
-    cell = next(cell for cell in book.cells if cell.id == "memory-formula-0")
+    cell = next(cell for cell in numbered("01").cells if cell.id == "memory-formula-0")
     found = re.findall(r"^N = (.+)$", cell.source, re.MULTILINE)
     for latex, name in zip(found, ("gpt2-124m", "llama-8b"), strict=True):
         text = re.sub(r"\\underbrace{(.+?)}_{\\text{.+?}}", r"\1", latex).replace(r"\,",

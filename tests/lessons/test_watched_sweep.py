@@ -1,5 +1,9 @@
 """Parts of notebooks 21 and 28: a sweep that is drawn while it goes on, laws of warm-up, and sizes
-that grow."""
+that grow.
+
+Only these tests catch: a sweep that is drawn late, twice or without its lost trials, a law of
+warm-up that its authors do not state, and batches of other sizes than were predicted.
+"""
 
 import asyncio
 import itertools

@@ -1,5 +1,9 @@
 """Drawings are to scale: what they show is counted from the spec, and held against torch and
-arithmetic."""
+arithmetic.
+
+Only these tests catch: a drawing of formats, of blocks that share a scale or of recomputation whose
+lengths are not those of what it shows.
+"""
 
 import json
 
@@ -57,18 +61,13 @@ def test_products_are_drawn_to_scale_with_their_blocks(name):
     assert min(shape["x0"] for shape in rectangles) == LEFT and GAP > 0
 
 
-def test_what_casts_nothing_has_no_blocks():
-    with pytest.raises(ConfigError, match="casts no operand"):
-        products_figure(RECIPES["bf16"])
-
-
 def test_grid_lines_do_not_strike_words_through():
     """Words in the middle of a coloured cell keep its colour behind them."""
     assert drawing.note("a", 0, 1)["bgcolor"] == drawing.GROUND
     assert "bgcolor" not in drawing.note("a", 0, 1, "center middle")
 
 
-@pytest.mark.parametrize("layers", [2, 6, 9])
+@pytest.mark.parametrize("layers", [2, 6])
 def test_recomputation_by_the_clock(layers):
     """Forward 1, backward 2, again 1 for each block: 3 L against 4 L; of what is there, the most at
     once is L blocks against one."""
@@ -89,6 +88,8 @@ def test_recomputation_by_the_clock(layers):
             and "1.33 times" in str(spec["layout"]["annotations"]))
 
 
-def test_one_block_is_no_drawing():
+def test_what_has_nothing_to_show_is_refused():
+    with pytest.raises(ConfigError, match="casts no operand"):
+        products_figure(RECIPES["bf16"])
     with pytest.raises(ConfigError, match="2 blocks or more"):
         recompute_figure(1)

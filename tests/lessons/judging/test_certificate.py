@@ -1,5 +1,9 @@
 """The page that a learner prints: it counts what the learner's file has, obeys nothing that a name
-or a file says, and is whole or absent."""
+or a file says, and is whole or absent.
+
+Only these tests catch: a count that the learner's file does not have, HTML or a script of a name or
+a file that runs, and a page that others can read or that a failure leaves half written.
+"""
 
 import json
 import stat
@@ -116,17 +120,11 @@ def test_it_is_written_beside_the_notebook_for_its_owner(elsewhere, capsys):
     assert "\u200c" in elsewhere.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [" ", "\u200d", "a\x1b[31m", "\u202eadA", "a\x00", "x" * 81, 5,
-                                  None, ["Ada"]], ids=repr)
+@pytest.mark.parametrize("name", ["", "\u200d", "a\x1b[31m", "\u202eadA", "x" * 81, 5], ids=repr)
 def test_what_is_no_name_makes_no_page(name, elsewhere, capsys):
     assert certificate(name) is None
     said = capsys.readouterr().out
     assert not elsewhere.exists() and said.count("\n") == 1 and said.strip().isprintable()
-
-
-def test_without_a_name_it_says_what_to_do(elsewhere, capsys):
-    assert (certificate("") is None and 'certificate("Ada Lovelace")' in capsys.readouterr().out
-            and not elsewhere.exists())
 
 
 def test_where_it_cannot_be_written_one_sentence_says_why(elsewhere, capsys):

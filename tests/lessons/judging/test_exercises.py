@@ -1,5 +1,10 @@
 """Every exercise: the definition passes, the known mistake is caught, an empty attempt is only "to
-do"."""
+do".
+
+Only these tests catch: a definition that another library contradicts, a judge that refuses a right
+answer of another form or of a processor that rounds otherwise, a hint that no mistake brings up,
+and a comparison that takes a wrong type, shape, sign of zero or changed argument for right.
+"""
 
 import functools
 import itertools
@@ -7,8 +12,6 @@ import math
 import struct
 from collections import deque
 from fractions import Fraction
-from pathlib import Path
-from statistics import linear_regression
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -36,8 +39,6 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import Cast
 from tests.lessons.judging.course import EXERCISES, ON_RANKS, PUZZLES
-
-BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[3].glob("notebooks/*.ipynb")}
 
 
 def check(exercise, attempt):
@@ -241,22 +242,6 @@ def by_stack(a, lse_a, b, lse_b):
     return torch.einsum("hq,hqe->qe", lse.softmax(0), torch.stack((a, b))), lse.logsumexp(0)
 
 
-def by_sigmoid(a, lse_a, b, lse_b):
-    share = torch.sigmoid(lse_a - lse_b)[:, None]
-    return b + share * (a - b), torch.logaddexp(lse_b, lse_a)
-
-
-def by_the_softmax_s_gradient(q, k, v, out, lse, d_out):
-    """With a p of its own, in float64, and the row's sum taken from p dp, as the paper's first form
-    has it."""
-    q, k, v, d_out = (t.double() for t in (q, k, v, d_out))
-    p = F.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
-    dp = torch.einsum("qe,ke->qk", d_out, v)
-    ds = (p * dp - p * (p * dp).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    return torch.einsum("qk,ke->qe", ds, k), torch.einsum("qk,qe->ke", ds,
-        q), torch.einsum("qk,qe->ke", p, d_out)
-
-
 def row_by_row(q, k, v, out, lse, d_out):
     dq, dk, dv, scale = (*map(torch.zeros_like, (q, k, v)), 1 / math.sqrt(q.size(1)))
     for i in range(len(q)):
@@ -308,16 +293,6 @@ def by_the_kits_muon(w, g, m, lr, decay):
     return w, m
 
 
-def by_singular_values(w, g, m, lr, decay):
-    w, g, m = w.double(), g.double(), m.double()
-    m = m.lerp(g, 0.05)
-    u, s, v = torch.linalg.svd(g.lerp(m, 0.95), full_matrices=False)
-    s = s / s.norm()
-    for _ in range(5):
-        s = s * (3.4445 + s**2 * (-4.7750 + 2.0315 * s**2))
-    return (1 - lr * decay) * w - lr * math.sqrt(max(w.shape[0] / w.shape[1], 1)) * (u * s) @ v, m
-
-
 def by_polyfit(widths, changes):
     return float(np.polyfit(np.log2(widths), np.log2(changes), 1)[0])
 
@@ -349,11 +324,6 @@ def by_the_kits_progressive(layers, steps, theta, gamma):
             / layers)
 
 
-def by_geometric_sum(layers, steps, theta, gamma):
-    return (1 - (1 - theta) * (layers + 1) / (2 * layers)
-            * (1 - math.expm1(-gamma * steps) / math.expm1(-gamma) / steps))
-
-
 def by_the_kits_partly(x, w, kept):
     """With these tokens instead of the kit's own draw."""
     partly = Partly(torch.nn.Identity(), 0.5, 1.0, 0)
@@ -361,19 +331,6 @@ def by_the_kits_partly(x, w, kept):
         some.shape[1] + 1)[:, None]) @ w
     partly.kept = lambda tokens: kept
     return partly(x[None])[0]
-
-
-def by_mean_of_each(x, w, kept):
-    y = x.clone()
-    for i, token in enumerate(kept):
-        y[token] += x[kept[:i + 1]].mean(0) @ w
-    return y
-
-
-def by_index(up, bias, down, i):
-    pick = [*range(len(bias)), i]
-    shared = torch.tensor([0.5 if j == i else 1.0 for j in pick])
-    return up[pick], bias[pick], down[:, pick] * shared
 
 
 def by_the_kits_wider(up, bias, down, i):
@@ -423,34 +380,6 @@ def in_chunks(q, k, v):
     return whole[:, :-1] / whole[:, -1:]
 
 
-def by_softmax_of_chunks(h, w, targets, chunk):
-    total, grads = 0.0, []
-    for rows, wanted in zip(torch.split(h, chunk), torch.split(targets, chunk)):
-        logits = torch.einsum("td,vd->tv", rows.double(), w.double())
-        total += (logits.logsumexp(1) - logits[torch.arange(len(rows)), wanted]).sum()
-        grads.append((logits.softmax(1) - F.one_hot(wanted, len(w))) @ w.double())
-    return total / h.size(0), torch.cat(grads) / h.size(0)
-
-
-def by_vjp(block, x, dy):
-    with torch.no_grad():
-        y = block(x)
-    leaf = x.clone().requires_grad_(True)
-    again = block(leaf)
-    (again * dy).sum().backward()
-    return y, leaf.grad
-
-
-def one_number_at_a_time(q, k, v):
-    state, total, out = torch.zeros(k.shape[1],
-                                    v.shape[1]), (q * k.cumsum(0)).sum(-1), torch.empty(len(q),
-                                        v.shape[1])
-    for i, (key, value) in enumerate(zip(k, v)):
-        state.addr_(key, value)
-        out[i] = state.T.mv(q[i]) / total[i]
-    return out
-
-
 def logits_in_place(h, w, targets, chunk):
     total, grads = 0.0, []
     for rows, wanted in zip(h.split(chunk), targets.split(chunk)):
@@ -460,28 +389,6 @@ def logits_in_place(h, w, targets, chunk):
         logits.sub_(lse[:, None]).exp_().scatter_add_(1, wanted[:, None], -torch.ones(len(rows), 1))
         grads.append(logits @ w / len(h))
     return total / len(h), torch.cat(grads)
-
-
-def one_after_another(values, turns):
-    """In a turn nobody sends what arrives in it."""
-    values = [row[:] for row in values]
-    for turn in range(turns):
-        for rank, row in enumerate(values):
-            values[(rank + 1) % len(values)][(rank - turn) % len(values)] += row[(rank - turn)
-                % len(values)]
-    return values
-
-
-def by_compare(x, exponent_bits, mantissa_bits, largest):
-    """All values of the format, and the nearest: of two that are as near the one with an even
-    code."""
-    codes = torch.arange(2 ** (exponent_bits + mantissa_bits))
-    values = torch.tensor([EXERCISES["03.value_of"].spec(c, exponent_bits, mantissa_bits)
-                           for c in codes.tolist()], dtype=torch.float64)
-    codes, values = codes[values <= largest], values[values <= largest]
-    distance = (x.double().abs().clamp(max=largest)[:, None] - values).abs()
-    near = distance == distance.amin(1, keepdim=True)
-    return values[torch.where(near, codes % 2, 9).argmin(1)].float().copysign(x)
 
 
 def by_bits(x, dice):
@@ -507,14 +414,6 @@ def by_sorted_noise(samples, budget):
     found = [(-np.mean([10 ** (db / -10) for layer, db in samples if layer == name]), name)
              for name in dict.fromkeys(name for name, _ in samples)]
     return [name for _, name in sorted(found)[:budget]]
-
-
-def by_segments(losses, seconds, base, base_seconds):
-    if min(losses) > base[-1]:
-        return 0
-    at = next(i for i, loss in enumerate(losses) if loss <= base[-1])
-    steps = at + 1 if not at else at + (losses[at - 1] - base[-1]) / (losses[at - 1] - losses[at])
-    return (len(base) * base_seconds) / (steps * seconds)
 
 
 def right_half_first(layers, fails):
@@ -546,15 +445,6 @@ def fp8(x, scale, dtype=torch.float8_e4m3fn):
     return torch.clamp(x.double() * (1 / scale), min=-largest, max=largest).to(dtype).double()
 
 
-def sums_of_ring(values, turns):
-    values = torch.tensor(values)
-    for turn in range(turns):
-        ranks = torch.arange(len(values))
-        sent = values[ranks, (ranks - turn) % len(values)]
-        values[(ranks + 1) % len(values), (ranks - turn) % len(values)] += sent
-    return values.tolist()
-
-
 def by_passes(orders, forward, backward):
     """Rank after rank, as far as each gets, until all are done."""
     ends = {}
@@ -571,71 +461,24 @@ def by_passes(orders, forward, backward):
     return max(ends.values())
 
 
-# one more form of each: other sums, other orders, float64 inside, in place, views, loops, libraries
+# Another form of what is no short formula, and of sums whose order or place decides
+# about a last place: the kit's own rule, float64 inside, in place, views, loops.
 OTHERS = {
-    "00.uniform_loss": [lambda vocab: -math.log(1 / vocab),
-                        lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64),
+    "00.uniform_loss": [lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64),
                             torch.tensor([0])).item()],
-    "00.bits_per_byte": [lambda loss, size: math.log2(math.exp(loss)) / size],
-    "00.step_seconds": [lambda N, tokens, peak, mfu: (2 + 4) * N * tokens / peak / mfu],
-    "00.cross_entropy": [lambda logits, targets: (logits.logsumexp(1) - logits[range(len(targets)),
-        targets]).mean(),
-                         lambda logits, targets: -logits.double().log_softmax(-1)[
-                             torch.arange(len(targets)), targets].mean(),
-                         lambda logits, targets: -(logits.log_softmax(1) * F.one_hot(targets,
-                             logits.shape[1])).sum() / len(targets)],
-    "00.clip": [lambda grads, most: [g * min(1,
-        most / (math.sqrt(sum(float((g * g).sum()) for g in grads)) + 1e-6)) for g in grads],
-                lambda grads, most: torch._foreach_mul(grads,
-                    (most / (torch.cat(grads).norm() + 1e-12)).clamp(max=1))],
-    "01.state_bytes": [lambda N, devices, stage: {0: 16 * N, 1: 4 * N + 12 * N / devices,
-        2: 2 * N + 14 * N / devices, 3: 16 * N / devices}[stage]],
-    "01.loss_bytes": [lambda B, T, V: 12.0 * B * T * V],
-    "01.score_bytes": [lambda B, H, T, size: B * H * T * T * size - 4 * B * H * T],
     "01.saved_bytes": [lambda tensors: sum({t.untyped_storage()._cdata: t.untyped_storage().size()
         for t in tensors}.values())],
     "01.peak_bytes": [by_events],
-    "02.intensity": [lambda M, N, K, size: 2 / size / (1 / N + 1 / M + 1 / K)],
-    "02.smallest_square": [lambda peak, speed, size: round(peak / speed * size * 3 / 2)],
-    "02.attention_share": [lambda D, T: 4 * T * D / (24 * D * D + 4 * T * D),
-                           lambda D, T: 1 / (1 + 6 * D / T)],
-    "02.flops": [lambda a, b: 2
-                 * (a.expand(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-                             + a.shape[-2:])).numel() * b.shape[-1]],
     "02.roofline_seconds": [lambda ops, peak, speed: math.fsum(f / peak if f / b > peak / speed
         else b / speed for f, b in ops if b) + sum(
         f / peak for f, b in ops if not b)],
     "03.value_of": [lambda code, e, m: math.ldexp(code % 2**m + 2**m * (code >= 2**m),
         max(code >> m, 1) - 2 ** (e - 1) + 1 - m)],
     "03.stochastic": [lambda x, step, u: (math.floor(x / step) + (1 if u < x / step % 1 else 0))
-                      * step,
-                      lambda x, step, u: math.ceil(x / step - u) * step if u
-                      else math.ceil(x / step) * step],
+                      * step],
     "03.mx_exponent": [lambda amax, largest: math.floor(math.log2(amax)) - largest],
-    "03.cast": [by_compare],
-    "03.mx_cast": [lambda x: (x.double()
-                              * 2.0 ** -(e := torch.floor(
-                                  torch.log2(x.abs().max().double().clamp(min=1e-300))) - 8)).clamp(
-                                      -448, 448).to(
-        torch.float8_e4m3fn).double().mul(2.0**e).float() if x.any() else x],
-    "03.stochastic_bf16": [by_bits,
-                           lambda x, dice: (x.clone().view(torch.int32).add_(
-                               dice) >> 16 << 16).view(torch.float32)],
-    "04.shared_by": [lambda R, C, high, wide: (high if high else R) * (wide if wide > 0 else C)],
-    "04.int8_db": [lambda crest: 52.9 - 20 * math.log10(crest),
-                   lambda crest: 10 * math.log10(12) + 20 * math.log10(127 / crest)],
-    "04.delayed_scale": [lambda history, margin, largest: sorted(history)[-1]
-                         / (largest / 2**margin)],
-    "04.block_scales": [lambda x, block: torch.tensor(
-        [[max(map(abs, row[i:i + block])) / 448 or 1.0 for i in range(0, len(row), block)]
-         for row in x.tolist()]),
-                        lambda x, block: x.reshape(len(x), -1,
-                            block).abs().max(2).values.div(448).masked_fill_(
-                            ~x.reshape(len(x), -1, block).any(2), 1)],
+    "03.stochastic_bf16": [by_bits],
     "04.delayed": [by_deque],
-    "05.is_lost": [lambda w, update: 2 * update < 2.0 ** (math.frexp(w)[1] - 8)],
-    "05.scale_for": [lambda g: next(2.0**e for e in range(99) if g * 2.0**e >= 2**-14)],
-    "05.state_bytes": [lambda N, low: 14 * N if low else 12 * N],
     "05.with_masters": [lambda weight, updates: functools.reduce(torch.sub, updates,
         weight.float()).bfloat16()],
     "19.false_share": [lambda bar, sigma, n: math.erfc(bar * math.sqrt(n) / (2 * sigma)) / 2],
@@ -645,134 +488,59 @@ OTHERS = {
         update)],
     "20.lion": [lambda w, g, m, lr, decay: by_the_kit("lion", w, g, (m,), lr, decay)],
     "20.factored": [by_the_kits_adafactor],
-    "21.noise_scale": [lambda small, large, b, B: b * B * (small - large)
-                       / (B * large - b * small)],
-    "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
-    "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5,
-        *(beta * k + 1 - k for beta in (beta1, beta2)))],
-    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])],
-                                      dim=-2)],
-    "22.scale": [lambda layers, branches, variance: (layers * branches * variance) ** -0.5],
-    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]),
-        0.0).view_as(w)],
     "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril()
                                       / torch.ones_like(G).tril().sum(1, keepdim=True))
                 @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
-    "23.probabilities": [lambda layers, rate: torch.linspace(1, 1 - rate, layers + 1,
-        dtype=torch.float64)[1:], by_the_kits_stochastic_depth],
-    "23.area": [by_geometric_sum, by_the_kits_progressive],
-    "23.some_tokens": [by_the_kits_partly, by_mean_of_each],
-    "23.split": [by_index, by_the_kits_wider],
-    "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None],
-        alpha=alpha / B.shape[1])[0], by_the_kits_lora],
-    "24.trained": [lambda weights, rank: sum(t.numel() for w in weights
-        for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
+    "23.probabilities": [by_the_kits_stochastic_depth],
+    "23.area": [by_the_kits_progressive],
+    "23.some_tokens": [by_the_kits_partly],
+    "23.split": [by_the_kits_wider],
+    "24.merged": [by_the_kits_lora],
     "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank,
         alpha=alpha).scale, alpha * math.sqrt(rank))],
     "24.pissa": [by_eigenvectors],
     "24.c_attn": [by_gpt2s_names],
     "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights)
-        if not any(w is one for one in weights[:i])),
-                    lambda weights: sum(p.numel()
-                                        for p in torch.nn.ParameterList(map(torch.nn.Parameter,
-                                            set(weights))).parameters())],
-    "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items()
-        if side // block * block < side]],
+        if not any(w is one for one in weights[:i]))],
     "25.input_db": [by_the_kits_int8],
-    "25.speedup": [lambda products, rest, casts, times: 1
-                   / (products / (products + rest) / times + (rest + casts) / (products + rest))],
-    "26.step": [by_the_kits_muon, by_singular_values],
+    "26.step": [by_the_kits_muon],
     "26.overhead": [by_counted_products],
-    "27.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
-    "27.power": [by_polyfit, lambda widths, changes: linear_regression(list(map(math.log, widths)),
-        list(map(math.log, changes))).slope],
-    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p),
-                  lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
-    "28.coin": [by_walking, lambda ahead, behind: sum(
-        math.comb(ahead + behind, k) for k in range(ahead + behind + 1)
-        if abs(2 * k - ahead - behind) >= abs(ahead - behind)) / 2 ** (ahead + behind)],
-    "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)),
-                      lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
+    "27.power": [by_polyfit],
+    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p)],
+    "28.coin": [by_walking],
     "06.keep": [by_sorted_noise],
-    "06.speedup": [by_segments],
     "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx
-                       * sw,
-                       lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
-                           fp8(w, sw).float() * sw),
-                       lambda x, w, sx, sw: torch.stack([(fp8(row, sx) * fp8(w, sw)).sum(-1)
-                           for row in x]) * (sx * sw)],
-    "06.fp8_backward": [lambda x, w, dy, sx, sw, sdy: ((fp8(dy, sdy, torch.float8_e5m2) * sdy)
-        @ (fp8(w, sw) * sw),
-                                                       ((sx * fp8(x, sx)).T
-                                                        @ (sdy * fp8(dy, sdy,
-                                                            torch.float8_e5m2))).T)],
-    "07.sqnr_db": [lambda x, y: 20 * math.log10(math.hypot(*x) / math.dist(x, y)),
-                   lambda x, y: 10 * np.log10(np.square(x).sum()
-                       / np.square(np.subtract(x, y)).sum()).item()],
+                       * sw, lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
+                           fp8(w, sw).float() * sw)],
     "07.saturated": [lambda x, amax: np.mean([abs(a) * 448 / amax > 448 + 16 for a in x
         if a != 0]).item()],
-    "07.margin": [lambda growth: max(0, math.ceil(math.log(growth, 2)))],
-    "07.worst_row": [lambda x, y: max(range(len(x)),
-                                      key=lambda i: ((x[i] - y[i]).norm() / x[i].norm()).nan_to_num(
-                                          0).item()),
-                     lambda x, y: torch.nan_to_num((x - y).pow(2).mean(1)
-                         / x.pow(2).mean(1)).argmax()],
     "07.bisect": [right_half_first],
     "08.every": [lambda layers, block, kept, budget: next(
         (n for n in range(layers, 0, -1) if kept * len(range(0, layers - 1, n)) + block * (
         layers - len(range(0, layers - 1, n))) <= budget), 0)],
-    "08.moment_bytes": [lambda N, block: 2 * N + 8 * -(-N // block)],
     "08.segment": [lambda layers, block, kept: min((-(-layers // n) * kept + n * block, n)
         for n in range(1, layers + 1))[1]],
-    "08.recomputed": [by_vjp],
-    "08.chunked_loss": [by_softmax_of_chunks, logits_in_place],
+    "08.chunked_loss": [logits_in_place],
     "09.micro_batches": [lambda stages, most: next(m for m in itertools.count(1)
         if (stages - 1) / (m + stages - 1) <= most)],
-    "09.tokens": [lambda dollars, price, peak, mfu, N: 600 * dollars * peak * mfu / (price * N)],
     "09.tensor_ranks": [lambda states, device, heads: next(
         (n for n in range(1, heads + 1) if not heads % n and states / n <= device), 0)],
-    "09.reduce_scatter": [sums_of_ring, one_after_another],
     "09.micro_batch": [lambda states, each, device, batch: next(
         (n for n in range(batch, 0, -1) if not batch % n and n * each <= device - states), 0)],
-    "12.kept_bytes": [lambda B, H, T, E, size, flash: B * H * T
-                      * ((3 * E + (E if flash else T)) * size + 4 * flash)],
-    "12.tiles": [lambda T, tile, window: sum(
-        -(-(min(first + tile, T) - max(0, first + 1 - window)) // tile)
-        for first in range(0, T, tile))],
     "12.step": [in_place_softmax],
-    "12.merge": [by_stack, by_sigmoid],
-    "12.backward": [by_the_softmax_s_gradient, row_by_row],
-    "13.window_pairs": [lambda T, window: T * min(T, window) - min(T, window) * (min(T, window) - 1)
-                        / 2],
-    "13.document_mask": [lambda lengths: torch.tensor(
-        [[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
-                                                      if (ids := [d for d, n
-                                                          in enumerate(lengths.tolist())
-                                                          for _ in range(n)]) else [])],
-    "13.linear_attention": [by_cumsum, in_chunks, one_number_at_a_time],
-    "14.sent_bytes": [lambda nbytes, ranks, stage, m: nbytes * (1 - 1 / ranks) * {0: 2, 1: 2,
-        2: 2 * m, 3: 3 * m}[stage]],
+    "12.merge": [by_stack],
+    "12.backward": [row_by_row],
+    "13.linear_attention": [by_cumsum, in_chunks],
     "14.rows": [by_counting],
     "14.buckets": [from_the_last],
-    "14.clip": [lambda parts, most: [min(1.0,
-        most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6))
-        for _ in parts]],
     "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks)
         for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
                                             and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step
         and b <= a]],
-    "17.bubble": [lambda ranks, m, chunks: 1 - m * chunks / (m * chunks + ranks - 1)],
+    "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
     "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
         f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],
-    "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
-    "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C
-        * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
-    "15.interval": [lambda save, apart, devices: math.sqrt(save) * math.sqrt(2 * apart / devices)],
-    "15.pieces": [lambda rows, wrote, reads, rank: [(file, low, high) for file in range(wrote)
-        if (low := max(
-        by_counting(rows, reads, rank)[0], file * -(-rows // wrote)))
-        < (high := min(by_counting(rows, reads, rank)[1], (file + 1) * -(-rows // wrote)))]],
 }
 
 
@@ -784,9 +552,21 @@ def test_right_answers_of_another_kind(name, attempt):
     assert check(EXERCISES[name], attempt) == Verdict("right")
 
 
-def test_each_exercise_has_another_right_form():
-    assert {*RIGHT, *OTHERS, *ON_RANKS, *PUZZLES} == set(EXERCISES)
-    assert sum(map(len, OTHERS.values())) + len(RIGHT) >= 105
+def nudged(value):
+    """Numbers off by some last places, as another order of the same arithmetic has them."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(nudged, value))
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value * (1 + 2.0**-22)
+    return value * (1 + 2.0**-48) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", [name for name in EXERCISES
+                                  if name not in {*RIGHT, *OTHERS, *ON_RANKS, *PUZZLES}])
+def test_a_last_place_of_a_number_does_not_decide(name):
+    """Of all without another form above, which are short formulas."""
+    spec = EXERCISES[name].spec
+    assert check(EXERCISES[name], lambda *case: nudged(spec(*case))) == Verdict("right")
 
 
 @pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if one.tolerance
@@ -815,12 +595,6 @@ def test_an_answer_may_be_off_by_a_share_of_its_terms():
                  lambda q, k, v, out, lse, d_out: [x * (len(q) > 1) if i < 2 else x
                      for i, x in enumerate(
         EXERCISES["12.backward"].spec(q, k, v, out, lse, d_out))]) == Verdict("right")
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_exercise_is_asked_in_its_notebook(name):
-    book = BOOKS.get(name.split(".")[0])
-    assert book is None or name in book.read_text(), f"{book.name} does not use EXERCISES[{name!r}]"
 
 
 squares = Exercise(spec=lambda x: x * x, cases=((2.0,), (3.0,)),

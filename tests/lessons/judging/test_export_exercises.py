@@ -1,5 +1,9 @@
 """nbgrader's and otter's notebooks of the exercises: by the real tools where they are, and
-without."""
+without.
+
+Only these tests catch: an exercise that is not handed out, with a test or solution of its own, or
+with other points than its stars.
+"""
 
 import json
 import os

@@ -1,5 +1,10 @@
 """Puzzles: definitions held against other libraries, the judge against planted bugs, against right
-kernels that are written otherwise, and against kernels that do not end well."""
+kernels that are written otherwise, and against kernels that do not end well.
+
+Only these tests catch: a definition of a puzzle that ml_dtypes or the kit contradicts, a bug of a
+kernel that no change of one place is (those: test_mutants.py), one that only large tensors show, a
+right kernel that is refused, and a fault of Triton's interpreter that is laid to the learner.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import tomllib
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -36,7 +39,7 @@ from lessons.l10_custom_kernels import (
     cast_both_layouts,
     moved_figure,
 )
-from lpkit.kernels import cast, jit
+from lpkit.kernels import cast
 from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
 from lpkit.techniques.formats import FORMATS
@@ -142,60 +145,32 @@ def test_there_are_twelve_with_awkward_shapes():
 
 # the judge
 
-BUGS = [
-    ("10.copy", "mask=i < n), mask=i < n)", "mask=i < n))"),
+BUGS = [        # that tests/lessons/judging/mutants.py does not make
     ("10.copy", "tl.program_id(0) * BLOCK", "tl.program_id(0) * (BLOCK - 1)"),
     ("10.copy", "tl.store(y + i,", "tl.store(y + n - 1 - i,"),
     ("10.amax", "tl.max(tl.abs(v), 0)", "tl.abs(tl.max(v, 0))"),
-    ("10.amax", "other=0.0", "other=1.0"),
-    ("10.amax", "tl.atomic_max", "tl.atomic_add"),
     ("10.softmax", "tl.exp(v - tl.max(v, 0))", "tl.exp(v - tl.max(tl.abs(v), 0))"),
-    ("10.softmax", "tl.exp", "tl.exp2"),
     ("10.softmax", "y + row * columns", "y + row * x_stride"),
-    ("10.add_norm", "tl.rsqrt(", "tl.sqrt("),
     ("10.add_norm", "w + i", "w + row"),
     ("10.add_norm", "v * scale * g", "v * scale * (1 + g)"),
-    ("10.add_norm", " + eps", ""),
     ("10.add_norm", "columns + i, v,", "columns + i, b,"),
-    ("10.add_norm", "other=0.0) + b", "other=0.0) - b"),
     ("10.add_norm", "tl.store(y + row", "tl.store(h + row"),
-    ("10.scaled_cast", "other=0.0) * tl.load(scale)", "other=0.0) / tl.load(scale)"),
-    ("10.scaled_cast", "121 << 23", "120 << 23"),
-    ("10.scaled_cast", " | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)", ""),
-    ("10.scaled_cast", "(120 << 3)", "(119 << 3)"),
-    ("10.scaled_cast", "(20 << 23)", "(19 << 23)"),
-    ("10.cast_both", "[:, None] & (c", "[:, None] | (c"),
     ("10.cast_both", "turned + c[None, :] * R + r[:, None]",
      "turned + r[:, None] * C + c[None, :]"),
-    ("10.cast_both", "tl.atomic_max", "tl.atomic_add"),
+    ("10.cast_both", "r[:, None] * x_stride", "r[:, None] * C"),
     ("10.cast_both", "e4m3(v * tl.load(scale))", "(v * tl.load(scale)).to(tl.uint8)"),
     ("11.matmul", "& (n < N)[None, :], other", "& (n < n + 1)[None, :], other"),
     ("11.matmul", "* a_stride", "* K"),
-    ("11.matmul", "tl.dot(left, right)", "tl.dot(right, left)"),
-    ("11.matmul", "tl.dot(left, right)", "tl.dot(left, right).to(tl.float16)"),
-    ("11.block_scale", "tl.max(tl.abs(v), 0)", "tl.max(v, 0)"),
     ("11.block_scale", "scales + row * tl.num_programs(1) + block",
      "scales + block * tl.num_programs(0) + row"),
-    ("11.block_scale", "i = block * BLOCK + ", "i = "),
-    ("11.e8m0", "(254 - s)", "(255 - s)"),
-    ("11.e8m0", "tl.maximum(field - 8, 0)", "field - 8"),
-    ("11.e8m0", "bitcast=True) >> 23", "bitcast=True) >> 22"),
-    ("11.nvfp4", "tl.maximum(tl.abs(even), tl.abs(odd))", "tl.abs(even)"),
-    ("11.nvfp4", "+ 2 * pair", "+ pair"),
-    ("11.nvfp4", "6.0), tl.load(top)", "4.0), tl.load(top)"),
+    ("11.matmul", "(k + j)[:, None] * N", "(k + j)[:, None] * K"),
+    ("11.dequant_matmul", "k // B", "k // 16"),
     ("11.dequant_matmul", "* s[None, :]", "* s[:, None]"),
-    ("11.dequant_matmul", "k // B", "k"),
-    ("11.dequant_matmul", "total += ", "total = "),
-    ("11.dequant_matmul", " * s[None, :]", ""),
-    ("11.online_softmax", "tl.exp(most - new)", "tl.exp(new - most)"),
     ("11.online_softmax", '-float("inf"), 0.0', "0.0, 0.0"),
-    ("11.online_softmax", " / total", ""),
-    ("11.online_softmax", "/ total, mask=i + j < columns", "/ total"),
 ]
 
 
 def test_planted_bugs_are_caught():
-    assert len(BUGS) >= 40 and {name for name, *_ in BUGS} == set(PUZZLES)
     sources = []
     for name, old, new in BUGS:
         right = PUZZLES[name].solution
@@ -391,11 +366,6 @@ def test_right_kernels_that_are_written_otherwise(compiled):
                                for one in found)
 
 
-def clamped(x, y, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, tl.load(x + tl.minimum(i, n - 1)), mask=i < n)
-
-
 def clamped_twice(x, y, n, BLOCK: tl.constexpr):
     i = tl.minimum(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), n - 1)
     tl.store(y + i, tl.load(x + i))
@@ -407,27 +377,12 @@ def in_eights(x, y, n, BLOCK: tl.constexpr):
         tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
 
 
-def amax_clamped(x, out, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.atomic_max(out, tl.max(tl.abs(tl.load(x + tl.minimum(i, n - 1))), 0))
-
-
 def softmax_in_two_axes(x, y, x_stride, columns, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
     v = tl.where(i < columns, tl.load(x + row * x_stride + tl.minimum(i, columns - 1)),
                  float("-inf"))
     e = tl.exp(v - tl.max(v, 1)[:, None])
     tl.store(y + row * columns + i, e / tl.sum(e, 1)[:, None], mask=i < columns)
-
-
-def add_norm_clamped(x, r, w, h, y, x_stride, columns, eps, BLOCK: tl.constexpr):
-    x, begin, i = x + tl.program_id(0) * x_stride, tl.program_id(0) * columns, tl.arange(0, BLOCK)
-    at = tl.minimum(i, columns - 1)
-    v = tl.load(x + at) + tl.load(r + begin + at)
-    v = tl.where(i < columns, v, 0.0)
-    tl.store(h + begin + i, v, i < columns)
-    v /= tl.sqrt(tl.sum(v * v / columns, 0) + eps)
-    tl.store(y + begin + i, v * tl.load(w + at), i < columns)
 
 
 def cast_both_wrapped(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constexpr,
@@ -453,36 +408,8 @@ def matmul_wrapped(a, b, c, a_stride, M, N, K, B: tl.constexpr):
     tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def block_scale_clamped(x, codes, scales, x_stride, columns, BLOCK: tl.constexpr):
-    row, block = tl.program_id(0), tl.program_id(1)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    # the last one again: the largest stays
-    v = tl.load(x + row * x_stride + tl.minimum(i, columns - 1))
-    s = tl.div_rn(tl.max(tl.abs(v), 0), 448.0)
-    tl.store(scales + row * tl.num_programs(1) + block, s)
-    tl.store(codes + row * columns + i, e4m3(tl.div_rn(v, tl.where(s > 0, s, 1.0))),
-             mask=i < columns)
-
-
-def online_in_blocks_of_64(x, y, x_stride, columns, BLOCK: tl.constexpr):
-    x, y = x + tl.program_id(0) * x_stride, y + tl.program_id(0) * columns
-    most, total = -float("inf"), 0.0
-    for start in range(0, columns, 64):
-        i = start + tl.arange(0, 64)
-        v = tl.where(i < columns, tl.load(x + tl.minimum(i, columns - 1)), float("-inf"))
-        new = tl.maximum(most, tl.max(v, 0))
-        total, most = total * tl.exp(most - new) + tl.sum(tl.exp(v - new), 0), new
-    for start in range(0, columns, 64):
-        i = start + tl.arange(0, 64)
-        tl.store(y + i, tl.exp(tl.load(x + tl.minimum(i, columns - 1)) - most) / total,
-                 mask=i < columns)
-
-
-OTHERS = [("10.copy", clamped), ("10.copy", clamped_twice), ("10.copy", in_eights),
-          ("10.amax", amax_clamped), ("10.softmax", softmax_in_two_axes),
-          ("10.add_norm", add_norm_clamped), ("10.cast_both", cast_both_wrapped),
-          ("11.matmul", matmul_wrapped),
-          ("11.block_scale", block_scale_clamped), ("11.online_softmax", online_in_blocks_of_64)]
+OTHERS = [("10.copy", clamped_twice), ("10.copy", in_eights), ("10.softmax", softmax_in_two_axes),
+          ("10.cast_both", cast_both_wrapped), ("11.matmul", matmul_wrapped)]
 
 
 def test_an_index_may_be_clamped_and_a_block_another():
@@ -660,18 +587,6 @@ def test_the_verdict_says_whose_fault_it_is(monkeypatch):
     verdict = check(EXERCISES["10.copy"], copy)
     assert verdict.status == "wrong" and verdict.detail.endswith("Not your fault, perhaps: a loop "
         "does not run: planted words.")
-
-
-def test_the_oldest_triton_is_what_the_oldest_pytorch_brings(monkeypatch):
-    """PyTorch 2.11 for CUDA wants Triton 3.6.0 and no other, so a newer bound could not be
-    installed beside it."""
-    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    project = tomllib.loads(text)["project"]
-    assert ("torch>=2.11" in project["dependencies"]
-            and project["optional-dependencies"]["kernels"]
-            == ["triton>=3.6; sys_platform == 'linux'"])
-    monkeypatch.setattr(jit, "triton", None)
-    assert "pip install 'triton>=3.6'" in jit.why_no_triton()
 
 
 # as the notebook calls it

@@ -1,5 +1,10 @@
 """Guess, commit, reveal, score: what counts, what is hidden, and the file that keeps it over the
-course."""
+course.
+
+Only these tests catch: a guess that counts after the result, an answer shown before every guess is
+locked, and a learner's file that others can read, that two kernels overwrite, or that is lost when
+it is damaged, newer or moved.
+"""
 
 import json
 import math
@@ -11,7 +16,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import traitlets
 from ipywidgets import HTML, Widget
 
 from hosting import copies
@@ -73,8 +77,7 @@ def keep_one(question: str):
     return learner.file()
 
 
-@pytest.mark.parametrize("name", ["..", "a/b", "/etc", ".hidden", "-x", "a" * 65, "a\nb",
-                                  "\x1b[31m"])
+@pytest.mark.parametrize("name", ["..", "a/b", ".hidden", "-x", "a" * 65, "a\nb"])
 def test_a_learner_whose_name_is_no_files_is_refused(name, monkeypatch):
     monkeypatch.setenv("LPKIT_LEARNER", name)
     with pytest.raises(ConfigError, match="names no learner"):
@@ -97,12 +100,9 @@ def test_only_what_was_locked_in_before_the_result_counts():
         for control in (*locked.inputs, locked.button))
     assert locked.result == {"measured": 100.0, "held": True} and not late.result
     assert untouched.answer is None and not untouched.slider.disabled
-
-
-def test_a_result_that_is_not_there_ends_nothing():
-    guess = peak()
-    guess.scored(Row(name="a", formula=None, measured=None, unit="bytes", where=""))
-    assert not guess.late
+    absent = peak()     # a result that is not there ends nothing
+    absent.scored(Row(name="a", formula=None, measured=None, unit="bytes", where=""))
+    assert not absent.late
 
 
 @pytest.mark.parametrize("measured, held",
@@ -175,6 +175,10 @@ def test_the_formula_is_hidden_until_every_guess_is_locked():
     second.value = "b"
     second.lock()
     assert shown(reveal).value == "<pre>31.5 &lt;dB&gt;</pre>"
+    late = peak()       # and a result does not show it
+    reveal = late.reveal("text")
+    late.scored(ROW)
+    assert shown(reveal) is reveal.hidden and late.late
 
 
 def test_whoever_asks_for_it_sees_it_and_makes_a_guess_that_does_not_count():
@@ -186,13 +190,6 @@ def test_whoever_asks_for_it_sees_it_and_makes_a_guess_that_does_not_count():
             and "110 MB" in shown(reveals[1]).value)
     guess.lock()
     assert guess.answer is None and locked.answer is not None
-
-
-def test_a_result_leaves_the_formula_hidden():
-    guess = peak()
-    reveal = guess.reveal("text")
-    guess.scored(ROW)
-    assert shown(reveal) is reveal.hidden and guess.late
 
 
 def test_where_nothing_is_live_the_content_is_the_output():
@@ -306,9 +303,9 @@ def test_several_kernels_write_at_once():
             f"print([learner.update(lambda mine: mine.with_attempt(f'{{sys.argv[1]}}.{{i}}', "
             f"right=True)) for i in range(20)])")
     kernels = [subprocess.Popen([sys.executable, "-c", code, str(n)], stdout=subprocess.PIPE,
-                                text=True) for n in range(3)]
-    assert [kernel.communicate()[0] for kernel in kernels] == [f"{[''] * 20}\n"] * 3
-    assert len(learner.read().exercises) == 60
+                                text=True) for n in range(2)]
+    assert [kernel.communicate()[0] for kernel in kernels] == [f"{[''] * 20}\n"] * 2
+    assert len(learner.read().exercises) == 40
 
 
 def whole() -> str:
@@ -326,7 +323,7 @@ def test_a_damaged_file_is_moved_aside_and_never_lost(mine):
              told | {"guesses": {"a": 1}}, told | {"format": "other"}, [],
              told | {"guesses": [told["guesses"][0] | {"value": [1]}]},
              told | {"exercises": {"a": {"right": True, "attempts": -1}}}]
-    cut = [text[:rng.randrange(len(text) - 2)] for _ in range(20)]
+    cut = [text[:rng.randrange(len(text) - 2)] for _ in range(8)]
     for i, content in enumerate([*map(json.dumps, wrong), *cut, "[" * 100_000, "\x00"]):
         mine.write_text(content)
         with pytest.raises(ConfigError, match="holds no learner's guesses"):
@@ -377,7 +374,6 @@ def test_progress_counts_by_notebook():
     assert (text[0] == f"1 of {sum(name.startswith('00') for name in EXERCISES)}, guesses: 0"
             and text[1].endswith("guesses: 1"))
     (held,) = [trace for trace in spec["data"] if trace["name"] == "did not hold"]
-    # it starts at its low end
     assert held["y"] == ["01.peak"] and held["x"] == pytest.approx([100 / 1.0])
 
 
@@ -391,8 +387,3 @@ def test_the_calibration_says_how_many_intervals_hold():
     assert off["x"] == [3.0, 0.01, 100.0]
     nothing = json.dumps(plain(progress_figure({}, {}, {"00": 3}, {}, [])))
     assert "appear here" in nothing and "0 of 3, guesses: 0" in nothing
-
-
-def test_a_value_that_no_widget_takes_raises_where_it_is_set():
-    with pytest.raises(traitlets.TraitError):
-        peak().restore("many", None)

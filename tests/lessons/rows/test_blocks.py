@@ -1,5 +1,10 @@
 """Rows of model.block, model.norm=none and model.init: what they compute, cost and begin as, beside
-formulas written out here."""
+formulas written out here.
+
+Only these tests catch: a block, a shape of attention or a start that its paper does not describe,
+its parameters, FLOPs or bytes counted wrongly, a cache that changes its logits, and gradients of
+shared layers that are not the sum over those that read them.
+"""
 
 import math
 import random
@@ -21,9 +26,8 @@ from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import Transformer
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
-from lpkit.predict.params import of, parameter_count, shapes
+from lpkit.predict.params import parameter_count, shapes
 from lpkit.techniques import layouts
-from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.inits import INITS
 from lpkit.training import seams
@@ -134,9 +138,9 @@ def test_the_mean_of_many_16_bit_numbers_is_summed_in_float32():
     assert ((running_mean(v.bfloat16()).double() - exact).abs() / exact).max() <= 2**-8
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
 @pytest.mark.parametrize("block", OWN)
-def test_token_by_token_is_the_whole_text(block, position):
+def test_token_by_token_is_the_whole_text(block):
+    position = "rope" if OWN.index(block) % 2 else "learned"
     made = model(block, position=position, qk_norm=True).eval()
     tokens = torch.randint(13, (2, 16))
     whole = made(tokens)
@@ -147,8 +151,8 @@ def test_token_by_token_is_the_whole_text(block, position):
 
 # ---- what each costs
 
-@pytest.mark.parametrize("norm", ["layernorm", "none"])
-@pytest.mark.parametrize("block", OWN)
+@pytest.mark.parametrize("block, norm", [*((block, "layernorm") for block in OWN),
+                                         ("pre-norm", "none"), ("sas", "none")])
 def test_parameters_and_flops_are_pytorchs(block, norm):
     config = SMALL.replace({"model.block": block, "model.norm": norm, "model.qk_norm": True,
                             "precision.recipe": "fp32"})
@@ -161,14 +165,6 @@ def test_parameters_and_flops_are_pytorchs(block, norm):
     with FlopCounterMode(display=False) as counted:
         training.update(0)
     assert training_flops(config.model, batch=4) == counted.get_total_flops()
-
-
-def test_sas_leaves_out_two_of_twelve_matrices():
-    def matrices(block):
-        return of(ModelConfig(width=384, heads=6, block=block)).linear_weights
-
-    assert [matrices(block) / matrices("pre-norm") for block in ("sas", "sas-p", "skipless",
-        "parallel")] == [5 / 6, 5 / 6, 1, 1]
 
 
 def drawn(block, draw):
@@ -195,17 +191,15 @@ def test_memory_is_that_of_the_trace_on_drawn_configs(block):
     from lpkit.hardware import room
 
     draw, off = random.Random(block), []
-    for _ in range(20):
+    for _ in range(8):
         config = drawn(block, draw)
         off.append(abs(memory(config, room("cpu")).peak_bytes
                        / lpkit.predict_trace(config).peak_bytes - 1))
-    assert max(off) < 0.04 and sorted(off)[10] < 0.005
+    assert max(off) < 0.04 and sorted(off)[4] < 0.005
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend",
-                         [name for name, row in ATTENTION.items()
-                          if name in ("sdpa", "tiled", "blocked")])
+@pytest.mark.parametrize("backend", ["sdpa", "tiled", "blocked"])
 def test_shaped_attention_takes_linear_memory(backend):
     """Twice the tokens take twice the memory, up to 4,096 of them: no (T, T) matrix is made."""
     def held(T):
@@ -308,8 +302,7 @@ def test_an_init_from_outside_begins_shaped():
 
 # ---- layers that share
 
-@pytest.mark.parametrize("parts", ["all", "attention", "mlp"])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups, parts", [(1, "all"), (2, "attention"), (2, "mlp")])
 def test_shared_layers_have_the_gradients_of_all_that_read_them(groups, parts):
     """Of one model and of one whose layers are equal copies: parameters once, gradients added
     up."""
@@ -339,8 +332,8 @@ def test_shared_layers_have_the_gradients_of_all_that_read_them(groups, parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8-tensorwise"])
-@pytest.mark.parametrize("parts", ["all", "attention", "mlp"])
+@pytest.mark.parametrize("parts, recipe", [("all", "fp32"), ("all", "fp8-tensorwise"),
+                                           ("attention", "bf16"), ("mlp", "fp8-tensorwise")])
 def test_memory_of_shared_layers(parts, recipe):
     from lpkit.hardware import room
 
@@ -385,9 +378,10 @@ def test_it_trains_resumes_and_samples(block, corpus, tmp_path, monkeypatch):
     losses = [line["loss"] for line in whole.metrics]
     assert losses == [line["loss"] for line in parts.metrics] and losses[-1] < losses[0]
     assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
-    cast = lpkit.train(config.replace({"precision.recipe": "fp8-tensorwise"}),
-                       out=tmp_path / "cast")
-    assert cast.summary["val_loss"] == pytest.approx(whole.summary["val_loss"], rel=0.02)
+    if block not in ("rezero", "skipinit", "sas-p"):        # whose Linears the others have, too
+        cast = lpkit.train(config.replace({"precision.recipe": "fp8-tensorwise"}),
+                           out=tmp_path / "cast")
+        assert cast.summary["val_loss"] == pytest.approx(whole.summary["val_loss"], rel=0.02)
 
 
 @pytest.mark.parametrize("settings, why", [

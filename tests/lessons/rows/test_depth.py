@@ -1,6 +1,12 @@
 """Governors by which an update runs less of the model: what they leave out, what that costs, and
-that nothing else changes."""
+that nothing else changes.
 
+Only these tests catch: a layer or token that is left out at another rate than the row says, FLOPs
+or bytes of another run than the one that trains, a growth or mask that changes the model, and a
+governor whose run differs after a resume, on ranks or beside another technique.
+"""
+
+import functools
 import itertools
 import math
 import re
@@ -119,14 +125,9 @@ def test_the_schedules_are_the_papers():
     for t in (0, 7, 40):
         assert GOVERNORS[said.name].keeps(said, 4, 50,
             t) == pytest.approx([1 - i / 4 * (1 - theta(t)) for i in (1, 2, 3, 4)])
-
-
-def test_scales_undo_the_probabilities():
-    for name in ("stochastic-depth", "progressive-layer-drop"):
-        said = of(name).governors[0]
-        p = [sum(GOVERNORS[name].shares(said, 4, STEPS, seed, 3)[layer] for seed in range(4000))
-             / 4000 for layer in range(4)]
-        assert list(GOVERNORS[name].keeps(said, 4, STEPS, 3)) == pytest.approx(p, abs=0.03)
+    said = of("stochastic-depth").governors[0]      # whose scales undo the rates drawn above
+    assert GOVERNORS[said.name].keeps(said, 4, STEPS, 3) == pytest.approx([7 / 8, 3 / 4, 5 / 8,
+                                                                           1 / 2])
     assert GOVERNORS["layer-drop"].keeps is None
 
 
@@ -202,7 +203,7 @@ class Nothing:
         return {}
 
 
-@pytest.mark.parametrize("name", ["stochastic-depth", "stack", "random-ltd"])
+@pytest.mark.parametrize("name", ["stack", "random-ltd"])
 def test_an_update_can_be_traced(name):
     assert lpkit.predict_trace(of(name)).peak_bytes <= lpkit.predict_trace(SMALL).peak_bytes
 
@@ -392,23 +393,32 @@ def test_a_mask_costs_what_the_whole_model_does():
 
 # ---- a run that goes on, and ranks
 
-@pytest.mark.parametrize("cut", [1, 2, 4, 5, 6])
+@functools.cache
+def losses(name: str, steps: int = 6) -> list[float]:
+    """Of the first updates of a run of this row."""
+    training = built(of(name))
+    return [training.update(step).loss.item() for step in range(steps)]
+
+
 @pytest.mark.parametrize("name", SAYS)
-def test_a_resumed_run_is_the_same_run(name, cut):
-    """Bit for bit, from a checkpoint between any schedule's moments; the rest is trained by another
-    process's objects."""
-    whole, begun, other = (built(of(name)) for _ in range(3))
-    losses = [whole.update(step).loss.item() for step in range(STEPS)]
-    again = [begun.update(step).loss.item() for step in range(cut)]
-    other.load_state_dict({key: t.clone() if isinstance(t, torch.Tensor) else t
-                           for key, t in begun.state_dict().items()})
-    assert again + [other.update(step).loss.item() for step in range(cut, STEPS)] == losses
-    assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(),
-        other.model.parameters()))
+def test_a_resumed_run_is_the_same_run(name):
+    """Bit for bit, from a checkpoint before, at and between a schedule's moments; the rest is
+    trained by another process's objects."""
+    whole, kept, found = built(of(name)), {}, []
+    for step in range(STEPS):
+        if step in (1, 2, 5):
+            kept[step] = {key: t.clone() if isinstance(t, torch.Tensor) else t
+                          for key, t in whole.state_dict().items()}
+        found.append(whole.update(step).loss.item())
+    for cut, state in kept.items():
+        other = built(of(name))
+        other.load_state_dict(state)
+        assert [other.update(step).loss.item() for step in range(cut, STEPS)] == found[cut:]
+        assert all(map(torch.equal, whole.model.parameters(), other.model.parameters())), cut
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stack", "random-ltd", "progressive-layer-drop", "masked-growth"])
+@pytest.mark.parametrize("name", ["stack", "random-ltd"])
 def test_a_run_is_stopped_and_resumed(name, corpus, tmp_path):
     config = of(name, SMALL.replace({"data.source": str(corpus / "*.py")}))
     whole = lpkit.train(config, out=tmp_path / "whole")
@@ -422,10 +432,11 @@ def test_a_run_is_stopped_and_resumed(name, corpus, tmp_path):
 @pytest.mark.dist
 @pytest.mark.parametrize("name", SAYS)
 def test_two_ranks_train_as_one_process(name, corpus, parent, tmp_path):
+    """Each stage for a row of layers and one of tokens; others where ranks have least."""
     config = of(name, SMALL.replace({"data.source": str(corpus / "*.py"),
                                      "parallel.gathered": "float32"}))
     alone = lpkit.train(config, out=tmp_path / "alone")
-    for zero in range(4):
+    for zero in range(4) if name in ("layer-drop", "random-ltd") else (3,):
         run = lpkit.launch(config.replace({"parallel.shard": 2, "parallel.zero": zero}),
                            processes=2, out=tmp_path / f"zero{zero}", parent=parent).result()
         for key in ("loss", "grad_norm"):
@@ -458,33 +469,40 @@ BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"},
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack", "masked-growth"])
-@pytest.mark.parametrize("beside", BESIDE, ids=str)
-def test_what_changes_no_number_changes_none_here(name, beside):
-    one, other = built(of(name, SMALL.replace(beside))), built(of(name))
-    assert ([one.update(step).loss.item() for step in range(6)]
-            == pytest.approx([other.update(step).loss.item() for step in range(6)], rel=2e-6))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
-@pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"},
-                                    {"precision.recipe": "mxfp8", "precision.recipe.pad": True},
-                                    {"optimizer": "muon"},
-                                    {"memory.optimizer_step": "in-backward", "optimizer.clip": 0}],
+@pytest.mark.parametrize(("name", "beside"), [
+    *((name, beside) for name in ("layer-drop", "random-ltd") for beside in BESIDE),
+    *((name, beside) for name in ("stack", "masked-growth") for beside in (BESIDE[0], BESIDE[3]))],
     ids=str)
-def test_others_train(name, beside):
-    one, plain = built(of(name, SMALL.replace(beside))), built(of(name))
-    losses = [[training.update(step).loss.item() for step in range(6)] for training in (one, plain)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.03) and losses[0][-1] < losses[0][0]
+def test_what_changes_no_number_changes_none_here(name, beside):
+    training = built(of(name, SMALL.replace(beside)))
+    found = [training.update(step).loss.item() for step in range(6)]
+    assert found == pytest.approx(losses(name), rel=2e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["layer-drop", "stochastic-depth", "random-ltd", "masked-growth"])
-def test_compiled_blocks_train_the_same(name):
-    one, other = built(of(name, SMALL.replace({"system.compile": "blocks"}))), built(of(name))
-    assert ([one.update(step).loss.item() for step in range(6)]
-            == pytest.approx([other.update(step).loss.item() for step in range(6)], rel=1e-5))
+@pytest.mark.parametrize(("name", "backend"), [
+    ("random-ltd", "inductor"), ("stochastic-depth", "aot_eager"), ("masked-growth", "aot_eager")])
+def test_compiled_blocks_train_the_same(name, backend, monkeypatch):
+    """By inductor where the number of tokens changes, elsewhere by what captures its graphs."""
+    plain, asked = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(backend)
+                        or plain(function, **how | {"backend": backend}))
+    training = built(of(name, SMALL.replace({"system.compile": "blocks"})))
+    found = [training.update(step).loss.item() for step in range(6)]
+    assert asked and found == pytest.approx(losses(name), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "beside"), [
+    ("layer-drop", {"precision.recipe": "fp8-delayed"}),
+    ("random-ltd", {"precision.recipe": "fp8-delayed"}),
+    ("random-ltd", {"precision.recipe": "mxfp8", "precision.recipe.pad": True}),
+    ("layer-drop", {"optimizer": "muon"}), ("stack", {"optimizer": "muon"}),
+    ("layer-drop", {"memory.optimizer_step": "in-backward", "optimizer.clip": 0})], ids=str)
+def test_others_train(name, beside):
+    training = built(of(name, SMALL.replace(beside)))
+    found = [training.update(step).loss.item() for step in range(6)]
+    assert found == pytest.approx(losses(name), rel=0.03) and found[-1] < found[0]
 
 
 # ---- what cannot be
@@ -492,21 +510,16 @@ def test_compiled_blocks_train_the_same(name):
 @pytest.mark.parametrize(("changed", "sentence"), [
     ({"governors": [{"name": "layer-drop", "rate": 1.0}]}, r"governors.rate must be 0 or more and "
                                                            r"below 1, got 1.0"),
-    ({"governors": [{"name": "stochastic-depth", "rate": 1}]}, r"governors.rate must be 0 or more "
-        r"and below 1"),
     ({"governors": [{"name": "progressive-layer-drop", "theta": 0}]}, r"governors.theta must be "
         r"above 0 and below 1"),
     ({"governors": "layer-drop,random-ltd"}, r"governors=layer-drop,random-ltd each say how much "
                                              r".*; name one of them"),
-    ({"governors": "layer-drop,layer-drop"}, r"name one of them"),
     ({"governors": [{"name": "stack", "start": 3}]}, r"governors=stack:start=3 does not divide "
                                                      r"model.layers=4, and growths are copies; set "
                                                      r"start=2"),
-    ({"governors": [{"name": "stack", "start": 9}]}, r"set start=4"),
     ({"governors": [{"name": "stack", "at": [8]}]}, r"governors=stack:at=\[8\] are not the 1 "
                                                     r"growths to model.layers=4 within steps=8; "
                                                     r"set at=\[4\]"),
-    ({"governors": [{"name": "stack", "at": [2, 3]}]}, r"set at=\[4\]"),
     ({"governors": [{"name": "stack", "start": 1, "at": [2]}]}, r"set at=\[2, 4\]"),
     ({"governors": [{"name": "stack", "start": 1, "at": [3, 2]}]}, r"governors.at must be "
         r"ascending, from 1, got"),
@@ -517,7 +530,6 @@ def test_compiled_blocks_train_the_same(name):
     ({"governors": "random-ltd", "model.layers": 2}, r"governors=random-ltd is of layers between "
                                                      r"the first and the last; set model.layers=3, "
                                                      r"not 2"),
-    ({"governors": "token-drop", "model.layers": 2}, r"set model.layers=3, not 2"),
     ({"governors": [{"name": "random-ltd", "grow_steps": 9}]}, r"governors=random-ltd:grow_steps=9 "
         r"is after the run's end; set it to 8"),
     ({"governors": [{"name": "masked-growth", "old": 4}]}, r"governors=masked-growth:old=4 are all "
@@ -525,8 +537,8 @@ def test_compiled_blocks_train_the_same(name):
     ({"governors": [{"name": "masked-growth", "rise_steps": 8}]}, r"masked-growth:rise_steps=8 is "
         r"after the run's end; set it to 7"),
     ({"governors": "token-drop", "parallel.context": 2}, r"parallel.context=2 ranks have some "
-                                                         r"each; set parallel.context=1"),
-    ({"governors": "random-tld"}, r"random-ltd")])
+                                                         r"each; set parallel.context=1")])
+
 def test_what_cannot_be_is_refused_in_one_sentence(changed, sentence):
     with pytest.raises(ConfigError, match=sentence) as raised:
         SMALL.replace(changed)
@@ -578,6 +590,4 @@ def test_a_row_of_ones_own_is_on_the_page(monkeypatch):
 
 
 def test_the_settings_survive_a_file():
-    for name in SAYS:
-        assert Config.from_yaml(of(name).to_yaml()) == of(name)
-    assert Config().replace({"governors": "stack:start=1"}).governors[0].start == 1
+    assert all(Config.from_yaml(of(name).to_yaml()) == of(name) for name in SAYS)

@@ -1,4 +1,8 @@
-"""Rows of lessons (`notebooks/lessons/rows`): read and predicted without torch, and loaded."""
+"""Rows of lessons (`notebooks/lessons/rows`): read and predicted without torch, and loaded.
+
+Only these tests catch: a row of a lesson that imports torch before it runs, that replaces one of
+the kit's, or whose implementation is not where it says.
+"""
 
 import subprocess
 import sys

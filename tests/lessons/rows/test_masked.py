@@ -1,5 +1,10 @@
 """Masked pre-training, BERT-like and as an autoencoder, beside PyTorch written out, the counter of
-FLOPs, a trace, one process and two."""
+FLOPs, a trace, one process and two.
+
+Only these tests catch: a loss over other tokens than the hidden ones, a hidden token that a layer
+sees, an encoder that does not leave them out or puts them back elsewhere, and parameters, FLOPs or
+bytes of that counted wrongly.
+"""
 
 from dataclasses import replace
 
@@ -9,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
 from lessons.rows.masked_torch import Masked
 from lpkit import cli
@@ -82,8 +86,8 @@ def by_hand(config, w, batch):
     return torch.stack(nats).mean()
 
 
-@pytest.mark.parametrize("position", ["learned", "rope"])
-@pytest.mark.parametrize("says", [BERT, MAE], ids=["bert", "mae"])
+@pytest.mark.parametrize("says, position", [(BERT, "learned"), (MAE, "learned"), (MAE, "rope")],
+                         ids=["bert", "mae", "mae, rope"])
 def test_the_loss_and_its_gradients_are_those_written_out(says, position, small):
     config = small.replace(says | {"model.position": position, "system.attention": "plain"})
     training = Training.build(config)
@@ -198,8 +202,7 @@ def test_evaluation_is_of_the_hidden_tokens_of_the_validation_text(small):
 
 
 @pytest.mark.parametrize("says", [
-    BERT, MAE, {**MAE, "model.layers": 7, "model.context": 50,
-                "model.changes": "masked-autoencoder:encoder_layers=6"},
+    BERT, MAE,
     {**MAE, "model.layers": 5, "model.position": "rope", "grad_accum_steps": 2,
      "model.changes": "masked-autoencoder:encoder_layers=4"},
     {**MAE, "data.policy.share": 0.4, "model.mlp": "swiglu", "model.kv_heads": 1,
@@ -280,7 +283,7 @@ def test_two_ranks_have_the_numbers_of_one_process(says, small, tmp_path, parent
 
 
 @pytest.mark.parametrize("says, why", [
-    ({"data.policy.share": 0.0}, "share"), ({"data.policy.share": 1.0}, "share"),
+    ({"data.policy.share": 1.0}, "share"),
     ({"data.policy.share": 0.01}, r"data\.policy\.share=0\.01 hides 0 of model\.context=24 tokens; "
                                   r"hide some, and leave some"),
     ({"data.policy.share": 0.99}, r"data\.policy\.share=0\.99 hides 24 of model\.context=24 "
@@ -289,8 +292,6 @@ def test_two_ranks_have_the_numbers_of_one_process(says, small, tmp_path, parent
                                   r"set it to 0\.75"),
     ({"model.changes": "masked-autoencoder:encoder_layers=3"}, r"encoder_layers=3; set fewer than "
         r"model\.layers=3"),
-    ({"model.changes": "masked-autoencoder:encoder_layers=0"}, "encoder_layers"),
-    ({"model.changes": "masked-autoencoder:encoder_layers=1:hidden=1"}, "hidden"),
     ({"model.changes": "masked-autoencoder:encoder_layers=1,lora"}, "masked-autoencoder leaves "
         "tokens out of what other changes add; name it last"),
     ({"model.attention": "full"}, r"masked-autoencoder needs attention to tokens to come, and "
@@ -298,8 +299,6 @@ def test_two_ranks_have_the_numbers_of_one_process(says, small, tmp_path, parent
     ({"model.attention": "full", "model.changes": []}, r"data\.policy=masked needs attention to "
                                                        r"tokens to come, and model\.attention=full "
                                                        r"has none; set"),
-    ({"model.attention": "linear", "model.changes": []}, r"and model\.attention=linear has none; "
-                                                         r"set model\.attention=bidirectional"),
     ({"data.policy": "random-windows"}, r"bidirectional sees tokens to come, and with "
                                         r"data\.policy=random-windows these are what it is asked "
                                         r"for; name"),
@@ -314,11 +313,9 @@ def test_what_cannot_be_is_one_sentence(says, why):
 
 
 def test_what_a_run_cannot_be_is_one_sentence_too(small, capsys, tmp_path):
-    for says, why in ((({"parallel.context": 2},
-                       r"sees as many tokens of each sequence, and parallel\.context=2 others; set "
-                       r"parallel\.context=1"),)):
-        with pytest.raises(ConfigError, match=why):
-            Training.build(small.replace(MAE | says))
+    with pytest.raises(ConfigError, match=r"sees as many tokens of each sequence, and parallel\."
+                                          r"context=2 others; set parallel\.context=1"):
+        Training.build(small.replace(MAE | {"parallel.context": 2}))
     text = np.full(500, 255, dtype=np.uint8)
     with pytest.raises(ConfigError, match=r"data\.policy\.mask=255 is a token of the text"):
         Masked(tokens=text, batch=2, context=24, share=0.5, mask=255).batch(0)
