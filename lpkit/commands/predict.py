@@ -107,8 +107,9 @@ def text(result: dict[str, Any]) -> Iterator[str]:
             yield line("  or", "{step_seconds:time}", "range {step_seconds_range:time}, peak "
                        "{peak_bytes:bytes}: system.stack={stack}, {short}", one,
                        short=one["words"].partition(",")[0])
-        yield line("", "", "other values of system.stack: " + ", ".join(
-            name for name in STACKS if name not in (a["stack"], "eager", "hf")))
+        others = ", ".join(name for name in STACKS if name not in (a["stack"], "eager", "hf"))
+        yield fill(f"other values of system.stack: {others}", 150,
+                   initial_indent=" " * (width + 14), subsequent_indent=" " * (width + 14))
     yield line("tokens/s", "{tokens_per_second:number}")
     yield line("run", "{run_seconds:time}", "range {run_seconds_range:time}, {a[steps]:,} steps")
     if result["energy_wh"] is not None:

@@ -219,7 +219,7 @@ class Walk(Device):
             self.mark(logits * (compute + self.widened) + self.whole_input(head))
         self.add(COPIES, -cached)
         # torch.distributed.tensor.parallel.loss: the probabilities, too
-        if self.tensor > self.logit_ranks:
+        if wide and self.tensor > self.logit_ranks:
             loss += FP32 * logits
         self.add(LOGITS, loss)
         self.mark(2 * wide * logits)                # of the log-probabilities, and of the logits
