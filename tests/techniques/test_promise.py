@@ -337,7 +337,7 @@ def own(beside, corpus, monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("name", OWN.keys() - {"drop tokens"})
+@pytest.mark.parametrize("name", [name for name in OWN if name != "drop tokens"])
 def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
     config = own.replace(OWN[name])
     assert Config.from_yaml(config.to_yaml()) == config
@@ -364,7 +364,7 @@ def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", OWN.keys() - {"drop tokens"})
+@pytest.mark.parametrize("name", [name for name in OWN if name != "drop tokens"])
 def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
     """One process's numbers with whole parameters and with rows, or a sentence before a folder is
     made."""
