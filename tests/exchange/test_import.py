@@ -1,5 +1,10 @@
 """A folder that transformers wrote becomes a run: the same logits, the same bytes when it is
-exported, and one sentence for what is no model."""
+exported, and one sentence for what is no model.
+
+Only these tests catch: a weight that is read into another place, a byte or a token that is lost on
+the way out and in, a folder that computes something else and is taken, and a half of a run that is
+left.
+"""
 
 import json
 import shutil
@@ -82,8 +87,8 @@ def test_logits_of_the_run_are_those_of_transformers(kind, tmp_path, tokenizer):
     torch.testing.assert_close(found, due, rtol=0, atol=5e-6 * max(1, due.std().item()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in FOLDERS),
+                                         ("llama", torch.float32)])
 def test_what_is_exported_again_has_every_byte(kind, dtype, tmp_path, tokenizer):
     model = saved(kind, tmp_path / "theirs", tokenizer)
     model.to(dtype).save_pretrained(tmp_path / "theirs")
@@ -222,15 +227,10 @@ def cut(folder):
                                               "something else.*may be 'silu' or 'swish'"),
     (lambda f: changed(f, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5}),
      "rope_parameters.rope_type='yarn' computes something else"),
-    (lambda f: changed(f, rope_parameters={"rope_type": "llama3", "factor": 8.0,
-        "low_freq_factor": 2.0}), "rope_parameters.low_freq_factor=2.0 computes"),
     (lambda f: changed(f, rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}),
      "rope_scaling.rope_type='linear'"),
     (lambda f: changed(f, quantization_config={"bits": 4}), "quantization_config=.* computes "
                                                             "something else"),
-    (lambda f: changed(f, hidden_size="gone"), r"embed_tokens.weight is \(300, 48\) in "
-                                               r"model.safetensors, and config.json says \(300, "
-                                               r"4096\)"),
     (lambda f: changed(f, num_hidden_layers=3), "lacks 9 tensors of a LlamaForCausalLM of 3 "
                                                 "layers, model.layers.2.input_layernorm.weight "
                                                 "first"),
@@ -242,11 +242,7 @@ def cut(folder):
                                                "a whole number, got 'wide'"),
     (lambda f: changed(f, rope_parameters=[1]), r"config.json has rope_parameters=\[1\], which "
                                                 r"must be an object"),
-    (lambda f: changed(f, intermediate_size=65), r"model.layers.0.mlp.gate_proj.weight is \(64, "
-                                                r"48\) in model.safetensors, and config.json says"),
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
-    (lambda f: replaced(f, "model.norm.weight", None), "lacks 1 tensors of a LlamaForCausalLM of 2 "
-                                                       "layers, model.norm.weight first"),
     (lambda f: replaced(f, "model.norm.weight", torch.ones(48, dtype=torch.int8)),
      "model.norm.weight in model.safetensors is in I8; this kit"),
     (pickled, "has its weights in pytorch_model.bin, a pickle, which may run anything when it is "
@@ -319,7 +315,7 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
             and "at its peak" in capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", ["train", "measure", "sample", "export"])
+@pytest.mark.parametrize("command", ["train", "export"])
 def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, tokenizer, capsys):
     saved("llama", tmp_path / "theirs", tokenizer)
     more = ["--out", str(tmp_path / "out")] if command == "export" else []

@@ -1,4 +1,8 @@
-"""Modules that bring rows: those of lessons (`lessons.rows`) and one's own, in every process."""
+"""Modules that bring rows: those of lessons (`lessons.rows`) and one's own, in every process.
+
+Only these tests catch: a row whose import is not named, a Config, rank, job, trial or arm that
+lacks the module of its row, and a stranger's `lessons` that is imported in the place of the kit's.
+"""
 
 import ast
 import importlib.util
