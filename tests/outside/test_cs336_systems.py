@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from lpkit.config import Config
 from lpkit.kernels.blocked_attention import blocked
 from lpkit.kernels.tiled_attention import tiled, tiled_partial
 from lpkit.nn.attention import plain, plain_partial, sdpa
@@ -14,7 +13,7 @@ from lpkit.techniques.attention import Rule
 
 BACKENDS = {"plain": plain, "sdpa": sdpa, "tiled": tiled, "blocked": blocked}
 RULES = {"causal": Rule(), "every key": Rule(causal=False)}
-SIZES = [(4, 1, 128, 64), (2, 4, 128, 64), (1, 2, 100, 24), (3, 2, 1, 16), (1, 1, 257, 32)]
+SIZES = [(1, 2, 100, 24), (3, 2, 1, 16), (1, 1, 257, 32)]
 
 
 def inputs(B: int, H: int, T: int, E: int, groups: int = 1) -> list[torch.Tensor]:
@@ -68,34 +67,3 @@ def test_the_logarithm_of_the_sums(partial, rule, size):
     out, lse = partial(q, k, v, rule=RULES[rule])
     close(out, due, 1e-5)
     close(lse + 10, sums + 10, 1e-5)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("layout",
-                         [pytest.param({"parallel.data": 2}, id="replicas",
-                                       marks=pytest.mark.slow),
-                                    pytest.param({"parallel.shard": 2, "parallel.zero": 1},
-                                                 id="a sharded optimizer"),
-                                    pytest.param({"parallel.shard": 2, "parallel.zero": 3},
-                                                 id="everything sharded", marks=pytest.mark.slow)])
-def test_two_ranks_train_what_one_process_trains(layout, tmp_path):
-    """Losses of five updates, and the weights after them, to what the order of a sum moves."""
-    from lpkit import train
-    from lpkit.training.launch import launch
-    from lpkit.training.sampling import trained
-
-    (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
-        for i in range(20_000)))
-    config = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2,
-                               "model.context": 16, "steps": 5, "global_batch": 8,
-                               "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
-                               "precision.recipe": "fp32", "system.device": "cpu",
-                               "system.threads": 1, "system.attention": "sdpa",
-                               "system.kernels": "pytorch", "system.compile": False,
-                               "data.source": str(tmp_path / "text.txt"), "optimizer": "adamw"})
-    alone = train(config, out=tmp_path / "alone")
-    both = launch(config.replace(layout), processes=2, out=tmp_path / "both").result()
-    assert both.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
-    for (name, p), q in zip(trained(alone).model.named_parameters(),
-                            trained(both).model.parameters(), strict=True):
-        assert (p - q).abs().max() < 2e-4 * max(1.0, p.abs().max()), name

@@ -39,7 +39,7 @@ def with_gradients(call, *inputs: torch.Tensor, seed: int = 9) -> list[torch.Ten
 
 # ---- cross-entropy
 
-ROWS = [(256, 512), (4, 8), (141, 31), (63, 41), (30, 3200), (1, 2), (64, 4096)]
+ROWS = [(4, 8), (141, 31), (30, 3200), (1, 2)]
 
 
 @pytest.mark.parametrize("by", ["", "definition"])
@@ -81,10 +81,8 @@ def test_logits_that_are_not_contiguous():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("scalar", [1.0, 0.5])
-@pytest.mark.parametrize("chunk", [7, 4096])
-@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 16, 32, 64),
-    (2, 2, 8, 8), (1, 32, 64, 128)])
+@pytest.mark.parametrize("chunk, scalar", [(7, 0.5), (4096, 1.0)])
+@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 2, 8, 8)])
 def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
     """The mean, with the gradients of hidden states, weight and bias; the gradient that comes from
     above is `scalar`."""
@@ -105,8 +103,7 @@ def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
 
 # ---- norms
 
-SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8, 9, 7, 64),
-          (1, 1, 1023), (3, 7, 256), (1, 1, 1500)]
+SHAPES = [(2, 128, 512), (9, 7, 41), (8, 9, 7, 64), (1, 1, 1023)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,10 +153,9 @@ def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.T
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B, T, H, E", [(1, 128, 32, 64), (2, 128, 8, 64), (1, 2, 2, 8),
-    (3, 423, 7, 92), (1, 8, 1, 2), (2, 33, 5, 128)])
+@pytest.mark.parametrize("B, T, H, E, theta", [(1, 2, 2, 8, 10_000.0), (3, 423, 7, 92, 500_000.0),
+                                               (1, 8, 1, 2, 10_000.0)])
 def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
     from lpkit.kernels.pytorch import rotate_pytorch
     from lpkit.kernels.rotary import ROTARY
@@ -192,8 +188,7 @@ def test_a_head_of_an_odd_size_has_no_pairs():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B, T, D, W", [(2, 64, 64, 128), (2, 2, 8, 8), (9, 7, 41, 41),
-    (6, 42, 123, 431), (3, 1, 8, 1409)])
+@pytest.mark.parametrize("B, T, D, W", [(2, 2, 8, 8), (6, 42, 123, 431), (3, 1, 8, 1409)])
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 def test_mlps(kind, B, T, D, W, dtype, bias):
     config = ModelConfig(width=D, heads=1, head_dim=2, mlp_width=W, mlp=kind, bias=bias)

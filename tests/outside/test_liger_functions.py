@@ -13,7 +13,7 @@ from lpkit.techniques.attention import Rule
 
 SHARE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}
 DTYPES = list(SHARE)
-SHAPES = [(2, 32, 512), (3, 47, 31), (9, 7, 41), (2, 2, 8), (1, 1, 2)]
+SHAPES = [(3, 47, 31), (9, 7, 41)]
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,8 +55,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+@pytest.mark.parametrize("shape, dtype", [(SHAPES[0], DTYPES[0]), (SHAPES[1], DTYPES[1])], ids=str)
 def test_cross_entropy(shape, dtype, name, reduction):
     """A third of the targets is ignored. The gradient from above is 0.5 for all, or another for
     each token."""
@@ -76,7 +75,7 @@ def test_cross_entropy(shape, dtype, name, reduction):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 2, 8, 8)])
+@pytest.mark.parametrize("B, T, H, V", [(4, 47, 31, 123)])
 def test_linear_cross_entropy(B, T, H, V, name, bias):
     h, y, options = drawn(B, T, H), targets(B, T, V,
         OPTIONS[name].get("ignore_index", -100)), OPTIONS[name]
@@ -117,7 +116,7 @@ def test_what_a_loss_cannot_take_is_refused(options):
 
 # ---- attention
 
-LENGTHS = [(128, 128), (1, 64), (7, 64), (64, 65), (33, 100), (1, 1)]
+LENGTHS = [(1, 64), (64, 65), (33, 100), (1, 1)]
 RULES = {"causal": Rule(), "every key": Rule(causal=False), "a window": Rule(window=8),
          "a cap": Rule(soft_cap=5.0)}
 
@@ -136,8 +135,7 @@ def attended(q, k, v, rule):
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("groups, lse", [(1, True), (2, False)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("Tq, Tk", LENGTHS)
 def test_attention_of_other_lengths_with_its_sums(Tq, Tk, rule, lse, groups):

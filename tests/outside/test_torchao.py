@@ -31,7 +31,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-@pytest.mark.parametrize("shape", [(8, 16), (4, 8, 16), (2, 4, 8, 16), (128, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 8, 16), (128, 64)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("by", ["tensor", "row"])
@@ -61,7 +61,7 @@ def test_dynamic_casts_to_float8(by, name, dtype, shape, power_of_two):
 
 
 @pytest.mark.parametrize("rule", ["floor", "rceil", "ceil", "even"])
-@pytest.mark.parametrize("shape", [(32, 64), (128, 128), (3, 96), (2, 4, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 96), (2, 4, 32)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MX)
 def test_mx_casts_to_the_bit(name, dtype, shape, rule):
@@ -73,7 +73,7 @@ def test_mx_casts_to_the_bit(name, dtype, shape, rule):
 
 
 @pytest.mark.parametrize("two_levels", [False, True])
-@pytest.mark.parametrize("shape", [(32, 64), (128, 128), (16, 1024), (1, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (1, 16)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nvfp4_casts(dtype, shape, two_levels):
     """Scales to the bit; values to the last place, since they multiply in another order. They
@@ -102,7 +102,7 @@ def wrapped(linear: torch.nn.Linear, recipe: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(16, 16), (2, 16, 16), (3, 2, 16, 16), (64, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (3, 2, 16, 16)], ids=str)
 def test_float8_linear_forward_and_backward(shape, dtype, bias):
     """Their emulation with E4M3 throughout the forward and E5M2 gradients, as our fp8-tensorwise.
     By how much both stray from the product in float64 says what the format costs: theirs and ours
