@@ -36,10 +36,11 @@ from lpkit.optim.rounding import generator, to_bf16
 from lpkit.predict import memory as predict_memory
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.training import checkpoint
-from lpkit.training.background import start, train
+from lpkit.training.background import train
 from lpkit.training.build import decide
 from lpkit.training.steps import advance
 from lpkit.training.training import RandomTokens, Training
+from tests.training.resuming import in_parts
 
 CPU = torch.device("cpu")
 SMALL = Config().replace({
@@ -101,10 +102,7 @@ def resumes(config: Config, out, *, stop: int = 4):
     """Stopped after `stop` steps and gone on with, a run is bit for bit the uninterrupted one,
     which is returned."""
     whole = train(config, out=out / "whole")
-    handle = start(config, out=out / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= stop else None)
-    handle.result()
-    parts = train(config, out=out / "parts", resume=True)
+    parts = in_parts(config, out / "parts", stop)
     one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
     assert (same(one, two) and [a["loss"] for a in whole.metrics]
             == [b["loss"] for b in parts.metrics])

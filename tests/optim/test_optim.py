@@ -52,9 +52,10 @@ from lpkit.techniques.optimizers import (
 )
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint, graphs
-from lpkit.training.background import start, train
+from lpkit.training.background import train
 from lpkit.training.training import RandomTokens, Training
 from tests.techniques import toys
+from tests.training.resuming import in_parts
 
 CPU = torch.device("cpu")
 # settings by which every update needs as many bytes as the largest does
@@ -489,10 +490,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_p
         "schedule.warmup_steps": 2,
         "optimizer.lr": 3e-3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
     whole = train(config, out=tmp_path / "whole")
-    handle = start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 10 else None)
-    handle.result()
-    parts = train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 10)
     losses = [[line["loss"] for line in run.metrics] for run in (whole, parts)]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
     one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))

@@ -18,9 +18,10 @@ from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.weight_cache import choose, weights_cached
 from lpkit.techniques.recipes import RECIPES, resolve
-from lpkit.training.background import start, train
+from lpkit.training.background import train
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.steps import advance
+from tests.training.resuming import in_parts
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -197,10 +198,7 @@ def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     config = tiny.replace({"precision.recipe": recipe})
     cached = config.replace({"precision.cache_weight_casts": True})
     want, whole = train(config, out=tmp_path / "cast"), train(cached, out=tmp_path / "cached")
-    handle = start(cached, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
-    handle.result()
-    parts = train(cached, out=tmp_path / "parts", resume=True)
+    parts = in_parts(cached, tmp_path / "parts", 2)
     assert "weight_casts" not in want.summary["chosen"]
     assert (whole.summary["chosen"]["weight_casts"]["used"]
             == parts.summary["chosen"]["weight_casts"]["used"] == "cached")

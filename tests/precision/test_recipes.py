@@ -22,7 +22,7 @@ from lpkit.precision.backends import BACKENDS, choose
 from lpkit.precision.linear import ScaledLinear, scaled_linears
 from lpkit.techniques.recipes import RECIPES, kept, resolve
 from lpkit.training import checkpoint
-from lpkit.training.background import start, train
+from lpkit.training.background import train
 from lpkit.training.runs import RunFailedError, described
 from lpkit.training.steps import LossScaler, accumulate
 from lpkit.training.training import Training
@@ -206,10 +206,7 @@ def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_
     assert losses(whole)[-1] < 0.9 * losses(whole)[0]
     assert whole.summary["chosen"]["backend"]["used"] == "emulated"
 
-    handle = start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
-    handle.result()
-    parts = train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 4)
     assert losses(parts) == losses(whole)
     same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
     assert same[0].keys() == same[1].keys()
