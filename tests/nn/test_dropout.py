@@ -1,4 +1,9 @@
-"""Dropout: where GPT-2 of transformers and LoRA of peft have it, and nothing where it is off."""
+"""Dropout: where GPT-2 of transformers and LoRA of peft have it, and nothing where it is off.
+
+Only these tests catch: a mask that is drawn where transformers or peft draw none, twice the same,
+in evaluation, or otherwise after a restart or recomputation, and bytes of masks that no formula
+counts.
+"""
 
 from collections import Counter
 

@@ -1,5 +1,9 @@
 """The model against an independent one: transformers' GPT-2, Llama, Qwen2 and Qwen3 with the same
-random weights."""
+random weights.
+
+Only these tests catch: a logit, a gradient or a distribution of first weights that is not that of
+transformers' model, and a backend that is not plain attention in float64.
+"""
 
 from dataclasses import replace
 
