@@ -587,8 +587,6 @@ def test_a_learner_ends_with_its_parent(tmp_path):
     ("half.jsonl", b'{"text": "\\ud800"}\n', "not valid text .half of a surrogate pair"),
     ("nul.jsonl", b'{"text": "a\\u0000"}\n', "line 1 of .*nul.jsonl is not text"),
 ])
-
-
 def test_bad_sources(tmp_path, name, data, sentence):
     path = tmp_path / name
     path.write_bytes(data)
@@ -623,8 +621,6 @@ def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
     ({"source": "MADE", "val_fraction": 0.2}, 256, "prepared with val_fraction 0.1.*set "
                                                    "data.val_fraction=0.1"),
 ])
-
-
 def test_bad_settings(folder, made, tmp_path, settings, vocab, sentence):
     (tmp_path / "empty").mkdir()
     places = {"TEXTS": folder, "EMPTY": tmp_path / "empty", "MADE": made.folder}

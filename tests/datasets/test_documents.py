@@ -124,8 +124,6 @@ def test_a_prompt_is_one_document():
                                                          "set "
      "data.policy.symbols=33 or more"),
 ])
-
-
 def test_what_cannot_be_is_one_sentence(changes, says):
     with pytest.raises(ConfigError) as error:
         Config().replace(TINY | changes)

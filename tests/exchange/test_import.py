@@ -263,8 +263,6 @@ def cut(folder):
     (lambda f: changed(f, eos_token_id=300), "config.json has eos_token_id=300, which is no token "
                                              "of tokenizer.json"),
 ])
-
-
 def test_what_is_no_model_is_said_in_a_sentence_and_leaves_nothing(harm, sentence, tmp_path,
         tokenizer, capsys):
     saved("llama", tmp_path / "theirs", tokenizer)

@@ -175,8 +175,6 @@ def test_modules_of_rows_import_the_package_and_one_another(path):
      "one of next-token"),
     ({"optimizer": "nothing-like-it"}, "there is no optimizer 'nothing-like-it'; choose one of "),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
-
-
 def test_a_row_of_a_lesson_is_named_with_its_import(changes, said, toy, capsys):
     for _ in range(2):      # looking for a row brings none
         with pytest.raises(ConfigError) as raised:

@@ -75,8 +75,6 @@ def test_on_a_cpu_rules_and_probes_agree(cells):
     ("b200", "nvfp4", "scaled_mm", "native"), ("t4", "bf16", "pytorch", "emulated"),
     ("mi300x", "fp8-tensorwise", "scaled_mm", "no"),
 ])
-
-
 def test_rules_are_the_libraries_own(machine, recipe, backend, want):
     assert status(rules.by_rule(machine), recipe, backend) == want
 

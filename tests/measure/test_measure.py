@@ -94,8 +94,6 @@ LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
     (None, LARGE, None, 0.0, "4", "other processes use 0%"),
     (None, LARGE, None, 0.6, "1", "other processes use 60%"),
 ])
-
-
 def test_threads_by_size_and_load(monkeypatch, asked, flops, before, busy, used, why):
     monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

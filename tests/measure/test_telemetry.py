@@ -323,8 +323,6 @@ def test_a_torn_line_is_left_out_and_written_over(tmp_path):
     ({"roles": ("y",)}, "there is no role 'y'"),
     ({"layers": ("block.*",)}, "matches no Linear"), ({"counterfactuals": ("mxfp9",)}, "mxfp8"),
 ])
-
-
 def test_bad_settings(settings, said):
     with pytest.raises(ConfigError, match=said):
         Telemetry(model=Training.build(TINY).model, **settings)

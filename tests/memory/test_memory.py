@@ -775,8 +775,6 @@ def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
     ({"memory.activation_offload": "int8", "system.compile": True}, r"set system\.compile=false"),
     ({"memory.param_dtype": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),
 ], ids=str)
-
-
 def test_what_cannot_be_together_says_the_way_out(changes, said):
     with pytest.raises(ConfigError, match=said):
         decide(SMALL.replace(changes))

@@ -890,8 +890,6 @@ def test_blocks_are_those_of_all_outer_lists():
     ("there is no folder", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8),
         loss=lambda m, x: m(x).sum()).card("nodir/x.png")),
 ], ids=["no products", "loss", "keep", "another optimizer", "no folder"])
-
-
 def test_what_a_new_user_gets_wrong_is_one_sentence(said, wrong, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):

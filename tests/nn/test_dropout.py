@@ -280,8 +280,6 @@ def test_what_is_kept_is_what_autograd_keeps_to_the_byte(kind):
     ([GPT2], {"model.block": "sas"}, "drops what comes of attention.out and mlp.down and "
                                      "attention, and model.block=sas has no attention.out"),
 ])
-
-
 def test_what_is_not_proved_is_refused(changes, more, said):
     with pytest.raises(ConfigError, match=said):
         build.decide(of(changes, **more))

@@ -123,8 +123,6 @@ def test_sequences_at_different_places_take_a_step_together(kind):
     (KINDS["sinks"], {"name": "window", "size": 24, "sinks": True}),
     *((KINDS[name], KINDS[name]) for name in ("window", "window, global", "window, cap, sinks")),
 ], ids=["full", "documents", "cap", "sinks", "window", "window, global", "window, cap, sinks"])
-
-
 def test_past_the_context_the_oldest_key_goes(kind, beyond):
     """Which is what a model of a longer context computes, whose queries see as many keys."""
     longer = {**SMALL, **ROPE, "context": 80}
@@ -157,8 +155,6 @@ def test_learned_positions_and_blocks_end_with_the_context():
     (ModelConfig(attention={"name": "block-sparse", "block": 4, "local": 1,
                             "stride": 99}).attention.rule(40), 8),
 ])
-
-
 def test_what_a_query_sees_is_in_a_slot(rule, most):
     """No key is overwritten that a later query sees, and there are no more slots than are
     needed."""
@@ -310,8 +306,6 @@ def test_a_run_answers_one_prompt_or_several(run, capsys):
     (["--prompt", "a", "--prompt", ""], "prompt 2 is empty; give at least one character"),
     (["--prompt", ""], "the prompt is empty"), (["--tokens", "0"], "tokens must be positive"),
 ])
-
-
 def test_wrong_input_is_one_sentence(run, capsys, words, sentence):
     assert main(["sample", str(run.path), *words]) == 2
     assert sentence in capsys.readouterr().err

@@ -145,8 +145,6 @@ class Decayed(torch.optim.SGD):
      lambda p: Decayed(p, lr=1e-2, momentum=0.8, foreach=False)),
     ("sgd", VECTORS, {"lr": 1e-2}, lambda p: Decayed(p, lr=1e-2, foreach=False)),
 ], ids=["muon", "adafactor", "adam", "momentum", "sgd"])
-
-
 def test_rules_are_those_of_pytorch(monkeypatch, name, shapes, settings, make, dtype):
     """Its Muon multiplies in bf16: that cast is taken out of it, and the rest of it is left."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
@@ -452,8 +450,6 @@ def test_patterns_change_learning_rate_and_decay():
     "head.weight:lr_scale=-1": "lr_scale must be 0 or more, got -1",
     "head.weight": "write it as pattern:lr_scale=0.1",
 }.items())
-
-
 def test_a_group_that_is_wrong_says_the_way_out(group, said):
     with pytest.raises(ConfigError, match=said):
         parameter_groups([Parameter("head.weight", (2, 2)), Parameter("embed.weight", (2, 2))],
@@ -468,8 +464,6 @@ def test_a_group_that_is_wrong_says_the_way_out(group, said):
     ("schedule-free", {"beta1": 0.0}, "beta1 must be"),
     ("sgd", {"clip": -1.0}, "clip must be 0 or more"),
 ])
-
-
 def test_settings_check_themselves_and_a_config_says_their_key(name, values, said):
     with pytest.raises(ConfigError, match=f"^{said}"):
         replace(OPTIMIZERS[name].settings, **values)
@@ -486,8 +480,6 @@ def test_settings_check_themselves_and_a_config_says_their_key(name, values, sai
     ({"optimizer": "sgd", "optimizer.lr": 0.5, "optimizer.clip": 0,
       "memory.optimizer_step": "in-backward"}, set()),
 ], ids=["lion-8bit-disk-bf16", "sgd-in-backward"])
-
-
 def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_path, monkeypatch,
         changes, state_names):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
@@ -716,8 +708,6 @@ def galore_by_hand(x, settings):
     ("galore", galore_by_hand, ((24, 40),), {"weight_decay": 0.1}),
 ], ids=["lion", "lamb", "lars", "normuon", "soap, 3", "soap, 10", "soap of one side", "shampoo, 3",
         "shampoo, 1", "shampoo of one side", "galore, 3", "galore, whole"])
-
-
 def test_rules_are_those_of_their_papers(monkeypatch, name, by_hand, shapes, settings, dtype):
     """In float64, of whole matrices."""
     largest = getattr(by_hand, "keywords", {"largest": 10_000})["largest"]

@@ -250,8 +250,6 @@ V = torch.nn.Parameter(torch.ones(4))
     (lambda: optimizer("lyon"), ConfigError, "there is no optimizer 'lyon'"),
     (lambda: lpkit.optim.Lyon, AttributeError, "no attribute 'Lyon'"),
 ])
-
-
 def test_what_is_wrong_is_an_error_of_pytorchs_kind(make, kind, said):
     with pytest.raises(kind, match=said):
         make()

@@ -87,8 +87,6 @@ def test_settings_win_over_the_row():
     (dict(recipe="mxfp8", scale="float32"), "choose one of power-of-two, power-of-two-floor"),
     (dict(recipe="bf16", loss_scale=8.0), "no setting 'loss_scale'; fp16 has it"),
 ])
-
-
 def test_what_has_no_meaning_is_refused_with_the_way_out(settings, said):
     with pytest.raises(ConfigError, match=said):
         Config().replace({f"precision.recipe.{key}".removesuffix(".recipe"): value
@@ -163,8 +161,6 @@ def test_auto_always_finds_a_backend_and_says_why(recipe):
     ("torchao", "fp8-delayed", "it has fp8-tensorwise, fp8-rowwise, int8"),
     ("pytorch", "int8", "casts the operands"),
 ])
-
-
 def test_a_backend_that_cannot_says_why_and_what_can(backend, recipe, said):
     with pytest.raises(ConfigError, match=said):
         choose(backend, recipe, RECIPES[recipe], CPU)
