@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 import lpkit
-from lessons.catalogue import rows_of
 from lpkit import cli, presets, techniques
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -428,15 +427,6 @@ def test_a_family_that_there_is_not_is_one_sentence(name, near, capsys):
     assert cli.main(["techniques", name]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"lpkit: there is no family {name!r}; ") and near in said
-
-
-def test_every_row_says_in_one_clause_what_it_does():
-    for field in outside.TABLES:
-        for row in rows_of(field):
-            if row["import"].startswith("tests."):
-                continue        # a toy of another test in this process
-            assert row["why"] and "\n" not in row["why"] and not row["why"].endswith("."), row
-            json.dumps(row, allow_nan=False)
 
 
 def test_a_module_of_rows_that_the_kit_has_not_is_named_with_the_nearest():

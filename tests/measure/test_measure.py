@@ -21,7 +21,6 @@ from lessons.saved import saved_bytes
 from lessons.timing import by_phase, in_turns
 from lpkit import hardware, machine_facts, measure
 from lpkit.config import Config
-from lpkit.errors import ConfigError
 from lpkit.hardware import SMALL_FLOPS, bf16_choice, machine, peak_bytes, reset_peak, threads_choice
 from lpkit.measure.advice import advise
 from lpkit.measure.updates import memory
@@ -267,11 +266,6 @@ def test_models_take_turns():
     # 96 times the work
     assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1
     assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
-
-
-def test_a_recipe_that_cannot_be_measured_is_refused():
-    with pytest.raises(ConfigError, match=r"precision\.recipe"):
-        in_turns([Config().replace({"precision.recipe": "fp3"})], device="cpu")
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():

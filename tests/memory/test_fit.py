@@ -49,6 +49,11 @@ def peak(config: Config) -> float:
     return memory(config, room(1e12)).peak_bytes
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def left(monkeypatch):
     """Sets what this machine has left."""
@@ -174,7 +179,6 @@ REFUSED = (r"takes .* at its peak \(.*\), by a formula that was 1\.5% too high a
 
 def test_train_and_measure_refuse_by_the_ledger_and_not_by_states_alone(left, tmp_path,
         monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     left(0.8 * peak(SMALL))
     assert 16 * parameter_count(SMALL.model) < 0.8 * peak(SMALL)
     config = SMALL.replace({"data.source": leaks.config(tmp_path).data.source})
@@ -197,10 +201,9 @@ def test_predict_measure_refuses_in_one_sentence(left, capsys):
     assert said.out == "" and said.err.count("\n") == 1 and "at its peak" in said.err
 
 
-def test_a_trace_takes_no_memory_and_sampling_no_step(left, tmp_path, monkeypatch):
+def test_a_trace_takes_no_memory_and_sampling_no_step(left, tmp_path):
     from lpkit import predict_trace, sample
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = train(leaks.config(tmp_path).replace({"steps": 1}), out=tmp_path / "run")
     left(1e3)
     assert predict_trace(SMALL).peak_bytes > 1e5 and sample(run, tokens=2)
@@ -292,9 +295,8 @@ def test_a_run_whose_memory_ends_says_what_it_held_and_goes_on(tmp_path, monkeyp
             == [line["loss"] for line in whole.metrics])
 
 
-def test_a_process_that_may_have_no_more_memory(tmp_path, monkeypatch):
+def test_a_process_that_may_have_no_more_memory(tmp_path):
     """The allocator's own error: no more address space than there is, from the third step on."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = leaks.config(tmp_path).replace({
         "model.vocab": 4096, "model.context": 256, "global_batch": 16, "grad_accum_steps": 1,
         "steps": 3, "checkpoint_every": 1,
@@ -320,7 +322,6 @@ def test_a_process_that_may_have_no_more_memory(tmp_path, monkeypatch):
 
 
 def test_memory_that_ends_before_a_run_has_begun_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -335,7 +336,6 @@ def test_memory_that_ends_before_a_run_has_begun_is_a_sentence(tmp_path, monkeyp
 
 
 def test_a_run_that_is_complete_stays_so_where_its_mfu_cannot_be_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(hardware, "peak_flops", lambda *_: torch.full((2**60,), 0.0))
     summary = train(leaks.config(tmp_path).replace({"steps": 1}), out=tmp_path / "run").summary
     assert (summary["status"], summary["mfu"]) == ("complete", None)

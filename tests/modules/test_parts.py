@@ -9,7 +9,6 @@ gradients or masks, run twice, or cannot be undone.
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -161,28 +160,6 @@ def test_a_group_of_another_rule_is_that_rules_optimizer_bit_for_bit():
         c.grad, d.grad = torch.randn(c.shape, generator=g), torch.randn(d.shape, generator=g)
         first.step(), second.step()
     assert torch.equal(a, c) and torch.equal(b, d)
-
-
-def test_it_is_one_optimizer_for_schedulers_and_files():
-    ours, other = model_of("llama"), model_of("llama")
-    opt, again = lpkit.optimizer(ours, "muon", lr=0.01), lpkit.optimizer(other, "muon", lr=0.5)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups],
-        total_steps=8)
-    for _ in range(3):
-        stepped(opt, list(ours.parameters()), 1)
-        schedule.step()
-    assert ({round(g["lr"] / opt.param_groups[0]["lr"], 9) for g in opt.param_groups} == {1.0, 0.05}
-            and opt.param_groups[0]["lr"] != 0.01)
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    other.load_state_dict(ours.state_dict())
-    for model, one in ((ours, opt), (other, again)):
-        stepped(one, list(model.parameters()), 2)
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), other.parameters()))
-    assert not any(torch.equal(p, q) for p, q in zip(ours.parameters(),
-        model_of("llama").parameters()))
 
 
 def test_transformers_trainer_trains_and_resumes_with_it(tmp_path):
