@@ -12,8 +12,8 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
-import subprocess
 import time
 
 import psutil
@@ -43,7 +43,7 @@ def good(tmp_path_factory):
 def theirs(good, tmp_path):
     """Copies of the good folders, which a test may damage."""
     for name in ("model", "lora", "prompt", "text"):
-        subprocess.run(["cp", "-r", good / name, tmp_path / name], check=True)
+        shutil.copytree(good / name, tmp_path / name)
     return tmp_path
 
 

@@ -28,7 +28,6 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
 from lpkit.memory.loss import labels
-from lpkit.nn.transformer import Transformer
 from lpkit.optim import one_pass, rules
 from lpkit.optim.muon import orthogonalised
 from lpkit.optim.rounding import generator
@@ -346,18 +345,6 @@ def test_bytes_of_state_and_traffic_follow_from_the_slots():
 
 
 # ---- groups of parameters
-
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-8b"])
-def test_groups_by_name_are_those_by_axes_for_todays_models(name):
-    config = preset(name).replace({"model.layers": 2})
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    decayed, rest = build(dict(model.named_parameters()), AdamWSettings(name="adamw")).param_groups
-    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
-    for group, wanted in ((decayed, [p for p in model.parameters() if p.ndim >= 2]),
-                          (rest, [p for p in model.parameters() if p.ndim < 2])):
-        assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
-
 
 def test_matrices_are_decayed_whatever_they_are_called_and_vectors_are_not():
     told = [Parameter("mixer.decay", (4,)), Parameter("norm.weight", (4,)),
