@@ -32,6 +32,7 @@ from lpkit.config import Config
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.measure.advice import advise
+from lpkit.nn.transformer import Block
 from lpkit.parallel.meeting import here
 from lpkit.predict import evidence, memory, predict
 from lpkit.predict.ledger import LOW_HEAD, OFFLOADED, PADDED
@@ -221,44 +222,34 @@ def test_plan_marks_what_lpkit_trains_and_its_heading_is_true(capsys):
 
 # ---- toys from outside
 
-class Scaled(nn.Module):
-    """A block that starts with a share of 0.1 of its branch."""
-
-    def __init__(self, config, attend):
-        from lpkit.nn.transformer import Block
-
-        super().__init__()
-        self.inner, self.beta = Block(config, attend), nn.Parameter(torch.full((1,), 0.1))
-
-    def forward(self, x, *args, **more):
-        return x + self.beta * (self.inner(x, *args, **more) - x)
-
-
-class ZeroQueries(nn.Module):
-    """A block that starts with W_Q = 0: a Linear of PyTorch's that it has filled itself."""
-
-    def __init__(self, config, attend):
-        from lpkit.nn.transformer import Block
-
-        super().__init__()
-        self.inner = Block(config, attend)
-        nn.init.zeros_(self.inner.attention.qkv.weight)
-
-    def forward(self, x, *args, **more):
-        return self.inner(x, *args, **more)
-
-
 class Plain(nn.Module):
     """Sets nothing itself."""
 
     def __init__(self, config, attend):
-        from lpkit.nn.transformer import Block
-
         super().__init__()
         self.inner = Block(config, attend)
 
     def forward(self, x, *args, **more):
         return self.inner(x, *args, **more)
+
+
+class Scaled(Plain):
+    """A block that starts with a share of 0.1 of its branch."""
+
+    def __init__(self, config, attend):
+        super().__init__(config, attend)
+        self.beta = nn.Parameter(torch.full((1,), 0.1))
+
+    def forward(self, x, *args, **more):
+        return x + self.beta * (super().forward(x, *args, **more) - x)
+
+
+class ZeroQueries(Plain):
+    """A block that starts with W_Q = 0: a Linear of PyTorch's that it has filled itself."""
+
+    def __init__(self, config, attend):
+        super().__init__(config, attend)
+        nn.init.zeros_(self.inner.attention.qkv.weight)
 
 
 def leaves_beta(model):
