@@ -148,39 +148,20 @@ def of_text(out):
     return out.logits[:, -SMALL.model.T:]
 
 
-def test_we_read_the_file_of_peft(base, tmp_path):
-    """Of queries and values alone, as its authors adapt, with A and B drawn anew."""
-    peft = pytest.importorskip("peft")
-    export(base, tmp_path / "model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    targets = ["c_attn", "c_proj"] if fused(base) else ["q_proj", "v_proj", "down_proj"]
-    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets,
-        use_rslora=True, fan_in_fan_out=fused(base)))
-    torch.manual_seed(3)
-    for name, p in theirs.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(p, 0, 0.2)
-    theirs.eval().save_pretrained(tmp_path / "out")
-    assert cli.main(["import", str(tmp_path / "out"), "--base", str(base.path), "--out",
-                     str(tmp_path / "run")]) == 0
-    run = Run.open(tmp_path / "run")
-    tokens = batch(base)
-    with torch.no_grad():
-        due = theirs(tokens).logits
-    torch.testing.assert_close(logits(run, tokens), due, rtol=0, atol=2e-5)
-    assert (due - logits(base, tokens)).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("base, kind", [*(("LlamaForCausalLM", kind) for kind in (
-    "prompt", "prefix", "dora")), ("GPT2LMHeadModel", "dora")], indirect=["base"])
-def test_we_read_what_peft_wrote_of_other_kinds(kind, base, tmp_path):
-    """Drawn anew; DoRA's lengths, too, and of queries and values alone."""
+@pytest.mark.parametrize("base, kind", [
+    *(("LlamaForCausalLM", kind) for kind in ("lora", "prompt", "prefix", "dora")),
+    ("GPT2LMHeadModel", "lora"), ("GPT2LMHeadModel", "dora"), ("Qwen3ForCausalLM", "lora")],
+    indirect=["base"])
+def test_we_read_what_peft_wrote(kind, base, tmp_path):
+    """Drawn anew, DoRA's lengths too; of queries and values alone, as LoRA's authors adapt."""
     peft = pytest.importorskip("peft")
     export(base, tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     targets = ["c_attn", "c_proj"] if fused(base) else ["q_proj", "v_proj", "down_proj"]
     asked = {"prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
              "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
+             "lora": lambda: peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets,
+                                             use_rslora=True, fan_in_fan_out=fused(base)),
              "dora": lambda: peft.LoraConfig(r=4, target_modules=targets, use_dora=True,
                  fan_in_fan_out=fused(base))}[kind]()
     theirs = peft.get_peft_model(model, asked)

@@ -589,16 +589,22 @@ def lars_by_hand(x, settings):
     return x
 
 
+def turned(m: torch.Tensor) -> torch.Tensor:
+    """The polynomial of Newton and Schulz on singular values, (a s + b s^3 + c s^5) five times
+    over."""
+    u, s, vt = torch.linalg.svd(m, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s @ vt
+
+
 def normuon_by_hand(x, settings):
-    """Li et al. 2025, algorithm 1, with the polynomial of Newton and Schulz on singular values."""
+    """Li et al. 2025, algorithm 1."""
     m, v = 0.0, 0.0
     for t in range(20):
         m = 0.95 * m + 0.05 * gradient(x, t)
-        u, s, vt = torch.linalg.svd(m, full_matrices=False)
-        s = s / s.norm()
-        for _ in range(5):
-            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-        o = u * s @ vt
+        o = turned(m)
         v = 0.95 * v + 0.05 * (o**2).mean(1)
         o = o / (v.sqrt()[:, None] + 1e-10)
         x = (x - settings.lr * settings.weight_decay * x - 0.2 * settings.lr
@@ -876,14 +882,9 @@ def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
 
 
 def test_muon_turns_singular_values_alone():
-    """Those of what is orthogonalised: (a s + b s^3 + c s^5) five times over."""
     g = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    u, s, vt = torch.linalg.svd(g, full_matrices=False)
-    s = s / s.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    assert torch.allclose(orthogonalised(g.clone()), u * s @ vt, atol=1e-12)
-    assert torch.allclose(orthogonalised(g.T.clone()), (u * s @ vt).T, atol=1e-12)
+    assert torch.allclose(orthogonalised(g.clone()), turned(g), atol=1e-12)
+    assert torch.allclose(orthogonalised(g.T.clone()), turned(g).T, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2)])
