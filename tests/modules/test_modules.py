@@ -55,6 +55,20 @@ def grads(layer, x, times=1):
     return found
 
 
+def losses_of(model, batch, optimizer, updates, *, mixed=False, loss=loss_of, micro_batches=1):
+    """A loop as others have it."""
+    losses = []
+    for _ in range(updates):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                found = loss(model, batch)
+            found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses
+
+
 @pytest.mark.parametrize("name", CASTING)
 def test_a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches(name):
     torch.manual_seed(0)
@@ -138,15 +152,7 @@ def test_the_report_names_every_matrix_and_the_head_is_kept(name):
 def test_a_converted_model_trains_and_its_states_go_round(name, tmp_path):
     model, batch = model_of(name), batch_of(name)
     report = lpkit.convert(model, "fp8-tensorwise")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), 6, mixed=True)
     assert losses[-1] < losses[0] - 0.1 and report.named(CONVERTED)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     again = model_of(name, seed=1)
@@ -471,16 +477,10 @@ def watched(name, updates=6, recipe="fp8-delayed", micro_batches=1, **how):
     model, batch, loss = model_of(name), batch_of(name), loss_for(name) or loss_of
     if recipe:
         lpkit.convert(model, recipe)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), foreach=True), []
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     with lpkit.watch(model, optimizer, **how) as seen:
-        for _ in range(updates):
-            optimizer.zero_grad()
-            for _ in range(micro_batches):
-                with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
-                    found = loss(model, batch)
-                found.backward()
-            optimizer.step()
-            losses.append(found.item())
+        losses = losses_of(model, batch, optimizer, updates, mixed=recipe is not None, loss=loss,
+                           micro_batches=micro_batches)
     return seen, losses, model, optimizer
 
 
@@ -497,15 +497,8 @@ def test_what_is_watched_is_what_was_predicted_and_changes_nothing():
             and all(row.measured == row.formula for row in rows) and "6 updates" in str(seen))
     model_alone, batch = model_of("llama"), batch_of("llama")
     lpkit.convert(model_alone, "fp8-delayed")
-    other, alone = torch.optim.AdamW(model_alone.parameters(), foreach=True), []
-    for _ in range(6):
-        other.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model_alone, batch)
-        loss.backward()
-        other.step()
-        alone.append(loss.item())
-    assert (alone == losses and not optimizer._optimizer_step_pre_hooks
+    other = torch.optim.AdamW(model_alone.parameters(), foreach=True)
+    assert (losses_of(model_alone, batch, other, 6, mixed=True) == losses and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -597,13 +590,7 @@ def test_adapters_of_peft_stand_on_a_converted_model():
     lpkit.convert(model, "fp8-delayed")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, batch, optimizer, 8)
     assert losses[-1] < losses[0]
     history = next(value for key, value in model.state_dict().items() if "layers.1" in key
                    and key.endswith("q_proj.base_layer.amax_history"))
