@@ -357,11 +357,12 @@ def test_what_is_refused_before_anything_is_allocated(changes, sentence, monkeyp
         built(of_base().replace(changes))
 
 
-def test_ranks_have_the_numbers_of_one_process(tmp_path):
+@pytest.mark.dist
+def test_ranks_have_the_numbers_of_one_process(tmp_path, parent):
     config = of_base(SMALL.replace({"steps": 4, "global_batch": 4}))
     alone = lpkit.train(config, out=tmp_path / "alone")
     both = lpkit.launch(config.replace({"parallel.shard": 2, "parallel.zero": 1}),
-                        out=tmp_path / "both", processes=2).result()
+                        out=tmp_path / "both", processes=2, parent=parent).result()
     assert ([line["loss"] for line in both.metrics]
             == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5))
 

@@ -676,45 +676,42 @@ from torch.distributed.fsdp import fully_shard
 import lpkit
 from lpkit.modules.step import loss_of
 from tests.modules.others_models import batch_of, model_of
-name, recipe, way = sys.argv[2:5]
-rank, world = int(sys.argv[5]), int(sys.argv[6])
-model, batch = model_of(name), batch_of(name, sequences=8)
-lpkit.convert(model, recipe)
-if world > 1:
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[7], rank=rank, \
-world_size=world)
+rank, world = int(sys.argv[3]), 2
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=world)
+mesh = init_device_mesh("cpu", (world,))
+for way in ("fsdp", "ddp"):
+    model, batch = model_of("llama"), batch_of("llama", sequences=8)
+    lpkit.convert(model, "fp8-rowwise")
     batch = {key: value.chunk(world)[rank] for key, value in batch.items()}
     if way == "fsdp":
-        for block in model.model.layers:
-            fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=mesh)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-if world > 1:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
     loss = loss.detach()
     dist.all_reduce(loss)
-print(rank, loss.item() / world)
+    print(loss.item() / world)
 """
 
 
 @pytest.mark.dist
 def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path):
-    def run(way, world):
-        each = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), "llama", "fp8-rowwise",
-                                  way, str(rank), str(world), str(tmp_path / way)],
-                                 stdout=subprocess.PIPE, text=True) for rank in range(world)]
-        return [float(one.communicate(timeout=300)[0].split()[-1]) for one in each]
-
-    (alone,) = run("alone", 1)
-    for way in ("fsdp", "ddp"):
-        both = run(way, 2)
-        assert both[0] == both[1] == pytest.approx(alone, abs=1e-5), way
+    """Cut by fully_shard, and as replicas."""
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), str(tmp_path / "store"),
+                               str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    model = model_of("llama")
+    lpkit.convert(model, "fp8-rowwise")
+    *_, alone = losses_of(model, batch_of("llama", sequences=8),
+                          torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    for rank in ranks:
+        both = [float(line) for line in rank.communicate(timeout=300)[0].split()]
+        assert both == pytest.approx([alone] * 2, abs=1e-5)
 
 
 def test_the_casts_of_hardware_products_are_chosen_as_a_run_chooses_them():
