@@ -1,5 +1,10 @@
 """The data room against what must be true of it: texts come back, splits stay, batches are those of
-a naive loop."""
+a naive loop.
+
+Only these tests catch: a text that comes back changed or lands in both splits, a batch that is not
+the naive loop's, a cache that is torn, shared with others or trusted when it is damaged, memory or
+time that grows with what a file claims, and a bad source without its sentence.
+"""
 
 import json
 import math
@@ -137,7 +142,7 @@ def test_a_line_without_end_is_read_in_pieces(tmp_path):
             and max(len(piece.text) for piece in pieces) <= 2 * BLOCK_CHARS)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".txt", ".md", ".py", ".jsonl"])
+@pytest.mark.parametrize("suffix", [".parquet", ".txt", ".jsonl"])
 def test_every_format_gives_its_texts(tmp_path, suffix):
     texts = [prose(30, i) + "\r\nend" for i in range(50)]
     root = tmp_path / "source"
@@ -191,7 +196,7 @@ def test_hub_datasets_stream(tmp_path, monkeypatch):
 # tokenizers
 
 @given(st.text())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_bytes_round_trip(text):
     tokenizer = TOKENIZERS["bytes"]()
     assert tokenizer.encode(text) == list(text.encode()) == tokenizer.part(text, False,
@@ -210,7 +215,7 @@ def bpe(tmp_path_factory):
 
 @given(text=st.text() | st.sampled_from(["<|endoftext|>", "a <|endoftext|> b", "\r\n\t  \n",
     "café"]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 def test_bpe_round_trip(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text and bpe.end not in ids       # no text can end a document
@@ -232,12 +237,6 @@ def test_bpe_is_trained_cached_and_kept(bpe, tmp_path):
     assert cached.stat().st_mtime_ns == stamp and len(list(tmp_path.iterdir())) == 1
     TOKENIZERS["bpe"].build(300, lambda: iter([text + "!"]), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_bpe_corpus_round_trip(folder, tmp_path):
-    files = prepare(DataConfig(source=str(folder), tokenizer="bpe"), 300, tmp_path / "cache")
-    texts = Counter(path.read_text(encoding="utf-8") for path in folder.rglob("*.txt"))
-    assert Counter(documents(files, "train") + documents(files, "val")) == texts
 
 
 def test_gpt2_or_the_way_out():
@@ -323,7 +322,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "val.bin", "header.json"])
+@pytest.mark.parametrize("name", ["train.bin", "header.json"])
 def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, made, tmp_path, name):
     before = made.train.copy(), made.val.copy()
     flip(made.folder / name)
@@ -417,9 +416,8 @@ prepare(DataConfig(source=source), 256, cache)
 """
 
 
-@pytest.mark.parametrize("place, count", [("pieces", 1), ("pieces", 60), ("fsync", 1), ("fsync", 2),
-    ("fsync", 3),
-                                          ("replace", 1), ("rename", 1)])
+@pytest.mark.parametrize("place, count", [("pieces", 60), ("fsync", 2), ("replace", 1),
+                                          ("rename", 1)])
 def test_killed_while_writing_leaves_nothing_that_looks_complete(folder, tmp_path, place, count):
     cache = tmp_path / "cache"
     done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(cache), place,
@@ -531,10 +529,8 @@ def test_a_long_document_comes_in_pieces_and_keeps_its_split(tmp_path, monkeypat
         list(find_source(str(path)).pieces())
 
 
-@pytest.mark.parametrize("text", ["a" * (1 << 20), " " * (1 << 20),
-                                  "".join(map(chr, np.random.default_rng(0).integers(97, 123,
-                                      1 << 18)))],
-                         ids=["one letter", "spaces", "letters"])
+@pytest.mark.parametrize("text", ["a" * (1 << 20), "".join(map(chr,
+    np.random.default_rng(0).integers(97, 123, 1 << 18)))], ids=["one letter", "letters"])
 def test_text_without_words_takes_no_quadratic_time(tmp_path, text):
     started = time.process_time()
     tokenizer = TOKENIZERS["bpe"].build(400, lambda: iter([text]), tmp_path)
@@ -575,8 +571,6 @@ def test_a_learner_ends_with_its_parent(tmp_path):
     ("small.txt", b"one line\n", "too small to split.*data.val_fraction"),
     ("binary.txt", b"abc\0def" * 99, "binary.txt is not text .*NUL byte.*remove it"),
     ("latin.txt", b"caf\xe9 " * 99, "latin.txt is not UTF-8 text .byte 0xe9.*repair or remove"),
-    ("a.txt.zst", b"plain text", "a.txt.zst is packed, and nothing is unpacked here; unpack it "
-                                 "first"),
     ("a.txt.gz", b"plain text",
      "a.txt.gz is packed, and nothing is unpacked here; unpack it first"),
     ("not.parquet", b"plain text", "cannot read .*not.parquet"),
@@ -610,15 +604,12 @@ def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
     ({"source": "no/such/thing"}, 256, "no file, folder or glob 'no/such/thing'.*python-stdlib"),
     ({"source": "/dev/zero"}, 256, "/dev/zero is a device, not a file"),
     ({"source": "hf:../etc"}, 256, "not the name of a dataset"),
-    ({"source": "TEXTS", "tokenizer": "words"}, 256, "no tokenizer 'words'; choose one of bpe, "
-                                                     "bytes, gpt2"),
     ({"source": "TEXTS", "tokenizer": "byte"}, 256, "no tokenizer 'byte'; did you mean 'bytes'"),
     ({"source": "TEXTS"}, 200,
      "bytes has 256 tokens .*model.vocab=200; set model.vocab=256 or more"),
     ({"source": "TEXTS", "tokenizer": "bpe"}, 256, "model.vocab=256 is too small for "
                                                    "data.tokenizer=bpe"),
     ({"source": "EMPTY"}, 256, "nothing to read in .*[.]jsonl"),
-    ({"source": "EMPTY/*.txt"}, 256, "nothing to read in"),
     ({"source": "MADE", "tokenizer": "bpe"}, 256, "prepared with tokenizer bytes, but "
                                                   "data.tokenizer is bpe; set"),
     ({"source": "MADE", "val_fraction": 0.2}, 256, "prepared with val_fraction 0.1.*set "
@@ -745,7 +736,7 @@ def test_random_windows_against_splitmix64():
         assert policy.starts(step).tolist() == [next(numbers) % 990 for _ in range(7)]
 
 
-@pytest.mark.parametrize("length", [9, 17, 100, 1001])
+@pytest.mark.parametrize("length", [9, 17, 1001])
 def test_one_pass_meets_every_window_once(length):
     policy = SpreadWindows(tokens=np.arange(length, dtype=np.uint16), batch=4, context=8)
     starts = np.concatenate([policy.starts(step) for step in range(len(policy))])

@@ -1,5 +1,9 @@
 """Packed documents, and tasks: what a batch says beside its tokens, and what training makes of
-it."""
+it.
+
+Only these tests catch: a packed document that feels its neighbours, a weight or an id of a token
+that is another, and a task whose answers are not in its text.
+"""
 
 import json
 

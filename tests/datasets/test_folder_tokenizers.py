@@ -1,5 +1,9 @@
 """A run that was imported reads, ends and goes out as transformers does with the same folder: ids
-of prompts, greedy text, ends, chat templates."""
+of prompts, greedy text, ends, chat templates.
+
+Only these tests catch: a prompt, an end or a chat turn whose ids are not those of transformers with
+the same folder.
+"""
 
 import json
 import shutil

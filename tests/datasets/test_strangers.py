@@ -3,14 +3,17 @@ once, and nothing is left.
 
 The attack `strangers` (tests/attack) draws many more of them; here are the kinds that once ended in
 a traceback, waited for ever, or were accepted without a word.
+
+Only these tests catch: a file of strangers that is opened, read whole, tried without a limit,
+imported with numbers that are none, or named raw in a terminal.
 """
 
 import json
 import os
 import random
 import resource
+import shutil
 import signal
-import subprocess
 import time
 
 import psutil
@@ -40,7 +43,7 @@ def good(tmp_path_factory):
 def theirs(good, tmp_path):
     """Copies of the good folders, which a test may damage."""
     for name in ("model", "lora", "prompt", "text"):
-        subprocess.run(["cp", "-r", good / name, tmp_path / name], check=True)
+        shutil.copytree(good / name, tmp_path / name)
     return tmp_path
 
 
@@ -67,22 +70,26 @@ def import_words(theirs, good, subject):
             *(["--base", good / "base"] if subject != "model" else [])]
 
 
-@pytest.mark.parametrize("subject, file", [
-    ("model", strangers.WEIGHTS), ("model", "tokenizer.json"), ("model", "tokenizer_config.json"),
-    ("model", "generation_config.json"),
-    ("lora", strangers.ADAPTER), ("lora", strangers.ADAPTER_WEIGHTS),
-    ("prompt", strangers.ADAPTER_WEIGHTS)])
-@pytest.mark.parametrize("kind, said", [("a named pipe", "is a named pipe, not a file"),
-    ("an endless device", "is a device, not a file"), ("a folder", "a folder")])
-def test_what_is_no_file_is_never_opened(good, theirs, capsys, subject, file, kind, said):
+NO_FILE = {"a named pipe": "is a named pipe, not a file",
+           "an endless device": "is a device, not a file", "a folder": "a folder"}
+
+
+@pytest.mark.parametrize("subject, file, kind", [
+    *((*one, "a named pipe") for one in (
+        ("model", strangers.WEIGHTS), ("model", "tokenizer.json"),
+        ("model", "tokenizer_config.json"), ("model", "generation_config.json"),
+        ("lora", strangers.ADAPTER), ("lora", strangers.ADAPTER_WEIGHTS))),
+    ("model", "tokenizer.json", "an endless device"),
+    ("lora", strangers.ADAPTER_WEIGHTS, "an endless device"),
+    ("model", strangers.WEIGHTS, "a folder"), ("lora", strangers.ADAPTER, "a folder")])
+def test_what_is_no_file_is_never_opened(good, theirs, capsys, subject, file, kind):
     strangers.NO_FILES[kind](theirs / subject / file, random.Random(0))
-    refused(capsys, theirs, import_words(theirs, good, subject), file, said)
+    refused(capsys, theirs, import_words(theirs, good, subject), file, NO_FILE[kind])
 
 
-@pytest.mark.parametrize("value", ["NaN", "infinity", "minus infinity"])
-@pytest.mark.parametrize("subject, file",
-                         [("model", strangers.WEIGHTS), ("lora", strangers.ADAPTER_WEIGHTS),
-                          ("prompt", strangers.ADAPTER_WEIGHTS)])
+@pytest.mark.parametrize("subject, file, value", [
+    ("model", strangers.WEIGHTS, "NaN"), ("model", strangers.WEIGHTS, "minus infinity"),
+    ("lora", strangers.ADAPTER_WEIGHTS, "infinity"), ("prompt", strangers.ADAPTER_WEIGHTS, "NaN")])
 def test_weights_that_are_no_numbers_are_refused_by_name(good, theirs, capsys, subject, file,
         value):
     strangers.TENSORS[value](theirs / subject / file, random.Random(1))
@@ -93,9 +100,8 @@ def test_weights_that_are_no_numbers_are_refused_by_name(good, theirs, capsys, s
 
 
 @pytest.mark.parametrize("dtype, name",
-                         [(torch.int64, "I64"), (torch.int8, "I8"), (torch.bool, "BOOL"),
-                          (torch.float64, "F64"), (torch.complex64, "C64"),
-                                         (torch.float8_e4m3fn, "F8_E4M3")])
+                         [(torch.int64, "I64"), (torch.float64, "F64"),
+                          (torch.float8_e4m3fn, "F8_E4M3")])
 def test_an_adapter_has_the_dtypes_of_models(good, theirs, capsys, dtype, name):
     path = theirs / "lora" / strangers.ADAPTER_WEIGHTS
     save_file({key: t.clone().to(dtype) for key, t in load_file(path).items()}, path)
@@ -123,10 +129,8 @@ def test_only_a_small_share_of_an_adapter_is_read(good, theirs, capsys):
 
 @pytest.mark.parametrize("harm, said", [
     ("the pattern (a+)+$", "retry-limit-in-match over"),
-    ("the pattern (a|aa)+$", "retry-limit-in-match over"),
     ("a normalizer that hangs", "retry-limit-in-match over"),
     ("an id of 10^9", "an id of 1,000,000,000, and at most 1,048,576 are read"),
-    ("an id of 4,294,967,295", "at most 1,048,576 are read"),
     ("a normalizer that grows", "not a tokenizer"), ("an id of 2^32", "not a tokenizer")])
 def test_a_tokenizer_that_would_hang_or_break_later_is_refused_at_import(good, theirs, capsys, harm,
         said):

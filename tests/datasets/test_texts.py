@@ -1,5 +1,10 @@
 """Text becomes the tokens of a folder's tokenizer, part by part, and records of before stay
-readable."""
+readable.
+
+Only these tests catch: a space or a document that the join of two parts adds or loses, a marker
+that ends no document, a record of an older version that is read otherwise, and a folder whose files
+are of the wrong kind, unreadable or partly closed without a sentence.
+"""
 
 import copy
 import errno
@@ -147,7 +152,7 @@ BASE = json.loads(tokenizers.byte_fallback().to_str())
 
 @given(st.lists(st.tuples(st.sampled_from(KEYS), WRONG), max_size=3),
        st.lists(st.tuples(st.sampled_from([*BASE]), WRONG), max_size=1))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_the_wrong_kind_in_any_key_is_a_sentence(tmp_path_factory, keys, parts):
     files = {"config": {"eos_token_id": 2}, "generation_config": {},
              "tokenizer_config": {"eos_token": "</s>"}, "special_tokens_map": {}}
@@ -164,10 +169,11 @@ def test_the_wrong_kind_in_any_key_is_a_sentence(tmp_path_factory, keys, parts):
                 and all(type(one) is int for one in found.ends))
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json",
-                                  "special_tokens_map.json", "tokenizer.json"])
-@pytest.mark.parametrize("data", [b"[]", b"null", b"3", b'"a"', b"{", b"", b"\xff\xfe",
-                                  b"[" * 99_999], ids=lambda data: repr(data[:4]))
+@pytest.mark.parametrize("name, data", [
+    *((name, b"[]") for name in ("config.json", "generation_config.json", "tokenizer_config.json",
+                                 "special_tokens_map.json")),
+    *(("tokenizer.json", data) for data in (b"null", b'"a"', b"{", b"", b"\xff\xfe",
+                                            b"[" * 99_999))], ids=lambda one: repr(one[:9]))
 def test_a_file_that_is_no_object_is_a_sentence(name, data, tmp_path):
     where = tokenizers.folder(tmp_path / "tokenizer", BASE, config={"eos_token_id": 2})
     (where / name).write_bytes(data)

@@ -1,5 +1,9 @@
 """`lpkit predict` of a `config.json`: the numbers of the imported run, without its weights, and
-nothing that the folder names is executed."""
+nothing that the folder names is executed.
+
+Only these tests catch: a number of a config's prediction that the imported run has not, code of a
+folder that runs, and a config of strangers that ends in a traceback or in control characters.
+"""
 
 import json
 import subprocess
@@ -44,8 +48,8 @@ def asked(capsys, *words):
     return code, json.loads(out) if code == 0 else out, err
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in FOLDERS),
+                                         ("llama", torch.float32)])
 def test_a_config_alone_has_the_numbers_of_the_imported_run(
         kind, dtype, tmp_path, tokenizer, capsys):  # noqa: F811
     saved(kind, tmp_path, tokenizer).to(dtype).save_pretrained(tmp_path)
@@ -60,8 +64,7 @@ def test_a_config_alone_has_the_numbers_of_the_imported_run(
 
 @pytest.mark.parametrize("kind, sizes",
                          [("llama", LLAMA_1B), ("gpt2", {"n_positions": 8192, "n_layer": 2}),
-                          ("gpt2", {}), ("qwen2", {}),
-                                         ("qwen3", {}), ("mistral", {"sliding_window": None})])
+                          ("qwen3", {}), ("mistral", {"sliding_window": None})])
 def test_parameters_are_those_of_transformers(kind, sizes, tmp_path):
     """Of published and default sizes; shorter sequences may not shorten a table of positions."""
     config = transformers.AutoConfig.for_model(kind,
@@ -107,8 +110,7 @@ SPY = "import pathlib, sys\npathlib.Path(r'{}').write_text('executed')\n"
 
 @pytest.mark.parametrize("changes", [
     {}, {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
-    {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}},
-    {"transformers_weights": "evil.py"}, {"model_type": "../evil"}, {"architectures": ["evil"]}],
+    {"model_type": "../evil"}, {"architectures": ["evil"]}],
     ids=str)
 def test_nothing_is_executed_or_imported(changes, file, tmp_path):
     path, marker = file(**changes), tmp_path / "marker"
@@ -128,20 +130,14 @@ def test_nothing_is_executed_or_imported(changes, file, tmp_path):
 
 @pytest.mark.parametrize("changes, word", [
     ({"model_type": "bert"}, "model_type 'bert'"), ({"model_type": None}, "model_type"),
-    ({"model_type": ["llama"]}, "model_type"),
     ({"model_type": "\x1b]0;owned\x07\nlpkit: forged"}, "model_type"),
     ({"num_hidden_layers": -1}, "num_hidden_layers"),
     ({"num_hidden_layers": 2_000_000_000}, "num_hidden_layers must be"),
     ({"num_hidden_layers": 1e999}, "num_hidden_layers"),
-    ({"hidden_size": "1" * 5000}, "hidden_size"), ({"hidden_size": {"a": 1}}, "hidden_size"),
-    ({"vocab_size": 0}, "vocab_size"),
-    ({"vocab_size": float("nan")}, "vocab_size"),
+    ({"hidden_size": "1" * 5000}, "hidden_size"), ({"vocab_size": float("nan")}, "vocab_size"),
     ({"num_attention_heads": 33}, "num_attention_heads"), ({"rope_scaling": [1]}, "rope_scaling"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type='yarn'"),
-    ({"sliding_window": 4096}, "sliding_window=4096"),
-    ({"attention_bias": True}, "attention_bias"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"hidden_act": "gelu"}, "hidden_act")], ids=str)
+    ({"attention_bias": True}, "attention_bias")], ids=str)
 def test_what_cannot_be_predicted_is_one_sentence(changes, word, file, capsys):
     code, _, err = asked(capsys, "predict", file(**changes))
     assert (code == 2 and err.startswith("lpkit: ") and err.count("\n") == 1

@@ -1,4 +1,8 @@
-"""A run that transformers reads: the same logits, every tensor once."""
+"""A run that transformers reads: the same logits, every tensor once.
+
+Only these tests catch: logits that transformers computes otherwise, a tensor that is written twice,
+and a run that transformers has no model for and is exported.
+"""
 
 import json
 

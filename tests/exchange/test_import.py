@@ -1,5 +1,10 @@
 """A folder that transformers wrote becomes a run: the same logits, the same bytes when it is
-exported, and one sentence for what is no model."""
+exported, and one sentence for what is no model.
+
+Only these tests catch: a weight that is read into another place, a byte or a token that is lost on
+the way out and in, a folder that computes something else and is taken, and a half of a run that is
+left.
+"""
 
 import json
 import shutil
@@ -63,6 +68,19 @@ def saved(kind, folder, tokenizer, **options):
     return model.eval()
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("llama")
+    saved("llama", folder, tokenizer)
+    return folder
+
+
+@pytest.fixture
+def theirs(llama, tmp_path):
+    """A copy of a folder of Llama's, which a test may damage."""
+    return shutil.copytree(llama, tmp_path / "theirs")
+
+
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_logits_of_the_run_are_those_of_transformers(kind, tmp_path, tokenizer):
     """Of a run that begins from it, in float32: to 5e-6 of logits of order 1, since both sum some
@@ -82,8 +100,8 @@ def test_logits_of_the_run_are_those_of_transformers(kind, tmp_path, tokenizer):
     torch.testing.assert_close(found, due, rtol=0, atol=5e-6 * max(1, due.std().item()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in FOLDERS),
+                                         ("llama", torch.float32)])
 def test_what_is_exported_again_has_every_byte(kind, dtype, tmp_path, tokenizer):
     model = saved(kind, tmp_path / "theirs", tokenizer)
     model.to(dtype).save_pretrained(tmp_path / "theirs")
@@ -104,7 +122,7 @@ def test_what_is_exported_again_has_every_byte(kind, dtype, tmp_path, tokenizer)
     assert tokenizer_from_dict(again.tokenizer).end == tokenizer_from_dict(run.tokenizer).end == 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Qwen3ForCausalLM"])
 def test_a_run_of_ours_comes_back(name, tmp_path):
     run = train(SMALL.replace({**MODELS[name], "data.tokenizer": "bpe", "model.vocab": 257}),
                 out=tmp_path / "run")
@@ -116,9 +134,8 @@ def test_a_run_of_ours_comes_back(name, tmp_path):
         tokens=4, temperature=0)
 
 
-def test_a_run_begins_from_it_with_its_tokenizer(tmp_path, tokenizer):
-    saved("llama", tmp_path / "theirs", tokenizer)
-    base = bring(planned(tmp_path / "theirs"), tmp_path / "base")
+def test_a_run_begins_from_it_with_its_tokenizer(tmp_path, theirs):
+    base = bring(planned(theirs), tmp_path / "base")
     text = tmp_path / "text"
     text.mkdir()
     for i in range(20):
@@ -222,15 +239,10 @@ def cut(folder):
                                               "something else.*may be 'silu' or 'swish'"),
     (lambda f: changed(f, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5}),
      "rope_parameters.rope_type='yarn' computes something else"),
-    (lambda f: changed(f, rope_parameters={"rope_type": "llama3", "factor": 8.0,
-        "low_freq_factor": 2.0}), "rope_parameters.low_freq_factor=2.0 computes"),
     (lambda f: changed(f, rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}),
      "rope_scaling.rope_type='linear'"),
     (lambda f: changed(f, quantization_config={"bits": 4}), "quantization_config=.* computes "
                                                             "something else"),
-    (lambda f: changed(f, hidden_size="gone"), r"embed_tokens.weight is \(300, 48\) in "
-                                               r"model.safetensors, and config.json says \(300, "
-                                               r"4096\)"),
     (lambda f: changed(f, num_hidden_layers=3), "lacks 9 tensors of a LlamaForCausalLM of 3 "
                                                 "layers, model.layers.2.input_layernorm.weight "
                                                 "first"),
@@ -242,11 +254,7 @@ def cut(folder):
                                                "a whole number, got 'wide'"),
     (lambda f: changed(f, rope_parameters=[1]), r"config.json has rope_parameters=\[1\], which "
                                                 r"must be an object"),
-    (lambda f: changed(f, intermediate_size=65), r"model.layers.0.mlp.gate_proj.weight is \(64, "
-                                                r"48\) in model.safetensors, and config.json says"),
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
-    (lambda f: replaced(f, "model.norm.weight", None), "lacks 1 tensors of a LlamaForCausalLM of 2 "
-                                                       "layers, model.norm.weight first"),
     (lambda f: replaced(f, "model.norm.weight", torch.ones(48, dtype=torch.int8)),
      "model.norm.weight in model.safetensors is in I8; this kit"),
     (pickled, "has its weights in pytorch_model.bin, a pickle, which may run anything when it is "
@@ -268,24 +276,22 @@ def cut(folder):
                                              "of tokenizer.json"),
 ])
 def test_what_is_no_model_is_said_in_a_sentence_and_leaves_nothing(harm, sentence, tmp_path,
-        tokenizer, capsys):
-    saved("llama", tmp_path / "theirs", tokenizer)
-    harm(tmp_path / "theirs")
-    before = {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+        theirs, capsys):
+    harm(theirs)
+    before = {path: path.read_bytes() for path in theirs.iterdir()}
     with pytest.raises(ConfigError, match=sentence):
-        planned(tmp_path / "theirs")
+        planned(theirs)
     capsys.readouterr()
-    assert cli.main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 2
+    assert cli.main(["import", str(theirs), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("lpkit: ") and said.count("\n") == 1
-    assert ([*tmp_path.iterdir()] == [tmp_path / "theirs"]
-            and before == {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()})
+    assert ([*tmp_path.iterdir()] == [theirs]
+            and before == {path: path.read_bytes() for path in theirs.iterdir()})
 
 
-def test_a_disk_that_fills_leaves_nothing(tmp_path, tokenizer, monkeypatch):
-    saved("llama", tmp_path / "theirs", tokenizer)
-    plan = planned(tmp_path / "theirs")
-    shutil.rmtree(tmp_path / "theirs")      # and weights that go between the plan and the reading
+def test_a_disk_that_fills_leaves_nothing(tmp_path, theirs, monkeypatch):
+    plan = planned(theirs)
+    shutil.rmtree(theirs)      # and weights that go between the plan and the reading
     with pytest.raises(Exception, match="No such file"):
         bring(plan, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -319,22 +325,20 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
             and "at its peak" in capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", ["train", "measure", "sample", "export"])
-def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, tokenizer, capsys):
-    saved("llama", tmp_path / "theirs", tokenizer)
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, theirs, capsys):
     more = ["--out", str(tmp_path / "out")] if command == "export" else []
     capsys.readouterr()
-    assert cli.main([*command.split(), str(tmp_path / "theirs"), *more]) == 2
+    assert cli.main([*command.split(), str(theirs), *more]) == 2
     said = capsys.readouterr().err
     assert (f"it is a folder of transformers: import it first, by lpkit import "
             f"{tmp_path / 'theirs'} --out runs/theirs" in said and said.count("\n") == 1)
 
 
-def test_a_folder_that_is_there_and_no_out(tmp_path, tokenizer, capsys):
-    saved("llama", tmp_path / "theirs", tokenizer)
+def test_a_folder_that_is_there_and_no_out(tmp_path, theirs, capsys):
     (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match="is there already; choose another --out"):
-        bring(planned(tmp_path / "theirs"), tmp_path / "run")
-    assert cli.main(["import", str(tmp_path / "theirs")]) == 2
-    assert cli.main(["import", str(tmp_path / "theirs"), "--check"]) == 0
+        bring(planned(theirs), tmp_path / "run")
+    assert cli.main(["import", str(theirs)]) == 2
+    assert cli.main(["import", str(theirs), "--check"]) == 0
     assert "LlamaForCausalLM, " in capsys.readouterr().out

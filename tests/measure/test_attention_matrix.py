@@ -1,4 +1,8 @@
-"""docs/attention.md was made by running it, and is true here too for what a CPU can say."""
+"""docs/attention.md was made by running it, and is true here too for what a CPU can say.
+
+Only these tests catch: a kind of attention that a backend computes otherwise than docs/attention.md
+says.
+"""
 
 import re
 from pathlib import Path

@@ -1,5 +1,9 @@
 """The doctor says only what it tried: its rows against torch itself, and against checks that fail
-in every way."""
+in every way.
+
+Only these tests catch: a probe that says yes to wrong numbers, a crash or a hang without a row, a
+row without its reason, and a race that other processes decide.
+"""
 
 import json
 import os
@@ -65,6 +69,8 @@ def test_what_every_torch_can_do_works_here(report):
     assert {"fp32", "bf16", "plain", "sdpa", "tiled", "gloo", "DDP", "FSDP2"} <= works
     assert (report["chosen"]["precision"]["used"] in ("bf16", "fp32")
             and report["chosen"]["precision"]["why"])
+    assert (report["ceilings"]["flops"].keys() >= {"fp32", "bf16"}
+            and report["ceilings"]["bytes_per_second"] > 1e8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
@@ -115,11 +121,6 @@ def test_compiled_fp8_stores_are_compared_bit_by_bit():
     found = probe(row("fp8 stores"), CPU)
     assert (not found.works and "nothing compiles with Triton for a CPU" in found.why
             and "system.compile=false" in found.nearest)
-
-
-def test_the_ceilings_are_measured(report):
-    assert (report["ceilings"]["flops"].keys() >= {"fp32", "bf16"}
-            and report["ceilings"]["bytes_per_second"] > 1e8)
 
 
 def test_the_operands_are_exact_in_eight_bits():

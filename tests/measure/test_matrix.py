@@ -1,5 +1,9 @@
 """The support matrix: this machine's part is run, the rules agree with what the backends say, the
-page with the rules."""
+page with the rules.
+
+Only these tests catch: a pair of recipe and backend that the page has otherwise than this machine
+or the library's own table, and a trial that lets wrong numbers or state pass.
+"""
 
 from pathlib import Path
 
@@ -59,23 +63,17 @@ def test_on_a_cpu_rules_and_probes_agree(cells):
     # NVIDIA's own table, https://nvidia.github.io/TransformerEngine/support_matrix.html
     ("a100-80", "fp8-tensorwise", "transformer-engine", "no"),
     ("l4", "fp8-tensorwise", "transformer-engine", "native"),
-    ("l40s", "fp8-delayed", "transformer-engine", "native"),
     ("l4", "fp8-blockwise", "transformer-engine", "no"),
     ("h200", "fp8-blockwise-pow2", "transformer-engine", "native"),
     ("h200", "mxfp8", "transformer-engine", "no"),
-    ("b200", "fp8-blockwise-pow2", "transformer-engine", "native"),
-    ("h200", "fp8-blockwise", "transformer-engine", "no"),
     ("b200", "mxfp8", "transformer-engine", "native"),
-    ("b200", "nvfp4-published", "transformer-engine", "native"),
     ("b200", "nvfp4", "transformer-engine", "no"),
     ("rtx-5090", "mxfp8", "transformer-engine", "no"),
     # PyTorch: "only supported on CUDA devices with compute capability >= 9.0 or 8.9"
     ("t4", "fp8-tensorwise", "scaled_mm", "no"), ("rtx-4090", "fp8-rowwise", "scaled_mm", "native"),
     ("h100", "fp8-blockwise", "scaled_mm", "native"), ("b200", "fp8-blockwise", "scaled_mm", "no"),
-    ("h200", "nvfp4", "scaled_mm", "no"), ("b200", "nvfp4", "scaled_mm", "native"),
-    ("t4", "int8", "scaled_mm", "native"), ("t4", "bf16", "pytorch", "emulated"),
-    ("t4", "fp16", "pytorch", "native"),
-    ("mi300x", "fp8-tensorwise", "scaled_mm", "no"), ("t4", "nvfp4", "emulated", "emulated"),
+    ("b200", "nvfp4", "scaled_mm", "native"), ("t4", "bf16", "pytorch", "emulated"),
+    ("mi300x", "fp8-tensorwise", "scaled_mm", "no"),
 ])
 def test_rules_are_the_libraries_own(machine, recipe, backend, want):
     assert status(rules.by_rule(machine), recipe, backend) == want

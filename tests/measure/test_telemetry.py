@@ -1,5 +1,10 @@
 """Telemetry: each statistic against loops in float64 and ml_dtypes' casts; nothing of the run
-changes; off is off."""
+changes; off is off.
+
+Only these tests catch: a statistic that is another number, a biased draw of rows, a look that
+changes a bit of a run, grows it or stays when it is off, a sample that is lost at a kill, and a map
+whose cells are other numbers.
+"""
 
 import gc
 import json
@@ -35,7 +40,8 @@ TINY = Config().replace({
     "steps": 5, "eval_batches": 1,
     "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp8-tensorwise",
     "precision.backend": "emulated"})
-ROWS_OF = [(name, role) for name, recipe in RECIPES.items() if recipe.products for role in ROLES]
+ROWS_OF = [(name, role) for name, recipe in RECIPES.items() if recipe.products
+           for role in (ROLES if name == "nvfp4-published" else ("x", "dy.T"))]
 GRIDS = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
          "e2m1": ml_dtypes.float4_e2m1fn}
 
@@ -199,7 +205,6 @@ def test_a_row_that_was_not_drawn_still_sets_the_scale():
 
 
 # ---- a run
-# --------------------------------------------------------------------------------------------------
 
 def trained(tmp_path: Path, config: Config, name: str, **settings):
     folder = tmp_path / name
@@ -209,7 +214,7 @@ def trained(tmp_path: Path, config: Config, name: str, **settings):
     return fit(training, folder), watched
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "bf16"])
 def test_telemetry_changes_no_bit(tmp_path, recipe):
     layers = {} if recipe == "bf16" else {"precision.recipe.high_precision_layers": "head"}
     config = TINY.replace({"precision.recipe": recipe, "precision.backend": "auto",
@@ -236,7 +241,7 @@ def test_off_is_a_call_and_a_remainder(tmp_path):
                for module in training.model.modules())
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "mxfp8", "int8"])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
 def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
     """The sample's own quality, and the counterfactual of its own recipe, are those of the layer's
     cast."""
@@ -329,7 +334,6 @@ def test_a_folder_without_samples_says_so(tmp_path):
 
 
 # ---- the pictures
-# --------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def samples():
@@ -396,12 +400,11 @@ def test_a_map_of_nothing_says_what_there_is(samples):
         telemetry_explorer([])
 
 
-@pytest.mark.parametrize("go", [lpkit.train,
-                                lambda config, **kwargs: lpkit.start(config, **kwargs).result()])
-def test_a_run_writes_telemetry_by_its_setting_alone(tmp_path, go):
+def test_a_run_writes_telemetry_by_its_setting_alone(tmp_path):
     config = TINY.replace({"steps": 4})
-    plain = go(config, out=tmp_path / "plain")
-    seen = go(config.replace({"precision.telemetry_every": 2}), out=tmp_path / "seen")
+    plain = lpkit.train(config, out=tmp_path / "plain")
+    seen = lpkit.start(config.replace({"precision.telemetry_every": 2}),
+                       out=tmp_path / "seen").result()
     assert not (plain.path / telemetry.FILE).exists()
     assert {sample.step for sample in read(seen.path)} == {1, 3}
     assert [line["loss"] for line in seen.metrics] == [line["loss"] for line in plain.metrics]
@@ -424,7 +427,7 @@ def test_sampled_steps_leave_nothing_in_memory(tmp_path):
     assert held[24] - held[8] < 16 * 100, f"{(held[24] - held[8]) / 16:,.0f} blocks a step"
 
 
-# A run of 900 steps of the smallest model; after step 300, what Python, PyTorch and the allocator
+# A run of 450 steps of the smallest model; after step 150, what Python, PyTorch and the allocator
 # make once is made.
 RESIDENT = """
 import json, sys
@@ -435,7 +438,7 @@ from lpkit.machine_facts import status_bytes
 folder, every, retained = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = Config().replace({
     "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": \
-4, "steps": 900, "eval_every": 0, "eval_batches": 1,
+4, "steps": 450, "eval_every": 0, "eval_batches": 1,
     "checkpoint_every": 0, "data.source": f"{folder}/text.txt", "precision.recipe": \
 "fp8-tensorwise", "precision.backend": "emulated",
     "precision.telemetry_every": every, "system.device": "cpu", "system.threads": 1})
@@ -447,7 +450,7 @@ def look(record):
 
 run = lpkit.train(config, out=f"{folder}/{every}-{retained}", observers=[look])
 assert not run.summary["observer_errors"]
-print(json.dumps({"megabytes": (held[900] - held[300]) / 1e6, "run": str(run.path)}))
+print(json.dumps({"megabytes": (held[450] - held[150]) / 1e6, "run": str(run.path)}))
 """
 MOST_MEGABYTES, PLANTED = 8, 200_000     # a sample once left 0.2 MB
 
@@ -463,7 +466,7 @@ def test_a_run_that_is_looked_at_at_every_step_grows_as_one_that_is_not(tmp_path
                                   stdout=subprocess.PIPE, text=True)
             for how in (("0", "0"), ("1", "0"), ("0", str(PLANTED)))}
     plain, seen, planted = (json.loads(run.communicate(timeout=600)[0]) for run in runs.values())
-    assert (len(read(seen["run"])) == 900 * 3 * 5
+    assert (len(read(seen["run"])) == 450 * 3 * 5
             and not (Path(plain["run"]) / telemetry.FILE).exists())
     assert seen["megabytes"] - plain["megabytes"] < MOST_MEGABYTES, (seen, plain)
     assert (planted["megabytes"] - plain["megabytes"]
@@ -486,13 +489,3 @@ def test_fp16_that_overflows_is_not_called_exact():
     assert table.count("overflows to Inf") == 1 and table.count("exact") == 2
     assert heat_map([sample], metric="SQNR")["data"][0]["text"] == [["Inf"]]
     assert heat_map([sample], metric="SQNR", recipe="exact")["data"][0]["text"] == [[""]]
-
-
-def test_the_histogram_of_a_cell_has_room():
-    """It was 95 pixels wide in a window of 1,400: now it has as much of the figure as the map."""
-    sample = telemetry.Sample(step=1, layer="a", role="x", cast={"format": "fp16"}, total_rows=1,
-                              sampled_rows=1, amax=1.0, nonfinite=1, own=None,
-                              others={}, exponents={0: 1})
-    layout = heat_map([sample])["layout"]
-    assert all(right - left >= 0.4 for left, right in (layout["xaxis"]["domain"],
-        layout["xaxis2"]["domain"]))

@@ -1,5 +1,9 @@
 """A trace against the step it stands for, byte by byte, and against arithmetic where no such step
-can run."""
+can run.
+
+Only these tests catch: a byte, a row or a phase that a trace has and a step has not, a wrong shard
+of a rank, a process group or a fake tensor that stays, and a trace of a GPU that begins to use one.
+"""
 
 import pytest
 import torch
@@ -23,18 +27,12 @@ LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu
          "model.bias": False,
          "model.tied": False, "model.kv_heads": 2}
 CONFIGS = {
-    "gpt2": {}, "llama": LLAMA, "plain attention": {"system.attention": "plain"},
-    "accumulated": {"grad_accum_steps": 4},
+    "gpt2": {}, "plain attention": {"system.attention": "plain"},
     "a large vocabulary": LLAMA | {"model.vocab": 8192},
-    "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
-    "recomputed": LLAMA | {"precision.recipe": "bf16", "memory.recompute": "block"},
     "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
-    **{recipe: {"precision.recipe": recipe} for recipe in (
-        "bf16", "fp16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "int8")},
-    **{f"llama {recipe}": LLAMA | {"precision.recipe": recipe}
-       for recipe in ("bf16", "fp8-delayed", "nvfp4")},
-    **{recipe: {"precision.recipe": recipe, "model.width": 128}
-       for recipe in ("fp8-blockwise", "fp8-blockwise-pow2")},
+    **{recipe: {"precision.recipe": recipe} for recipe in ("fp16", "fp8-rowwise", "int8")},
+    "llama nvfp4": LLAMA | {"precision.recipe": "nvfp4"},
+    "fp8-blockwise": {"precision.recipe": "fp8-blockwise", "model.width": 128},
     "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "grad_accum_steps": 2},
     "cached weights": {"precision.recipe": "fp8-tensorwise", "grad_accum_steps": 2,
                        "precision.cache_weight_casts": True},
@@ -44,7 +42,7 @@ CONFIGS = {
         "memory.optimizer_step": "in-backward"},
     "state in a file": {"memory.optimizer_state": "disk"},
     **{f"saved {where}": {"precision.recipe": "bf16", "memory.activation_offload": where}
-       for where in ("cpu", "disk", "int4")},
+       for where in ("cpu", "int4")},
     "mxfp8, recomputed, chunked": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block",
                                            "memory.cross_entropy": "chunked",
                                            "memory.cross_entropy.chunk_tokens": 64},
@@ -98,7 +96,7 @@ def test_shards_by_arithmetic():
 
 
 @pytest.mark.parametrize("changes", [
-    {"precision.recipe": "fp16"}, {"precision.recipe": "mxfp8", "memory.recompute": "block"},
+    {"precision.recipe": "mxfp8", "memory.recompute": "block"},
     {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64}])
 def test_techniques_shard_too(changes):
     found, alone = predict_trace(SMALL.replace(changes), 2), predict_trace(SMALL.replace(changes))
@@ -129,8 +127,7 @@ def test_nothing_is_left_behind():
     assert not dist.is_initialized() and not isinstance(torch.ones(1), FakeTensor)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 10, 64])
-@pytest.mark.parametrize("count", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("rows, count", [(1, 4), (3, 1), (8, 2), (10, 7), (10, 16), (64, 16)])
 def test_shards_are_cut_as_chunk_cuts(rows, count):
     x = torch.arange(rows * 2.0).view(rows, 2)
     want = [*torch.chunk(x, count), *[torch.empty(0)] * count][:count]

@@ -1,4 +1,8 @@
-"""Live bytes by row against arithmetic, and against counters of PyTorch's own."""
+"""Live bytes by row against arithmetic, and against counters of PyTorch's own.
+
+Only these tests catch: a storage that counts twice, too long or not at all, a byte in a wrong row
+or phase, a peak that the allocator has not, and a hook that stays.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -78,12 +82,9 @@ def test_a_storage_counts_once_from_its_making_to_its_end():
 CONFIGS = {
     "gpt2": {},
     "gpt2 bf16, accumulated": {"precision.recipe": "bf16", "grad_accum_steps": 2},
-    "llama bf16": LLAMA | {"precision.recipe": "bf16"},
-    "fp8-tensorwise": {"precision.recipe": "fp8-tensorwise"},
     "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "grad_accum_steps": 2},
     "mxfp8, recomputed": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block"},
     "fp16": {"precision.recipe": "fp16"},
-    "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
     "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64,
                 "model.vocab": 2048},
     "a large vocabulary": LLAMA | {"model.vocab": 8192},
@@ -178,15 +179,6 @@ def test_what_lies_in_a_file_is_counted_apart():
     steps = held.most["optimizer state"] - 2 * held.most["weights"]
     assert "optimizer state" not in found.most and found.offloaded_bytes == 2 * held.most["weights"]
     assert steps == 4 * len(list(measure.Bench(SMALL, "cpu").model.parameters()))
-
-
-def test_updates_in_backward_never_hold_all_gradients():
-    found = measure.memory(SMALL.replace({"memory.optimizer_step": "in-backward",
-        "optimizer.clip": 0}), device="cpu")
-    largest = max(p.nbytes for p in measure.Bench(SMALL, "cpu").model.parameters())
-    assert largest <= found.most["gradients"] < 0.5 * found.most["weights"]
-    assert ({point.phase for point in found.timeline if point.rows.get("optimizer temporaries")}
-            == {"optimizer"})
 
 
 def test_nothing_is_left_behind():

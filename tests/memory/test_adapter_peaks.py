@@ -1,5 +1,9 @@
 """Published peaks of LoRA and QLoRA beside the formula's: what is said of them is what the bench
-gives."""
+gives.
+
+Only these tests catch: a published run with another model, and an error that docs/start.md says
+otherwise.
+"""
 
 import re
 from statistics import median

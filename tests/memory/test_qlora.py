@@ -1,5 +1,10 @@
 """A frozen base in few bits: its codes beside definitions in float64 and other libraries, its
-bytes, its gradients, what a run keeps."""
+bytes, its gradients, what a run keeps.
+
+Only these tests catch: a code that is not the nearest, or not that of bitsandbytes or torchao, a
+wrong byte of codes or scales, a product that keeps the matrix, a checkpoint without the codes that
+nobody else has, and a merge that is another model.
+"""
 
 import math
 import random
@@ -89,8 +94,7 @@ BOOKS = {"nf4": nf4_of_the_paper, "e4m3fn": fp8_values,
 LARGEST = {"nf4": 1.0, "e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}
 
 
-@pytest.mark.parametrize("block", [32, 64, 256])
-@pytest.mark.parametrize("shape", [(48, 64), (33, 35), (5, 7)], ids=str)
+@pytest.mark.parametrize("shape, block", [((48, 64), 64), ((33, 35), 32), ((5, 7), 256)], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_codes_are_the_nearest_values_in_float64(format, shape, block):
     """Written out in float64: but for numbers within a rounding of the middle between two values,
@@ -146,12 +150,11 @@ def test_scales_in_8_bits_less_their_mean(format):
     assert more < (1.1 if format == "int8" else 1.01)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_bits_are_those_of_bitsandbytes(seed):
+def test_bits_are_those_of_bitsandbytes():
     """NF4: every code and every number. Of scales in 8 bits theirs is not always the nearest: then
     it is a neighbour."""
     theirs = pytest.importorskip("bitsandbytes.functional")
-    w = torch.randn(384, 1536, generator=torch.Generator().manual_seed(seed)) * 0.02
+    w = torch.randn(384, 1536, generator=torch.Generator().manual_seed(0)) * 0.02
     one = quantised(w, double=False)
     codes, state = theirs.quantize_4bit(w, blocksize=64, quant_type="nf4")
     # they have the first in the high half
@@ -204,8 +207,7 @@ def test_its_product_is_that_of_the_matrix_and_keeps_none(format, dtype):
     assert torch.equal(x.grad, plain.grad)
 
 
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format, double", [*((name, True) for name in FORMATS), ("nf4", False)])
 def test_bytes_are_exact(format, double):
     """4 bits + 8/64 + 32/(64 x 256) a weight of NF4, and the mean; blocks that are not full count
     whole: 80 x 48 has 60 blocks."""
@@ -236,12 +238,11 @@ def test_bytes_are_exact(format, double):
     assert "4.127 bits" in weights.formula
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision.recipe": "bf16"},
-    {"precision.recipe": "bf16", "memory.param_dtype": "bf16"}, {"memory.recompute": "block"},
-                                     {"memory.cross_entropy": "chunked"},
-    {"model.context": 16, "model.width": 192}],
-    ids=lambda changes: "-".join(map(str, changes.values())) or "fp32")
-@pytest.mark.parametrize("format", ["nf4", "e4m3fn"])
+@pytest.mark.parametrize("format, changes", [
+    ("nf4", {"precision.recipe": "bf16"}),
+    ("nf4", {"precision.recipe": "bf16", "memory.param_dtype": "bf16"}),
+    ("nf4", {"memory.recompute": "block"}), ("nf4", {"memory.cross_entropy": "chunked"}),
+    ("nf4", {"model.context": 16, "model.width": 192}), ("e4m3fn", {})], ids=str)
 def test_the_peak_is_within_two_hundredths_of_the_trace(format, changes):
     config = of_base(SMALL.replace({"model.width": 96, "model.context": 128, "global_batch": 4,
                                     **changes}), format=format)
@@ -262,16 +263,16 @@ def drawn_base(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed for seed in range(40)
-                                  if drawn(seed).model.changes[0].name not in VIRTUAL][:30])
+                                  if drawn(seed).model.changes[0].name not in VIRTUAL][:30:3])
 def test_peaks_of_drawn_configs(seed):
-    """26 of 30 are within 2%, four are lower, most of them where blocks run again: what their
-    forward makes is not followed."""
+    """Of 30, of which each third is here, 26 are within 2%, four are lower, most of them where
+    blocks run again: what their forward makes is not followed."""
     config = drawn_base(seed)
     formula, trace = memory(config, _cpu()).peak_bytes, lpkit.predict_trace(config).peak_bytes
     assert -0.06 < formula / trace - 1 < 0.02, str(config.to_dict()["model"])
 
 
-@pytest.mark.parametrize("name", ["lora", "dora", "pissa", "ia3", "bottleneck"])
+@pytest.mark.parametrize("name", ["lora", "pissa", "bottleneck"])
 def test_a_run_keeps_its_adapter_alone_and_resumes_bit_for_bit(name, tmp_path):
     whole, parts = whole_and_parts(of_base(name=name), tmp_path)
     saved = load_latest(whole.checkpoints)[0].tensors
@@ -309,8 +310,8 @@ def test_without_another_run_the_checkpoint_has_the_codes(tmp_path):
     assert len(codes) == 8 and all(torch.equal(own[key], t) for key, t in codes.items())
 
 
-@pytest.mark.parametrize("start", [True, False], ids=["from-a-run", "from-nothing"])
-@pytest.mark.parametrize("targets", [["*"], ["mlp.*"]], ids=str)
+@pytest.mark.parametrize("targets, start", [(["*"], True), (["mlp.*"], False)],
+                         ids=["from-a-run", "from-nothing"])
 def test_merged_it_is_what_the_codes_stand_for_and_the_adapter(targets, start, tmp_path):
     """Also what no adapter is beside. In float32, of the run's own tensors."""
     config = SMALL.replace({"steps": 4,
@@ -341,10 +342,8 @@ def test_merged_it_is_what_the_codes_stand_for_and_the_adapter(targets, start, t
     ({"precision.recipe": "fp8-tensorwise"}, r"model\.changes=quantised-base is multiplied in bf16 "
                                              r"or float32, and each rank has all of it; set "
                                              r"precision\.recipe=bf16"),
-    ({"precision.recipe": "fp16"}, "is multiplied in bf16 or float32"),
     ({"parallel.shard": 2, "parallel.zero": 3}, r"each rank has all of it; set "
                                               r"precision\.recipe=bf16, and parallel\.zero=0 or 1"),
-    ({"parallel.shard": 2, "parallel.zero": 2}, r"parallel\.zero=0 or 1"),
     ({"model.changes": "quantised-base"}, "is of what adapters leave frozen, and none comes before "
                                           "it; name one: model.changes=lora,quantised-base"),
     ({"model.changes": "quantised-base,lora"}, "none comes before it"),
@@ -358,13 +357,12 @@ def test_what_is_refused_before_anything_is_allocated(changes, sentence, monkeyp
         built(of_base().replace(changes))
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}], ids=str)
-def test_ranks_have_the_numbers_of_one_process(layout, tmp_path):
-    """ZeRO 0 and 1."""
+@pytest.mark.dist
+def test_ranks_have_the_numbers_of_one_process(tmp_path, parent):
     config = of_base(SMALL.replace({"steps": 4, "global_batch": 4}))
     alone = lpkit.train(config, out=tmp_path / "alone")
-    both = lpkit.launch(config.replace({f"parallel.{key}": value for key, value in layout.items()}),
-                        out=tmp_path / "both", processes=2).result()
+    both = lpkit.launch(config.replace({"parallel.shard": 2, "parallel.zero": 1}),
+                        out=tmp_path / "both", processes=2, parent=parent).result()
     assert ([line["loss"] for line in both.metrics]
             == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5))
 

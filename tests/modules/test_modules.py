@@ -1,5 +1,11 @@
 """Models of others in low precision, predicted and watched: against the kit's own Linear, PyTorch's
-counters, and real steps."""
+counters, and real steps.
+
+Only these tests catch: a converted module that computes, saves or moves its history on otherwise
+than the kit's Linear, a matrix that no report names, a predicted byte or FLOP that no step has, a
+model that is left changed, and a trainer, wrapper or adapter of others that a watch or a recipe
+misses.
+"""
 
 import copy
 import html
@@ -49,6 +55,20 @@ def grads(layer, x, times=1):
     return found
 
 
+def losses_of(model, batch, optimizer, updates, *, mixed=False, loss=loss_of, micro_batches=1):
+    """A loop as others have it."""
+    losses = []
+    for _ in range(updates):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                found = loss(model, batch)
+            found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses
+
+
 @pytest.mark.parametrize("name", CASTING)
 def test_a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches(name):
     torch.manual_seed(0)
@@ -90,18 +110,6 @@ def test_a_forward_that_runs_again_in_backward_moves_nothing_on(name):
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
 
 
-def test_evaluation_uses_the_history_and_adds_nothing_to_it():
-    layer = nn.Sequential(nn.Linear(32, 32))
-    lpkit.convert(layer, "fp8-delayed")
-    grads(layer[0], torch.randn(32, 32))
-    before = layer.state_dict()["0.amax_history"].clone()
-    assert before[:, 1].gt(0).all()
-    layer.eval()
-    with torch.no_grad():
-        layer(torch.randn(32, 32) * 100)
-    assert torch.equal(layer.state_dict()["0.amax_history"], before)
-
-
 def test_transposed_weights_are_multiplied_as_a_linear_multiplies_them():
     from transformers.pytorch_utils import Conv1D
 
@@ -116,7 +124,7 @@ def test_transposed_weights_are_multiplied_as_a_linear_multiplies_them():
     assert isinstance(theirs, Conv1D) and not isinstance(theirs, nn.Linear)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "nano", "encoder", "mlp"])
 def test_the_report_names_every_matrix_and_the_head_is_kept(name):
     model = model_of(name)
     owners = {id(module) for module in model.modules()
@@ -140,19 +148,11 @@ def test_the_report_names_every_matrix_and_the_head_is_kept(name):
     assert not [key for key in model.state_dict() if "amax" in key or "nonfinite" in key]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "nano"])
+@pytest.mark.parametrize("name", ["gpt2", "vit", "nano"])
 def test_a_converted_model_trains_and_its_states_go_round(name, tmp_path):
     model, batch = model_of(name), batch_of(name)
     report = lpkit.convert(model, "fp8-tensorwise")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-3), 6, mixed=True)
     assert losses[-1] < losses[0] - 0.1 and report.named(CONVERTED)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     again = model_of(name, seed=1)
@@ -252,7 +252,7 @@ def test_the_bytes_of_emulated_casts_are_those_of_a_real_step():
     assert ours.rows == real_step("gpt2", recipe="fp8-delayed").rows
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "nano", "encoder", "mlp"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "encoder", "mlp"])
 def test_flops_are_those_of_pytorchs_counter(name):
     model = model_of(name)
     # of the CPU's flash kernel it knows nothing
@@ -300,7 +300,7 @@ def test_rmsnorm_of_pytorch_is_one_kernel_on_a_gpu():
     assert peak >= footprint(layer, "h100")[0] and bytes_moved > 2 * footprint(layer, "h100")[1]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8-tensorwise", "mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
 def test_one_question_through_either_door_has_one_answer(precision):
     config = preset("cpu-3m").replace({"system.device": "cpu", "system.attention": "sdpa",
         "global_batch": 4, "grad_accum_steps": 1})
@@ -359,8 +359,7 @@ def test_the_model_is_left_as_it_was():
             and all(p.grad is None for p in model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam",
-                                  "Adafactor"])
+@pytest.mark.parametrize("kind", ["SGD", "NAdam", "Adafactor"])
 def test_an_optimizer_of_the_model_is_made_again_with_its_groups(kind):
     model, batch = model_of("nano"), batch_of("nano")
     optimizer = getattr(torch.optim, kind)([{"params": list(model.h.parameters()), "lr": 1e-4},
@@ -478,16 +477,10 @@ def watched(name, updates=6, recipe="fp8-delayed", micro_batches=1, **how):
     model, batch, loss = model_of(name), batch_of(name), loss_for(name) or loss_of
     if recipe:
         lpkit.convert(model, recipe)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), foreach=True), []
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     with lpkit.watch(model, optimizer, **how) as seen:
-        for _ in range(updates):
-            optimizer.zero_grad()
-            for _ in range(micro_batches):
-                with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
-                    found = loss(model, batch)
-                found.backward()
-            optimizer.step()
-            losses.append(found.item())
+        losses = losses_of(model, batch, optimizer, updates, mixed=recipe is not None, loss=loss,
+                           micro_batches=micro_batches)
     return seen, losses, model, optimizer
 
 
@@ -504,16 +497,9 @@ def test_what_is_watched_is_what_was_predicted_and_changes_nothing():
             and all(row.measured == row.formula for row in rows) and "6 updates" in str(seen))
     model_alone, batch = model_of("llama"), batch_of("llama")
     lpkit.convert(model_alone, "fp8-delayed")
-    other, alone = torch.optim.AdamW(model_alone.parameters(), foreach=True), []
-    for _ in range(6):
-        other.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model_alone, batch)
-        loss.backward()
-        other.step()
-        alone.append(loss.item())
-    assert (alone == losses and not optimizer._optimizer_step_pre_hooks
-            and not optimizer._optimizer_step_post_hooks)
+    other = torch.optim.AdamW(model_alone.parameters(), foreach=True)
+    assert losses_of(model_alone, batch, other, 6, mixed=True) == losses
+    assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -604,13 +590,7 @@ def test_adapters_of_peft_stand_on_a_converted_model():
     lpkit.convert(model, "fp8-delayed")
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(model, batch, optimizer, 8)
     assert losses[-1] < losses[0]
     history = next(value for key, value in model.state_dict().items() if "layers.1" in key
                    and key.endswith("q_proj.base_layer.amax_history"))
@@ -671,8 +651,8 @@ def test_a_compiled_model_moves_its_histories_on_as_an_eager_one():
     def run(compiled):
         model, (x, y) = model_of("nano"), batch_of("nano")
         lpkit.convert(model, "fp8-delayed")
-        call, optimizer = torch.compile(model) if compiled else model, torch.optim.SGD(
-            model.parameters(), lr=1e-2)
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for _ in range(4):
             optimizer.zero_grad()
             loss = call(x, y)[0]
@@ -694,47 +674,44 @@ sys.path.insert(0, sys.argv[1])
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import lpkit
-from lpkit.modules.predict import CLOSE
-from lpkit.modules.step import blocks_of, loss_of
+from lpkit.modules.step import loss_of
 from tests.modules.others_models import batch_of, model_of
-name, recipe, way = sys.argv[2:5]
-rank, world = int(sys.argv[5]), int(sys.argv[6])
-model, batch = model_of(name), batch_of(name, sequences=8)
-lpkit.convert(model, recipe)
-if world > 1:
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[7], rank=rank, \
-world_size=world)
+rank, world = int(sys.argv[3]), 2
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=world)
+mesh = init_device_mesh("cpu", (world,))
+for way in ("fsdp", "ddp"):
+    model, batch = model_of("llama"), batch_of("llama", sequences=8)
+    lpkit.convert(model, "fp8-rowwise")
     batch = {key: value.chunk(world)[rank] for key, value in batch.items()}
     if way == "fsdp":
-        for block in model.model.layers:
-            fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=mesh)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    optimizer.zero_grad()
-    loss = loss_of(model, batch)
-    loss.backward()
-    optimizer.step()
-if world > 1:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
     loss = loss.detach()
     dist.all_reduce(loss)
-print(rank, loss.item() / world)
+    print(loss.item() / world)
 """
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path, way):
-    def run(world):
-        each = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), "llama", "fp8-rowwise",
-                                  way, str(rank), str(world), str(tmp_path / "store")],
-                                 stdout=subprocess.PIPE, text=True) for rank in range(world)]
-        return [float(one.communicate(timeout=300)[0].split()[-1]) for one in each]
-
-    (alone,), both = run(1), run(2)
-    assert both[0] == both[1] == pytest.approx(alone, abs=1e-5)
+def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path):
+    """Cut by fully_shard, and as replicas."""
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), str(tmp_path / "store"),
+                               str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    model = model_of("llama")
+    lpkit.convert(model, "fp8-rowwise")
+    *_, alone = losses_of(model, batch_of("llama", sequences=8),
+                          torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    for rank in ranks:
+        both = [float(line) for line in rank.communicate(timeout=300)[0].split()]
+        assert both == pytest.approx([alone] * 2, abs=1e-5)
 
 
 def test_the_casts_of_hardware_products_are_chosen_as_a_run_chooses_them():
@@ -776,7 +753,7 @@ def test_a_module_that_is_called_twice_counts_one_micro_batch():
     assert ((history > 0).sum(1) == 3).all() and history[0, 3] >= x.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "nano"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "nano"])
 def test_a_closed_form_stands_beside_the_trace_or_a_doubt_does(name):
     """GPT-2 of transformers writes its GELU out and drops attention, which the formula does not
     count."""
@@ -801,7 +778,7 @@ def test_no_closed_form_for_a_part_that_trains_or_another_head():
                              devices=rank).formula_bytes
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "soap"])
+@pytest.mark.parametrize("name", ["adafactor", "soap"])
 def test_an_optimizer_costs_the_same_seconds_through_both_doors(name):
     config = preset("cpu-3m").replace({"system.attention": "sdpa", "global_batch": 2,
         "grad_accum_steps": 1, "optimizer.name": name,
@@ -832,9 +809,9 @@ def test_muons_products_are_in_the_seconds(optimizer):
             * (4 * 64 * 64 * 256 + 2 * 64**3) / predicted.parameters)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "nano"])
-def test_a_converted_model_can_be_pickled_and_copied_whole(name):
+def test_a_converted_model_can_be_pickled_and_copied_whole():
     """With the history of delayed scaling, whose next micro-batch is due."""
+    name = "gpt2"
     model, batch = model_of(name).eval(), batch_of(name)
     lpkit.convert(model, "fp8-delayed", pad=True)
     loss_of(model, batch).backward()

@@ -2,10 +2,13 @@
 activations otherwise.
 
 Against a rule by names of classes, torch.optim, the kit's own runs, and the models as they are.
+
+Only these tests catch: a head, table or vector that Muon updates, a group with another rate or
+decay than a run's, a fused or transposed matrix that is updated as one, and blocks that give other
+gradients or masks, run twice, or cannot be undone.
 """
 
 import copy
-import io
 
 import pytest
 import torch
@@ -51,8 +54,8 @@ def groups_of(opt: torch.optim.Optimizer) -> dict[str, dict]:
     return found
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, converted", [*((name, False) for name in MODELS),
+                                             ("gpt2", True), ("encoder", True)])
 def test_no_group_of_muon_is_wrong(name, converted):
     model = model_of(name)
     want = by_class_names(name, model)
@@ -157,28 +160,6 @@ def test_a_group_of_another_rule_is_that_rules_optimizer_bit_for_bit():
         c.grad, d.grad = torch.randn(c.shape, generator=g), torch.randn(d.shape, generator=g)
         first.step(), second.step()
     assert torch.equal(a, c) and torch.equal(b, d)
-
-
-def test_it_is_one_optimizer_for_schedulers_and_files():
-    ours, other = model_of("llama"), model_of("llama")
-    opt, again = lpkit.optimizer(ours, "muon", lr=0.01), lpkit.optimizer(other, "muon", lr=0.5)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=[g["lr"] for g in opt.param_groups],
-        total_steps=8)
-    for _ in range(3):
-        stepped(opt, list(ours.parameters()), 1)
-        schedule.step()
-    assert ({round(g["lr"] / opt.param_groups[0]["lr"], 9) for g in opt.param_groups} == {1.0, 0.05}
-            and opt.param_groups[0]["lr"] != 0.01)
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    other.load_state_dict(ours.state_dict())
-    for model, one in ((ours, opt), (other, again)):
-        stepped(one, list(model.parameters()), 2)
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), other.parameters()))
-    assert not any(torch.equal(p, q) for p, q in zip(ours.parameters(),
-        model_of("llama").parameters()))
 
 
 def test_transformers_trainer_trains_and_resumes_with_it(tmp_path):
@@ -292,8 +273,8 @@ def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     return loss.detach(), found
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name, way", [*((name, WAYS[-1]) for name in BLOCKS),
+                                       *(("gpt2", way) for way in WAYS[:-1])], ids=str)
 def test_activations_come_back_bit_for_bit_and_masks_are_drawn_again(name, way, monkeypatch):
     model, calls, away, pack = with_dropout(name, 0.1), [], [], SavedTensorOffloader.pack
     want = gradients(name, model)
@@ -313,9 +294,8 @@ def test_activations_come_back_bit_for_bit_and_masks_are_drawn_again(name, way, 
     assert any(isinstance(one, SavedTensorRef) for one in away) == ("offload" in way)
 
 
-@pytest.mark.parametrize("again", ["none", "block"])
-@pytest.mark.parametrize("name, error", [("gpt2", 0.01), ("llama", 0.01), ("nano", 0.01),
-    ("encoder", 0.06)])
+@pytest.mark.parametrize("name, error, again", [("gpt2", 0.01, "none"), ("nano", 0.01, "block"),
+                                                ("encoder", 0.06, "block")])
 def test_gradients_from_8_bits_are_near_and_masks_stay(name, error, again):
     """docs/functions.md states the error. Additive masks are of infinities, which have no 8 bits:
     of those the gradient was NaN."""
@@ -336,9 +316,8 @@ class Drawing(nn.Module):
         return self.drop(x * self.weight), "beside"
 
 
-@pytest.mark.parametrize("offload", ["device", "int8", "int4"])
-@pytest.mark.parametrize("function", [False, True])
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("offload, function, by_name", [
+    ("device", False, False), ("int8", False, True), ("int8", True, False), ("int4", True, True)])
 def test_a_block_that_runs_again_draws_the_masks_of_its_first_run(offload, function, by_name):
     """Rounding an input to 8 bits drew between the moment that is remembered and the block's own
     draws, so backward saw other masks."""

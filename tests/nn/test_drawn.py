@@ -1,5 +1,9 @@
 """Ranks that never have a whole model draw, and read, what one process has: the same bits, and less
-memory."""
+memory.
+
+Only these tests catch: a rank that draws other rows, moves the generator otherwise or has it all,
+and a read of what is not there that passes in silence.
+"""
 
 from contextlib import nullcontext
 from threading import Thread
@@ -34,8 +38,7 @@ def rows(ranks: int, rank: int):
     return lambda whole: (*whole.chunk(ranks), *[whole[:0]] * ranks)[rank]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, ranks", [*((name, 3) for name in MODELS), ("gpt", 1)])
 def test_rows_are_those_of_one_process(name, ranks):
     """And so is the generator after it, and what is no parameter."""
     config = SMALL.replace(MODELS[name])
@@ -118,7 +121,6 @@ def test_other_threads_are_left_alone():
 
 
 LAYOUTS = {2: [{"shard": 2, "zero": 2}, {"shard": 2, "zero": 3, "gathered": "float32"}],
-           3: [{"shard": 3}],
            4: [{"data": 2, "shard": 2}]}
 
 

@@ -1,4 +1,9 @@
-"""Dropout: where GPT-2 of transformers and LoRA of peft have it, and nothing where it is off."""
+"""Dropout: where GPT-2 of transformers and LoRA of peft have it, and nothing where it is off.
+
+Only these tests catch: a mask that is drawn where transformers or peft draw none, twice the same,
+in evaluation, or otherwise after a restart or recomputation, and bytes of masks that no formula
+counts.
+"""
 
 from collections import Counter
 
@@ -180,9 +185,8 @@ def test_settings_without_it_are_as_they_were_and_nothing_is_drawn():
             and not [one for one in training.model.modules() if isinstance(one, nn.Dropout)])
 
 
-@pytest.mark.parametrize("kind", ["all"])
-def test_a_stopped_run_goes_on_bit_for_bit(kind, tmp_path):
-    config = of(KINDS[kind], steps=6, checkpoint_every=2)
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
+    config = of(KINDS["all"], steps=6, checkpoint_every=2)
     whole, parts = lpkit.train(config, out=tmp_path / "whole"), in_parts(config, tmp_path / "parts",
         3)
     assert [line["loss"] for line in whole.metrics] == [line["loss"] for line in parts.metrics]
@@ -193,7 +197,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind, recipe",
-                         [("all", "fp32"), ("all", "bf16"), ("gpt2", "fp8-tensorwise")])
+                         [("all", "bf16"), ("gpt2", "fp8-tensorwise")])
 def test_recomputed_blocks_have_the_same_gradients(kind, recipe):
     """Bit for bit: the masks of the second time are those of the first."""
     found = {}
@@ -225,13 +229,10 @@ def test_each_micro_batch_and_each_update_has_masks_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, changes",
-                         [("gpt2", {}), ("gpt2", {"precision.recipe": "bf16"}),
-                          ("gpt2", {"memory.recompute": "core-attention"}),
-                                           ("residual", {}), ("lora", {}),
+                         [("gpt2", {"precision.recipe": "bf16"}),
+                          ("gpt2", {"memory.recompute": "core-attention"}), ("residual", {}),
                           ("lora", {"precision.recipe": "bf16"}),
-                          ("all", {"memory.recompute": "block"})],
-                         ids=lambda of: of if isinstance(of, str)
-                         else "-".join(map(str, of.values())) or "fp32")
+                          ("all", {"memory.recompute": "block"})], ids=str)
 def test_the_peak_is_within_two_hundredths_of_the_trace(kind, changes):
     """Attention is named, so that no machine chooses another; what drops probabilities is plain."""
     attention = "plain" if any(one.get("attention") for one in KINDS[kind]) else "sdpa"
@@ -263,21 +264,15 @@ def test_what_is_kept_is_what_autograd_keeps_to_the_byte(kind):
     ([{"name": "dropout"}], {}, "drops nothing; set embedding, residual, attention or adapters"),
     ([{"name": "dropout", "residual": 1.0}], {}, "residual must be 0 or more and below 1, got 1.0"),
     ([GPT2, LORA], {}, "model.changes=dropout comes last, behind LoRA and quantised-base alone"),
-    ([GPT2, GPT2], {}, "comes last, behind LoRA and quantised-base alone"),
     ([{"name": "prompt"}, GPT2], {"model.position": "rope"}, "model.changes=prompt stands alone"),
     ([{"name": "dropout", "adapters": 0.1}], {}, "has adapters=0.1 and no LoRA; name lora, rslora "
                                                  "or pissa before it"),
-    ([{"name": "dora", "rank": 4}, {"name": "dropout", "adapters": 0.1}], {}, "has adapters=0.1 "
-        "and no LoRA"),
     ([GPT2], {"model.attention": "linear"}, "needs probabilities, and model.attention=linear has "
                                             "none"),
     ([GPT2], {"system.attention": "sdpa"}, "system.attention=sdpa drops no probabilities of "
                                            "attention; plain can"),
-    ([GPT2], {"system.attention": "blocked"}, "system.attention=blocked drops no probabilities of "
-                                              "attention; plain can"),
     ([GPT2], {"system.compile": True}, "model.changes=dropout draws masks outside of compiled code "
                                        "and CUDA graphs; set system.compile=false"),
-    ([GPT2], {"system.device": "auto"}, "draws masks outside of compiled code and CUDA graphs"),
     ([GPT2], {"memory.activation_offload": "int8"}, "keeps the masks of one whole device so far; "
                                                     "leave out parallel, governors and "
                                                     "memory.activation_offload"),
@@ -290,8 +285,7 @@ def test_what_is_not_proved_is_refused(changes, more, said):
         build.decide(of(changes, **more))
 
 
-@pytest.mark.parametrize("more", [{}, {"precision.recipe": "bf16", "model.context": 64},
-                                  {"steps": 10**6}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"precision.recipe": "bf16", "model.context": 64}], ids=str)
 def test_auto_takes_the_attention_that_drops(more):
     used = build.decide(of([GPT2], **more)).choices["attention"]
     assert used.used == "plain" and "drops attention probabilities" in used.why

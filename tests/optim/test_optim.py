@@ -1,7 +1,14 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what
-happens."""
+happens.
+
+Only these tests catch: a rule that is not PyTorch's or its paper's, a record that names another
+format, place or rounding than the optimizer has, noise that does not go on after a restart, wrong
+bytes of state or of one update, a wrong group for a parameter, and a cut matrix that is updated
+otherwise than a whole one.
+"""
 
 import copy
+import itertools
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -21,7 +28,6 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
 from lpkit.memory.loss import labels
-from lpkit.nn.transformer import Transformer
 from lpkit.optim import one_pass, rules
 from lpkit.optim.muon import orthogonalised
 from lpkit.optim.rounding import generator
@@ -39,97 +45,113 @@ from lpkit.techniques.optimizers import (
     OPTIMIZERS,
     AdamWSettings,
     LionSettings,
-    MomentumSettings,
     OptimizerSettings,
     Slot,
     parameter_groups,
 )
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint, graphs
-from lpkit.training.background import start, train
+from lpkit.training.background import train
 from lpkit.training.training import RandomTokens, Training
 from tests.techniques import toys
+from tests.training.resuming import in_parts
 
 CPU = torch.device("cpu")
-TOLD = [name for name, row in (OPTIMIZERS | toys.OPTIMIZERS).items() if row.told]
 # settings by which every update needs as many bytes as the largest does
 MOST = defaultdict(dict, {name: {"every": 1} for name in ("galore", "shampoo", "soap")})
-WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
+# Every format, place and dtype with slots of each kind: PyTorch's own, rows and columns, and other
+# matrices. All other rules, in both formats, where most is done: on a disk, with noise.
+STORED = [case for case in itertools.product(
+              [name for name, row in OPTIMIZERS.items() if row.slots], MOMENT_FORMATS,
+              OPTIMIZER_STATE, (torch.float32, torch.bfloat16))
+          if case[0] in ("adamw", "adafactor", "soap") or case[2:] == ("disk", torch.bfloat16)]
 
 
 def settings_of(name: str, **changes) -> OptimizerSettings:
     return replace(OPTIMIZERS[name].settings, name=name, **changes)
 
 
-def gradients(count: int, shape=(40, 50)) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(3)
-    return [torch.randn(shape, generator=draw) for _ in range(count)]
-
-
-def by_rule(rule, settings, slots: int, grads: list[torch.Tensor]) -> torch.Tensor:
-    w, state = torch.ones_like(grads[0]), [torch.zeros_like(grads[0]) for _ in range(slots)]
-    for update, g in enumerate(grads, 1):
-        before = g.clone()
-        rule(w, g, state, settings, update)
-        assert torch.equal(g, before)
-    return w
-
-
-def by_torch(make, grads: list[torch.Tensor], decay: float = 1.0,
-             dtype=torch.float32) -> torch.Tensor:
-    """`decay`: what each weight is multiplied by before torch's own update."""
-    w = torch.nn.Parameter(torch.ones_like(grads[0], dtype=dtype))
-    optimizer = make([w])
-    for g in grads:
-        w.grad = g.to(dtype)
-        w.data.mul_(decay)
-        optimizer.step()
-    return w.detach()
-
-
 # ---- rules
+
+MATRICES, VECTORS = ((24, 40), (48, 16)), ((24, 40), (17,))
+
+
+def two_sizes(dtype, shapes):
+    draw = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype))
+            for shape in shapes]
+
+
+def gradient(p: torch.Tensor, update: int) -> torch.Tensor:
+    return torch.randn(p.shape, generator=torch.Generator().manual_seed(update),
+                       dtype=torch.float64).to(p.dtype)
+
+
+def after(name: str, shapes, dtype=torch.float64, rule=None, **settings) -> list[torch.Tensor]:
+    """Weights after 20 updates by the rule itself, and by gradients that `oracle` has too."""
+    row, settings, got = OPTIMIZERS[name], settings_of(name, **settings), []
+    rule = rule or row.load()
+    for p in two_sizes(dtype, shapes):
+        w, shape = p.detach().clone(), tuple(p.shape)
+        slots = [torch.zeros(shape if (own := slot.shape(shape, settings)) is None else own,
+                             dtype=dtype) for slot in row.slots]
+        for update in range(20):
+            rule(w, gradient(p, update), slots, settings, update + 1,
+                 *[Parameter("p.weight", shape)] * row.told)
+        got.append(w.double())
+    return got
+
+
+def oracle(make, shapes, dtype=torch.float64) -> list[torch.Tensor]:
+    parameters = two_sizes(dtype, shapes)
+    optimizer = make(parameters)
+    for update in range(20):
+        for p in parameters:
+            p.grad = gradient(p, update)
+        optimizer.step()
+    return [p.detach().double() for p in parameters]
+
 
 @pytest.mark.parametrize("rule", [rules.adamw, rules.adamw_kernel])
 def test_adamw_is_pytorchs_and_float64s(rule):
-    settings, grads = AdamWSettings(name="adamw", lr=1e-2), gradients(20)
-    ours = by_rule(rule, settings, 2, grads)
+    def make(p):
+        return torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+
+    ours = after("adamw", VECTORS, torch.float32, rule, lr=1e-2)
     for dtype in (torch.float32, torch.float64):
-        theirs = by_torch(lambda params: torch.optim.AdamW(
-            params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False), grads,
-            dtype=dtype)
-        assert torch.allclose(ours.double(), theirs.double(), rtol=0, atol=1e-6)
+        for a, b in zip(ours, oracle(make, VECTORS, dtype), strict=True):
+            assert (a - b).norm() < 1e-6 * b.norm()
 
 
-def test_lion_is_algorithm_2_of_the_paper():
-    """Chen et al. 2023: c = b1 m + (1 - b1) g; theta -= lr (sign(c) + lambda theta); m = b2 m + (1
-    - b2) g."""
-    settings, grads = LionSettings(name="lion", lr=1e-2, weight_decay=0.3), gradients(20)
-    theta = torch.ones(40, 50, dtype=torch.float64)
-    m = torch.zeros_like(theta)
-    for g in grads:
-        g = g.double()
-        c = 0.9 * m + (1 - 0.9) * g
-        theta = theta - 1e-2 * (torch.sign(c) + 0.3 * theta)
-        m = 0.99 * m + (1 - 0.99) * g
-    assert torch.allclose(by_rule(rules.lion, settings, 1, grads).double(), theta, rtol=0,
-                          atol=2e-6)
+class Decayed(torch.optim.SGD):
+    """PyTorch's adds its decay to the gradient; here the weight is scaled, as AdamW does it."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data.mul_(1 - 1e-2 * 0.1)
+        super().step()
 
 
-def test_momentum_is_pytorchs_sgd_with_decoupled_decay():
-    """torch.optim.SGD adds its decay to the gradient; here the weight is scaled, as AdamW does
-    it."""
-    settings, grads = MomentumSettings(name="momentum", lr=1e-2, momentum=0.8), gradients(20)
-    theirs = by_torch(lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.8, foreach=False),
-                      grads, decay=1 - 1e-2 * 0.1)
-    assert torch.allclose(by_rule(rules.momentum, settings, 1, grads), theirs, rtol=0, atol=1e-6)
-
-
-def test_sgd_is_pytorchs():
-    settings, grads = OptimizerSettings(name="sgd", lr=1e-2), gradients(20)
-    theirs = by_torch(lambda params: torch.optim.SGD(params, lr=1e-2, foreach=False), grads,
-                      decay=1 - 1e-2 * 0.1)
-    assert torch.equal(by_rule(rules.sgd, settings, 0, grads), theirs)
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name, shapes, settings, make", [
+    ("muon", MATRICES, {"weight_decay": 0.1},
+     lambda p: torch.optim.Muon(p, lr=0.02, momentum=0.95, weight_decay=0.1)),
+    ("adafactor", VECTORS, {}, lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1,
+        eps=(torch.finfo(torch.float32).eps, 1e-3))),
+    ("adam", VECTORS, {"weight_decay": 0.1},
+     lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)),
+    ("momentum", VECTORS, {"lr": 1e-2, "momentum": 0.8},
+     lambda p: Decayed(p, lr=1e-2, momentum=0.8, foreach=False)),
+    ("sgd", VECTORS, {"lr": 1e-2}, lambda p: Decayed(p, lr=1e-2, foreach=False)),
+], ids=["muon", "adafactor", "adam", "momentum", "sgd"])
+def test_rules_are_those_of_pytorch(monkeypatch, name, shapes, settings, make, dtype):
+    """Its Muon multiplies in bf16: that cast is taken out of it, and the rest of it is left."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    for ours, theirs, w in zip(after(name, shapes, dtype, **settings), oracle(make, shapes, dtype),
+                               two_sizes(torch.float64, shapes), strict=True):
+        moved = (theirs - w).norm().item()
+        assert ((ours - theirs).norm() < 1e-6 * theirs.norm()
+                and (dtype == torch.float32 or (ours - theirs).norm() < 1e-9 * moved))
 
 # ---- the stepper
 
@@ -155,10 +177,7 @@ def stored(optimizer) -> list[torch.Tensor]:
     return [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("place", OPTIMIZER_STATE)
-@pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
-@pytest.mark.parametrize("name", WITH_STATE)
+@pytest.mark.parametrize("name, moment_format, place, dtype", STORED)
 def test_what_is_recorded_is_what_happens(name, moment_format, place, dtype):
     """Bytes of state, use of the file and rounding, for every optimizer, format, place and
     dtype."""
@@ -170,8 +189,10 @@ def test_what_is_recorded_is_what_happens(name, moment_format, place, dtype):
     count = sum(p.numel() for p in model.parameters())
     slots = [t for state in optimizer.state.values() for key, t in state.items()
              if torch.is_tensor(t) and key != "step"]
-    codes = [t for t in slots if t.dtype == torch.uint8]
-    assert found["moment_format"].used == ("int8" if codes else "float32")
+    kept = {t.dtype for t in slots}
+    assert found["moment_format"].used == next(
+        (name for name, of in (("int8", torch.uint8), ("bfloat16", torch.bfloat16)) if of in kept),
+        "float32")
     # scales of last blocks that are not full
     short = 4 * len(optimizer.state) * len(OPTIMIZERS[name].slots)
     predicted = work({name: tuple(p.shape) for name, p in model.named_parameters()},
@@ -258,20 +279,22 @@ def test_an_optimizer_that_does_otherwise_is_recorded_as_it_does():
 def test_a_step_needs_the_temporary_bytes_that_its_row_says(name, moment_format):
     """The largest parameter alone counts. Single numbers, as the kernel's count, are on top."""
     if not OPTIMIZERS[name].slots and moment_format != "float32":
-        return
+        pytest.skip("there is no state")
+    rows, columns = shape = (384, 512)
     for dtype, weight_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
-        model = torch.nn.Linear(512, 512, bias=False).to(dtype)
+        model = torch.nn.Linear(columns, rows, bias=False).to(dtype)
         optimizer = build(dict(model.named_parameters()), settings_of(name, **MOST[name]),
                           moment_format=moment_format)
         trained(name, model=model, optimizer=optimizer, updates=1)
-        model.weight.grad = torch.randn(512, 512).to(dtype)
+        model.weight.grad = torch.randn(shape).to(dtype)
         with Tracker(model, optimizer) as tracker, tracker.optimizing():
             optimizer.step()
         found = tracker.footprint()
         before = sum(found.most.get(row, 0) for row in ("weights", "gradients", "optimizer state"))
-        needed = whole_update_bytes({"weight": (512, 512)}, settings_of(name), moment_format,
-                                    weight_bytes) / 512**2
-        assert (found.peak_bytes - before) / 512**2 == pytest.approx(needed, rel=0.06, abs=0.01)
+        needed = whole_update_bytes({"weight": shape}, settings_of(name), moment_format,
+                                    weight_bytes) / (rows * columns)
+        assert ((found.peak_bytes - before) / (rows * columns)
+                == pytest.approx(needed, rel=0.06, abs=0.01))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -325,18 +348,6 @@ def test_bytes_of_state_and_traffic_follow_from_the_slots():
 
 # ---- groups of parameters
 
-@pytest.mark.parametrize("name", ["cpu-3m", "gpt2-124m", "llama-8b"])
-def test_groups_by_name_are_those_by_axes_for_todays_models(name):
-    config = preset(name).replace({"model.layers": 2})
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    decayed, rest = build(dict(model.named_parameters()), AdamWSettings(name="adamw")).param_groups
-    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0
-    for group, wanted in ((decayed, [p for p in model.parameters() if p.ndim >= 2]),
-                          (rest, [p for p in model.parameters() if p.ndim < 2])):
-        assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
-
-
 def test_matrices_are_decayed_whatever_they_are_called_and_vectors_are_not():
     told = [Parameter("mixer.decay", (4,)), Parameter("norm.weight", (4,)),
             Parameter("up.bias", (4, 4)), Parameter("norm.map", (2, 2)),
@@ -358,11 +369,11 @@ GAINS = {"ia3": {"model.changes": "ia3"}, "dora": {"model.changes": "dora:rank=4
          "shaped attention": {"model.block": "skipless"}, "sinks": {"model.attention.sinks": True}}
 
 
-@pytest.mark.parametrize("name", GAINS)
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "schedule-free"])
+@pytest.mark.parametrize("name, optimizer", [*((name, "adamw") for name in GAINS),
+                                             ("ia3", "lion"), ("dora", "schedule-free")])
 def test_gains_and_scales_stay_where_they_are_without_gradients(name, optimizer):
-    """1,000 updates (of AdamW) with gradients of 0: all that is no matrix keeps its bits, and
-    matrices shrink as decay says. Those of schedule-free are averages, which shrink later."""
+    """100 updates with gradients of 0: all that is no matrix keeps its bits, and matrices shrink as
+    decay says. Those of schedule-free are averages, which shrink later."""
     training = Training.build(STILL.replace({"optimizer": optimizer, "optimizer.lr": 3e-3,
         "optimizer.weight_decay": 0.1, **GAINS[name]}),
                               data=RandomTokens(STILL))
@@ -371,8 +382,7 @@ def test_gains_and_scales_stay_where_they_are_without_gradients(name, optimizer)
              or "shape" in key]
     assert gains        # else this asks nothing
     before = {key: p.detach().clone() for key, p in named.items()}
-    updates = 1000 if optimizer == "adamw" else 100
-    for _ in range(updates):
+    for _ in range(100):
         for p in named.values():
             p.grad = torch.zeros_like(p)
         training.optimizer.step()
@@ -380,13 +390,12 @@ def test_gains_and_scales_stay_where_they_are_without_gradients(name, optimizer)
         if p.ndim < 2 or "shape" in key:
             assert torch.equal(p, before[key]), key
         elif optimizer != "schedule-free":
-            torch.testing.assert_close(p, before[key] * (1 - 3e-3 * 0.1)**updates, rtol=1e-4,
+            torch.testing.assert_close(p, before[key] * (1 - 3e-3 * 0.1)**100, rtol=1e-5,
                                        atol=0, msg=key)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [{"shard": 2, "zero": 1}, {"shard": 2, "zero": 3},
-                                    {"tensor": 2}])
+@pytest.mark.parametrize("layout", [{"shard": 2, "zero": 3}, {"tensor": 2}])
 def test_cut_parameters_decay_as_whole_ones_do(on_ranks, layout):
     """A rank may have one row of a matrix, or a part of it, and of a vector as well."""
     config = STILL.replace({"global_batch": 2, "model.bias": True, "model.changes": "ia3",
@@ -427,7 +436,6 @@ def test_patterns_change_learning_rate_and_decay():
 @pytest.mark.parametrize("group, said", {
     "hed.weight:lr_scale=0.1": "no parameter is called 'hed.weight'; did you mean 'head.weight'",
     "head.weight:lr=0.1": "a group has no 'lr'; set lr_scale or weight_decay",
-    "head.weight:lr_scale=small": "lr_scale must be a number, got 'small'",
     "head.weight:lr_scale=-1": "lr_scale must be 0 or more, got -1",
     "head.weight": "write it as pattern:lr_scale=0.1",
 }.items())
@@ -439,7 +447,6 @@ def test_a_group_that_is_wrong_says_the_way_out(group, said):
 
 @pytest.mark.parametrize("name, values, said", [
     ("adamw", {"beta1": 1.0}, "beta1 must be 0 or more and below 1, got 1.0"),
-    ("lion", {"beta2": 1.0}, "beta2 must be 0 or more and below 1"),
     ("momentum", {"momentum": -0.1}, "momentum must be 0 or more and below 1"),
     ("adamw", {"eps": 0.0}, "eps must be positive"),
     ("sgd", {"lr": 0.0}, "lr must be positive"),
@@ -453,36 +460,15 @@ def test_settings_check_themselves_and_a_config_says_their_key(name, values, sai
         Config(optimizer={"name": name, **values})
 
 
-def test_a_toy_optimizer_from_outside_is_one_row_and_one_function(monkeypatch):
-    """8-bit state in a file and bf16 weights come with it."""
-    toy = replace(OPTIMIZERS["lion"], implementation=f"{__name__}:toy_rule",
-                  slots=OPTIMIZERS["lion"].slots * 1)
-    monkeypatch.setitem(OPTIMIZERS, "toy", toy)
-    placement = OPTIMIZER_STATE["disk"].load()(CPU)
-    before = [p.detach().clone() for p in model_in(torch.bfloat16).parameters()]
-    model, optimizer = trained("toy", dtype=torch.bfloat16, moment_format="int8",
-                               placement=placement)
-    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    assert recorded(optimizer, {})["rounding"].used == "stochastic"
-    assert all(t.data_ptr() in placement.where_is for t in stored(optimizer))
-
-
-def toy_rule(w, g, slots, settings, update):
-    slots[0].add_(g)
-    w.add_(slots[0], alpha=-settings.lr)
-
-
 # ---- a run
 
 @pytest.mark.parametrize("changes, state_names", [
-    ({"optimizer": "lion", "optimizer.groups": "embed.*:lr_scale=0.5"}, {"exp_avg"}),
-    ({"optimizer": "lion", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
+    ({"optimizer": "lion", "optimizer.groups": "embed.*:lr_scale=0.5",
+      "memory.moment_format": "int8", "memory.optimizer_state": "disk",
       "memory.param_dtype": "bf16", "precision.recipe": "bf16"}, {"exp_avg", "exp_avg_scale"}),
-    ({"optimizer": "momentum", "optimizer.lr": 0.1, "memory.optimizer_state": "disk"},
-     {"momentum_buffer"}),
     ({"optimizer": "sgd", "optimizer.lr": 0.5, "optimizer.clip": 0,
       "memory.optimizer_step": "in-backward"}, set()),
-], ids=["lion", "lion-8bit-disk-bf16", "momentum-disk", "sgd-in-backward"])
+], ids=["lion-8bit-disk-bf16", "sgd-in-backward"])
 def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_path, monkeypatch,
         changes, state_names):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
@@ -493,10 +479,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_p
         "schedule.warmup_steps": 2,
         "optimizer.lr": 3e-3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
     whole = train(config, out=tmp_path / "whole")
-    handle = start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 10 else None)
-    handle.result()
-    parts = train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 10)
     losses = [[line["loss"] for line in run.metrics] for run in (whole, parts)]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
     one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
@@ -514,9 +497,8 @@ def test_the_state_of_every_optimizer_is_predicted(name, moment_format):
     """Of one update in this process's memory, and that none of it would be there on a disk
     (`test_what_is_recorded_is_what_happens`)."""
     config = preset("cpu-3m").replace({"optimizer": name, "memory.moment_format": moment_format,
-        "model.layers": 2,
-                                       "global_batch": 2, "grad_accum_steps": 1,
-        "system.device": "cpu"})
+        "model.layers": 1, "model.context": 32, "global_batch": 1,
+        "grad_accum_steps": 1, "system.device": "cpu"})
     said, elsewhere = (memory(config.replace({"memory.optimizer_state": place}),
                               "h200").at(UPDATE).get("optimizer state", 0)
                        for place in ("device", "disk"))
@@ -539,75 +521,6 @@ def told(monkeypatch):
         monkeypatch.setitem(OPTIMIZERS, name, row)
 
 
-def updates(optimizer, parameters, count=5):
-    for update in range(count):
-        draw = torch.Generator().manual_seed(update)
-        for p in parameters:
-            p.grad = torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype)
-        optimizer.step()
-    return [p.detach().double() for p in parameters]
-
-
-def two_sizes(dtype, shapes):
-    draw = torch.Generator().manual_seed(7)
-    return [torch.nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype))
-            for shape in shapes]
-
-
-def after(name: str, shapes, updates: int = 20, fused=(), dtype=torch.float64,
-          **settings) -> list[torch.Tensor]:
-    """Weights after updates by the rule itself, and by gradients that `oracle` has too."""
-    rule, row, got = OPTIMIZERS[name].load(), OPTIMIZERS[name], []
-    for p in two_sizes(dtype, shapes):
-        w, parameter = p.detach().clone(), Parameter("p.weight", tuple(p.shape), fused=fused)
-        slots = [torch.zeros(p.shape if (shape := slot.shape(tuple(p.shape),
-            settings_of(name, **settings))) is None else shape, dtype=dtype) for slot in row.slots]
-        for update in range(updates):
-            g = gradient(p, update)
-            rule(w, g.clone(), slots, settings_of(name, **settings), update + 1,
-                 *((parameter,) if row.told else ()))
-        got.append(w.double())
-    return got
-
-
-def oracle(make, shapes, updates: int = 20, dtype=torch.float64) -> list[torch.Tensor]:
-    parameters = two_sizes(dtype, shapes)
-    optimizer = make(parameters)
-    for update in range(updates):
-        for p in parameters:
-            p.grad = gradient(p, update)
-        optimizer.step()
-    return [p.detach().double() for p in parameters]
-
-
-def gradient(p: torch.Tensor, update: int) -> torch.Tensor:
-    return torch.randn(p.shape, generator=torch.Generator().manual_seed(update),
-                       dtype=torch.float64).to(p.dtype)
-
-
-MATRICES, VECTORS = ((24, 40), (48, 16)), ((24, 40), (17,))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name, shapes, settings, make", [
-    ("muon", MATRICES, {"weight_decay": 0.1},
-     lambda p: torch.optim.Muon(p, lr=0.02, momentum=0.95, weight_decay=0.1)),
-    ("adafactor", VECTORS, {}, lambda p: torch.optim.Adafactor(p, lr=1e-2, weight_decay=0.1,
-        eps=(torch.finfo(torch.float32).eps, 1e-3))),
-    ("adam", VECTORS, {"weight_decay": 0.1},
-     lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)),
-], ids=["muon", "adafactor", "adam"])
-def test_rules_are_those_of_pytorch(monkeypatch, name, shapes, settings, make, dtype):
-    """Its Muon multiplies in bf16: that cast is taken out of it, and the rest of it is left."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    for ours, theirs, w in zip(after(name, shapes, dtype=dtype, **settings),
-                               oracle(make, shapes, dtype=dtype), two_sizes(torch.float64, shapes),
-                               strict=True):
-        moved = (theirs - w).norm().item()
-        assert ((ours - theirs).norm() < 1e-6 * theirs.norm()
-                and (dtype == torch.float32 or (ours - theirs).norm() < 1e-9 * moved))
-
-
 @pytest.mark.parametrize("function", ["adam_kernel", "adam_fused"])
 def test_adams_kernels_are_its_rule(function):
     """One parameter by the kernel, and all by `fused`, which float32 weights on the device take:
@@ -628,25 +541,42 @@ def test_adams_kernels_are_its_rule(function):
         assert (a.detach() - b).norm() < 1e-6 * b.norm()
 
 
-def test_lamb_is_algorithm_2_of_the_paper():
-    """You et al. 2019, in float64: r = m / (sqrt(v) + eps), and x moves by lr |x| / |r + lambda x|
+def test_what_has_no_ratio_moves_without_it():
+    """LARS as SGD, where a weight or a gradient is zero; LAMB as Adam, where a weight is."""
+    (lars, settings), ones = ((OPTIMIZERS["lars"].load(), settings_of("lars", lr=0.5,
+        weight_decay=0.0)), torch.ones(3))
+    w, still = torch.zeros(3), torch.ones(3)
+    lars(w, ones, [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
+    lars(still, torch.zeros(3), [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
+    assert torch.equal(w, torch.full((3,), -0.5)) and torch.equal(still, ones)
+    w = torch.zeros(3)
+    OPTIMIZERS["lamb"].load()(w, ones, [torch.zeros(3), torch.zeros(3)],
+                              settings_of("lamb", lr=0.01), 1, Parameter("b", (3,)))
+    assert torch.allclose(w, torch.full((3,), -0.01))
+
+
+def lion_by_hand(x, settings):
+    """Chen et al. 2023, algorithm 2: c = b1 m + (1 - b1) g; theta -= lr (sign(c) + lambda theta);
+    m = b2 m + (1 - b2) g."""
+    m = torch.zeros_like(x)
+    for t in range(20):
+        g = gradient(x, t)
+        c = 0.9 * m + (1 - 0.9) * g
+        x = x - settings.lr * (torch.sign(c) + 0.3 * x)
+        m = 0.99 * m + (1 - 0.99) * g
+    return x
+
+
+def lamb_by_hand(x, settings):
+    """You et al. 2019, algorithm 2: r = m / (sqrt(v) + eps), and x moves by lr |x| / |r + lambda x|
     (r + lambda x)."""
-    wanted = []
-    for x in two_sizes(torch.float64, VECTORS):
-        x, m, v = x.detach().clone(), 0.0, 0.0
-        for t in range(1, 21):
-            g = gradient(x, t - 1)
-            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-            r = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)) ** 0.5 + 1e-6) + 0.1 * x
-            x = x - 0.01 * x.norm() / r.norm() * r
-        wanted.append(x)
-    for dtype in (torch.float32, torch.float64):
-        for a, b in zip(after("lamb", VECTORS, dtype=dtype, lr=0.01), wanted, strict=True):
-            assert (a - b).norm() < 1e-6 * b.norm()
-    w, slots = torch.zeros(3), [torch.zeros(3), torch.zeros(3)]
-    OPTIMIZERS["lamb"].load()(w, torch.ones(3), slots, settings_of("lamb", lr=0.01), 1,
-                              Parameter("b", (3,)))
-    assert torch.allclose(w, torch.full((3,), -0.01))      # zeros have no length: Adam's step
+    m, v = 0.0, 0.0
+    for t in range(1, 21):
+        g = gradient(x, t - 1)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        r = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)) ** 0.5 + 1e-6) + 0.1 * x
+        x = x - settings.lr * x.norm() / r.norm() * r
+    return x
 
 
 def lars_by_hand(x, settings):
@@ -661,16 +591,22 @@ def lars_by_hand(x, settings):
     return x
 
 
+def turned(m: torch.Tensor) -> torch.Tensor:
+    """The polynomial of Newton and Schulz on singular values, (a s + b s^3 + c s^5) five times
+    over."""
+    u, s, vt = torch.linalg.svd(m, full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s @ vt
+
+
 def normuon_by_hand(x, settings):
-    """Li et al. 2025, algorithm 1, with the polynomial of Newton and Schulz on singular values."""
+    """Li et al. 2025, algorithm 1."""
     m, v = 0.0, 0.0
     for t in range(20):
         m = 0.95 * m + 0.05 * gradient(x, t)
-        u, s, vt = torch.linalg.svd(m, full_matrices=False)
-        s = s / s.norm()
-        for _ in range(5):
-            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-        o = u * s @ vt
+        o = turned(m)
         v = 0.95 * v + 0.05 * (o**2).mean(1)
         o = o / (v.sqrt()[:, None] + 1e-10)
         x = (x - settings.lr * settings.weight_decay * x - 0.2 * settings.lr
@@ -751,6 +687,8 @@ def galore_by_hand(x, settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name, by_hand, shapes, settings", [
+    ("lion", lion_by_hand, VECTORS, {"lr": 1e-2, "weight_decay": 0.3}),
+    ("lamb", lamb_by_hand, VECTORS, {"lr": 0.01}),
     ("lars", lars_by_hand, VECTORS, {"lr": 10.0, "weight_decay": 0.1}),
     ("normuon", normuon_by_hand, MATRICES, {"lr": 0.01}),
     ("soap", soap_by_hand, ((24, 24), (17,)), {"every": 3}),
@@ -763,25 +701,17 @@ def galore_by_hand(x, settings):
      {"every": 1, "lr": 0.03}),
     ("galore", galore_by_hand, ((24, 40), (40, 24), (24, 24), (17,)), {"every": 3, "rank": 5}),
     ("galore", galore_by_hand, ((24, 40),), {"weight_decay": 0.1}),
-], ids=["lars", "normuon", "soap, 3", "soap, 10", "soap of one side", "shampoo, 3", "shampoo, 1",
-        "shampoo of one side", "galore, 3", "galore, whole"])
+], ids=["lion", "lamb", "lars", "normuon", "soap, 3", "soap, 10", "soap of one side", "shampoo, 3",
+        "shampoo, 1", "shampoo of one side", "galore, 3", "galore, whole"])
 def test_rules_are_those_of_their_papers(monkeypatch, name, by_hand, shapes, settings, dtype):
     """In float64, of whole matrices."""
     largest = getattr(by_hand, "keywords", {"largest": 10_000})["largest"]
     monkeypatch.setattr(of_lessons, "LARGEST", largest)
     starts = two_sizes(torch.float64, shapes)
-    for ours, w in zip(after(name, shapes, dtype=dtype, **settings), starts, strict=True):
+    for ours, w in zip(after(name, shapes, dtype, **settings), starts, strict=True):
         theirs = by_hand(w.detach(), settings_of(name, **settings))
         assert ((ours - theirs).norm() < 1e-6 * theirs.norm()
                 and (dtype == torch.float32 or (ours - theirs).norm() < 1e-9 * (theirs - w).norm()))
-
-
-def test_what_lars_has_no_ratio_of_moves_as_by_sgd():
-    settings, rule = settings_of("lars", lr=0.5, weight_decay=0.0), OPTIMIZERS["lars"].load()
-    w, still, of_one = torch.zeros(3), torch.ones(3), torch.ones(3)
-    rule(w, of_one, [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
-    rule(still, torch.zeros(3), [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
-    assert torch.equal(w, torch.full((3,), -0.5)) and torch.equal(still, torch.ones(3))
 
 
 def test_sophia_is_algorithms_2_and_3_of_the_paper():
@@ -877,8 +807,8 @@ def test_sophias_flops_and_seconds_are_one_more_forward_and_backward_of_every_k(
         torch.device("cuda"), 1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2}], ids=str)
-@pytest.mark.parametrize("name", ["galore", "shampoo", "soap"])
+@pytest.mark.parametrize("name, changes", [
+    ("galore", {}), ("shampoo", {"model.mlp": "swiglu", "model.kv_heads": 2}), ("soap", {})])
 def test_flops_of_rules_are_those_that_pytorch_counts(name, changes):
     """Of `every` updates. The counter is told what it does not know: a product in place, and that a
     QR has 8/3 n^3 (Golub & Van Loan, section 5.2:
@@ -954,17 +884,12 @@ def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
 
 
 def test_muon_turns_singular_values_alone():
-    """Those of what is orthogonalised: (a s + b s^3 + c s^5) five times over."""
     g = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    u, s, vt = torch.linalg.svd(g, full_matrices=False)
-    s = s / s.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    assert torch.allclose(orthogonalised(g.clone()), u * s @ vt, atol=1e-12)
-    assert torch.allclose(orthogonalised(g.T.clone()), (u * s @ vt).T, atol=1e-12)
+    assert torch.allclose(orthogonalised(g.clone()), turned(g), atol=1e-12)
+    assert torch.allclose(orthogonalised(g.T.clone()), turned(g).T, atol=1e-12)
 
 
-@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2)])
 def test_muon_takes_q_k_and_v_apart(heads, groups):
     """Rows of the fused weight lie by key/value head; each of the three moves as it would in a
     weight of its own."""
@@ -991,10 +916,9 @@ def test_muon_takes_q_k_and_v_apart(heads, groups):
         assert torch.allclose(got[its], w, atol=1e-12) and not torch.equal(w, whole[its])
 
 
-@pytest.mark.parametrize("changes",
-                         [{}, {"model.mlp": "swiglu", "model.kv_heads": 2, "model.tied": False},
-                          {"model.position": "rope"}, {"model.attention.sinks": True}], ids=str)
-@pytest.mark.parametrize("name", ["muon", "normuon"])
+@pytest.mark.parametrize("name, changes", [
+    ("muon", {"model.mlp": "swiglu", "model.kv_heads": 2, "model.tied": False}),
+    ("muon", {"model.attention.sinks": True}), ("normuon", {})])
 def test_muons_flops_are_those_that_pytorch_counts(name, changes):
     """And its rules are by name: matrices of blocks alone are orthogonalised."""
     config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4,
@@ -1036,28 +960,6 @@ def test_what_is_no_matrix_is_no_parameter_of_muons():
                          settings_of("muon", groups=("hed*:lr_scale=0.1",)))
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_a_told_rule_holds_what_its_row_says(told, name):
-    """And its slots have the shapes that it says, also of a vector, and through a checkpoint's
-    names."""
-    row = OPTIMIZERS[name]
-    model = torch.nn.Linear(512, 256, bias=False)
-    optimizer = build(dict(model.named_parameters()),
-                      replace(row.settings, name=name, **MOST[name]))
-    for _ in range(2):
-        model.weight.grad = torch.randn(256, 512)
-        with Tracker(model, optimizer) as tracker, tracker.optimizing():
-            optimizer.step()
-    found = tracker.footprint()
-    before = sum(found.most.get(one, 0) for one in ("weights", "gradients", "optimizer state"))
-    needed = update_bytes(row) * 256 * 512 + row.whole_bytes((256, 512), row.settings)
-    assert found.peak_bytes - before == pytest.approx(needed, rel=0.03)
-    state = [t for t in optimizer.state[model.weight].values() if torch.is_tensor(t)]
-    assert [t.shape for t in state] == [slot.shape((256, 512), row.settings) or (256, 512)
-        for slot in row.slots]
-    assert sum(t.numel() for t in state) == sum(row.slot_numbers((256, 512), row.settings))
-
-
 def test_groups_by_name_have_rules_of_their_own(told):
     """Each parameter is updated as it would be by its rule alone, at its share of the learning
     rate; the settings are the group's."""
@@ -1068,12 +970,11 @@ def test_groups_by_name_have_rules_of_their_own(told):
     both = build(dict(model.named_parameters()), settings)
     one = build({"weight": alone.weight}, AdamWSettings(name="adamw", lr=settings.lr / 2,
         beta2=0.9))
-    updates(one, [alone.weight])
     for update in range(5):
-        draw = torch.Generator().manual_seed(update)
-        model[1].weight.grad = torch.randn(16, 16, generator=draw, dtype=torch.float64).float()
-        model[0].weight.grad, model[0].bias.grad = torch.ones(16, 16), torch.ones(16)
+        for p in (alone.weight, *model.parameters()):
+            p.grad = gradient(p, update)
         both.step()
+        one.step()
     assert torch.equal(model[1].weight, alone.weight)
     assert (list(both.state[model[0].weight]) == ["update", "exp_avg"]
             and list(both.state[model[1].weight]) == ["update", "exp_avg", "exp_avg_sq"])

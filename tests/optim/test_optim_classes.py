@@ -1,5 +1,10 @@
 """Optimizers for models and loops of other people: torch.optim's ways, and the bits of torch.optim
-and of the kit's stepper."""
+and of the kit's stepper.
+
+Only these tests catch: a class whose update is not the stepper's or PyTorch's to the bit, a
+schedule that changes nothing, a copy that shares state, a closure, scaler or sparse gradient that
+is not taken, and a wrong setting that is not refused as PyTorch does.
+"""
 
 import copy
 import io
@@ -14,7 +19,7 @@ import lessons.rows.optimizers  # noqa: F401  ten rules more
 import lpkit.optim
 from lpkit.contracts import Parameter, StatePlacement
 from lpkit.errors import ConfigError
-from lpkit.optim import Adam, AdamW, Lion, Momentum, Muon
+from lpkit.optim import Adam, AdamW, Lion, Muon
 from lpkit.optim.classes import optimizer
 from lpkit.optim.stepper import Stepper
 from lpkit.techniques.optimizers import OPTIMIZERS
@@ -96,20 +101,6 @@ def test_two_groups_are_updated_as_by_pytorch(name, theirs, settings):
     assert equal(*both)
 
 
-@pytest.mark.parametrize("name, make, settings", [
-    ("muon", torch.optim.Muon, {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}),
-    ("adafactor", lambda p, **settings: torch.optim.Adafactor(p,
-        eps=(torch.finfo(torch.float32).eps, 1e-3), **settings),
-        {"lr": 1e-2, "weight_decay": 0.1})])
-def test_matrix_rules_are_pytorchs_to_rounding(monkeypatch, name, make, settings):
-    """The bf16 products of PyTorch's Muon are taken out."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
-    ours, theirs = (two_sizes(torch.float32, shapes_of(name)) for _ in range(2))
-    for a, b in zip(step(optimizer(name)(ours, **settings), ours),
-                    step(make(theirs, **settings), theirs), strict=True):
-        assert (a - b).norm() < 1e-6 * b.norm()
-
-
 SCHEDULES = {
     "from zero": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(step / 5, 1.0)),
     "cosine to zero": lambda opt: lr_scheduler.CosineAnnealingLR(opt, T_max=10),
@@ -121,13 +112,12 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name, theirs",
-                         [("adamw", lambda p: torch.optim.AdamW(p, 1e-2, (0.9, 0.95),
-                             weight_decay=0.1, fused=True)),
-                                          ("momentum", lambda p: torch.optim.SGD(p, 1e-2, 0.9,
-                                              foreach=False))])
-def test_schedules_of_pytorch_change_what_they_change_there(name, theirs, schedule):
+@pytest.mark.parametrize("name, schedule", [*(("adamw", schedule) for schedule in SCHEDULES),
+                                            ("momentum", "one cycle, momentum too")])
+def test_schedules_of_pytorch_change_what_they_change_there(name, schedule):
+    theirs = {"adamw": lambda p: torch.optim.AdamW(p, 1e-2, (0.9, 0.95), weight_decay=0.1,
+                                                   fused=True),
+              "momentum": lambda p: torch.optim.SGD(p, 1e-2, 0.9, foreach=False)}[name]
     both = []
     for make in (lambda p: optimizer(name)(p, 1e-2, weight_decay=0.1 * (name == "adamw")), theirs):
         parameters = two_sizes(torch.float32, MIXED)
@@ -140,8 +130,9 @@ def test_schedules_of_pytorch_change_what_they_change_there(name, theirs, schedu
     assert equal(*both)
 
 
-@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, way", [*((name, "state_dict") for name in NAMES),
+                                       ("adamw", "deepcopy"), ("soap", "deepcopy"),
+                                       ("adamw", "pickle"), ("soap", "pickle")])
 def test_a_copy_goes_on_bit_for_bit(name, way):
     """And it does not share state: the first one goes on before the second one does."""
     def made(parameters, **changes):
@@ -179,7 +170,7 @@ def test_a_state_of_pytorchs_own_goes_on_here(ours, theirs):
     assert equal(step(second, b, range(5, 10)), step(first, a, range(5, 10)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["adamw", "soap"])
 def test_a_model_of_other_people_learns_by_a_closure(name):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Tanh(),
@@ -242,18 +233,12 @@ V = torch.nn.Parameter(torch.ones(4))
     (lambda: AdamW([P], lr=-1.0), ValueError, "lr must be positive, got -1.0"),
     (lambda: Lion([P], lr=float("nan")), ValueError, "lr must be positive, got nan"),
     (lambda: AdamW([]), ValueError, "optimizer got an empty parameter list"),
-    (lambda: AdamW([P], betas=(0.9, 1.0)), ValueError, "beta2 must be 0 or more and below 1, got "
-                                                       "1.0"),
     (lambda: AdamW([{"params": [P], "betas": (1.0, 0.9)}]), ValueError, "beta1 must be 0 or more "
         "and below 1, got 1.0"),
     (lambda: AdamW([P], betas=(0.9,)), ValueError, r"betas must be two numbers, got \(0.9,\)"),
     (lambda: AdamW([P], beta=0.9), TypeError, "adamw has no setting 'beta'; did you mean 'betas'"),
     (lambda: Lion([P], momentum=0.9), TypeError, "lion has no setting 'momentum'; choose one of "
                                                  "betas, lr, weight_decay"),
-    (lambda: Momentum([P], momentum=1.0), ValueError, "momentum must be 0 or more and below 1, got "
-                                                      "1.0"),
-    (lambda: AdamW([{"params": [P], "weight_decay": -0.1}]), ValueError, "weight_decay must be 0 "
-        "or more, got -0.1"),
     (lambda: Muon([("embed", P), ("bias", V)]), ValueError, r"muon updates matrices of float32 or "
                                                             r"float64, got torch.float32 of shape "
                                                             r"\(4,\); leave bias out, or give it a "
@@ -261,8 +246,6 @@ V = torch.nn.Parameter(torch.ones(4))
     (lambda: optimizer("soap")([torch.nn.Parameter(torch.ones(2, 2, 3))]), ValueError,
      r"soap updates 1- and 2-D tensors of float32 or float64, got torch.float32 of shape \(2, 2, "
      r"3\)"),
-    (lambda: AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]), ValueError,
-     "adamw updates tensors of float32 or float64, got torch.bfloat16 of shape"),
     (lambda: optimizer("sophia"), ConfigError, "sophia needs more than gradients"),
     (lambda: optimizer("lyon"), ConfigError, "there is no optimizer 'lyon'"),
     (lambda: lpkit.optim.Lyon, AttributeError, "no attribute 'Lyon'"),

@@ -1,39 +1,21 @@
-"""A language model from nothing, at the sizes of CS336's first assignment (4 heads of 16, 128 wide
-MLPs, 3 layers), beside float64 by hand."""
+"""An update and byte-pair encoding, as CS336's first assignment asks for them, beside float64 and
+by hand."""
 
 import collections
-import copy
 import json
 import math
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-from lpkit.config import Config, ModelConfig
-from lpkit.datasets.policies import RandomWindows
 from lpkit.datasets.tokenizers import BPE
-from lpkit.errors import ConfigError
 from lpkit.memory.update import after
-from lpkit.nn.attention import plain, sdpa
 from lpkit.nn.layers import RMSNorm
-from lpkit.nn.transformer import Transformer, cross_entropy
-from lpkit.optim.stepper import build
-from lpkit.techniques.attention import Rule
-from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.schedules import SCHEDULES, schedule
-from lpkit.training.training import RandomTokens, Training
 
-B, T, D, H, WIDE, V, L = 4, 12, 64, 4, 128, 1000, 3
-MODEL = {"layers": L, "width": D, "heads": H, "mlp_width": WIDE, "vocab": V, "context": 16,
-         "norm": "rmsnorm", "position": "rope", "mlp": "swiglu",
-         "bias": False, "tied": False}
-GPT = {**MODEL, "norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True}
-STYLES = {"llama": MODEL, "gpt": GPT, "grouped": {**MODEL, "kv_heads": 2},
-          "tied": {**MODEL, "tied": True}, "normed": {**MODEL, "qk_norm": True}}
+B, T, D = 4, 12, 64
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,100 +27,6 @@ def close(found: torch.Tensor, due: torch.Tensor, share: float = 1e-5) -> None:
             * due.abs().max())
 
 
-def model_of(style: str, seed: int = 0) -> Transformer:
-    torch.manual_seed(seed)
-    model = Transformer(ModelConfig(**STYLES[style]), sdpa)
-    for name, p in model.named_parameters():
-        torch.nn.init.normal_(p, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.1)
-    return model.eval()
-
-
-def by_hand(model: Transformer, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits, and what each block adds, in float64, from the weights alone."""
-    c, w = model.config, {name: p.detach().double() for name, p in model.state_dict().items()}
-    E, G = c.E, c.G
-
-    def norm(x, name):
-        if c.norm == "rmsnorm":
-            return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.weight"]
-        centred = x - x.mean(-1, keepdim=True)
-        return (centred / (centred.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
-                * w[f"{name}.weight"] + w[f"{name}.bias"])
-
-    def linear(x, name):
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
-
-    def rope(x):
-        angles = torch.arange(x.shape[-2]).double()[:,
-            None] * c.rope_theta ** (-torch.arange(0, E, 2).double() / E)
-        turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def attention(x, name):
-        # rows of the product by group: its queries, its key, its value
-        heads = linear(x, f"{name}.qkv").unflatten(-1, (G, c.H // G + 2, E)).permute(0, 2, 3, 1, 4)
-        q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
-        if c.qk_norm:
-            q, k = (t / (t.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
-                    * w[f"{name}.{which}_norm.weight"] for t, which in ((q, "q"), (k, "k")))
-        if c.position == "rope":
-            q, k = rope(q), rope(k)
-        scores = q @ k.mT / math.sqrt(E)
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-        return linear(out.flatten(1, 2).transpose(1, 2).flatten(2), f"{name}.out")
-
-    def mlp(x, name):
-        if c.mlp == "swiglu":
-            gate, up = linear(x, f"{name}.gate_up").chunk(2, dim=-1)
-            return linear(gate * gate.sigmoid() * up, f"{name}.down")
-        h = linear(x, f"{name}.up")
-        return linear(0.5 * h * (1 + torch.tanh((2 / torch.pi)**0.5 * (h + 0.044715 * h**3))),
-                      f"{name}.down")
-
-    x, each = w["embed.weight"][tokens], {}
-    if c.position == "learned":
-        x = x + w["positions.embed.weight"][:tokens.shape[1]]
-    for i in range(c.L):
-        x = x + attention(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention")
-        x = x + mlp(norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.mlp")
-        each[f"blocks.{i}"] = x
-    return {**each, "logits": norm(x, "norm") @ w["head.weight"].T}
-
-
-@pytest.mark.parametrize("length", [1, 6, 12, 16])
-@pytest.mark.parametrize("style", STYLES)
-def test_a_language_model_and_a_truncated_text(style, length):
-    model, tokens = model_of(style), torch.randint(V, (B, length),
-        generator=torch.Generator().manual_seed(6))
-    with torch.no_grad():
-        close(model(tokens), by_hand(model, tokens)["logits"], 2e-5)
-
-
-@pytest.mark.parametrize("block", range(L))
-@pytest.mark.parametrize("style", STYLES)
-def test_each_block(style, block):
-    model, tokens, seen = model_of(style, 1), torch.randint(V, (B, T),
-        generator=torch.Generator().manual_seed(6)), {}
-    model.blocks[block].register_forward_hook(lambda _, __, out: seen.update(out=out.detach()))
-    with torch.no_grad():
-        model(tokens)
-    close(seen["out"], by_hand(model, tokens)[f"blocks.{block}"])
-
-
-def test_a_text_that_is_too_long_is_refused():
-    with pytest.raises(ConfigError, match="17 tokens do not fit"):
-        model_of("llama")(torch.zeros(1, 17, dtype=torch.int64))
-
-
-def test_linear_and_embedding():
-    linear, x = torch.nn.Linear(D, WIDE, bias=False), drawn(B, T, D)
-    close(linear(x).detach(), x.double() @ linear.weight.detach().double().T)
-    model, ids = model_of("llama"), torch.randint(V, (B, T),
-        generator=torch.Generator().manual_seed(6))
-    assert torch.equal(model.embed(ids), model.embed.weight[ids])
-
-
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_rmsnorm_of_small_and_large_numbers(scale):
     norm, x = RMSNorm(D, eps=1e-5), drawn(B, T, D) * scale
@@ -147,36 +35,9 @@ def test_rmsnorm_of_small_and_large_numbers(scale):
           * norm.weight.detach().double())
 
 
-@pytest.mark.parametrize("shift", [0.0, 100.0, -1e4])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("attend", [plain, sdpa], ids=["plain", "sdpa"])
-def test_attention_whose_scores_are_shifted(attend, causal, shift):
-    """Softmax does not see what all scores share, however large: keys get a part that every query
-    scores alike."""
-    q, k, v = (drawn(B, H, T, 16, seed=i) for i in range(3))
-    q[..., 0], k[..., 0] = 4.0, shift
-    scores = q.double() @ k.double().mT / 4.0
-    if causal:
-        scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
-    found = attend(q, k, v) if causal else attend(q, k, v, rule=Rule(causal=False))
-    # products of the shift are rounded
-    close(found, scores.softmax(-1) @ v.double(), 1e-5 * max(1.0, abs(shift)))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1000.0])
-@pytest.mark.parametrize("shape", [(8, 5), (2, 3, 7), (1, 1, 2)], ids=str)
-def test_cross_entropy_of_small_and_large_logits(shape, scale):
-    logits = drawn(*shape) * scale
-    y = torch.randint(shape[-1], shape[:-1], generator=torch.Generator().manual_seed(1))
-    logits, y = (logits, y) if len(shape) == 3 else (logits[None], y[None])
-    close(cross_entropy(logits, y), F.cross_entropy(logits.double().flatten(0, 1), y.flatten()),
-          1e-6)
-
-
 # ---- the update
 
-@pytest.mark.parametrize("most", [1e-2, 1.0, 100.0])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("most, frozen", [(1e-2, True), (100.0, False)])
 def test_gradients_are_clipped_by_the_norm_of_all(most, frozen):
     parameters = [torch.nn.Parameter(torch.zeros(5, 5)) for _ in range(6)]
     parameters[-1].requires_grad_(not frozen)
@@ -191,28 +52,7 @@ def test_gradients_are_clipped_by_the_norm_of_all(most, frozen):
         close(-p.detach(), g * min(1.0, most / norm.item()), 1e-5)
 
 
-def test_adamw_over_a_thousand_steps():
-    """Their problem: a map from 3 to 2 numbers by squares."""
-    def weights(make):
-        torch.manual_seed(42)
-        linear = torch.nn.Linear(3, 2, bias=False)
-        optimizer = make(linear)
-        for _ in range(1000):
-            x = torch.rand(3)
-            linear.zero_grad()
-            (torch.stack((x[0] + x[1], -x[2])) - linear(x)).square().sum().backward()
-            optimizer.step()
-        return linear.weight.detach()
-
-    settings = replace(OPTIMIZERS["adamw"].settings, name="adamw", lr=1e-3, weight_decay=0.01,
-                       beta1=0.9, beta2=0.999, eps=1e-8)
-    due = weights(lambda linear: torch.optim.AdamW(linear.parameters(), lr=1e-3, weight_decay=0.01,
-        betas=(0.9, 0.999), eps=1e-8))
-    torch.testing.assert_close(weights(lambda linear: build({"blocks.0.weight": linear.weight},
-        settings)), due, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("it", range(1, 25))
+@pytest.mark.parametrize("it", [1, 6, 7, 8, 14, 21, 22, 24])
 def test_a_cosine_schedule_with_a_warm_up(it):
     """A warm-up of 7 and a floor of a tenth at 21, as their function of the iteration says it. Our
     first update is their iteration 1: an update at a rate of 0 moves nothing."""
@@ -224,55 +64,6 @@ def test_a_cosine_schedule_with_a_warm_up(it):
 
 
 # ---- batches and checkpoints
-
-@pytest.mark.parametrize("tokens, length, batch", [(100, 7, 32), (50, 1, 8), (33, 32, 4)])
-def test_batches_are_windows_from_anywhere(tokens, length, batch):
-    """Targets are the next tokens, and every start is as likely: each within five standard
-    deviations of a binomial."""
-    policy, counts, steps = RandomWindows(tokens=np.arange(tokens, dtype=np.uint16), batch=batch,
-        context=length, seed=0), collections.Counter(), 1000
-    for step in range(steps):
-        made = policy.batch(step)
-        assert (made.tokens.shape == made.targets.shape == (batch, length)
-                and torch.equal(made.tokens + 1, made.targets))
-        assert (made.tokens == made.tokens[:, :1] + torch.arange(length)).all()
-        counts.update(made.tokens[:, 0].tolist())
-    starts = tokens - length
-    assert set(counts) == set(range(starts))
-    p = 1 / starts
-    assert all(abs(n - steps * batch * p) <= 5 * math.sqrt(steps * batch * p * (1 - p))
-               for n in counts.values())
-
-
-def test_a_text_shorter_than_a_window_is_refused():
-    with pytest.raises(ConfigError, match="needs 8 tokens in a row"):
-        RandomWindows(tokens=np.arange(7), batch=1, context=7)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "momentum", "muon", "schedule-free"])
-def test_a_checkpoint_goes_on_to_the_bit(optimizer):
-    config = Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2,
-                              "model.context": 16, "global_batch": 4, "steps": 10,
-                              "precision.recipe": "fp32", "system.device": "cpu",
-                              "system.attention": "sdpa", "system.compile": False,
-                              "system.kernels": "pytorch", "optimizer": optimizer,
-                              "optimizer.groups":
-                              "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw"
-                              if optimizer == "muon" else ""})
-    data = RandomTokens(config, "cpu")
-
-    def fresh():
-        return Training.build(config, data=data)
-
-    first, second = fresh(), fresh()
-    for step in range(3):
-        first.update(step)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for step in range(3, 6):
-        assert torch.equal(first.update(step).loss, second.update(step).loss)
-    for (name, p), q in zip(first.model.named_parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
 
 # ---- byte-pair encoding
 
@@ -324,11 +115,6 @@ def encoded_by_hand(bpe: BPE, text: str) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_comes_back(name, bpe):
-    assert bpe.decode(bpe.encode(TEXTS[name])) == TEXTS[name]
-
-
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if len(text) < 1000])
 def test_a_text_is_encoded_as_by_hand(name, bpe):
     """What a text spells as an end marker is text there too: the marker's own id appears in
@@ -362,11 +148,3 @@ def test_each_merge_is_of_a_most_frequent_pair(tmp_path):
                 i += 1 + both
             joined[tuple(parts)] += n
         words = joined
-
-
-def test_the_vocabulary_holds_every_byte_and_the_marker(bpe):
-    vocab, merges = merges_of(bpe)
-    assert (len({entry for entry in vocab if len(entry) == 1}) == 256
-            and len(vocab) == bpe.vocab == 257 + len(merges))
-    for first, second in merges:
-        assert first in vocab and second in vocab and first + second in vocab

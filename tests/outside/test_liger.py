@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.kernels import cross_entropy as kernel
-from lpkit.memory.loss import linear_cross_entropy
 from lpkit.nn.layers import LayerNorm, RMSNorm, RotaryPositions
 from lpkit.nn.mlps import GeluMLP, SwigluMLP
 
@@ -37,76 +35,9 @@ def with_gradients(call, *inputs: torch.Tensor, seed: int = 9) -> list[torch.Ten
     return [y.detach(), *torch.autograd.grad(y, inputs, g)]
 
 
-# ---- cross-entropy
-
-ROWS = [(256, 512), (4, 8), (141, 31), (63, 41), (30, 3200), (1, 2), (64, 4096)]
-
-
-@pytest.mark.parametrize("by", ["", "definition"])
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("M, V", ROWS)
-def test_cross_entropy_of_own_logits(M, V, dtype, scale, by):
-    """The sum, by the kernel of this device and by its definition: nats in float32 and the gradient
-    in the dtype of the logits."""
-    logits, y = (drawn(M, V) * scale).to(dtype), torch.randint(V, (M,),
-        generator=torch.Generator().manual_seed(1))
-    wide = logits.double().requires_grad_()
-    due = F.cross_entropy(wide, y, reduction="none")
-    due.sum().backward()
-    nats, gradient = kernel.on_cpu(logits, y) if not by else kernel.cross_entropy(logits, y)
-    assert nats.dtype == torch.float32 and gradient.dtype == dtype
-    close(nats, due.detach(), 2e-6)
-    close(gradient, wide.grad, SHARE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("M, V", ROWS)
-def test_cross_entropy_weighs_each_row(M, V, dtype):
-    logits, y = drawn(M, V).to(dtype), torch.randint(V, (M,),
-        generator=torch.Generator().manual_seed(1))
-    weights = torch.rand(M, generator=torch.Generator().manual_seed(2))
-    wide = logits.double().requires_grad_()
-    (F.cross_entropy(wide, y, reduction="none") * weights.double()).sum().backward()
-    _, gradient = kernel.on_cpu(logits, y, weights)
-    close(gradient, wide.grad, SHARE[dtype])
-
-
-def test_logits_that_are_not_contiguous():
-    logits, y = drawn(41, 63).T, torch.randint(41, (63,),
-        generator=torch.Generator().manual_seed(1))
-    wide = logits.double().requires_grad_()
-    F.cross_entropy(wide, y, reduction="sum").backward()
-    close(kernel.on_cpu(logits, y)[1], wide.grad, SHARE[torch.float32])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("scalar", [1.0, 0.5])
-@pytest.mark.parametrize("chunk", [7, 4096])
-@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 16, 32, 64),
-    (2, 2, 8, 8), (1, 32, 64, 128)])
-def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
-    """The mean, with the gradients of hidden states, weight and bias; the gradient that comes from
-    above is `scalar`."""
-    h, y = drawn(B * T, H), torch.randint(V, (B * T,), generator=torch.Generator().manual_seed(1))
-    head = torch.nn.Linear(H, V, bias=bias)
-    h1, h2 = h.clone().requires_grad_(), h.double().requires_grad_()
-    wide = torch.nn.Linear(H, V, bias=bias).double()
-    wide.load_state_dict({key: t.double() for key, t in head.state_dict().items()})
-    due = F.cross_entropy(wide(h2), y)
-    (due * scalar).backward()
-    found = linear_cross_entropy(h1, head, y, chunk)
-    (found * scalar).backward()
-    close(found.detach(), due.detach(), 2e-6)
-    close(h1.grad, h2.grad, 2e-5)
-    for ours, theirs in zip(head.parameters(), wide.parameters(), strict=True):
-        close(ours.grad, theirs.grad, 2e-5)
-
-
 # ---- norms
 
-SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8, 9, 7, 64),
-          (1, 1, 1023), (3, 7, 256), (1, 1, 1500)]
+SHAPES = [(2, 128, 512), (9, 7, 41), (8, 9, 7, 64), (1, 1, 1023)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,10 +87,9 @@ def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.T
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B, T, H, E", [(1, 128, 32, 64), (2, 128, 8, 64), (1, 2, 2, 8),
-    (3, 423, 7, 92), (1, 8, 1, 2), (2, 33, 5, 128)])
+@pytest.mark.parametrize("B, T, H, E, theta", [(1, 2, 2, 8, 10_000.0), (3, 423, 7, 92, 500_000.0),
+                                               (1, 8, 1, 2, 10_000.0)])
 def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
     from lpkit.kernels.pytorch import rotate_pytorch
     from lpkit.kernels.rotary import ROTARY
@@ -192,8 +122,7 @@ def test_a_head_of_an_odd_size_has_no_pairs():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B, T, D, W", [(2, 64, 64, 128), (2, 2, 8, 8), (9, 7, 41, 41),
-    (6, 42, 123, 431), (3, 1, 8, 1409)])
+@pytest.mark.parametrize("B, T, D, W", [(2, 2, 8, 8), (6, 42, 123, 431), (3, 1, 8, 1409)])
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 def test_mlps(kind, B, T, D, W, dtype, bias):
     config = ModelConfig(width=D, heads=1, head_dim=2, mlp_width=W, mlp=kind, bias=bias)

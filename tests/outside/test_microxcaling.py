@@ -45,7 +45,7 @@ def drawn(rows: int, columns: int, spread: float, dtype: torch.dtype, seed: int)
 
 @pytest.mark.parametrize("rule", ["floor", "rceil"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block", [8, 9, 32, 64])
+@pytest.mark.parametrize("block", [9, 32])
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_blocks_are_the_specifications(name, block, dtype, rule):
     x = drawn(24, 4 * block, 3.0, dtype, block)

@@ -18,23 +18,15 @@ BASE = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA | {"sliding_window": None
         "qwen3": LLAMA | {"head_dim": 10}}
 # of each family, what its own test suites vary: sizes, groups, ties, eps, rotary bases, biases
 VARIANTS = {
-    "gpt2": [{}, {"n_layer": 1}, {"n_layer": 3, "n_head": 2}, {"n_inner": 100},
-             {"layer_norm_epsilon": 1e-3}, {"n_head": 1}, {"n_embd": 30, "n_head": 5},
-             {"vocab_size": 411}, {"tie_word_embeddings": True}],
-    "llama": [{}, {"num_key_value_heads": 6}, {"num_key_value_heads": 1}, {"num_hidden_layers": 1},
-              {"tie_word_embeddings": True}, {"rms_norm_eps": 1e-3},
+    "gpt2": [{"n_layer": 3, "n_head": 1}, {"n_inner": 100, "layer_norm_epsilon": 1e-3},
+             {"n_embd": 30, "n_head": 5, "vocab_size": 411}],
+    "llama": [{"num_key_value_heads": 6, "tie_word_embeddings": True},
+              {"num_key_value_heads": 1, "rms_norm_eps": 1e-3, "num_hidden_layers": 1},
               {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-              {"intermediate_size": 31}, {"head_dim": 16},
-              {"hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4},
-              {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0,
-                                   "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                   "original_max_position_embeddings": 8192}}],
-    "mistral": [{}, {"num_key_value_heads": 6}, {"head_dim": 4}, {"rms_norm_eps": 1e-3},
-                {"tie_word_embeddings": True}],
-    "qwen2": [{}, {"num_key_value_heads": 6}, {"tie_word_embeddings": True}, {"rms_norm_eps": 1e-3},
-              {"num_hidden_layers": 3}],
-    "qwen3": [{}, {"num_key_value_heads": 3}, {"head_dim": 16}, {"tie_word_embeddings": True},
-              {"rms_norm_eps": 1e-3}, {"intermediate_size": 31}],
+              {"intermediate_size": 31, "head_dim": 16}],
+    "mistral": [{"head_dim": 4, "rms_norm_eps": 1e-3}, {"tie_word_embeddings": True}],
+    "qwen2": [{"num_key_value_heads": 6, "rms_norm_eps": 1e-3}],
+    "qwen3": [{"num_key_value_heads": 3, "intermediate_size": 31}, {"tie_word_embeddings": True}],
 }
 
 

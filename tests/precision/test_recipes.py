@@ -1,9 +1,13 @@
 """Recipes as rows and settings, and every one of them in the trainer: what it learns, what it
-saves, what it refuses."""
+saves, what it refuses.
+
+Only these tests catch: a row that is not the published one, a setting that is lost or has no
+meaning, a wrong layer that stays in 16 bits, a recipe that learns or resumes otherwise, and a loss
+scale that hides divergence or counts dropped updates wrongly.
+"""
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +20,9 @@ from lpkit.memory import loss
 from lpkit.parallel.ranks import Ranks
 from lpkit.precision.backends import BACKENDS, choose
 from lpkit.precision.linear import ScaledLinear, scaled_linears
-from lpkit.precision.scaled import TRANSFORMS
-from lpkit.techniques.formats import FORMATS
-from lpkit.techniques.recipes import RECIPES, SCALES, kept, resolve
+from lpkit.techniques.recipes import RECIPES, kept, resolve
 from lpkit.training import checkpoint
-from lpkit.training.background import start, train
+from lpkit.training.background import train
 from lpkit.training.runs import RunFailedError, described
 from lpkit.training.steps import LossScaler, accumulate
 from lpkit.training.training import Training
@@ -47,17 +49,6 @@ def losses(run) -> list[float]:
 
 # ---- rows
 
-def test_rows_are_made_of_names_that_exist():
-    for recipe in RECIPES.values():
-        assert recipe.source
-        for casts in recipe.products.values():
-            for cast in casts:
-                assert (cast.format in FORMATS and cast.scale in SCALES
-                        and cast.transform in TRANSFORMS)
-                assert all(side == 0 or math.log2(side).is_integer() for side in cast.block)
-        assert recipe.products.keys() in ({"y", "dx", "dw"}, set())
-
-
 def test_the_published_rows():
     """DeepSeek-V3 section 3.3; NVIDIA's NVFP4 paper, section 4; Micikevicius et al. on E5M2."""
     deepseek, nvidia, hybrid = RECIPES["fp8-blockwise"], RECIPES["nvfp4-published"], RECIPES[
@@ -71,14 +62,6 @@ def test_the_published_rows():
             + ["hadamard"] * 2)
     assert nvidia.y[1] == nvidia.dx[1] and nvidia.y[1].block == (16, 16)
     assert [cast.format for cast in hybrid.y + hybrid.dx] == ["e4m3fn", "e4m3fn", "e5m2", "e4m3fn"]
-
-
-def test_rows_that_differ_in_one_thing():
-    """Float8BlockScaling's powers of two; torchao's scales, none below the smallest normal."""
-    for one, other, scale in (("fp8-blockwise", "fp8-blockwise-pow2", "power-of-two"),
-                              ("nvfp4-published", "nvfp4", "e4m3-normal")):
-        changed = [replace(cast, scale=scale) for cast in RECIPES[one].all_casts]
-        assert changed == RECIPES[other].all_casts != RECIPES[one].all_casts
 
 
 def test_settings_win_over_the_row():
@@ -101,10 +84,7 @@ def test_settings_win_over_the_row():
                                                    "fp8-delayed, fp8-rowwise, "
                                                    "fp8-blockwise, fp8-blockwise-pow2, mxfp8 have "
                                                    "it"),
-    (dict(recipe="nvfp4", scale="float32"), "no setting 'scale'; fp8-tensorwise,"),
     (dict(recipe="mxfp8", scale="float32"), "choose one of power-of-two, power-of-two-floor"),
-    (dict(recipe="bf16", gradient_rounding="stochastic"), "no setting 'gradient_rounding'; "
-                                                          "fp8-tensorwise,"),
     (dict(recipe="bf16", loss_scale=8.0), "no setting 'loss_scale'; fp16 has it"),
 ])
 def test_what_has_no_meaning_is_refused_with_the_way_out(settings, said):
@@ -143,7 +123,7 @@ def test_layers_that_stay():
 
 
 @pytest.mark.parametrize(("blocks", "first", "last"),
-                         [(62, 2, 8), (31, 1, 4), (20, 1, 3), (4, 0, 1), (2, 0, 0)])
+                         [(62, 2, 8), (20, 1, 3), (2, 0, 0)])
 def test_nvidia_s_share_of_a_model_stays(blocks, first, last):
     """Appendix A.1: the first two and the last eight of 62 blocks, 16%; of other models as many,
     rounded."""
@@ -226,10 +206,7 @@ def test_every_recipe_learns_what_bf16_learns_and_resumes_bit_for_bit(tiny, tmp_
     assert losses(whole)[-1] < 0.9 * losses(whole)[0]
     assert whole.summary["chosen"]["backend"]["used"] == "emulated"
 
-    handle = start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
-    handle.result()
-    parts = train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 4)
     assert losses(parts) == losses(whole)
     same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
     assert same[0].keys() == same[1].keys()

@@ -1,5 +1,11 @@
 """The low-precision Linear: casts and products against float64, PyTorch, torchao, and autograd's
-own machinery."""
+own machinery.
+
+Only these tests catch: a cast that is not the format's nearest value at its scale, a product that
+is not the float64 one or torchao's, scales in another layout than PyTorch reads, a history or a
+draw that moves twice under recomputation, compiled numbers that are others, and a NaN that nobody
+names.
+"""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +22,7 @@ from lpkit.kernels.cast import Noise
 from lpkit.kernels.scales import MAKE_SCALES, swizzled
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import nonfinite_report
-from lpkit.precision.scaled import Scaled, product, quantise, reference, spread
+from lpkit.precision.scaled import product, quantise, reference, spread
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
 from lpkit.training.steps import advance
@@ -59,16 +65,14 @@ def three(module: nn.Module, *, autocast: bool = False, tokens: int = 128, scale
     return [y.detach(), x.grad, module.weight.grad, module.bias.grad]
 
 
+def plain_of(module: nn.Module) -> nn.Linear:
+    """PyTorch's Linear with the same numbers."""
+    plain = nn.Linear(module.in_features, module.out_features)
+    plain.load_state_dict({"weight": module.weight.detach(), "bias": module.bias.detach()})
+    return plain
+
+
 # ---- casts
-
-@pytest.mark.parametrize("block", [(ALL, ALL), (1, ALL), (1, 128), (128, 128), (1, 32)])
-def test_error_is_at_most_half_a_mantissa_step(block):
-    x = noise(256, 256)
-    error = (quantise(x, Cast(format="e4m3fn", block=block)).dequantise() - x).abs()
-    normal = x.abs() * 2**-4                    # 3 mantissa bits: half a step is 2^-4, relative
-    subnormal = x.abs().max() / 448 * 2**-10    # and below 2^-6 the step is fixed
-    assert (error <= normal + subnormal).all()
-
 
 @pytest.mark.parametrize("recipe", CAST)
 def test_casts_are_the_format_s_own_rounding_at_the_stated_scale(recipe):
@@ -187,9 +191,7 @@ FLOORS = {
 @pytest.mark.parametrize("recipe", CAST)
 def test_three_products_against_fp32(recipe, autocast):
     module = linear(recipe)
-    plain = nn.Linear(128, 256)
-    plain.weight, plain.bias = nn.Parameter(module.weight.detach()), nn.Parameter(
-        module.bias.detach())
+    plain = plain_of(module)
     *want, want_db = three(plain)
     *got, got_db = three(module, autocast=autocast)
     for floor, one, two in zip(FLOORS[recipe], want, got, strict=True):
@@ -241,9 +243,9 @@ def read_scales(data: torch.Tensor, scale: torch.Tensor, kind, *, right: bool) -
     return scale[k // 128, i // 128]
 
 
-@pytest.mark.parametrize("recipe", ["fp8-blockwise", "fp8-blockwise-pow2"])
-@pytest.mark.parametrize(("inputs", "outputs", "tokens"),
-                         [(128, 128, 128), (128, 256, 256), (256, 128, 128), (640, 384, 256)])
+@pytest.mark.parametrize("recipe, inputs, outputs, tokens",
+                         [("fp8-blockwise", 128, 128, 128), ("fp8-blockwise", 256, 128, 128),
+                          ("fp8-blockwise-pow2", 640, 384, 256)])
 def test_blocks_of_128_say_what_they_are_also_where_one_block_is_the_whole_axis(monkeypatch, inputs,
         outputs, tokens, recipe):
     """The shapes and strides pass PyTorch's own checks (on the meta device), and what they mean is
@@ -336,19 +338,8 @@ def test_what_outgrows_its_history_saturates():
     assert made.data.abs().max() == 448 and made.dequantise().abs().max() < 0.1 * x.abs().max()
 
 
-def test_evaluation_leaves_the_history_alone():
-    module = linear("fp8-delayed")
-    three(module)
-    advance(module)
-    before = module.amax_history.clone()
-    module.eval()
-    with torch.no_grad():
-        module(noise(3, 128) * 100)
-    assert torch.equal(module.amax_history, before)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("recipe, reentrant", [("fp8-delayed", False), ("nvfp4", False),
+                                               ("nvfp4", True)])
 def test_recomputation_gives_the_same_numbers_and_one_entry(recipe, reentrant):
     plain = linear(recipe)
     again = copy.deepcopy(plain)
@@ -361,22 +352,6 @@ def test_recomputation_gives_the_same_numbers_and_one_entry(recipe, reentrant):
         advance(again)
     for one, two in zip(plain.buffers(), again.buffers()):
         assert torch.equal(one, two) or one.dtype == torch.int64    # what is counted is seen twice
-
-
-def test_a_checkpointed_layer_goes_on_bit_for_bit():
-    one = linear("nvfp4")
-    three(one)
-    advance(one)
-    two = linear("nvfp4")
-    two.load_state_dict(one.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(three(one), three(two)))
-    assert not torch.equal(three(one)[1], three(linear("nvfp4"))[1])    # another draw
-
-
-def test_a_history_of_another_length_is_refused():
-    with pytest.raises(RuntimeError, match=r"amax_history.*\[3, 5\].*\[3, 3\]"):
-        linear("fp8-delayed", history=2).load_state_dict(linear("fp8-delayed",
-            history=4).state_dict())
 
 
 def as_a_gpu(recipe: str, backend: str) -> AbstractContextManager:
@@ -415,23 +390,14 @@ def compiled_is_eager(recipe: str, backend: str, compiler: str) -> None:
     assert "1 in the activations of blocks.0.up" in nonfinite_report(traced)
 
 
-# Every recipe's casts, and products of every kind of scale: a tensor's, a row's, a block's, and one
-# of the history. `lpkit.measure.matrix` compiles
-# every pair (test_matrix.py).
+# Casts with noise, and scales of a block, a tensor and a history. `lpkit.measure.matrix` compiles
+# every pair without making code (test_matrix.py).
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe, backend",
-                         [*((recipe, "emulated") for recipe in CAST),
-                          *((recipe, "scaled_mm") for recipe in (
-    "fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8"))])
-def test_compiled_numbers_are_the_eager_ones(recipe, backend):
-    compiled_is_eager(recipe, backend, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.slow      # inductor on this CPU: `lpkit.measure.matrix` asks it of every recipe
-@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "nvfp4", "mxfp8"])
-def test_code_that_is_generated_gives_the_same_numbers(recipe):
-    compiled_is_eager(recipe, "emulated", "inductor")
+@pytest.mark.parametrize("recipe, backend, compiler", [
+    ("fp8-blockwise", "emulated", "aot_eager"), ("fp8-delayed", "scaled_mm", "aot_eager"),
+    ("fp8-delayed", "emulated", "inductor"), ("nvfp4", "emulated", "inductor")])
+def test_compiled_numbers_are_the_eager_ones(recipe, backend, compiler):
+    compiled_is_eager(recipe, backend, compiler)
 
 
 def test_a_shape_that_does_not_tile_is_refused_in_a_graph_too():
@@ -442,8 +408,8 @@ def test_a_shape_that_does_not_tile_is_refused_in_a_graph_too():
 
 # ---- bad input
 
-@pytest.mark.parametrize("recipe", CAST)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("recipe, bad", [*((recipe, torch.nan) for recipe in CAST),
+                                         ("fp8-delayed", torch.inf), ("nvfp4", torch.inf)])
 def test_nan_and_inf_are_loud_counted_and_named(recipe, bad):
     module = linear(recipe)
     three(module)
@@ -471,12 +437,10 @@ def test_shapes_that_do_not_tile_say_which_and_what_would():
             == (5, 40))
 
 
-@pytest.mark.parametrize("recipe", CAST)
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-blockwise", "nvfp4", "int8"])
 def test_padding_with_zeros_when_asked(recipe):
     module = linear(recipe, 72, 40, pad=True)
-    plain = nn.Linear(72, 40)
-    plain.weight, plain.bias = nn.Parameter(module.weight.detach()), nn.Parameter(
-        module.bias.detach())
+    plain = plain_of(module)
     for floor, one, two in zip(FLOORS[recipe], three(plain, tokens=25), three(module, tokens=25)):
         assert one.shape == two.shape and sqnr_db(one, two) > floor - 1
 
@@ -486,8 +450,3 @@ def test_every_scale_rule_keeps_a_nan_in_its_block():
     for name in ("float32", "power-of-two", "power-of-two-floor"):
         scale, _ = MAKE_SCALES[name](amax, format_of("e4m3fn"))
         assert scale[0, 0].isfinite() and scale[0, 1].isnan()
-
-
-def test_scaled_transposes():
-    made = quantise(noise(32, 64), Cast(format="e4m3fn", block=(16, 16)))
-    assert isinstance(made.T, Scaled) and torch.equal(made.T.dequantise(), made.dequantise().T)

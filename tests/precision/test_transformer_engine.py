@@ -4,6 +4,9 @@ The stand-in has the names, the arguments and the order of events of Transformer
 (https://github.com/NVIDIA/TransformerEngine/blob/v2.18/transformer_engine/pytorch/:
 quantization.py, autocast, FP8GlobalStateManager and DelayedScalingRecipeState; module/base.py,
 init_fp8_metadata and set_meta_tensor; module/linear.py), and no GPU.
+
+Only these tests catch: an autocast for each Linear instead of one a forward, histories that move
+twice, in evaluation or under recomputation, or that a checkpoint loses.
 """
 
 import sys
@@ -131,9 +134,8 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("recipe", "theirs"), [
-    ("fp8-tensorwise", "Float8CurrentScaling"), ("fp8-delayed", "DelayedScaling"),
-    ("fp8-blockwise-pow2", "Float8BlockScaling"),
-    ("mxfp8", "MXFP8BlockScaling"), ("nvfp4-published", "NVFP4BlockScaling")])
+    ("fp8-delayed", "DelayedScaling"), ("fp8-blockwise-pow2", "Float8BlockScaling"),
+    ("nvfp4-published", "NVFP4BlockScaling")])
 def test_a_forward_is_one_autocast_and_its_end_moves_the_state_once(recipe, theirs):
     model, plain = model_of(recipe), made(TINY, "sdpa")
     linears = sum(isinstance(module, TransformerEngineLinear) for module in model.modules())

@@ -8,6 +8,9 @@ literal.
 
 And one question, one answer: whoever is asked what a run takes, a command, Python, the browser's
 planner, a view of a notebook, the check before a run, says the same number to the last bit.
+
+Only these tests catch: a fact that is written a second time, and a door that has another number of
+bytes, seconds or dollars than the others.
 """
 
 import ast
@@ -91,8 +94,8 @@ def test_a_fact_is_written_in_one_module(fact, code):
 
 # ---- one question, one answer
 
-QUESTIONS = 200
-PLANNED = 12        # of them a whole search of `plan` is asked, too
+QUESTIONS = 80
+PLANNED = 6         # of them a whole search of `plan` is asked, too
 
 
 def load_planner():
@@ -204,7 +207,7 @@ def test_every_door_says_the_same(tmp_path, capsys):
             assert cost.more_bytes == pytest.approx(bytes_ - base.memory.peak_bytes, abs=2), number
             assert (advice[asked].status == "emulated") == bool(step.emulated), number
             assert cost.speedup == base.step_seconds / seconds
-    assert natives > 60 and emulated > 30 and 20 < fits < 180
+    assert natives > 24 and emulated > 12 and 8 < fits < 72
 
 
 def test_the_planner_in_the_browser_says_the_same():
@@ -246,7 +249,7 @@ def test_the_planner_in_the_browser_says_the_same():
 
 def test_what_notebooks_show_is_the_same():
     """Views say digits; the studies' helpers say numbers."""
-    for config, name in drawn()[:60]:
+    for config, name in drawn()[:30]:
         on, recompute = machines.find(name), config.memory.recompute.name
         config = config.replace({"parallel.data": 1, "parallel.shard": 1})
         asked = precision_of(config, on)

@@ -3,6 +3,10 @@
 Each family gets a toy from this file. Nothing of the kit is edited: a row goes into the family's
 table, its implementation is named by this module. Then the toy is predicted, planned, trained,
 traced, measured, resumed, sampled, and looked at by `lpkit doctor`.
+
+Only these tests catch: a door, a rank or a restart that knows the kit's rows alone, a formula that
+does not follow a row's operations, a module that a stranger's file imports, and what is trained,
+evaluated, saved and sampled where an objective, a policy, a size or a start is one's own.
 """
 
 import hashlib
@@ -213,7 +217,7 @@ TOYS = {    # family: the table, its row, what a Config says
 }
 TOYS["sizes"] = data.SIZES, toys.SIZES["ramp"], {"sizes": "toy", "grad_accum_steps": 2}
 TOYS["objective"] = objectives.OBJECTIVES, toys.OBJECTIVES["z-loss"], {"objective": "toy"}
-for _name in toys.RULES:
+for _name in ("trust", "soap", "schedule-free"):
     TOYS[_name] = optimizers.OPTIMIZERS, (optimizers.OPTIMIZERS | toys.OPTIMIZERS)[
         _name], toys.SAYS[_name] | {"optimizer": "toy"}
 
@@ -333,7 +337,7 @@ def own(beside, corpus, monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [name for name in OWN if name != "drop tokens"])
 def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
     config = own.replace(OWN[name])
     assert Config.from_yaml(config.to_yaml()) == config
@@ -360,12 +364,13 @@ def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [name for name in OWN if name != "drop tokens"])
 def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
-    """One process's numbers in every stage of ZeRO, or a sentence before a folder is made."""
+    """One process's numbers with whole parameters and with rows, or a sentence before a folder is
+    made."""
     config = own.replace(OWN[name] | {"precision.recipe": "fp32", "steps": 3})
     alone = lpkit.train(config, out=tmp_path / "alone")
-    for zero in range(4):
+    for zero in (1, 3) if config.governors or name == "lora" else (3,):
         out, sharded = tmp_path / f"zero{zero}", config.replace({"parallel.shard": 2,
             "parallel.zero": zero})
         if config.governors and zero > 1:
@@ -383,22 +388,17 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "zero", "by_command"), [("trust", 3, False), ("trust", 1, True)])
-def test_optimizers_are_launched_by_a_module_beside_the_notebook(own, beside, name, zero,
-        by_command, tmp_path):
-    """`lpkit.launch`, and `lpkit train --import` with a file, which imports nothing by itself."""
+def test_optimizers_are_launched_by_a_module_beside_the_notebook(own, beside, tmp_path):
+    """By `lpkit train --import` with a file, which imports nothing by itself."""
     (beside[0] / "toy_rows.py").write_text("from tests.techniques.toys import add\n\nadd()\n")
     config = SMALL.replace({"imports": "toy_rows", "data.source": own.data.source,
-                            "model.width": 32}).replace(toys.SAYS[name])
+                            "model.width": 32}).replace(toys.SAYS["trust"])
     alone, sharded = lpkit.train(config, out=tmp_path / "alone"), config.replace(
-        {"parallel.shard": 2, "parallel.zero": zero})
-    if by_command:
-        (tmp_path / "config.yaml").write_text(sharded.to_yaml())
-        assert cli.main(["train", str(tmp_path / "config.yaml"), "--import", "toy_rows",
-                         "--processes", "2", "--out", str(tmp_path / "ranks")]) == 0
-        run = Run(tmp_path / "ranks")
-    else:
-        run = lpkit.launch(sharded, processes=2, out=tmp_path / "ranks", parent=beside[1]).result()
+        {"parallel.shard": 2, "parallel.zero": 3})
+    (tmp_path / "config.yaml").write_text(sharded.to_yaml())
+    assert cli.main(["train", str(tmp_path / "config.yaml"), "--import", "toy_rows",
+                     "--processes", "2", "--out", str(tmp_path / "ranks")]) == 0
+    run = Run(tmp_path / "ranks")
     assert ([line["loss"] for line in run.metrics]
             == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5))
     assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
@@ -485,8 +485,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_flops(own, tmp_path):
         export(lpkit.train(config, out=tmp_path / "run"), tmp_path / "out")
 
 
-@pytest.mark.dist
-def test_an_adapter_begins_from_a_run_and_keeps_its_own_weights_alone(own, beside, tmp_path):
+def test_an_adapter_begins_from_a_run_and_keeps_its_own_weights_alone(own, tmp_path):
     base = lpkit.train(own.replace({"precision.recipe": "fp32"}), out=tmp_path / "base")
     config = own.replace(OWN["lora"] | {"precision.recipe": "fp32", "start.run": str(base.path),
         "steps": 4, "optimizer.lr": 0.01})
@@ -511,13 +510,6 @@ def test_an_adapter_begins_from_a_run_and_keeps_its_own_weights_alone(own, besid
         lpkit.train(config, out=tmp_path / "parts", resume=True)
     parts = lpkit.train(moved, out=tmp_path / "parts", resume=True)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
-    for zero in (1, 3):     # rows of the base, and of what is trained
-        ranks = lpkit.launch(moved.replace({"parallel.shard": 2, "parallel.zero": zero}),
-                             processes=2, out=tmp_path / f"zero{zero}", parent=beside[1]).result()
-        assert ([line["loss"] for line in ranks.metrics]
-                == pytest.approx([line["loss"] for line in run.metrics], rel=1e-5))
-        further = lpkit.train(moved.replace({"steps": 5}), out=ranks.path, resume=True)
-        assert further.summary["status"] == "complete" and further.summary["from_step"] == 4
     lpkit.train(own.replace({"precision.recipe": "fp32", "steps": 8}), out=tmp_path / "moved",
                 resume=True)
     with pytest.raises(ConfigError,
@@ -622,7 +614,7 @@ SMALL = Config().replace({
     "schedule": "constant", "schedule.warmup_steps": 0, "precision.recipe": "fp32",
     "system.device": "cpu", "system.threads": 1})
 LAYOUTS = [{"parallel.data": 2},
-           *({"parallel.shard": 2, "parallel.zero": zero} for zero in (1, 2, 3))]
+           *({"parallel.shard": 2, "parallel.zero": zero} for zero in (2, 3))]
 
 
 @pytest.fixture
@@ -634,7 +626,8 @@ def with_toys(corpus, monkeypatch):
     return SMALL.replace({"data.source": str(corpus / "*.py")})
 
 
-@pytest.mark.parametrize("name", toys.SAYS)
+@pytest.mark.parametrize("name", [
+    name for name in toys.SAYS if name not in ("adam", "lars", "masked")])
 def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_path):
     """Float32 sums in another order, and steps that divide by roots of them. In directions that
     gradients have not had, SOAP's basis is what rounding makes of it, and its step as long as in
@@ -658,9 +651,6 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_pa
 
 def test_evaluation_checkpoints_and_samples_take_the_average(with_toys, tmp_path):
     """What goes on is what was trained; what is evaluated, sampled and exported is the average."""
-    from lpkit.exchange.export import export
-    from lpkit.training.sampling import trained
-
     config = with_toys.replace(toys.SAYS["schedule-free"] | {"eval_every": 2, "eval_batches": 3})
     run = lpkit.train(config, out=tmp_path / "run")
     training = Training.build(config)
@@ -713,26 +703,10 @@ def goes_on_to_the_bit(config, run, folder):
     assert lines[0] == lines[1]
 
 
-def test_a_masked_model_sees_all_but_what_it_is_asked_for(with_toys, tmp_path):
-    """What needs the past alone is refused: next tokens as targets, caches, samples, exports."""
-    config = with_toys.replace(toys.SAYS["masked"] | {"steps": 12, "model.layers": 1,
-        "optimizer.lr": 0.01, "checkpoint_every": 2})
-    assert Config.from_yaml(config.to_yaml()) == config
-    step, causal = (predict(one, "h200").step for one in (config,
-        with_toys.replace({"model.layers": 1, "model.vocab": 257})))
-    assert step["attention"].seconds > 1.5 * causal["attention"].seconds
+def test_what_needs_the_past_alone_refuses_a_masked_model(with_toys, tmp_path):
+    """Caches, samples and exports; tests/lessons/rows/test_masked.py has what such a model does."""
+    config = with_toys.replace(toys.SAYS["masked"] | {"steps": 2, "model.layers": 1})
     run = lpkit.train(config, out=tmp_path / "run")
-    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 1
-    goes_on_to_the_bit(config, run, tmp_path / "parts")
-    batch = Training.build(config).batch(0)
-    hidden = batch.tokens == 256
-    assert (hidden.any(1).all() and torch.equal(batch.weights, hidden.float())
-            and torch.equal(batch.tokens[~hidden], batch.targets[~hidden]))
-    assert measure.memory(config, device="cpu").rows == lpkit.predict_trace(config).rows
-    with pytest.raises(ConfigError,
-                       match=r"sees tokens to come, and with data\.policy=random-windows these are "
-                             r"what it is asked for; name"):
-        config.replace({"data.policy": "random-windows"})
     for ask in (lambda: lpkit.sample(run), lambda: decoding(config, "h200"),
                 lambda: new_cache(config.model, dtype=torch.float32, device="cpu")):
         with pytest.raises(ConfigError,
@@ -742,10 +716,6 @@ def test_a_masked_model_sees_all_but_what_it_is_asked_for(with_toys, tmp_path):
     with pytest.raises(ConfigError,
                        match=r"transformers has no model with .*model\.attention=bidirectional"):
         export(run, tmp_path / "out")
-    for name in ("plain", "tiled", "blocked", "sdpa"):
-        assert toys.trained(config.replace({"system.attention": name}),
-                            updates=2)[0] == pytest.approx(
-            [line["loss"] for line in run.metrics[:2]], rel=1e-5)
     with pytest.raises(ConfigError,
                        match=r"system\.attention=sdpa-cudnn needs a GPU|has no attention to keys "
                              r"to come"):
@@ -841,7 +811,7 @@ def test_extra_tensors_are_split_by_rows_like_the_rest():
     assert first.document_ids is None and not Batch(tokens, tokens).extra
 
 
-@pytest.mark.parametrize("name", [name for name in toys.SAYS if name != "distil"])
+@pytest.mark.parametrize("name", ["soap", "schedule-free", "z-loss", "weighted", "ramp"])
 def test_toys_train_in_fp8(name, with_toys, tmp_path):
     """Casts are of the forward and backward passes, and nothing of a toy is: losses fall as those
     of float32 do."""
@@ -856,9 +826,10 @@ def test_toys_train_in_fp8(name, with_toys, tmp_path):
     assert found[0] != found[1] == pytest.approx(found[0], rel=0.02)
 
 
-@pytest.mark.parametrize("name", [*toys.RULES, "z-loss", "ramp", "masked"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2),
-                                    Layout(shard=2, zero=3)], ids=str)
+@pytest.mark.parametrize("name, layout", [
+    *((name, Layout(shard=2, zero=3)) for name in (*toys.RULES, "z-loss", "ramp")),
+    *((name, Layout()) for name in ("adam", "muon", "soap")),
+    ("shampoo", Layout(shard=2, zero=1)), ("soap", Layout(shard=2, zero=2))], ids=str)
 def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
     """Its states to the byte (PyTorch's own Adam counts in 4 a parameter), the peak within 2%, or a
     doubt that names the trace. SOAP's first update, which is traced, holds less than those that

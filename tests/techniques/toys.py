@@ -108,8 +108,7 @@ SAYS |= {"weighted": {"objective": "weighted"},
 
 HIDDEN = {"imports": "lessons.rows.masked", "model.attention": "bidirectional",
           "data.policy": "masked", "model.vocab": 257}
-SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 0.75,
-    "model.changes": "masked-autoencoder:encoder_layers=1"}}
+SAYS |= {"masked": HIDDEN}
 
 
 # ---- sizes of updates
