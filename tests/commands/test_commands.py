@@ -367,7 +367,7 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("words, said", [
     (["advise", "cpu-3m", "--recipe", "bf16"], "there is no recipe that casts 'bf16'"),
-    (["advise", "cpu-3m", "--machine", "h201"], "did you mean 'h200'"),
+    (["advise", "cpu-3m", "--machine", "h2000"], "did you mean 'h200'"),
     (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "--top-k must "
         "be positive"),
     (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"),

@@ -129,7 +129,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
                                 or stages_fit(config.model.L, pipeline, 2 * chunks))):
                 continue
             layout = Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline, zero=zero,
-                            interleave=chunks)
+                            interleave=chunks, schedule="interleaved" if chunks > 1 else "1f1b")
             try:
                 check(config, layout)
             except ConfigError:
@@ -311,7 +311,7 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
     (["--deadline=-3d"], "--deadline must be above 0 and at most 100 years"),
     (["--deadline", "nand"], "--deadline 'nand' is not a time"),
     (["--deadline", "9999w"], "at most 100 years"),
-    (["--machine", "h20"], "did you mean 'h200'? There is a100-40,"),
+    (["--machine", "h2000"], "did you mean 'h200'? There is a100-40,"),
     (["--machine", "nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory; a "
                                     "machine of your own"),
     (["--devices", "0"], "devices must be from 1 to 1,000,000, got 0"),
@@ -320,7 +320,7 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
                                   "8,192 tokens; nearest: 8,192 "
      "or 16,384"),
     (["--batch-tokens", "100"], "nearest: 8,192"),
-    (["--context", "0"], "model.context must be positive"),
+    (["--context", "0"], "model.context must be from 1 to"),
     (["--price-per-hour", "-1"], "price_per_hour must be positive, got -1.0"),
     (["--top", "0"], "--top must be positive"),
     (["--show", "999", "--devices", "64"], "--show must be from 1 to "),

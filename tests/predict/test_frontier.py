@@ -17,6 +17,7 @@ from lessons.l09_predict_before_you_rent import (
     frontier,
     frontier_figure,
     frontier_view,
+    grid,
     triangle,
 )
 from lpkit.errors import ConfigError
@@ -166,6 +167,14 @@ def test_two_panels_show_three_axes_and_filter():
     assert whole["layout"]["coloraxis"] == some["layout"]["coloraxis"]      # limits repaint nothing
     none, _ = show("h100", 1e-9, 1e-9)
     assert marks(none, "y") == []
+
+
+def test_list_prices_and_prices_of_a_market_are_told_apart():
+    """A 4090's is the lowest of Akash, an H100's is Hyperstack's list."""
+    show, _ = frontier_view(triangle(grid({"gpt2-350m": preset("gpt2-350m")},
+                                          ["rtx-4090", "h100"], [8], [1e10])))
+    assert "those of h100 are list prices: they do" in show("every machine", 1e9, 1e9)[1]
+    assert "do not compare" not in show("rtx-4090", 1e9, 1e9)[1]
 
 
 def test_the_figure_is_one_that_the_kit_can_draw():

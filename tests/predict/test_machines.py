@@ -84,7 +84,8 @@ def test_cards_reach_what_torch_mm_was_measured_to():
         assert (row.sixteen * CATALOGUE[name].flops["bf16"] / 1e12
                 == pytest.approx(measured, rel=0.025)), name
     made = evidence.efficiency(CATALOGUE["rtx-5090"]).products["bf16"]
-    kept = evidence.efficiency(CATALOGUE["h100"]).products["bf16"] / 0.803
+    numbers = evidence.fitted()["numbers"]
+    kept = numbers.get("sm_120_geforce keeps", numbers["h100 keeps"])
     assert made == pytest.approx(1.127 * kept)      # a share above 1 is taken as it is
 
 

@@ -469,6 +469,13 @@ def test_micro_batches():
     assert micro_batch(6 * 357_913_931, 3, 2) == (357_913_931, 3)
 
 
+def test_a_table_of_blocks_has_a_size_that_python_holds():
+    import lessons.rows.sparse_attention  # noqa: F401  adds the row
+
+    with pytest.raises(ConfigError, match=r"at most 1024; set model\.attention\.block=1024"):
+        preset("cpu-3m").replace({"model.context": 2**20, "model.attention": "block-sparse"})
+
+
 def test_ten_thousand_layers_are_cut_at_once():
     config = preset("cpu-3m").replace({"model.layers": 10_000, "global_batch": 5000,
                                        "grad_accum_steps": 5000, "parallel.pipeline": 5000})
