@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import lessons.rows.activations
+import lessons.rows.disk
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers
