@@ -146,7 +146,7 @@ class Scaling(nn.Module):
     arithmetic: Arithmetic
     name: str
     cache: WeightCache | None = None    # inside `weights_cached`, around the parts of an update
-    # how `weight` was cast before it came from other ranks (`lpkit.parallel.cast_gather`), and what
+    # how `weight` was cast before it came from other ranks (`lessons.rows.cast_gather_torch`), and what
     # takes its gradient, in float32: autograd would round that of a tensor of 8 bits to 8 bits
     gathered: Scaled | None = None
     carrier: Tensor | None = None

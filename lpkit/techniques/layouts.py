@@ -87,11 +87,6 @@ GATHERED = {
     "compute": Gathered(mixed=True, why="in the dtype of the computation, as FSDP's mixed precision "
                                         "has it: the residual stream is then in it, too"),
     "float32": Gathered(why="as they rest: the numbers of one device"),
-    "fp8": Gathered(cast=True, implementation="lpkit.parallel.cast_gather:CastGathers",
-                    why="weights that the recipe casts as E4M3 or E5M2, a byte each, the others as "
-                        "they rest: the numbers of one device",
-                    source="torchao's float8 all-gather, https://github.com/pytorch/ao; "
-                           "https://pytorch.org/blog/training-using-float8-fsdp2/"),
 }
 
 
@@ -132,7 +127,7 @@ class Layout(Checked):
     zero: Annotated[int, _stage] = 3
     interleave: Count = 1
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
-    gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
+    gathered: Annotated[str, lambda name, value: pick_row(GATHERED, value, name)] = "compute"
     schedule: Annotated[str, lambda name, value: pick_row(PIPELINES, value, name)] = "1f1b"
     attention: Annotated[str, lambda name, value: pick_row(CONTEXT, value, name)] = "ring"
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import lessons.rows.activations
+import lessons.rows.cast_gather
 import lessons.rows.disk
 import lessons.rows.linear_attention
 import lessons.rows.masked
