@@ -6,8 +6,8 @@ with less than a 32nd of the numbers of the block's input: statistics of norms, 
 attention, a few of the bytes, and what the rest depends on. A tensor that several operations save
 goes once.
 
-On the host nothing changes but the time. A kind of `Away` that `rounds` gives other numbers back, as
-those of `lessons.rows.activations` do.
+On the host nothing changes but the time. A kind of `Away` that `rounds` gives other numbers back,
+as those of `lessons.rows.activations` do.
 """
 
 from __future__ import annotations

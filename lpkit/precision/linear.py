@@ -143,7 +143,7 @@ class Scaling(nn.Module):
     arithmetic: Arithmetic
     name: str
     cache: Any = None       # a WeightCache inside `weights_cached`, around the parts of an update
-    # how `weight` was cast before it came from other ranks (`lessons.rows.cast_gather_torch`), and what
+    # how `weight` was cast before it came from other ranks (`lessons.rows.cast_gather`), and what
     # takes its gradient, in float32: autograd would round that of a tensor of 8 bits to 8 bits
     gathered: Scaled | None = None
     carrier: Tensor | None = None
