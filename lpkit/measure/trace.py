@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpkit import hardware, measure
 from lpkit.config import Config
@@ -38,7 +38,6 @@ from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.execution.attention import of_parts
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
-from lpkit.memory.files import Scratch, Slot, Slots
 from lpkit.optim import moments
 from lpkit.parallel.ranks import Ranks, groups_of
 from lpkit.predict.compare import Comparison, percent
@@ -131,32 +130,9 @@ def fake_step(device: str) -> Iterator[None]:
     """Everything made in here is fake. What is made once a process is made before."""
     for signed in (True, False):
         moments.midpoints(signed)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _instead(fake), fake, _Healthy(), torch.device(device):
-        yield
-
-
-@contextmanager
-def _instead(fake: FakeTensorMode) -> Iterator[None]:
-    """Makes what would lie in a file lie nowhere, or on PyTorch's device without memory; FSDP's
-    shards are cut when asked for."""
-
-    def mapped(self: Scratch, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def read(self: Slots, slot: Slot) -> Tensor:
-        # pages of the system, which nobody tracks in a real step either
-        with _disable_current_modes(), fake:
-            return torch.empty(slot.nbytes, dtype=torch.uint8)
-
-    def nothing(*_: object) -> None:
-        pass
-
-    with (mock.patch.multiple(Scratch, mapped=mapped, let_go=nothing),
-          mock.patch.multiple(Slots, slot=lambda self, nbytes: Slot(0, nbytes), expect=nothing,
-                              write=lambda self, t: self.slot(len(t)), read=read),
-          mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
-          mock.patch.object(dist.Work, "is_completed", lambda self: True)):
+    with (mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+          mock.patch.object(dist.Work, "is_completed", lambda self: True),
+          FakeTensorMode(allow_non_fake_inputs=True), _Healthy(), torch.device(device)):
         yield
 
 

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from lpkit import hardware
 from lpkit.contracts import Choice, StatePlacement
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
-from lpkit.memory.files import Slot, Slots
+from lpkit.memory.saved import Away, SavedTensorOffloader
 from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.sharding import local
 from lpkit.precision.linear import Scaling, scaled_linears
@@ -357,7 +357,7 @@ class Tracker(TorchDispatchMode):
         self.exits.enter_context(saved_tensors_hooks(self._kept, lambda t: t))
         self._replace(torch.UntypedStorage, "resize_", self._resize)
         self._replace(torch.autograd, "grad", self._grad)
-        self._replace(Slots, "slot", self._slot)
+        self._replace(SavedTensorOffloader, "send", self._send)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -388,10 +388,11 @@ class Tracker(TorchDispatchMode):
         finally:
             self.inside -= 1
 
-    def _slot(self, slot: Callable, slots: Slots, nbytes: int) -> Slot:
-        taken = slot(slots, nbytes)
-        self._away(taken, id(taken), nbytes)
-        return taken
+    def _send(self, send: Callable, offloader: SavedTensorOffloader, t: Tensor) -> Away:
+        parcel = send(offloader, t)
+        if parcel.file_bytes:
+            self._away(parcel, id(parcel), parcel.file_bytes)
+        return parcel
 
     def _enter_module(self, name: str, *_: Any) -> None:
         self.after_head &= bool(self.modules)

@@ -6,8 +6,8 @@ with less than a 32nd of the numbers of the block's input: statistics of norms, 
 attention, a few of the bytes, and what the rest depends on. A tensor that several operations save
 goes once.
 
-On the host or on a disk nothing changes but the time. A kind of `Away` that `rounds` gives other
-numbers back, as those of `lessons.rows.activations` do.
+On the host nothing changes but the time. A kind of `Away` that `rounds` gives other numbers back,
+as those of `lessons.rows.activations` do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lpkit.contracts import Stage, Transform
-from lpkit.memory import files
 from lpkit.memory.state import Host
 
 MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
@@ -37,6 +36,7 @@ class Away:
 
     before: Callable[[], Away | None]   # the one that went before it, which backward wants next
     rounds = False      # it comes back as other numbers, by a generator `draws`
+    file_bytes = 0      # in a file: a `Tracker` sees tensors by itself
 
     @staticmethod
     def takes(t: Tensor) -> bool:
@@ -76,21 +76,6 @@ class OnHost(Away):
         self.expect()
         [t], self.back = self.back(), None
         return t
-
-
-class OnDisk(Away):
-    """Stores tensors in a file without a name, written and read by a thread beside the
-    computation."""
-
-    def __init__(self, t: Tensor, file: files.Slots):
-        self.file, self.dtype, self.shape, self.device = file, t.dtype, t.shape, t.device
-        self.slot = file.write(t.detach().cpu().view(-1).view(torch.uint8))
-
-    def expect(self) -> None:
-        self.file.expect(self.slot)
-
-    def get(self) -> Tensor:
-        return self.file.read(self.slot).view(self.dtype).view(self.shape).to(self.device)
 
 
 # ---- what goes, and once
@@ -164,9 +149,12 @@ class SavedTensorOffloader(Transform):
         view = t.storage_offset(), t.numel(), t.dtype, t._version, layout
         parcel = self.parcels[at].get(view)
         if parcel is None:
-            self.parcels[at][view] = parcel = self.kind(t.contiguous(), **self.settings)
+            self.parcels[at][view] = parcel = self.send(t.contiguous())
             parcel.before, self.last = self.last, weakref.ref(parcel)
         return parcel
+
+    def send(self, t: Tensor) -> Away:
+        return self.kind(t, **self.settings)
 
     def _gone(self, at: int, _: Any) -> None:
         del self.parcels[at], self.storages[at]
@@ -204,13 +192,3 @@ def on_host(device: torch.device) -> Place:
     return Place(transforms=(SavedTensorOffloader(CpuCopy),), used="cpu", why=(
         "copied: the device is the CPU, so the copies lie beside what they were copied from, and "
         "this shows what is moved and not what it frees"))
-
-
-def on_disk(device: torch.device) -> Place:
-    file = files.Slots()
-    how = "through the page cache: this filesystem has no O_DIRECT"
-    if file.direct:
-        how = "past the page cache (O_DIRECT)"
-    return Place(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
-                 why=f"{how}, in {files.Scratch.where()} (Rajbhandari et al. 2021, "
-                     f"arXiv:2104.07857)")

@@ -1,5 +1,5 @@
-"""The optimizer's state is stored between updates on the device, on the host or on a disk (Ren et
-al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840).
+"""The optimizer's state is stored between updates on the device or on the host (Ren et al. 2021,
+ZeRO-Offload, https://arxiv.org/abs/2101.06840).
 
 The update itself runs on the device, on the same float32 numbers, so only the time changes: state
 is fetched a parameter at a time, the next one's while one is updated, and written back.
@@ -50,8 +50,7 @@ class Host(StatePlacement):
                 new.record_stream(self.stream)
 
 
-# Rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name these, f(device); `disk` names one of
-# `lpkit.memory.files`.
+# Rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name these, f(device).
 
 def on_device(device: torch.device) -> StatePlacement:
     return StatePlacement()

@@ -13,7 +13,7 @@ of its forms:
     rows        this rank's rows of it, a plain tensor
     shard       the DTensor over these rows that the model has in ZeRO 2 and 3 (`fully_sharded`)
     owned       the plain parameter over the same rows that the optimizer updates
-    gathered    a Linear's whole weight as it travels: its cast (`cast_gather`)
+    gathered    a Linear's whole weight as it travels: its cast (`lessons.rows.cast_gather`)
 
 Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 """

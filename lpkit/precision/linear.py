@@ -30,7 +30,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,6 @@ from lpkit.kernels.scales import Scaled
 from lpkit.precision.backends import Backend, sharing, tiles
 from lpkit.precision.deferred import QUEUE, apart, defer
 from lpkit.techniques.recipes import PRODUCTS, Cast, Recipe
-
-if TYPE_CHECKING:
-    from lpkit.precision.weight_cache import WeightCache
 
 ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
 HISTORY_RULES = {           # which scale a history of amaxes gives; the newest comes first
@@ -145,8 +142,8 @@ class Scaling(nn.Module):
     recipe: Recipe
     arithmetic: Arithmetic
     name: str
-    cache: WeightCache | None = None    # inside `weights_cached`, around the parts of an update
-    # how `weight` was cast before it came from other ranks (`lpkit.parallel.cast_gather`), and what
+    cache: Any = None       # a WeightCache inside `weights_cached`, around the parts of an update
+    # how `weight` was cast before it came from other ranks (`lessons.rows.cast_gather`), and what
     # takes its gradient, in float32: autograd would round that of a tensor of 8 bits to 8 bits
     gathered: Scaled | None = None
     carrier: Tensor | None = None

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from lpkit.errors import ConfigError, pick, shown
 from lpkit.techniques.adapters import virtual
@@ -32,9 +32,6 @@ from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row, pick_row
 from lpkit.values import Checked, Count
-
-if TYPE_CHECKING:
-    from lpkit.config import Config
 
 AXES = ("data", "shard", "tensor", "pipeline", "context")
 FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
@@ -87,11 +84,6 @@ GATHERED = {
     "compute": Gathered(mixed=True, why="in the dtype of the computation, as FSDP's mixed precision "
                                         "has it: the residual stream is then in it, too"),
     "float32": Gathered(why="as they rest: the numbers of one device"),
-    "fp8": Gathered(cast=True, implementation="lpkit.parallel.cast_gather:CastGathers",
-                    why="weights that the recipe casts as E4M3 or E5M2, a byte each, the others as "
-                        "they rest: the numbers of one device",
-                    source="torchao's float8 all-gather, https://github.com/pytorch/ao; "
-                           "https://pytorch.org/blog/training-using-float8-fsdp2/"),
 }
 
 
@@ -132,7 +124,7 @@ class Layout(Checked):
     zero: Annotated[int, _stage] = 3
     interleave: Count = 1
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
-    gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
+    gathered: Annotated[str, lambda name, value: pick_row(GATHERED, value, name)] = "compute"
     schedule: Annotated[str, lambda name, value: pick_row(PIPELINES, value, name)] = "1f1b"
     attention: Annotated[str, lambda name, value: pick_row(CONTEXT, value, name)] = "ring"
 
@@ -191,7 +183,7 @@ class Layout(Checked):
         return ", ".join(axes) or "one device"
 
 
-def check(config: "Config", layout: Layout, devices: int | None = None,
+def check(config: Any, layout: Layout, devices: int | None = None,
           even: bool = True) -> None:
     """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
     the nearest that can. Not `even`: stages have layers, but not as many each."""
@@ -235,7 +227,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None,
                           f"{_nearest(ranks, batch, splits, 'data x shard')}")
 
 
-def _refuse_chunks(config: "Config", layout: Layout, even: bool) -> None:
+def _refuse_chunks(config: Any, layout: Layout, even: bool) -> None:
     """Raises ConfigError: the schedule has another number of chunks. The ways out train, or at least
     exist."""
     order, chunks = PIPELINES[layout.schedule], layout.interleave
@@ -312,7 +304,7 @@ GROUPS = {
 APART = {"pipeline down"}       # of their own, though another group has the same ranks
 
 
-def trains(config: "Config", changes: Mapping[str, Any]) -> bool:
+def trains(config: Any, changes: Mapping[str, Any]) -> bool:
     """True if training has the layout of `config` with `changes`: a way out that no one refuses."""
     try:
         changed = config.replace(changes)
@@ -323,7 +315,7 @@ def trains(config: "Config", changes: Mapping[str, Any]) -> bool:
     return layout.devices == 1 or layout.stage > 1 or not GATHERED[layout.gathered].cast
 
 
-def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
+def refuse_ungatherable(config: Any, recipe: Recipe) -> None:
     """Raises ConfigError where weights cannot travel as the recipe, that of the config, casts
     them."""
     layout = config.parallel
@@ -348,7 +340,7 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
                           f"parallel.gathered=compute, or use {', '.join(can[:-1])} or {can[-1]}")
 
 
-def refuse_untrainable(config: "Config") -> None:
+def refuse_untrainable(config: Any) -> None:
     """Raises ConfigError for what is predicted and not trained; its way out sets all that must be."""
     layout, stack = config.parallel, config.system.stack
     if stack != "auto":
@@ -401,7 +393,7 @@ def refuse_untrainable(config: "Config") -> None:
     raise ConfigError(f"{why}; set {words}{other}")
 
 
-def _ordered(config: "Config", layout: Layout) -> dict[str, Any]:
+def _ordered(config: Any, layout: Layout) -> dict[str, Any]:
     """Returns what to set so that the schedule has an order: of the nearest number of micro-batches
     that divides a rank's sequences; else there is no pipeline."""
     row, ranks = PIPELINES[layout.schedule], layout.pipeline
@@ -432,7 +424,7 @@ def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> s
     return f"{name} may be {' or '.join(map(str, below + above))}"
 
 
-def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
+def wrong_world(config: Any, layout: Layout, devices: int) -> str:
     """The way out is a size of an axis that is trained, and that all else allows."""
     product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
     ways = []
@@ -444,7 +436,7 @@ def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
     return f"{product} is {layout.devices} devices, not {devices}; {out}"
 
 
-def _allowed(config: "Config", layout: Layout, train: bool = True, even: bool = True) -> bool:
+def _allowed(config: Any, layout: Layout, train: bool = True, even: bool = True) -> bool:
     """True if `config` can run in this layout, or without `train` at least be predicted."""
     try:
         check(config, layout, even=even)

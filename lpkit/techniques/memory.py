@@ -100,9 +100,6 @@ ACTIVATION_OFFLOAD = {
         why="pinned memory, copied beside the computation and brought back before backward asks",
         source="Ren et al. 2021, arXiv:2101.06840", number_bytes={"gpu": 0.0},
         implementation="lpkit.memory.saved:on_host"),
-    "disk": Offload(
-        why="a file", source="Rajbhandari et al. 2021, arXiv:2104.07857",
-        number_bytes={"cpu": 0.0, "gpu": 0.0}, implementation="lpkit.memory.saved:on_disk"),
 }
 
 
@@ -173,10 +170,6 @@ OPTIMIZER_STATE = {
     "cpu": OptimizerState(
         why="pinned memory, copied beside the computation", leaves=("gpu",),
         source="Ren et al. 2021, arXiv:2101.06840", implementation="lpkit.memory.state:on_host"),
-    "disk": OptimizerState(
-        why="a memory-mapped file", leaves=("cpu", "gpu"),
-        source="Rajbhandari et al. 2021, arXiv:2104.07857",
-        implementation="lpkit.memory.files:state_on_disk"),
 }
 
 

@@ -14,27 +14,24 @@ FLOPs of the model alone decide, so that all ranks and each start of a run have 
 import functools
 import heapq
 import itertools
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lpkit.techniques.blocks import operations
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.pipelines import PIPELINES
-
-if TYPE_CHECKING:
-    from lpkit.config import ModelConfig
-    from lpkit.techniques.layouts import Layout
 
 GAIN = 0.02     # of the slowest rank's seconds
 LEAST = 1e-6    # layers: a head that only says which of two stages gets a layer
 
-def stage_layers(m: "ModelConfig", layout: "Layout") -> list[range]:
+def stage_layers(m: Any, layout: Layout) -> list[range]:
     """Those of each stage, or chunk; of a model that is not cut, all."""
     counts = _counts(m, layout.schedule, layout.pipeline, layout.interleave)
     return [range(*cut) for cut in itertools.pairwise((0, *itertools.accumulate(counts)))]
 
 
 @functools.lru_cache(maxsize=1024)
-def rank_layers(m: "ModelConfig", layout: "Layout", balanced: bool = True) -> tuple[int, ...]:
+def rank_layers(m: Any, layout: Layout, balanced: bool = True) -> tuple[int, ...]:
     """How many each rank has, and last of all that with the head. Without `balanced` as other stacks
     cut: all as many, or the first and the last one fewer."""
     counts = _counts(m, layout.schedule, layout.pipeline, layout.interleave, balanced)
@@ -44,7 +41,7 @@ def rank_layers(m: "ModelConfig", layout: "Layout", balanced: bool = True) -> tu
 
 
 @functools.lru_cache(maxsize=1024)
-def _counts(m: "ModelConfig", schedule: str, ranks: int, chunks: int,
+def _counts(m: Any, schedule: str, ranks: int, chunks: int,
             balanced: bool = True) -> tuple[int, ...]:
     last, by_rank = ranks * chunks - 1, PIPELINES[schedule].by_rank(ranks, chunks)
     # the ends may have the embedding and the head alone
@@ -65,7 +62,7 @@ def _counts(m: "ModelConfig", schedule: str, ranks: int, chunks: int,
     return tuple(counts)
 
 
-def head_layers(m: "ModelConfig") -> float:
+def head_layers(m: Any) -> float:
     """The FLOPs of the head, over those of a layer."""
     ops, tokens = operations(s := MicroBatch(model=m)), s.tokens
     pairs = sum(op.pairs_share * one.M * one.N * one.K * one.group

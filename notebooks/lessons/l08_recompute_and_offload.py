@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lessons.rows.activations  # noqa: F401  adds rows
+import lessons.rows.activations
+import lessons.rows.disk  # noqa: F401  adds rows
 from lessons.activations import kept
 from lessons.draws import normal
 from lessons.figures.colours import ANSWER_COLOURS

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import lessons.rows.cast_gather  # noqa: F401  adds a row
 from lessons.draws import normal
 from lessons.figures.drawing import SECONDS, axis, bars, figure
 from lessons.figures.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure

@@ -22,9 +22,9 @@ from lessons.race import race_figure
 from lessons.ranks.messages import each_sends, messages, sent_bytes
 from lessons.ranks.on_ranks import WORLD, OnRanks
 from lessons.ranks.rank_exercises import by_hand
+from lessons.rows import cast_gather_torch as cast_gather
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.parallel import cast_gather
 from lpkit.parallel.processes import WarmParent
 from lpkit.precision.scaled import quantise
 from lpkit.predict.compare import Row

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import lessons.rows.disk  # noqa: F401  adds rows
 from lessons.draws import normal
 from lessons.figures.drawing import NAMES, axis, bars, figure
 from lessons.figures.style import COLOURS

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import lessons.rows.activations
+import lessons.rows.disk
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers
@@ -88,8 +89,9 @@ def _changes(draw: random.Random) -> dict[str, Any]:
         # eigenvectors of 3,000 rows take 11 s of a core
         changes["model.vocab"] = min(changes["model.vocab"], 512)
     for f in fields(MemoryConfig):
-        table = {name: row for name, row in f.metadata["table"].items()
-                 if not getattr(row, "needs_compile", "")}
+        # few bits last, whichever module came first: draws depend on the order
+        rows = sorted(f.metadata["table"].items(), key=lambda one: one[0].startswith("int"))
+        table = {name: row for name, row in rows if not getattr(row, "needs_compile", "")}
         if draw.random() < 1 / 3:
             changes |= _row(draw, f"memory.{f.name}", table)
     return changes

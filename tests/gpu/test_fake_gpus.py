@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import lessons.rows.activations  # noqa: F401  adds rows
+import lessons.rows.activations
+import lessons.rows.disk  # noqa: F401  adds rows
 from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.kernels import choose

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-import lessons.rows.activations  # noqa: F401  adds rows
+import lessons.rows.activations
+import lessons.rows.disk  # noqa: F401  adds rows
 from lpkit import hardware, measure, preset
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import lessons.rows.disk  # noqa: F401  adds rows
 from lessons.saved import live
 from lpkit import measure
 from lpkit.config import Config

@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import lessons.rows.activations  # noqa: F401  adds rows
+import lessons.rows.activations
+import lessons.rows.disk  # noqa: F401  adds rows
 from lessons.timing import in_turns
 from lpkit import cli, hardware, machine_facts, measure
 from lpkit.config import Config

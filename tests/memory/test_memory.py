@@ -15,8 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.disk  # noqa: F401  adds rows
 import lpkit
 from lessons.rows.activations_torch import Quantized, within
+from lessons.rows.disk_torch import Scratch, Slots
 from lessons.saved import live, saved_bytes
 from lpkit.config import Config
 from lpkit.contracts import Batch
@@ -28,7 +30,6 @@ from lpkit.measure.trace import predict_trace
 from lpkit.measure.tracking import Tracker
 from lpkit.measure.updates import memory
 from lpkit.memory import loss as loss_rows
-from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.memory.saved import CpuCopy, SavedTensorOffloader, SavedTensorRef
 from lpkit.optim.moments import from_blocks, levels, to_blocks

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lessons.rows.activations
+import lessons.rows.disk
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 import lpkit
 from lpkit.errors import ConfigError

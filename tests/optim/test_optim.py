@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.disk  # noqa: F401  adds rows
 from lessons.rows import adapters as adapters
 from lessons.rows import blocks as blocks
 from lessons.rows import optimizers as of_lessons

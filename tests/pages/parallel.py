@@ -2,6 +2,7 @@
 
 import json
 
+import lessons.rows.cast_gather
 import lessons.rows.context
 import lessons.rows.pipelines  # noqa: F401  adds rows
 from lpkit.files import resource
@@ -22,8 +23,8 @@ INTRODUCTION = """\
 
     lpkit train cpu-3m --processes 2
     lpkit train cpu-3m --processes 2 parallel.shard=2 parallel.zero=3
-    lpkit train gpt2-124m --processes 8 parallel.shard=8 parallel.gathered=fp8 \\
-        precision.recipe=fp8-tensorwise
+    lpkit train gpt2-124m --processes 8 --import lessons.rows.cast_gather parallel.shard=8 \\
+        parallel.gathered=fp8 precision.recipe=fp8-tensorwise
     torchrun --nproc-per-node 8 -m lpkit train gpt2-124m parallel.shard=8
     lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.pipeline=2 grad_accum_steps=4
     lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.context=2 parallel.zero=1
@@ -132,7 +133,8 @@ def page() -> str:
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
         "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
         markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
-        "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
+        "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says; "
+        "`--import lessons.rows.cast_gather` brings the last way:\n\n",
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
         "\n\nThe stages of `parallel.pipeline` take micro-batches in the order of "
         "`parallel.schedule`; `--import lessons.rows.pipelines` brings the last four:\n\n",

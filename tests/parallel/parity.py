@@ -59,6 +59,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import lessons.rows.cast_gather
 import lessons.rows.context
 import lessons.rows.pipelines  # noqa: F401  adds rows
 from lpkit.config import Config

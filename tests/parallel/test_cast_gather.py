@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lessons.rows.cast_gather  # noqa: F401  adds a row
 from lessons.ranks.messages import messages
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lessons.rows.cast_gather
 import lessons.rows.context
 import lessons.rows.linear_attention
 import lessons.rows.pipelines  # noqa: F401  adds rows

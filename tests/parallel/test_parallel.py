@@ -11,7 +11,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-import lessons.rows.depth  # noqa: F401  adds governors
+import lessons.rows.depth
+import lessons.rows.disk  # noqa: F401  adds governors
 from lessons.rows import blocks as blocks
 from lpkit import files, train
 from lpkit.config import Config

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import lessons.rows.cast_gather  # noqa: F401  adds a row
 from lpkit import measure
 from lpkit.config import Config
 from lpkit.contracts import Batch, Choice

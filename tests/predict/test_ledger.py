@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.estimate import estimate_training_usage
 
-import lessons.rows.activations  # noqa: F401  adds rows
+import lessons.rows.activations
+import lessons.rows.disk  # noqa: F401  adds rows
 from lpkit import cli, hardware, measure, predict_trace
 from lpkit.config import Config, MemoryConfig
 from lpkit.hardware import room

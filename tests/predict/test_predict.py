@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import lessons.rows.activations  # noqa: F401  adds rows
+import lessons.rows.activations
+import lessons.rows.disk  # noqa: F401  adds rows
 from lessons.activations import kept
 from lessons.roofs import gradients_of, ridge
 from lessons.rows import adapters as adapters

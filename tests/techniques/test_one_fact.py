@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 import lessons.rows.activations
+import lessons.rows.disk
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lessons.l01_memory_math import memory_view
 from lessons.l08_recompute_and_offload import predicted, with_technique

@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lessons.rows.cast_gather
 import lessons.tasks  # noqa: F401  the policy that reads no corpus
 import lpkit
 from experiments.weighted import scores_of_rare_tokens

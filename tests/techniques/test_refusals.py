@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 import lessons.rows.activations
+import lessons.rows.cast_gather
+import lessons.rows.disk
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.pipelines

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import lessons.rows.disk
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.disk  # noqa: F401  adds rows
 import lpkit
 from lessons.rows import blocks as blocks
 from lessons.rows.depth import Depth, hashed

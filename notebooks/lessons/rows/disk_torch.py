@@ -1,4 +1,7 @@
-"""Scratch space on a disk, gone when its process is, however that ends: files without names."""
+"""Scratch space on a disk, gone when its process is, however that ends: files without names.
+
+In a traced step (`lpkit.measure.trace`) nothing is written: what would be in a file is nowhere.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lpkit.contracts import StatePlacement
 from lpkit.errors import ConfigError
+from lpkit.memory.saved import Away, Place, SavedTensorOffloader
 
 PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
@@ -51,6 +57,8 @@ class Scratch(StatePlacement):
 
     def mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Room for a tensor, zeros. Raises ConfigError when the disk has none."""
+        if detect_fake_mode():
+            return torch.empty(shape, dtype=dtype, device="meta")
         nbytes = max(1, shape.numel()) * dtype.itemsize
         if self.segment is None or self.taken + nbytes > len(self.segment):
             size = max(nbytes, SEGMENT)
@@ -67,8 +75,9 @@ class Scratch(StatePlacement):
 
     def let_go(self, t: Tensor) -> None:
         """The pages of `t` leave our RAM for now, written back when the system likes."""
-        pages, offset, nbytes = self.where_is[t.data_ptr()]
-        pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+        if t.device.type != "meta":
+            pages, offset, nbytes = self.where_is[t.data_ptr()]
+            pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
     def store(self, t: Tensor) -> Tensor:
         mapped = self.mapped(t.shape, t.dtype).copy_(t)
@@ -143,6 +152,8 @@ class Slots:
 
     def write(self, t: Tensor) -> Slot:
         """t (bytes,) uint8 on the CPU; it may change when this returns."""
+        if detect_fake_mode():
+            return Slot(0, len(t))
         slot = self.slot(len(t))
         slot.leaving = _pages(slot.nbytes)
         torch.frombuffer(slot.leaving, dtype=torch.uint8, count=len(t)).copy_(t)
@@ -155,11 +166,15 @@ class Slots:
 
     def expect(self, slot: Slot) -> None:
         """Begin to read."""
-        if slot.leaving is None and slot.coming is None:
+        if slot.written and slot.leaving is None and slot.coming is None:
             slot.coming = self.thread.submit(_read, self.file, slot.nbytes, slot.offset)
 
     def read(self, slot: Slot) -> Tensor:
         """(bytes,) uint8. Raises OSError."""
+        if fake := detect_fake_mode():
+            # pages of the system, which nobody tracks in a real step either
+            with _disable_current_modes(), fake:
+                return torch.empty(slot.nbytes, dtype=torch.uint8)
         if (pages := slot.leaving) is None:
             slot.written.result()
             self.expect(slot)
@@ -213,3 +228,30 @@ def _read(file: int, nbytes: int, offset: int) -> mmap.mmap:
 def _close(thread: ThreadPoolExecutor, file: int) -> None:
     thread.shutdown(wait=True)
     os.close(file)
+
+
+# ---- activations
+
+class OnDisk(Away):
+    """Stores tensors in a file without a name, written and read by a thread beside the
+    computation."""
+
+    def __init__(self, t: Tensor, file: Slots):
+        self.file, self.dtype, self.shape, self.device = file, t.dtype, t.shape, t.device
+        self.slot = file.write(t.detach().cpu().view(-1).view(torch.uint8))
+        self.file_bytes = self.slot.nbytes
+
+    def expect(self) -> None:
+        self.file.expect(self.slot)
+
+    def get(self) -> Tensor:
+        return self.file.read(self.slot).view(self.dtype).view(self.shape).to(self.device)
+
+
+def activations_on_disk(device: torch.device) -> Place:
+    file = Slots()
+    how = "through the page cache: this filesystem has no O_DIRECT"
+    if file.direct:
+        how = "past the page cache (O_DIRECT)"
+    return Place(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
+                 why=f"{how}, in {Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")

@@ -1,0 +1,14 @@
+"""Weights that travel between ranks as their casts, a byte a value (ZeRO 2 and 3).
+
+    lpkit train cpu-3m --import lessons.rows.cast_gather --processes 2 parallel.shard=2 \\
+        parallel.gathered=fp8 precision.recipe=fp8-tensorwise
+"""
+
+from lpkit.techniques.layouts import GATHERED, Gathered
+
+GATHERED["fp8"] = Gathered(
+    cast=True, implementation="lessons.rows.cast_gather_torch:CastGathers",
+    why="weights that the recipe casts as E4M3 or E5M2, a byte each, the others as they rest: the "
+        "numbers of one device",
+    source="torchao's float8 all-gather, https://github.com/pytorch/ao; "
+           "https://pytorch.org/blog/training-using-float8-fsdp2/")
