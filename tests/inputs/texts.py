@@ -1,5 +1,9 @@
 """Sources of text as users bring them: the tokens decode to the source's text, in as many documents
-as it has, or one sentence refuses it."""
+as it has, or one sentence refuses it.
+
+Only these cases catch: a text that is lost, cut, read twice or read in another encoding while it is
+prepared.
+"""
 
 import contextlib
 import functools

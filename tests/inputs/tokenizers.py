@@ -3,6 +3,9 @@ where it does not, or is refused.
 
 All are learned here, in milliseconds, on the text below. Tokens are compared with those of the
 library itself, which reads the same file with truncation and padding off, and with the text.
+
+Only these cases catch: a tokenizer of another kind that changes or cuts the text of a corpus, and
+is taken without a word.
 """
 
 import contextlib
