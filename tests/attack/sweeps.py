@@ -43,8 +43,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
              "claim": lambda out, finished: _verdict(claim, finished)}
     whole, seconds = {}, {}
     for kind, settle in kinds.items():
-        whole[kind], begun = _settled(settle, folder / f"whole-{kind}"), time.monotonic()
-        _settled(settle, folder / f"timed-{kind}")
+        begun = time.monotonic()
+        whole[kind] = _settled(settle, folder / f"whole-{kind}")
         seconds[kind] = time.monotonic() - begun
     rounds, heard = 0, 0
     while outcome.tried < count:

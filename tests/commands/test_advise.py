@@ -1,5 +1,9 @@
 """The verdict: its arithmetic by hand and against torchao's roofline, and that it says no where no
-is true."""
+is true.
+
+Only these tests catch: a cast or a product that is priced otherwise than it moves bytes, an advice
+for FP8 where published or recorded steps were slower, and a record of another machine that counts.
+"""
 
 import json
 import re
