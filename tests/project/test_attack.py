@@ -1,4 +1,8 @@
-"""The attacks of tests/attack, few of each: nothing may give way."""
+"""The attacks of tests/attack, few of each: nothing may give way.
+
+Only these tests catch: a number, a run or a secret that is lost at a random kill, signal, flipped
+bit, planted link or hostile neighbour, and an attack that sees nothing.
+"""
 
 import importlib
 from pathlib import Path
