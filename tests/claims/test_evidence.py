@@ -316,14 +316,6 @@ def test_every_measured_number_of_the_page_is_made_from_a_record():
         assert f"| {commit}{' (with uncommitted changes)' * commit.endswith('+')} |" in made
 
 
-def test_the_page_says_that_nothing_was_measured_until_something_was():
-    gpus = [path.name for path in MEASURED.glob("*.json")
-            if (found := json.loads(path.read_text())).get("device") != found.get("cpu")
-            and found.get("device") != "formulas"]
-    assert bool(gpus) != ("Nothing of lpkit has been measured on a GPU yet."
-                          in PAGE.read_text()), gpus
-
-
 # ---- the smoke
 
 SOME = ("bf16", "fp16", "fp8-tensorwise")

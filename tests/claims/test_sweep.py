@@ -26,6 +26,7 @@ from lpkit.claims import protocol, runs, sweep
 from lpkit.commands import sweep as command
 from lpkit.errors import ConfigError, RunFailedError
 from lpkit.plain_yaml import read_yaml
+from tests.attack.verdicts import _in_here
 
 optuna = pytest.importorskip("optuna")
 ROOT = Path(__file__).parents[2]
@@ -495,19 +496,20 @@ def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(tmp_path, capsys):
     assert not psutil.wait_procs(children, timeout=10)[1], "nothing outlives the command"
     before = lines(out)
     assert 2 <= len(before) < 4
-    found = []
-    for folder in (out, tmp_path / "whole"):
-        assert cli.main([*words, str(folder)]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    cut, whole = ([{key: one[key] for key in (*PRUNED, "name")} for one in one["trials"]]
-                  for one in found)
-    assert (cut == whole and len(whole) == 4 and found[0]["best"]["val_loss"]
-            == min(one["val_loss"] for one in whole if not one["pruned"]))
-    assert any(one["pruned"] for one in whole)
-    assert (lines(out)[:len(before)] == before
-            and len(lines(out)) == 4), "a trial was done twice, or is left"
-    assert not [one for one in out.iterdir() if one.is_dir()]
-    for one in found[0]["trials"]:
+    assert cli.main([*words, str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (tmp_path / "whole").mkdir()
+    with runs.Workers(tmp_path / "whole", runs.processes.Children(), 2, _in_here) as workers:
+        unbroken = sweep.settle(protocol.read(path, sweep.Sweep, sweep.NEEDED),
+                                tmp_path / "whole" / "few", lambda what, configs, judges:
+                                workers.finished(configs, judges=judges))
+    cut, whole = ([{key: one[key] for key in (*PRUNED, "name")} for one in each["trials"]]
+                  for each in (found, json.loads(json.dumps(unbroken))))
+    assert cut == whole and len(whole) == 4 and any(one["pruned"] for one in whole)
+    assert found["best"]["val_loss"] == min(one["val_loss"] for one in whole if not one["pruned"])
+    assert lines(out)[:len(before)] == before, "a trial was done twice"
+    assert len(lines(out)) == 4 and not [one for one in out.iterdir() if one.is_dir()]
+    for one in found["trials"]:
         record = records.read(out / f"{one['name']}.json")
         assert record["config"]["optimizer"]["lr"] == one["settings"]["optimizer.lr"]
         if one["pruned"]:

@@ -14,8 +14,9 @@ from tests.attack._nursery import nursery, tell_of_writes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "inputs"])
 def test_nothing_gives_way(name, tmp_path):
+    """All of `inputs` is in tests/commands/test_inputs.py."""
     module = importlib.import_module(f"tests.attack.{name}")
     outcome = module.attack(module.FEW, 1, tmp_path)
     if NOT_TRIED in outcome.facts:
