@@ -2,7 +2,8 @@
 command.
 
 Only these tests catch: a plan that misses the quickest layout, that lists one which does not fit,
-does not train or breaks a limit, and that prices it otherwise than `lpkit predict`.
+does not train or breaks a limit. (tests/techniques/test_one_fact.py: what a plan finds is what
+`lpkit predict` says.)
 """
 
 import itertools
@@ -19,7 +20,6 @@ from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict import predict
 from lpkit.predict.device import by_cost
 from lpkit.predict.ledger import memory
 from lpkit.predict.links import stride
@@ -172,33 +172,14 @@ def test_options_fit_are_ranked_and_within_the_limits():
                                                  ("data", "shard", "tensor", "pipeline",
                                                   "context"))
         check(LLAMA, option.layout)
+        config = option.config
+        assert config.parallel == option.layout and Config.from_yaml(config.to_yaml()) == config
+        assert config.grad_accum_steps == config.global_batch // option.time.sequences
     splits = [(o.layout.devices, o.layout.tensor, o.layout.pipeline, o.layout.context)
               for o in found.options]
     assert len(set(splits)) == len(splits)
     assert {name for name, one in found.refusals.items() if one.layouts} >= {"layout", "deadline",
         "budget"}
-
-
-@pytest.mark.parametrize("precisions, settings", [
-    (["fp8-tensorwise"], {}),
-    (None, {"memory.param_dtype": "bf16", "memory.cross_entropy": "chunked"}),
-    (None, {"memory.recompute": "budget", "memory.moment_format": "int8"})])
-def test_predict_and_plan_give_one_answer(precisions, settings):
-    """An option is a Config: predicting it gives its seconds and its bytes, to the last digit."""
-    found = plan(preset("llama-8b").replace(settings), 1e12, "h200", devices=64,
-                 precisions=precisions)
-    assert len(found.options) > 10
-    for option in found.options:
-        config = option.config
-        assert (config.parallel == option.layout and config.grad_accum_steps == config.global_batch
-                // option.time.sequences)
-        said = predict(config, "h200")
-        assert (said.layout.devices, said.layout) == (64, option.layout)
-        assert said.memory == option.memory and said.memory == memory(config, "h200",
-            layout=option.layout)
-        assert said.step.rows == option.time.rows and said.step_seconds == option.time.step_seconds
-        assert step_time(config, "h200").step_seconds == option.time.step_seconds
-        assert Config.from_yaml(config.to_yaml()) == config
 
 
 def test_the_commands_show_the_same_step(tmp_path, capsys):
