@@ -18,7 +18,7 @@ from lpkit.training.runs import Run, RunFailedError
 from tests.attack import Outcome
 from tests.attack.bits import numbers, same, settings
 
-COUNT, FEW = 500, 24
+COUNT, FEW = 500, 20
 RESUMED = 10        # every 10th trial that was noticed also trains on
 LINES = ("metrics.jsonl", "telemetry.jsonl")
 FOLDERS = ("complete", "killed")                        # what is mutated

@@ -32,7 +32,7 @@ from tests.attack import Outcome
 from tests.attack._nursery import prepare
 from tests.attack.records import double, drop, edit, summed, swap
 
-COUNT, FEW = 300, 28
+COUNT, FEW = 300, 14
 STEPS = 8
 SHARES = {"claim": 5, "sweep": 2, "pruned": 2, "reports": 4, "begun": 1}       # of 14 trials
 LEARNERS, EACH = 4, 5
