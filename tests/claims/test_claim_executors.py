@@ -74,9 +74,9 @@ def by_workers(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_others_give_the_verdict_that_workers_give(name, by_workers, tmp_path):
+def test_others_give_the_verdict_that_workers_give(name, tmp_path, request):
     """Byte for byte but for seconds, in the file too; and so is the record of each run."""
-    path, (ours, folder) = written(tmp_path), by_workers
+    path, (ours, folder) = written(tmp_path), request.getfixturevalue("by_workers")
     theirs = claimed(path, tmp_path / "theirs", "--executor", name)
     assert ours["verdicts"][0]["equal_seconds"] is None, "seconds decide nothing here"
     assert untimed(ours) == untimed(theirs)
