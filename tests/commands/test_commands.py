@@ -368,7 +368,7 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
 
 WRONG = [
     ("advise cpu-3m --recipe bf16", "there is no recipe that casts 'bf16'"),
-    ("advise cpu-3m --machine h201", "did you mean 'h200'"),
+    ("advise cpu-3m --machine mi300", "did you mean 'mi300x'"),
     ("sample nowhere", "holds no run"), ("sample nowhere --top-k 0", "--top-k must be positive"),
     ("sample nowhere --cache int9", "did you mean 'int8'"),
     ("export nowhere --out x", "holds no run"),

@@ -304,7 +304,7 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
     (["--batch-tokens", "10000"], "--batch-tokens 10,000 is not a whole number of sequences of "
                                   "8,192 tokens; nearest: 8,192 "
      "or 16,384"),
-    (["--context", "0"], "model.context must be positive"),
+    (["--context", "0"], "model.context must be from 1 to 16,777,216, got 0"),
     (["--price-per-hour", "-1"], "price_per_hour must be positive, got -1.0"),
     (["--top", "0"], "--top must be positive"),
     (["--show", "999", "--devices", "64"], "--show must be from 1 to "),

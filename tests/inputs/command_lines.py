@@ -81,7 +81,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("predict nowhere.yaml", "cannot read nowhere.yaml"),
     ("predict text.txt", "there is no preset 'text.txt'"),
     ("predict", "the following arguments are required: PRESET|config.yaml|RUN"),
-    ("predict cpu-3m --machine h201", "did you mean 'h200'?"),
+    ("predict cpu-3m --machine mi300", "did you mean 'mi300x'?"),
     ("predcit cpu-3m", "did you mean 'predict'?"),
     (PLAN, plan_of(1e11, devices=64)),
     (PLAN.replace("1e11", "100B"), plan_of(1e11, devices=64)),
