@@ -27,6 +27,8 @@ from lpkit.predict.casts import Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.flops import Product
 from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
+from lpkit.predict.time import step_time
+from lpkit.presets import preset
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import ALL, RECIPES, Cast
 from tests.precision.step_cost import step_cost
