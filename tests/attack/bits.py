@@ -22,7 +22,7 @@ from lpkit.training.sampling import trained
 from tests.attack import Outcome
 from tests.attack._nursery import SMALL
 
-COUNT, FEW = 3000, 60
+COUNT, FEW = 3000, 40
 RESUMED = 20        # every 20th trial also trains on
 
 

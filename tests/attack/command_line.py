@@ -20,7 +20,7 @@ from lpkit.config import Config, flat
 from tests.attack import Outcome, patience
 from tests.attack._nursery import nursery, tell_of_writes
 
-COUNT, FEW = 600, 40
+COUNT, FEW = 600, 26        # two of each rule
 SECONDS = 10.0
 TORCH = "torch was imported"
 ESCAPE = "\x1b[31mred\x1b[0m \u202egnp.exe \u200b"

@@ -16,7 +16,7 @@ from lpkit.training.runs import Run
 from tests.attack import Outcome
 from tests.attack._nursery import nursery, prepare, saving, wait_until
 
-COUNT, FEW = 1000, 10
+COUNT, FEW = 1000, 6
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:

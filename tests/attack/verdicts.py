@@ -30,8 +30,9 @@ from lpkit.presets import preset
 from lpkit.training.background import train
 from tests.attack import Outcome
 from tests.attack._nursery import prepare
+from tests.attack.records import double, drop, edit, summed, swap
 
-COUNT, FEW = 300, 28
+COUNT, FEW = 300, 14
 STEPS = 8
 SHARES = {"claim": 5, "sweep": 2, "pruned": 2, "reports": 4, "begun": 1}       # of 14 trials
 LEARNERS, EACH = 4, 5
@@ -413,42 +414,12 @@ def _lines(change: Callable[[list[bytes], random.Random], Any]) -> Callable:
     return mutate
 
 
-def _drop(lines: list[bytes], rng: random.Random) -> None:
-    at = rng.randrange(len(lines))
-    del lines[at:at + rng.choice([1, 1, 2])]
-
-
-def _double(lines: list[bytes], rng: random.Random) -> None:
-    lines.insert(rng.randrange(len(lines) + 1), rng.choice(lines))
-
-
-def _swap(lines: list[bytes], rng: random.Random) -> None:
-    a, b = rng.sample(range(len(lines)), 2)
-    lines[a], lines[b] = lines[b], lines[a]
-
-
-def _summed(lines: list[bytes], at: int, value: dict) -> None:
-    value.pop(records.LINE_SUM, None)
-    value[records.LINE_SUM] = records.digest(value)[:records.MARK_DIGITS]
-    lines[at] = json.dumps(value).encode() + b"\n"
-
-
-def _edit(lines: list[bytes], rng: random.Random) -> None:
-    """A number, with a checksum that is right again."""
-    at = rng.randrange(len(lines))
-    value = json.loads(lines[at])
-    key = rng.choice([key for key, one in value.items() if isinstance(one, (int, float))
-                      and key not in (records.NUMBER, "time")])
-    value[key] += 1
-    _summed(lines, at, value)
-
-
 def _kind(lines: list[bytes], rng: random.Random) -> None:
     at = rng.randrange(len(lines))
     value = json.loads(lines[at])
     value[rng.choice(sorted(value.keys() - {records.LINE_SUM}))] = rng.choice([[], {}, "x", True,
         None])
-    _summed(lines, at, value)
+    summed(lines, at, value)
 
 
 def _values_of_another(lines: list[bytes], rng: random.Random) -> None:
@@ -457,16 +428,16 @@ def _values_of_another(lines: list[bytes], rng: random.Random) -> None:
     one, two = json.loads(lines[a]), json.loads(lines[b])
     kept = {key: one[key] for key in (records.RUN, records.NUMBER, records.BEFORE, "trial",
                                       "settings") if key in one}
-    _summed(lines, a, two | kept)
+    summed(lines, a, two | kept)
 
 
 LINES: dict[str, Callable] = {
-    "drop": _lines(_drop),
+    "drop": _lines(drop),
     "cut lines": _lines(lambda lines, rng: lines.__delitem__(slice(rng.randrange(len(lines)),
         None))),
     "cut a line": _lines(lambda lines, rng: lines.__setitem__(-1,
-        lines[-1][:rng.randrange(1, len(lines[-1]))])), "double": _lines(_double),
-    "swap": _lines(_swap), "edit": _lines(_edit), "a kind in a line": _lines(_kind),
+        lines[-1][:rng.randrange(1, len(lines[-1]))])), "double": _lines(double),
+    "swap": _lines(swap), "edit": _lines(edit), "a kind in a line": _lines(_kind),
     "another's values": _lines(_values_of_another),
     "list": _lines(lambda lines, rng: lines.insert(rng.randrange(len(lines) + 1),
         rng.choice([b"[]\n", b"3\n", b"\n", b"{}\n", b"\xff\n"])))}

@@ -1,5 +1,10 @@
 """`lpkit claim --executor`: jobs of submitit and tasks of Ray give the verdict that workers give,
-one that is killed is started again, and a run may be of several ranks."""
+one that is killed is started again, and a run may be of several ranks.
+
+Only these tests catch: a job of submitit or Ray that gives another verdict or another record than
+a worker, a killed job that is lost, a step metered on one kind of machine that decides the budget
+on another, and ranks that outlive the worker that started them.
+"""
 
 import contextlib
 import gc
@@ -49,6 +54,7 @@ def untimed(value):
 
 
 def claimed(path, out, *more):
+    """What the command prints. It runs in a process of its own, whose jobs are its alone."""
     env = os.environ | {"OMP_NUM_THREADS": "1",
                         "PYTHONPATH": os.pathsep.join([str(ROOT),
                             os.environ.get("PYTHONPATH", "")])}
@@ -60,18 +66,23 @@ def claimed(path, out, *more):
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def by_workers(tmp_path_factory):
+    """What the command prints, and the folder that it writes."""
+    folder = tmp_path_factory.mktemp("ours")
+    return claimed(written(folder), folder / "out"), folder / "out"
+
+
 @pytest.mark.slow
-def test_others_give_the_verdict_that_workers_give(name, tmp_path):
+def test_others_give_the_verdict_that_workers_give(name, tmp_path, request):
     """Byte for byte but for seconds, in the file too; and so is the record of each run."""
-    path = written(tmp_path)
-    ours, theirs = claimed(path, tmp_path / "ours"), claimed(path, tmp_path / "theirs",
-        "--executor", name)
+    path, (ours, folder) = written(tmp_path), request.getfixturevalue("by_workers")
+    theirs = claimed(path, tmp_path / "theirs", "--executor", name)
     assert ours["verdicts"][0]["equal_seconds"] is None, "seconds decide nothing here"
-    assert (untimed(ours) == untimed(theirs) and (tmp_path / "theirs" / name).is_dir()
-            == (name == "submitit"))
-    kept = [{one.name: untimed(records.read(one)) for one in (tmp_path / who).glob("*.*")
-             if one.suffix in (".json", ".verdict")}
-            for who in ("ours", "theirs")]
+    assert untimed(ours) == untimed(theirs)
+    assert (tmp_path / "theirs" / name).is_dir() == (name == "submitit")
+    kept = [{one.name: untimed(records.read(one)) for one in who.glob("*.*")
+             if one.suffix in (".json", ".verdict")} for who in (folder, tmp_path / "theirs")]
     assert kept[0] == kept[1] and len(kept[0]) == ours["runs"] + 1
     asked = theirs["claim"]
     assert not {"executor", "job"} & asked.keys() and protocol.Claim(**asked) == protocol.read(path)
@@ -102,36 +113,31 @@ def jobs(name, out):
         gc.collect()
 
 
-def worked(name, out, most=0):
-    """Makes a run by jobs, of which the first `most` are killed once they have made a step. Returns
-    its record, and who was killed."""
+@pytest.mark.slow
+def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
+    """Once it has made a step. Its loss is that of a run that nobody disturbed."""
+    out, killed, over = tmp_path / "out", [], threading.Event()
     out.mkdir()
-    killed, over = [], threading.Event()
     config = claim(budget={"steps": 200}).config("adamw")
+
+    def kill():
+        while not over.wait(0.01) and not killed:
+            if any(path.stat().st_size for path in out.glob("*/metrics.jsonl")):
+                for one in children("ray::alone", "submitit.core._submit"):
+                    one.kill()
+                    killed.append(one.pid)
+
     with jobs(name, out) as made, runs.Workers(out, runs.processes.Children(), 1, *made) as workers:
-
-        def kill():
-            while not over.wait(0.01) and len(killed) < most:
-                if any(path.stat().st_size for path in out.glob("*/metrics.jsonl")):
-                    for one in children("ray::alone", "submitit.core._submit"):
-                        one.kill()
-                        killed.append(one.pid)
-
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            return workers.finished([config])[0], killed
+            [found] = workers.finished([config])
         finally:
             over.set()
             killer.join()
-
-
-@pytest.mark.slow
-def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
-    found, killed = worked(name, tmp_path / "out", 1)
     assert len(killed) == 1 and found["restarts"] == 1
-    plain, _ = worked(name, tmp_path / "plain")
-    assert plain["restarts"] == 0 and found["val_loss"] == plain["val_loss"]
+    whole = lpkit.train(config, out=tmp_path / "whole").summary
+    assert found["val_loss"] == whole["val_loss"]
 
 
 @pytest.mark.slow
@@ -172,8 +178,7 @@ def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("absent", NAMES)
-@pytest.mark.parametrize("told", ["file", "option"])
+@pytest.mark.parametrize("absent, told", [("submitit", "file"), ("ray", "option")])
 def test_what_is_not_installed_is_named_with_its_extra(absent, told, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
     path, more = ((written(tmp_path, executor=absent), []) if told == "file"
@@ -214,43 +219,17 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
 # ranks
 
-@pytest.mark.slow
-@pairs
-@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_of_two_ranks_is_what_launch_makes(kill, tmp_path):
-    """Also where its worker is killed: its ranks end with it, and the run goes on."""
-    config = claim(settings=TWO, budget={"steps": 100}).config("adamw")
-    with runs.Workers(tmp_path / "out", runs.processes.Children(), 1) as workers:
-        (tmp_path / "out").mkdir()
-        gone = []
-
-        def killer():
-            while not any(path.stat().st_size
-                          for path in (tmp_path / "out").glob("*/metrics.jsonl")):
-                if over.wait(0.01):
-                    return
-            worker = worker_of(workers.workers[0].keeper.pid)
-            gone.extend(psutil.Process(worker).children(recursive=True))
-            os.kill(worker, signal.SIGKILL)
-
-        over = threading.Event()
-        thread = threading.Thread(target=killer if kill else lambda: None)
-        thread.start()
-        try:
-            [found] = workers.finished([config])
-        finally:
-            over.set()
-            thread.join()
-    assert (found["restarts"] == kill and (len(gone) >= 2) == kill
-            and not psutil.wait_procs(gone, timeout=10)[1])
-    whole = lpkit.launch(config, processes=2, out=tmp_path / "whole").result().summary
-    assert (found["val_loss"], found["device"]) == (whole["val_loss"],
-        lpkit.Run(tmp_path / "whole").environment["device"])
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    """One worker for all tests of ranks: it imports PyTorch once."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with runs.Workers(folder, runs.processes.Children(), 1) as workers:
+        yield workers
 
 
 @pytest.mark.slow
 @pairs
-def test_ranks_that_a_judge_stops_end_on_the_way(tmp_path):
+def test_ranks_that_a_judge_stops_end_on_the_way(workers):
     """As a run that a sweep prunes."""
     class Judge:
         tag, stop_after = "pruned", None
@@ -259,20 +238,47 @@ def test_ranks_that_a_judge_stops_end_on_the_way(tmp_path):
             self.stop_after = evaluations[0][0] if evaluations else None
 
     config = claim(settings=TWO, budget={"steps": 2000}).config("adamw").replace({"eval_every": 5})
-    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
-        [found] = workers.finished([config], judges=[Judge()])
-    assert (found["val_loss"] is None and found["error"] is None
-            and 5 <= found["stopped_after"] < 2000)
+    [found] = workers.finished([config], judges=[Judge()])
+    assert found["val_loss"] is None and found["error"] is None
+    assert 5 <= found["stopped_after"] < 2000
 
 
 @pytest.mark.slow
 @pairs
-def test_ranks_that_diverge_are_a_result(tmp_path):
+def test_ranks_that_diverge_are_a_result(workers):
     config = claim(settings=TWO).config("adamw",
         {"optimizer.lr": 1e30}).replace({"optimizer.clip": 0, "steps": 20})
-    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
-        [found] = workers.finished([config])
+    [found] = workers.finished([config])
     assert found["val_loss"] is None and "loss" in found["error"]
+
+
+@pytest.mark.slow
+@pairs
+def test_a_run_of_two_ranks_is_what_launch_makes(workers, tmp_path):
+    """Though its worker is killed: its ranks end with it, and the run goes on."""
+    config = claim(settings=TWO, budget={"steps": 100}).config("adamw")
+    gone, over, path = [], threading.Event(), workers.out / runs.name_of(config) / "metrics.jsonl"
+
+    def killer():
+        while not (path.exists() and path.stat().st_size):
+            if over.wait(0.01):
+                return
+        worker = worker_of(workers.workers[0].keeper.pid)
+        gone.extend(psutil.Process(worker).children(recursive=True))
+        os.kill(worker, signal.SIGKILL)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        [found] = workers.finished([config])
+    finally:
+        over.set()
+        thread.join()
+    assert found["restarts"] == 1 and len(gone) >= 2
+    assert not psutil.wait_procs(gone, timeout=10)[1]
+    whole = lpkit.launch(config, processes=2, out=tmp_path / "whole").result().summary
+    assert (found["val_loss"], found["device"]) == (
+        whole["val_loss"], lpkit.Run(tmp_path / "whole").environment["device"])
 
 
 def test_more_ranks_than_cores_are_refused_before_a_worker_starts(tmp_path, monkeypatch):

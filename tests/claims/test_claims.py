@@ -1,5 +1,9 @@
 """docs/claims.md: every verdict follows from its numbers, and those from arithmetic that is done
-here once more."""
+here once more.
+
+Only these tests catch: a formula of the kit that moves away from a published number, a verdict
+that its numbers no longer support, and a page or a command that shows other claims than the file.
+"""
 
 import json
 import re

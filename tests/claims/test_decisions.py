@@ -1,4 +1,9 @@
-"""What `lpkit bench decisions` and `claim-overhead` count, against formulas and by hand."""
+"""What `lpkit bench decisions` and `claim-overhead` count, against formulas and by hand.
+
+Only these tests catch: an arm that shares runs with the other, a rule that keeps more or less than
+its formula says, a claim that makes runs of its incumbent again, and seconds of a claim that are
+counted twice or not at all.
+"""
 
 import json
 import math
@@ -88,11 +93,9 @@ def test_one_run_beside_the_best_so_far_keeps_one_in_k(losses):
     assert abs(statistics.fmean(counts) - expected) < 4 * math.sqrt(variance / 400)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_comparing_means_of_new_runs_keeps_half(losses, n):
-    share = (statistics.fmean(one.count(real=False)
-                              for one in kept(losses, bench.by_means(losses, n), 100, anew=True))
-        / bench.DECISIONS)
+def test_comparing_means_of_new_runs_keeps_half(losses):
+    many = kept(losses, bench.by_means(losses, 3), 100, anew=True)
+    share = statistics.fmean(one.count(real=False) for one in many) / bench.DECISIONS
     assert abs(share - 0.5) < 4 * math.sqrt(0.25 / 5000)
 
 
@@ -219,11 +222,7 @@ def test_a_claim_of_ten_runs_is_measured(monkeypatch):
     whole, compared = results
     assert 1 < whole.ratio < compared.ratio and not whole.met
     [found] = whole.provenance["claims"]["1"]
-    assert (sum(found["parts"].values()) == pytest.approx(found["wall"])
-            and found["parts"]["until workers have begun"] > 0)
+    assert sum(found["parts"].values()) == pytest.approx(found["wall"])
+    assert found["parts"]["until workers have begun"] > 0
     assert (found["parts"][overhead.COMPARED] + found["parts"][overhead.CHOSEN]
             == pytest.approx(found[overhead.STEPS]))
-    with pytest.raises(overhead.ConfigError, match="a claim that should make 9 runs made 10"):
-        monkeypatch.setattr(overhead, "RUNS", 9)
-        overhead._settled(overhead.CLAIM | {"settings": overhead.CLAIM["settings"] | small,
-            "budget": {"steps": 3}}, 1)

@@ -1,5 +1,10 @@
 """The bench for a machine that is at hand for minutes: what it meets is a line, and nothing is done
-twice."""
+twice.
+
+Only these tests catch: a case that hangs or crashes and takes the others' minutes, a result that is
+lost or measured again, a record that predictions do not read, and a smoke that passes a recipe
+which learns something else.
+"""
 
 import argparse
 import json
@@ -64,7 +69,7 @@ print('{"value": "%s"}' % case)
 def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path):
     cases = ["good", "fails", "fails in part", "crashes", "after a crash", "hangs", "last"]
     commands = {case: ("-c", CASE, str(tmp_path), case) for case in cases}
-    budget = 16 * patience()
+    budget = 8 * patience()
     # in a process of its own, as the command is: what other tests have forked holds no pipe of a
     # case open
     piece = ("import json, math, sys; from pathlib import Path; from tests.bench import evidence; "
@@ -311,14 +316,6 @@ def test_every_measured_number_of_the_page_is_made_from_a_record():
         assert f"| {commit}{' (with uncommitted changes)' * commit.endswith('+')} |" in made
 
 
-def test_the_page_says_that_nothing_was_measured_until_something_was():
-    gpus = [path.name for path in MEASURED.glob("*.json")
-            if (found := json.loads(path.read_text())).get("device") != found.get("cpu")
-            and found.get("device") != "formulas"]
-    assert bool(gpus) != ("Nothing of lpkit has been measured on a GPU yet."
-                          in PAGE.read_text()), gpus
-
-
 # ---- the smoke
 
 SOME = ("bf16", "fp16", "fp8-tensorwise")
@@ -379,12 +376,6 @@ def test_a_loss_that_is_no_number_is_an_error_and_the_rest_is_said(some, monkeyp
     assert (found["recipes"]["bf16"]["error"] == "ArithmeticError: its loss before update 3 is nan"
             and found["recipes"]["bf16"]["losses"] == [6, 6])
     assert smoke.run("cpu", 0)["problems"] == [f"{name}: not begun: 0 s were over" for name in SOME]
-
-
-@pytest.mark.slow
-def test_every_recipe_there_is():
-    found = smoke.run("cpu")
-    assert [*found["recipes"]] == [*dict.fromkeys(("bf16", *RECIPES))] and found["problems"] == []
 
 
 @pytest.mark.parametrize("words", [["ledger", "--seconds", "3"], ["evidence", "--configs", "3"],

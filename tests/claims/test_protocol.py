@@ -1,5 +1,9 @@
 """Published claims that `lpkit claim` settles: the rule of their verdicts, their files, and the
-record that the page shows."""
+record that the page shows.
+
+Only these tests catch: a published claim whose word does not follow from its verdict, a file of a
+claim that is no longer settled as its record was, and a wrong GELU of the table.
+"""
 
 import importlib
 import json

@@ -1,5 +1,10 @@
 """`lpkit sweep`: what a file is refused for, what is drawn, and that a killed one is the unbroken
-one."""
+one.
+
+Only these tests catch: trials that are evaluated on other text, values that are drawn outside their
+range or by another law, a pruner that is shown something else than Optuna shows it, and a journal
+that a kill, an edit or a run side by side changes.
+"""
 
 import json
 import math
@@ -21,6 +26,7 @@ from lpkit.claims import protocol, runs, sweep
 from lpkit.commands import sweep as command
 from lpkit.errors import ConfigError, RunFailedError
 from lpkit.plain_yaml import read_yaml
+from tests.attack.verdicts import _in_here
 
 optuna = pytest.importorskip("optuna")
 ROOT = Path(__file__).parents[2]
@@ -51,10 +57,8 @@ WRONG = [
     ({"trials": None}, "says no trials; give trials: how many runs, such as 20"),
     ({"target": None}, "says no target; give target: val_loss"),
     ({"target": "val_los"}, "target cannot be 'val_los'; did you mean 'val_loss'?"),
-    ({"sampler": "tpee"}, "sampler cannot be 'tpee'; did you mean 'tpe'?"),
     ({"sampler": "grid"}, "sampler cannot be 'grid'; choose one of cmaes, random, tpe"),
     ({"trials": 0}, "trials must be positive, got 0"),
-    ({"pruner": "medain"}, "pruner cannot be 'medain'; did you mean 'median'?"),
     ({"pruner": "median"}, "pruner=median asks at evaluations on the way, and eval_every=0 of 3 "
                            "steps has none; set settings.eval_every to 1"),
     ({"pruner": "asha", "settings": SMALL | {"eval_every": 3}}, "eval_every=3 of 3 steps has none"),
@@ -66,20 +70,14 @@ WRONG = [
                                        "'model.layers'?"),
     ({"search": {"optimizer.lrr": LOG}}, "there is no setting 'optimizer.lrr'; did you mean "
                                          "'optimizer.lr'?"),
-    ({"search": {"optimiser": {"choices": ["lion"]}}},
-     "there is no setting 'optimiser'; did you mean 'optimizer'?"),
     ({"search": {"optimizer": {"choices": ["lions"]}}}, "did you mean 'lion'?"),
     ({"search": {"optimizer": {"choices": []}}}, "search.optimizer must be {low: 1e-4"),
     ({"search": {"optimizer": LOG}}, "search.optimizer has low, and 'adamw' is no number; give "
                                      "choices"),
     ({"search": {"optimizer.lr": 0.1}}, "search.optimizer.lr must be {low: 1e-4"),
     ({"search": {"optimizer.lr": {"low": 1, "hihg": 2}}}, "search.optimizer.lr must be {low: 1e-4"),
-    ({"search": {"optimizer.lr": {"low": 1e-2, "high": 1e-3}}},
-     "search.optimizer.lr must have a low below its high, got low=0.01 and high=0.001"),
     ({"search": {"optimizer.lr": {"low": 0.1, "high": 0.1}}},
      "must have a low below its high, got low=0.1 and high=0.1"),
-    ({"search": {"optimizer.lr": {"low": 0.1, "high": ".inf"}}},
-     "search.optimizer.lr.high must be a number, got '.inf'"),
     ({"search": {"optimizer.lr": {"low": 0.1, "high": math.inf}}},
      "must have a low below its high, got low=0.1 and high=inf"),
     ({"search": {"optimizer.lr": LOG | {"low": 0}}},
@@ -96,11 +94,9 @@ WRONG = [
           ("data.source", ["python-stdlib", "README.md"], {}),
           ("data.tokenizer", ["bytes", "bpe"], {"model.vocab": 300}),
           ("data.val_fraction", [0.1, 0.2], {}),
-          ("data.policy", ["random-windows", "random-documents"], {}),
-          ("data.policy.share", [0.15, 0.75], MASKED), ("seed", [0, 1], MASKED),
-          ("model.context", [16, 32], {}),
-          ("model.vocab", [300, 400], {"data.tokenizer": "bpe"}), ("eval_batches", [2, 4], {}),
-          ("global_batch", [4, 8], {}))),
+          ("data.policy", ["random-windows", "random-documents"], {}), ("seed", [0, 1], MASKED),
+          ("model.context", [16, 32], {}), ("model.vocab", [300, 400], {"data.tokenizer": "bpe"}),
+          ("eval_batches", [2, 4], {}), ("global_batch", [4, 8], {}))),
     ({"settings": TINY["settings"] | MASKED,
       "search": {"data.policy.share": {"low": 0.15, "high": 0.75}}},
      "search.data.policy.share would evaluate trials on other text"),
@@ -129,8 +125,7 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_pat
 
 
 @pytest.mark.parametrize("absent, changes, more", [
-    ("optuna", {}, []), ("cmaes", {"sampler": "cmaes"}, []),
-    ("submitit", {"executor": "submitit"}, []), ("ray", {}, ["--executor", "ray"])])
+    ("optuna", {}, []), ("cmaes", {"sampler": "cmaes"}, []), ("ray", {}, ["--executor", "ray"])])
 def test_what_is_not_installed_is_named(absent, changes, more, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
     assert cli.main(["sweep", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
@@ -227,7 +222,7 @@ def test_a_sampler_that_looks_at_losses_finds_the_least(sampler, tmp_path):
     assert searched(tmp_path, sampler=sampler, trials=19)[0]["importance"] is None
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes"])
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
 def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
     """Past the first ten trials, which TPE draws at random; and then with more trials than were
     asked for."""
@@ -379,8 +374,7 @@ def pruned(folder, most=None, lag=0, seed=0, **changes):
 PRUNED = ("trial", "settings", "val_loss", "pruned", "evaluations")
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("pruner", ["median", "asha"])
+@pytest.mark.parametrize("pruner, at_once", [("median", 1), ("asha", 3)])
 def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
     """A loop over optuna alone gives the same trials. Side by side it is shown those that had ended
     before."""
@@ -418,8 +412,7 @@ def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
             study.tell(one, None if end else loss, optuna.trial.TrialState.PRUNED if end else None)
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
-@pytest.mark.parametrize("pruner", ["median", "asha"])
+@pytest.mark.parametrize("pruner, at_once", [("median", 3), ("asha", 1)])
 def test_a_pruned_sweep_that_goes_on_is_the_unbroken_one(pruner, at_once, tmp_path):
     """Also where trials side by side report in another order, and where a run hears late that it is
     to end."""
@@ -481,52 +474,42 @@ def test_a_journal_is_of_one_search_and_one_code(tmp_path, monkeypatch):
 
 # real runs
 
-def started(path, out):
-    return subprocess.Popen([sys.executable, "-m", "lpkit", "sweep", str(path), "--out", str(out),
-                             "--json"], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
-
-
 def lines(out):
     return [one for path in out.glob("few-*.jsonl") for one in path.read_text().splitlines()]
 
 
-LONG = {"pruner": "asha", "settings": SMALL | {"eval_every": 2, "steps": 300,
-    "checkpoint_every": 50}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [pytest.param({}, id="whole"),
-    pytest.param(LONG | {"at_once": 2}, id="pruned", marks=pytest.mark.slow)])
-def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(changes, tmp_path):
-    path, out = written(tmp_path, **changes), tmp_path / "out"
-    process = started(path, out)
-    while len(lines(out)) < 2:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and not psutil.wait_procs(children,
-        timeout=10)[1], "nothing outlives the command"
+def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(tmp_path, capsys):
+    path, out = written(tmp_path, pruner="asha", at_once=2, settings=SMALL | {
+        "eval_every": 2, "steps": 300, "checkpoint_every": 50}), tmp_path / "out"
+    words = ["sweep", str(path), "--json", "--out"]
+    with subprocess.Popen([sys.executable, "-m", "lpkit", *words, str(out)], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        while len(lines(out)) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not psutil.wait_procs(children, timeout=10)[1], "nothing outlives the command"
     before = lines(out)
     assert 2 <= len(before) < 4
-    found = []
-    for folder in (out, tmp_path / "whole"):
-        done = started(path, folder)
-        said, err = done.communicate()
-        assert done.returncode == 0, err
-        found.append(json.loads(said))
-    cut, whole = ([{key: one[key] for key in (*PRUNED, "name")} for one in one["trials"]]
-                  for one in found)
-    assert (cut == whole and len(whole) == 4 and found[0]["best"]["val_loss"]
-            == min(one["val_loss"] for one in whole if not one["pruned"]))
-    assert any(one["pruned"] for one in whole) == bool(changes)
-    assert (lines(out)[:len(before)] == before
-            and len(lines(out)) == 4), "a trial was done twice, or is left"
-    assert not [one for one in out.iterdir() if one.is_dir()]
-    for one in found[0]["trials"]:
+    assert cli.main([*words, str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (tmp_path / "whole").mkdir()
+    with runs.Workers(tmp_path / "whole", runs.processes.Children(), 2, _in_here) as workers:
+        unbroken = sweep.settle(protocol.read(path, sweep.Sweep, sweep.NEEDED),
+                                tmp_path / "whole" / "few", lambda what, configs, judges:
+                                workers.finished(configs, judges=judges))
+    cut, whole = ([{key: one[key] for key in (*PRUNED, "name")} for one in each["trials"]]
+                  for each in (found, json.loads(json.dumps(unbroken))))
+    assert cut == whole and len(whole) == 4 and any(one["pruned"] for one in whole)
+    assert found["best"]["val_loss"] == min(one["val_loss"] for one in whole if not one["pruned"])
+    assert lines(out)[:len(before)] == before, "a trial was done twice"
+    assert len(lines(out)) == 4 and not [one for one in out.iterdir() if one.is_dir()]
+    for one in found["trials"]:
         record = records.read(out / f"{one['name']}.json")
         assert record["config"]["optimizer"]["lr"] == one["settings"]["optimizer.lr"]
         if one["pruned"]:

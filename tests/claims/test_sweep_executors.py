@@ -1,5 +1,9 @@
 """`lpkit sweep --executor`: jobs of submitit and tasks of Ray give the trials that workers give,
-also when the sweep is killed."""
+also when the sweep is killed.
+
+Only these tests catch: a trial of a job of submitit or Ray that is lost, done twice or another than
+a worker's, and jobs that outlive a sweep that was told to end.
+"""
 
 import json
 import os

@@ -1,5 +1,9 @@
 """The verdict: its arithmetic by hand and against torchao's roofline, and that it says no where no
-is true."""
+is true.
+
+Only these tests catch: a cast or a product that is priced otherwise than it moves bytes, an advice
+for FP8 where published or recorded steps were slower, and a record of another machine that counts.
+"""
 
 import json
 import re
@@ -22,7 +26,6 @@ from lpkit.predict import evidence
 from lpkit.predict.casts import Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.flops import Product
-from lpkit.predict.ledger import memory
 from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
@@ -209,17 +212,6 @@ def test_a_history_saves_a_pass(tmp_path):
     assert got["fp8-delayed"].speedup > got["fp8-tensorwise"].speedup
 
 
-@pytest.mark.parametrize("recipe, machine", [
-    ("fp8-tensorwise", "h100"), ("fp8-rowwise", "h200"), ("fp8-blockwise", "h100"),
-    ("mxfp8", "b200"), ("int8", "a100-80")])
-def test_advise_and_plan_price_a_recipe_alike(recipe, machine):
-    config = gpt(26, 1664)
-    got = advise(config, machine, recipes=[recipe])[recipe].cost
-    assert got.step_seconds == pytest.approx(step_time(config, machine,
-        precision=recipe).step_seconds, rel=1e-12)
-    assert got.base_step_seconds == step_time(config, machine, precision="bf16").step_seconds
-
-
 def test_a_cpu_is_told_that_emulation_is_slower():
     for width in (256, 1024, 4096):
         got = advise(gpt(4, width, batch=1), CPU)
@@ -239,18 +231,6 @@ def test_what_is_to_be_beaten_can_be_named():
         advise(gpt(4, 256, batch=1), slow, base="fp16")
     with pytest.raises(ConfigError, match="there is no base 'fp8'"):
         advise(gpt(4, 256, batch=1), "h200", base="fp8")
-
-
-@pytest.mark.parametrize("machine", ["h100", "b200", "a100-80"])
-def test_the_gain_in_memory_is_the_ledgers(machine, tmp_path):
-    """It was 14.0 GB less by `advise` and 11.8 less by the ledger."""
-    config = preset("llama-8b")
-    base = memory(config, machine, precision="bf16").peak_bytes
-    for plan in advise(config, machine).plans:
-        assert plan.cost.more_bytes == pytest.approx(memory(config, machine,
-            precision=plan.recipe).peak_bytes - base, abs=1)
-    if machine == "h100":
-        assert round(advise(config, machine)["fp8-tensorwise"].cost.more_bytes / 1e9, 1) == -11.8
 
 
 def test_layers_that_are_kept_stay():

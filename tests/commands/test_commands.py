@@ -1,5 +1,10 @@
 """`key=value` and `--set key=value` are two spellings of one thing, on every command that takes
-either."""
+either; and what every command says of wrong words and paths.
+
+Only these tests catch: a setting that one command takes from one place alone, the last of two
+values that is taken in silence, a name of a folder that moves the terminal, and a refusal that
+waits for PyTorch.
+"""
 
 import argparse
 import json
@@ -119,7 +124,7 @@ def number(action):
     return getattr(action.type, "__origin__", action.type) in (int, float)
 
 
-NO_NUMBERS = ["", "x", "8,000", "8k", "40%", "1;5", "0x10", "8 000", "1,5", "None", "true"]
+NO_NUMBERS = ["", "8,000", "40%", "0x10", "None"]
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -148,13 +153,11 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
     (["predict", "cpu-3m", "steps=5", "steps=6"], "steps is both '5' and '6'; give one"),
     (["predict", "cpu-3m", "--set", "steps=5", "steps=6"], "steps is both '6' and '5'"),
     (["predict", "cpu-3m", "--set", "steps=5", "--set", " steps = 6"], "steps is both '5' and '6'"),
-    (["predict", "cpu-3m", "steps=5", "steps=5"], None),
     (["predict", "cpu-3m", "optimizer=lion", "optimizer.name=adamw"], "optimizer is both 'lion' "
         "and 'adamw'"),
     (["predict", "cpu-3m", "model.changes=lora:rank=8:rank=4"], "rank is both '8' and '4'"),
     (["predict", "cpu-3m", "--devices", "1", "--dev", "2"], "--devices is both '1' and '2'"),
     (["predict", "cpu-3m", "--machine", "h100", "--machine=h200"], "--machine is both "),
-    (["data", "prepare", "x", "--vocab", "5", "--vocab", "6"], "--vocab is both "),
     (["train", "cpu-3m", "--out", "x", "--out", "y"], "--out is both "),
     (["notebook", "00", "--tier", "cpu", "--tier", "smoke"], "--tier is both "),
     (["predict", "cpu-3m", "optimizer=lion", "--optimizer", "adamw"], "optimizer is both 'lion' "
@@ -172,8 +175,6 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
       "--context", "32"], "model.context is both "),
     (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "global_batch=4",
       "--batch-tokens", "1M"], "global_batch is both "),
-    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "optimizer=lion",
-      "--optimizer", "adamw"], "optimizer is both "),
     (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "grad_accum_steps=2"],
      "plan does not use grad_accum_steps"),
 ])
@@ -237,8 +238,7 @@ def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, 
 
 # ---- paths
 
-NO_PATHS = ["~nobody-here/x", "~nobody-here/x.yaml", "~nobody-here/x.ipynb", "\udcff", "d\udcff/x",
-            "d\udcff/x.yaml", "d\udcff.ipynb"]
+NO_PATHS = ["~nobody-here/x", "~nobody-here/x.yaml", "d\udcff/x.yaml", "d\udcff.ipynb"]
 TAKES_A_PATH = [
     "predict {}", "predict cpu-3m --machine {}", "predict cpu-3m run={}", "advise {}",
     "advise cpu-3m --machine {}",
@@ -274,8 +274,9 @@ def test_a_home_of_nobody_and_bytes_that_are_no_utf8_are_sentences(line, capsys,
         "work"}, "nothing is left behind"
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "XDG_DATA_HOME", "HOME"])
-@pytest.mark.parametrize("value", ["~nobody-here/x", "\udcff", "/dev/null/x"])
+@pytest.mark.parametrize("variable, value", [
+    ("XDG_CACHE_HOME", "~nobody-here/x"), ("XDG_DATA_HOME", "\udcff"), ("HOME", "/dev/null/x"),
+    ("HOME", "~nobody-here/x")])
 def test_so_they_are_in_the_environment(variable, value, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for other in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
@@ -365,50 +366,58 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
             lpkit.Run(wrong)
 
 
-@pytest.mark.parametrize("words, said", [
-    (["advise", "cpu-3m", "--recipe", "bf16"], "there is no recipe that casts 'bf16'"),
-    (["advise", "cpu-3m", "--machine", "h2000"], "did you mean 'h200'"),
-    (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "--top-k must "
-        "be positive"),
-    (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"),
-    (["export", "nowhere", "--out", "x"], "holds no run"),
-    (["train", "cpu-3m", "steps=many"], "whole number"),
-    (["train", "--resume", "--out", "nowhere"], "holds no run"),
-    (["train", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"),
-    (["train", "cpu-3m", "parallel.data=2"], "takes 2 processes, and this is one"),
-    (["train", "cpu-3m", "data.source=nowhere"], "there is no file, folder or glob 'nowhere'"),
-    (["train", "cpu-3m", "--out", "six"], "already holds a run"),
-    (["train", "--resume", "--out", "six", "seed=5"], "with other settings: seed was 0 and is 5"),
-    (["train", "six"], "continue its run by --resume --out six, or start from its weights with a "
-                       "preset and start.run=six"),
-    (["train", "cpu-3m", "--processes", "1", "--out", "six"], "already holds a run"),
-    (["train", "cpu-3m", "--out", "papers"], "holds no run"),
-    (["warm", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"),
-    (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
-    (["bench", "imports"], "did you mean 'import'"),
-    (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
-    (["lab", "--port", "70000", "--no-browser"], "between 0 and 65535"),
-    (["lab", "--reset", "42"], "choose one of 00, 01"),
-    (["notebook", "42"], "there is no notebook '42'; choose one of 00, 01, 02, 03, 04, 05, 06, 07, "
-                         "08, 09, 10, 11, 12, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23, 24, 25, 26, "
-                         "27, 28, 99"),
-    (["notebook", "00", "sede=1"], "did you mean 'seed'"),
-    (["data", "prepare", "nowhere"], "nowhere"),
-])
-def test_what_is_wrong_is_said_before_torch_is_imported(words, said, tmp_path):
-    """torch takes seconds to import. tests/attack/command_line.py draws wrong words and counts the
-    same."""
+WRONG = [
+    ("advise cpu-3m --recipe bf16", "there is no recipe that casts 'bf16'"),
+    ("advise cpu-3m --machine mi300", "did you mean 'mi300x'"),
+    ("sample nowhere", "holds no run"), ("sample nowhere --top-k 0", "--top-k must be positive"),
+    ("sample nowhere --cache int9", "did you mean 'int8'"),
+    ("export nowhere --out x", "holds no run"),
+    ("train cpu-3m steps=many", "whole number"),
+    ("train --resume --out nowhere", "holds no run"),
+    ("train cpu-3m parallel.tensor=2", "takes 2 processes, and this is one"),
+    ("train cpu-3m data.source=nowhere", "there is no file, folder or glob 'nowhere'"),
+    ("train cpu-3m --out six", "already holds a run"),
+    ("train --resume --out six seed=5", "with other settings: seed was 0 and is 5"),
+    ("train six", "continue its run by --resume --out six, or start from its weights with a preset "
+                  "and start.run=six"),
+    ("train cpu-3m --processes 1 --out six", "already holds a run"),
+    ("train cpu-3m --out papers", "holds no run"),
+    ("warm cpu-3m parallel.shard=2", "takes 2 processes, and this is one"),
+    ("bench imports", "did you mean 'import'"),
+    ("bench import --kernel x", "--kernel is for kernels alone"),
+    ("lab --port 70000 --no-browser", "between 0 and 65535"),
+    ("lab --reset 42", "choose one of 00, 01"),
+    ("notebook 42", "there is no notebook '42'; choose one of 00, 01, 02, "),
+    ("notebook 00 sede=1", "did you mean 'seed'"),
+    ("data prepare nowhere", "nowhere")]
+EACH = """
+import contextlib, io, json, sys
+from lpkit.cli import main
+found = []
+for line in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(line.split())
+    found.append([code, out.getvalue(), "torch" in sys.modules, err.getvalue()])
+print(json.dumps(found))
+"""
+
+
+def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
+    """torch takes seconds to import. All in one process, which has imported nothing else.
+    tests/attack/command_line.py draws wrong words and counts the same."""
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     (tmp_path / "six").mkdir()
     (tmp_path / "six" / runs.CONFIG).write_text(runs.sealed_yaml(resolve("cpu-3m"), ""))
-    code = (f"import sys\nfrom lpkit.cli import main\ncode = main({words!r})\nprint('torch' in "
-            f"sys.modules)\nsys.exit(code)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                          text=True,
+    lines = [line for line, _ in WRONG]
+    done = subprocess.run([sys.executable, "-c", EACH, json.dumps(lines)], cwd=tmp_path, text=True,
+                          capture_output=True, check=True,
                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]),
                                             "XDG_DATA_HOME": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (2, "False\n") and said in done.stderr, done.stderr
+    for (line, said), (code, out, imported, err) in zip(WRONG, json.loads(done.stdout),
+                                                        strict=True):
+        assert (code, out, imported) == (2, "", False) and said in err, (line, err)
 
 
 def test_the_summary_of_a_training_wraps_to_the_terminal(monkeypatch):

@@ -1,4 +1,8 @@
-"""What users bring, all of tests/inputs: right, or one sentence."""
+"""What users bring, all of tests/inputs: right, or one sentence.
+
+Only these tests catch: a wrong result without a word, or a traceback, for a file or a command line
+that users bring; the modules of tests/inputs say which.
+"""
 
 import json
 

@@ -1,5 +1,9 @@
 """Mistyped names of machines, models, recipes, optimizers, notebooks and settings: what is
-suggested, and that nothing is accepted for it."""
+suggested, and that nothing is accepted for it.
+
+Only these tests catch: a usual wrong spelling that is told another name than was meant, or that is
+taken for it.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,10 @@
 """Layouts that cannot exist, each in its sentence; the search against an exhaustive one; the
-command."""
+command.
+
+Only these tests catch: a plan that misses the quickest layout, that lists one which does not fit,
+does not train or breaks a limit. (tests/techniques/test_one_fact.py: what a plan finds is what
+`lpkit predict` says.)
+"""
 
 import itertools
 import json
@@ -15,7 +20,6 @@ from lpkit.commands import machine
 from lpkit.commands.plan import amount, span
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict import predict
 from lpkit.predict.device import by_cost
 from lpkit.predict.ledger import memory
 from lpkit.predict.links import stride
@@ -142,7 +146,7 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
     return min(seconds)
 
 
-@pytest.mark.parametrize("memory_bytes", [10**9, 2 * 10**9, 80 * 10**9])
+@pytest.mark.parametrize("memory_bytes", [10**9, 80 * 10**9])
 def test_the_search_finds_what_trying_everything_finds(memory_bytes):
     on = replace(CARD, memory_bytes=memory_bytes)
     found = plan(SMALL, 1e9, on, devices=8, precisions=["bf16-master"])
@@ -168,33 +172,14 @@ def test_options_fit_are_ranked_and_within_the_limits():
                                                  ("data", "shard", "tensor", "pipeline",
                                                   "context"))
         check(LLAMA, option.layout)
+        config = option.config
+        assert config.parallel == option.layout and Config.from_yaml(config.to_yaml()) == config
+        assert config.grad_accum_steps == config.global_batch // option.time.sequences
     splits = [(o.layout.devices, o.layout.tensor, o.layout.pipeline, o.layout.context)
               for o in found.options]
     assert len(set(splits)) == len(splits)
     assert {name for name, one in found.refusals.items() if one.layouts} >= {"layout", "deadline",
         "budget"}
-
-
-@pytest.mark.parametrize("precisions, settings", [
-    (None, {}), (["fp8-tensorwise"], {}), (["fp32"], {}),
-    (None, {"memory.param_dtype": "bf16", "memory.cross_entropy": "chunked"}),
-    (None, {"memory.recompute": "budget", "memory.moment_format": "int8"})])
-def test_predict_and_plan_give_one_answer(precisions, settings):
-    """An option is a Config: predicting it gives its seconds and its bytes, to the last digit."""
-    found = plan(preset("llama-8b").replace(settings), 1e12, "h200", devices=64,
-                 precisions=precisions)
-    assert len(found.options) > 10
-    for option in found.options:
-        config = option.config
-        assert (config.parallel == option.layout and config.grad_accum_steps == config.global_batch
-                // option.time.sequences)
-        said = predict(config, "h200")
-        assert (said.layout.devices, said.layout) == (64, option.layout)
-        assert said.memory == option.memory and said.memory == memory(config, "h200",
-            layout=option.layout)
-        assert said.step.rows == option.time.rows and said.step_seconds == option.time.step_seconds
-        assert step_time(config, "h200").step_seconds == option.time.step_seconds
-        assert Config.from_yaml(config.to_yaml()) == config
 
 
 def test_the_commands_show_the_same_step(tmp_path, capsys):
@@ -221,20 +206,22 @@ def test_the_default_precision_is_one_that_lpkit_trains():
         paper.config  # noqa: B018
 
 
-@pytest.mark.parametrize("setting, changed", [
-    ("optimizer=sgd", "optimizer"), ("precision.recipe=fp8-tensorwise", "precision"),
-    ("memory.recompute=block", "recompute"), ("memory.param_dtype=bf16", "peak_bytes"),
-    ("memory.cross_entropy=chunked", "peak_bytes"), ("system.attention=plain", "step_seconds")])
-def test_a_plan_keeps_the_settings_that_it_is_given(setting, changed, capsys):
-    first = []
-    for more in ([], ["--set", setting]):
+def test_a_plan_keeps_the_settings_that_it_is_given(capsys):
+    def first(*more):
         assert cli.main(["plan", "--model", "gpt2-350m", "--tokens", "1e9", "--devices", "8",
                          "--json", *more]) == 0
-        first.append(json.loads(capsys.readouterr().out)["plans"][0])
-    assert first[0][changed] != first[1][changed]
-    value = setting.partition("=")[2]
-    if changed in ("optimizer", "precision", "recompute"):
-        assert first[1][changed] == value
+        return json.loads(capsys.readouterr().out)["plans"][0]
+
+    plain = first()
+    for setting, changed in (
+            ("optimizer=sgd", "optimizer"), ("precision.recipe=fp8-tensorwise", "precision"),
+            ("memory.recompute=block", "recompute"), ("memory.param_dtype=bf16", "peak_bytes"),
+            ("memory.cross_entropy=chunked", "peak_bytes"),
+            ("system.attention=plain", "step_seconds")):
+        other = first("--set", setting)
+        assert other[changed] != plain[changed], setting
+        if changed in ("optimizer", "precision", "recompute"):
+            assert other[changed] == setting.partition("=")[2]
 
 
 def test_flags_win_over_the_config(capsys, tmp_path):
@@ -309,9 +296,7 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
     (["--budget", "nan"], "--budget 'nan' is not a number of dollars; write it as 250000, 250k"),
     (["--deadline", "30"], "--deadline '30' is not a time; write it as 90min, 12h, 30d or 2w"),
     (["--deadline=-3d"], "--deadline must be above 0 and at most 100 years"),
-    (["--deadline", "nand"], "--deadline 'nand' is not a time"),
     (["--deadline", "9999w"], "at most 100 years"),
-    (["--machine", "h2000"], "did you mean 'h200'? There is a100-40,"),
     (["--machine", "nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory; a "
                                     "machine of your own"),
     (["--devices", "0"], "devices must be from 1 to 1,000,000, got 0"),
@@ -319,15 +304,13 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
     (["--batch-tokens", "10000"], "--batch-tokens 10,000 is not a whole number of sequences of "
                                   "8,192 tokens; nearest: 8,192 "
      "or 16,384"),
-    (["--batch-tokens", "100"], "nearest: 8,192"),
-    (["--context", "0"], "model.context must be from 1 to"),
+    (["--context", "0"], "model.context must be from 1 to 16,777,216, got 0"),
     (["--price-per-hour", "-1"], "price_per_hour must be positive, got -1.0"),
     (["--top", "0"], "--top must be positive"),
     (["--show", "999", "--devices", "64"], "--show must be from 1 to "),
     (["--factor", "0"], "--factor must be from 0.1 to 10"),
     (["--set", "optimizer.lr=1"], "plan does not use optimizer.lr: it searches layouts and "
                                   "micro-batches"),
-    (["--set", "grad_accum_steps=4"], "plan does not use grad_accum_steps"),
     (["--set", "parallel.tensor=8"], "plan does not use parallel.tensor"),
     (["--set", "precision.recipe=fp8-delayed", "--set",
       "precision.recipe.high_precision_layers=head"],

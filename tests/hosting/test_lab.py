@@ -1,5 +1,9 @@
 """The lab is this machine's alone: proved on a real server, against a user's Jupyter settings that
-would open it."""
+would open it.
+
+Only these tests catch: a setting, an impostor or a command line that gives the lab or its token to
+somebody else, and a process that outlives the lab.
+"""
 
 import http.client
 import json

@@ -1,5 +1,10 @@
-"""A room of learners, opened as a teacher opens it: nobody reads or starves another, and no report
-is lost."""
+"""A room of learners, opened as a teacher opens it: nobody starves another, and no report is lost.
+tests/attack/rooms.py has a hostile learner, who takes ports, sockets, files and names.
+
+Only these tests catch: a learner who takes the memory or the processes of others, a report that is
+lost, sent without consent or believed though it was altered, a lab whose failure nobody is told,
+and a room that opens where it is not safe.
+"""
 
 import asyncio
 import json
@@ -16,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from hosting import progress
@@ -62,19 +66,8 @@ def _person(room, name, **options):
 
 @SERVED
 @pytest.mark.slow
-def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
-    def reads(one, of):
-        theirs = [(str(room["folder"] / "learners" / of.name),
-                   bench.pids(room["folder"], of.name)[0])]
-        return list(map(int, one.run(f"THEIRS = {theirs!r}\n{bench.READER}").split()))
-
+def test_a_learner_is_a_user_whose_kernels_are_its_own(room, anna, ben):
     ben.run("1")
-    assert reads(anna, ben)[0] == 0
-    read, asked = reads(ben, ben)
-    assert read >= 8 and asked > 15    # so the reader would find what is open
-    for path in ("api/contents", "api/kernels", "api/terminals"):
-        assert served.status(f"{room['url']}/user/ben/{path}", anna.token) == 403
-        assert served.status(f"{room['url']}/user/ben/{path}", ben.token) == 200
     assert (anna.run("import os; print(os.getuid(), os.getgroups(), oct(os.umask(0o77)))").split()
             == ["52001", "[]", "0o77"])
     connection = ("import json, glob; "
@@ -135,68 +128,6 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
     assert b"<form" in served.ask(f"{room['url']}/services/progress/now")
     assert b"03.1" in served.ask(f"{room['url']}/services/progress/csv", token=teacher.token)
     assert b"03.1" not in served.ask(f"{room['url']}/services/progress/csv", token=ben.token)
-
-
-def answer(port):
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as one:
-        one.settimeout(2)
-        one.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        try:
-            return one.recv(1000)
-        except TimeoutError:
-            return b""
-
-
-@SERVED
-@pytest.mark.slow
-def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
-    """The one who had the port of the teacher's lab, or of a service that died, was believed."""
-    def listens(pids):
-        return {one.laddr.port for pid in pids for one in psutil.Process(pid).net_connections("tcp")
-                if one.status == "LISTEN"}
-
-    hub = [one.pid for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"]
-           and one.info["cmdline"][-1].endswith("hosting/hub.py")]
-    # a kernel's debugger listens, too
-    labs = listens(bench.pids(room["folder"], "ben")) & listens(hub)
-    service = listens(one.pid for one in bench.service())
-    assert len(labs) == 1 and len(service) == 1
-    paths = [f"/run/lpkit/{name}-{PORT}" for name in ("hub", "reports", "proxy")]
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        free = one.getsockname()[1]
-    assert (anna.run(
-        f"from tests.attack import _guest\nprint(*map(_guest.replaced, {paths}))").split() == ["[]"]
-        * 3)
-    assert anna.run(f"taker = _guest.Taker().begin({[PORT, free, *labs, *service]})\nimport time; "
-                    f"time.sleep(1)\nprint(len(taker.taken) > 3)").strip() == "True"
-    # in a network of its own it takes ports, and nobody comes
-    with pytest.raises(ConnectionRefusedError):
-        answer(free)
-    with subprocess.Popen([sys.executable, "-m", "tests.attack._guest", "52001", "0", "0", "0",
-                           *map(str, [free, *labs, *service])],
-                          # an account elsewhere on the machine
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=served.HERE,
-                          text=True) as stranger:
-        assert stranger.stdout.readline()
-        for one in [*bench.service(), *map(psutil.Process, bench.pids(room["folder"], "ben"))]:
-            one.kill()      # the hub still sends people there: it looks each 30 s
-        for port in labs | service:
-            assert b"EVE" not in answer(port)
-        assert b"EVE" in answer(free)       # so it takes what is free
-        assert {line.partition(":")[0]
-                for line in json.loads(stranger.communicate("")[0])["heard"]} == {str(free)}
-    assert json.loads(anna.run("import json; print(json.dumps(taker.end()))"))["heard"] == []
-    with pytest.raises(urllib.error.HTTPError, match="403"):     # through the proxy nobody reports
-        served.ask(f"{room['url']}/services/progress/report", [], token=anna.token)
-    stranger = ("import os, sys, tests; from lessons import reports; os.setuid(51_999); "
-                "reports.send(sys.argv[1], [])")
-    done = subprocess.run([sys.executable, "-c", stranger, paths[1]], capture_output=True,
-                          text=True)
-    assert "the service answered 403" in done.stderr, done.stderr
-    # until the hub has seen that the server ended
-    while ben.ask("/hub/api/users/ben")["servers"]:
-        time.sleep(0.5)
-    ben.start(share=False)
 
 
 @SERVED
@@ -345,7 +276,9 @@ def test_a_learner_who_took_the_port_before_the_proxy_is_not_asked(tmp_path):
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=served.HERE,
                               text=True) as taker:
             assert taker.stdout.readline()
-            assert b"200 OK" in answer(room.port)
+            with socket.create_connection(("127.0.0.1", room.port), timeout=10) as one:
+                one.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                assert b"200 OK" in one.recv(1000)
             assert rooms.answers(room) == believed      # it says 200 to everybody
             taker.communicate("")
 
@@ -553,11 +486,11 @@ BAD = [None, [], 7, {"id": "1"}, report("2", value="x" * 1000), report(["1"]),
        report("2", kind="party"), report("2", kind=["exercise"])]
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_what_is_no_report_is_passed_over_and_stops_nothing(tmp_path, bad, capsys):
+def test_what_is_no_report_is_passed_over_and_stops_nothing(tmp_path, capsys):
     """One such report stopped the map, the table and the command for good."""
     store = progress.Store(tmp_path)
-    assert store.add("anna", [report("9"), bad, report("8")]) == 2
+    assert not [bad for bad in BAD if store.add("anna", [bad])]
+    assert store.add("anna", [report("9"), *BAD, report("8")]) == 2
     assert [one["id"] for one in store.events()] == ["9", "8"]
     (tmp_path / "room.json").write_text("{}")
     assert cli.main(["progress", "--room", str(tmp_path), "--csv", str(tmp_path / "all.csv")]) == 0
@@ -587,7 +520,7 @@ def test_an_altered_report_is_named_and_stops_nothing(tmp_path, way, capsys):
     store.add("anna", [report(str(n)) for n in range(6)])
     whole = store.path.read_bytes()
     lines = whole.splitlines(keepends=True)
-    for _ in range(20):
+    for _ in range(8):
         n = chance.randrange(1, 5)
         at = len(b"".join(lines[:n])) + chance.randrange(len(lines[n]) - 2)
         changed = {"flip": whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(7)])
@@ -633,11 +566,11 @@ def test_a_lost_end_and_lost_names_of_reports_are_named(tmp_path):
         for name in records.unsealed(names.decode(), store.names)["names"].values())
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir(),
-                                  lambda path: path.symlink_to("/dev/zero"),
-                                  lambda path: (path.touch(), os.truncate(path, 2 << 30))],
-    ids=["pipe", "folder", "link", "huge"])
-@pytest.mark.parametrize("which", ["progress.jsonl", "pseudonyms.json"])
+@pytest.mark.parametrize("which, make", [
+    ("progress.jsonl", os.mkfifo), ("progress.jsonl", lambda path: path.symlink_to("/dev/zero")),
+    ("progress.jsonl", lambda path: (path.touch(), os.truncate(path, 2 << 30))),
+    ("pseudonyms.json", os.mkfifo), ("pseudonyms.json", lambda path: path.mkdir())],
+    ids=["pipe", "link", "huge", "pipe of names", "folder of names"])
 def test_what_is_no_file_of_reports_is_set_aside(make, which, tmp_path, capsys):
     make(tmp_path / which)
     store = progress.Store(tmp_path)

@@ -1,4 +1,8 @@
-"""Slides: what becomes one, and a page that needs nothing from elsewhere."""
+"""Slides: what becomes one, and a page that needs nothing from elsewhere.
+
+Only these tests catch: a slide that shows code, an answer or a sentence about nothing, a library
+that is not the pinned one, and a page that loads from another host.
+"""
 
 import hashlib
 import json

@@ -1,5 +1,9 @@
 """Command lines as people type them, each in a fresh folder: exit code 0 and the right answer, or
-exit code 2, one sentence and nothing written."""
+exit code 2, one sentence and nothing written.
+
+Only these cases catch: words that are taken for another number, target or folder than their author
+meant.
+"""
 
 import contextlib
 import functools
@@ -51,8 +55,6 @@ TYPED: list[tuple[str, Right | str]] = [
      "--devices must be a whole number, got '8_'; write it as"),
     ("predict cpu-3m --devices 8,000", "--devices must be a whole number, got '8,000'; write it as "
                                        "8000 or 8e3"),
-    ("predict cpu-3m --devices 8k", "--devices must be a whole number, got '8k'"),
-    ("predict cpu-3m --devices ''", "--devices must be a whole number, got ''"),
     ("predict cpu-3m --devices=-1", "devices must be positive, got -1"),
     ("predict cpu-3m --devices 7", "global_batch=16 sequences does not split over data=7"),
     ("predict cpu-3m --devices", "expected one argument"),
@@ -64,13 +66,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("predict cpu-3m --zero 4", "there is no ZeRO stage 4; choose 0, 1, 2 or 3"),
     ("predict cpu-3m --devices 1 --devices 2", "--devices is both '1' and '2'"),
     ("predict cpu-3m steps=5 steps=6", "steps is both '5' and '6'"),
-    ("predict cpu-3m steps=5 --set steps=6", "steps is both "),
-    ("predict cpu-3m --set steps=5 --set steps=6", "steps is both "),
     ("predict cpu-3m steps=5 steps=5 --json", has(parameters=CPU_3M)),
-    ("predict cpu-3m optimizer=lion optimizer.name=sgd", "optimizer is both 'lion' and 'sgd'"),
-    ("predict cpu-3m optimizer=lion --optimizer adamw",
-     "optimizer is both 'lion' and '--optimizer'"),
-    ("predict cpu-3m model.changes=lora:rank=8:rank=4", "rank is both '8' and '4'"),
     ("predict cpu-3m start.map=a:b,a:c", "start.map must be a list of NEW:OLD with each NEW once"),
     ("predict cpu-3m model.layers=8,000", "model.layers must be a whole number, got '8,000'; write "
                                          "it as"),
@@ -85,7 +81,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("predict nowhere.yaml", "cannot read nowhere.yaml"),
     ("predict text.txt", "there is no preset 'text.txt'"),
     ("predict", "the following arguments are required: PRESET|config.yaml|RUN"),
-    ("predict cpu-3m --machine h2000", "did you mean 'h200'?"),
+    ("predict cpu-3m --machine mi300", "did you mean 'mi300x'?"),
     ("predcit cpu-3m", "did you mean 'predict'?"),
     (PLAN, plan_of(1e11, devices=64)),
     (PLAN.replace("1e11", "100B"), plan_of(1e11, devices=64)),
@@ -97,13 +93,11 @@ TYPED: list[tuple[str, Right | str]] = [
     (f"{PLAN} --deadline 30", "--deadline '30' is not a time; write it as 90min, 12h, 30d or 2w"),
     (f"{PLAN} --top 0", "--top must be positive, got 0"),
     (f"{PLAN} --show 999", "--show must be from 1 to "),
-    (f"{PLAN} --context 1024 model.context=2048", "model.context is both "),
     ("plan --model llama-8b --tokens 1T", "a plan needs a limit"),
     (TRAIN + " --out run --json", lambda result: (result["steps"], result["status"]) == (2,
         "complete")),
     (TRAIN.replace("steps=2", "steps=2.5"), "steps must be a whole number, got '2.5'"),
     (TRAIN.replace("text.txt", "nowhere.txt"), "there is no file, folder or glob 'nowhere.txt'"),
-    (TRAIN + " --out run --out six", "--out is both 'run' and 'six'"),
     (TRAIN + " --out text.txt", "--out is to be a folder, and "),
     (TRAIN + " --out ''", "--out is empty"),
     (TRAIN + " --processes 0", "processes must be positive, got 0"),
@@ -121,8 +115,6 @@ TYPED: list[tuple[str, Right | str]] = [
                                                 "got 1.0"),
     ("data sho tokens", "did you mean 'show'?"),
     ("sample nowhere --temperature hot", "--temperature must be a number, got 'hot'"),
-    ("sample nowhere", "holds no run"),
-    ("export nowhere --out x", "holds no run"),
     ("import text.txt --check", "is to be a folder"),
     ("import adapter --base run --check --out new", "needs --out DIR, without --check or "
                                                    "--tokenizer"),
@@ -131,7 +123,6 @@ TYPED: list[tuple[str, Right | str]] = [
     ("claims lion-faster --json", has(name="lion-faster")),
     ("notebook 00 --on processes=0", "processes must be positive, got 0"),
     ("notebook 00 seed=x", "seed"),
-    ("notebook 00 --tier cpu --tier smoke", "--tier is both "),
     ("room --learners 600", "--learners must be from 0 to 500, got 600"),
     ("--version", lambda result: result["stdout"].count(".") >= 1),
     ("", lambda result: "usage: lpkit COMMAND" in result["stdout"]),

@@ -1,5 +1,8 @@
 """YAML files of configs as people and their tools write them: by what YAML 1.1 makes of a word, by
-kind, by encoding, by size."""
+kind, by encoding, by size.
+
+Only these cases catch: a value of a file that becomes another setting, or that runs code.
+"""
 
 import functools
 import tempfile

@@ -3,7 +3,12 @@ room without a network.
 
 What a tool can parse is parsed by it: Dockerfiles by dockerfile-parse (and by hadolint where it
 is), jobs by bash, by Kubernetes' and JupyterHub's own schemas (tests/schemas), and by SkyPilot and
-Slurm where they are."""
+Slurm where they are.
+
+Only these tests catch: an image that lacks a file of its command, a value that breaks out of a
+job's shell, a job that its place does not read, and a file for a room without a network that
+installs what was not packed.
+"""
 
 import hashlib
 import json
@@ -401,12 +406,11 @@ def test_a_room_without_a_network(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lpkit-offline", "room.tar"]
     (tmp_path / "room").write_text(f"set -e; ip link set lo up; ! ip route | grep "
                                   f".\n{shlex.quote(sys.executable)} lpkit-offline/install venv\n"
-                                  "venv/bin/lpkit doctor --json > doctor.json\nvenv/bin/lpkit "
-                                  "notebook 00 --tier smoke --json > notebook.json\n")
+                                  "venv/bin/lpkit notebook 00 --tier smoke --json > "
+                                  "notebook.json\n")
     clean = {key: value for key, value in os.environ.items()
              if not key.startswith(("PIP_", "PYTHONPATH"))}
     shell("unshare", "-n", "bash", "room", cwd=tmp_path,
           env={**clean, "XDG_CACHE_HOME": str(tmp_path / "cache"),
                "XDG_DATA_HOME": str(tmp_path / "data")})
-    assert json.loads((tmp_path / "doctor.json").read_text())["device"] == "cpu"
     assert json.loads((tmp_path / "notebook.json").read_text())["result"] == "holds"

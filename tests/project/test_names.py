@@ -1,9 +1,14 @@
 """Nobody is told to install a stranger's package, or to clone from an address that is not the
-project's."""
+project's.
+
+Only these tests catch: a page or a notebook that names a package of somebody else, and an address
+of the repository that is not the project's.
+"""
 
 import re
 import subprocess
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,11 +30,13 @@ HOSTED = re.compile(
     r"|\w+\.github\.io/lpkit\S*", re.I)
 
 
+@cache
 def _texts():
-    """(name, text) of every file under version control that a person may read; Python's broken
+    """[(name, text)] of every file under version control that a person may read; Python's broken
     strings are joined."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,
                            check=True).stdout.split("\0")
+    found = []
     for name in filter(None, names):
         path = ROOT / name
         if (path.suffix in (".md", ".py", ".ipynb", ".yml", ".yaml", ".toml", ".html", ".js",
@@ -37,7 +44,9 @@ def _texts():
                 path.is_file() and path.name not in (Path(__file__).name, "test_evidence.py")
                 and not name.startswith("data/")):
             text = path.read_text(errors="replace")
-            yield name, re.sub(r'"\s*\n\s*f?"', "", text) if path.suffix == ".py" else text
+            joined = re.sub(r'"\s*\n\s*f?"', "", text) if path.suffix == ".py" else text
+            found.append((name, joined))
+    return found
 
 
 def _known():

@@ -1,5 +1,9 @@
 """No test depends on what `auto` picks on the machine at hand: what it asks of a processor has one
-answer for each kind."""
+answer for each kind.
+
+Only these tests catch: a function of the kit that newly asks what the processor is, and a test
+whose result hangs on the machine at hand.
+"""
 
 import ast
 import os
