@@ -7,18 +7,20 @@
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.predict.activations import Kept, saved
 from lpkit.predict.casts import backend_of, why_emulated
 from lpkit.predict.messages import gathered_itemsizes
-from lpkit.predict.params import parameters, recompute_of
+from lpkit.predict.params import optimizer_settings, parameters, recompute_of, shapes
 from lpkit.predict.recipes import Precision, moments_of, precision_of, row_of, stored
 from lpkit.predict.stacks import STACKS, stack_of
-from lpkit.predict.updates import update_bytes
+from lpkit.predict.updates import elementwise, update_bytes, whole_update_bytes
 from lpkit.techniques import layouts, optimizers
 from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention_backends import choose_attention
@@ -26,10 +28,8 @@ from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
-from lpkit.techniques.operation import FP32, MicroBatch
-from lpkit.techniques.pipelines import PIPELINES
+from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch, Op, fused
 from lpkit.techniques.recipes import resolve, untiled
-from lpkit.techniques.stages import rank_layers
 
 # bytes a number while its code is found: in float32, padded, from the least, and the noise
 PACKED = {2: 16, 4: 12}
@@ -62,6 +62,9 @@ class Step:
         # whether lpkit.train has these axes and what rests in these dtypes; else others have
         self.as_trained = (layout.devices == layout.batch_ranks and not p.master
                            and not p.buffered)
+        # lpkit's stages; others', where ZeRO 2 and 3 would gather weights for each micro-batch
+        self.own_pipeline = (layout.pipeline > 1 and layout.stage < 2
+                             and config.system.stack == "auto")
         # weights rest in shards, to which gradients leave, and whole ones are gathered: in ZeRO 2
         # once, from forward to a block's backward, where others keep whole weights
         self.whole = layout.stage == 2 and self.as_trained
@@ -86,7 +89,7 @@ class Step:
             attends_again=self.repeated.attention_alone,
             norms_written_out=self.stack.norm_bytes > 0)
         as_it_is = operations(self.s)
-        self.ops, self.padded = _padded(config, p, self.s, as_it_is)
+        self.ops, self.padded = _padded(config, p, self.s, as_it_is, layout)
         stay = p.low.stay(self.m.L) if p.low else ()
         if stay:
             as_it_is = operations(replace(self.s, operand_bytes=None))
@@ -95,21 +98,21 @@ class Step:
 
 
 class Device:
-    """A device with the embeddings (`embeds`), with the head and the loss (`heads`), or both."""
+    """A device, or a stage of it, of `layers` (None: all), with the embeddings (`embeds`), with the
+    head and the loss (`heads`), or both; `added`: gradients of earlier micro-batches are there."""
 
-    def __init__(self, step: Step, embeds: bool, heads: bool):
+    def __init__(self, step: Step, embeds: bool, heads: bool, layers: int | None = None,
+                 added: bool | None = None):
         s, ops, layout = step.s, step.ops, step.layout
         self.step, self.s, self.ops, self.padded = step, s, ops, step.padded
         self.m = m = s.model
         self.embeds, self.heads = embeds, heads
-        own = rank_layers(m, layout, step.config.system.stack == "auto")
-        self.layers = own[-1] if heads else max(own[:-1])
+        self.layers = m.L if layers is None else layers
+        self.added = step.pieces > 1 if added is None else added
         if step.stack.stages_by_work and layout.pipeline > 1:
             share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
-        self.under_way = min(step.pieces, PIPELINES[layout.schedule].under_way(
-            layout.pipeline, layout.interleave, embeds))
         # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
         self.stream_cut = self.cut if step.stack.sequence_parallel else layout.context
@@ -121,6 +124,14 @@ class Device:
         self.logits = self.tokens * m.V * self.logit_ranks
         # and its gradient
         self.stream = self.stream_tokens * m.D * s.residual_bytes * ops.stream_share
+        # lpkit.parallel.tensor: the head's input is gathered and stays whole, and the loss has it
+        self.whole_head = self.tensor > 1 and step.config.system.stack == "auto"
+        self.head_tokens, self.head_stream = self.stream_tokens, self.stream
+        if self.whole_head:
+            narrow = s.mixed and not (step.p.low and "head" not in step.p.low.keep)
+            self.head_tokens = self.tokens * self.tensor
+            self.head_stream = self.head_tokens * m.D * (
+                s.compute_bytes if narrow else s.residual_bytes)
         self.chunk = step.techniques["cross_entropy"].chunk_tokens(step.config.memory.cross_entropy)
         self._parameters()
         self._casts()
@@ -141,9 +152,9 @@ class Device:
         norms = self.layers * ops.small[1]      # and what else tensor ranks have whole
         self.inside = (sum(parts.values()) - outside) * self.layers / m.L
         self.inside = (self.inside - norms) / self.tensor + norms
-        self.block_parameters = self.inside / self.layers
+        self.block_parameters = self.inside / max(1, self.layers)
         tables = self.embeds * (parts["embedding"] + prompt) + self.heads * parts["head"]
-        if m.tied and not self.embeds:
+        if m.tied and self.heads and not self.embeds:
             tables += parts["embedding"]
         self.tables = tables / self.tensor + self.embeds * parts["positions"]
         self.table = ops.head.weights / self.tensor     # of the embedding, and of the head
@@ -197,8 +208,13 @@ class Device:
                     op.result_bytes for op in ops.linears if op.cut == "row")
                 again = kept.again_bytes and (
                     (kept.again_bytes - wide) / self.cut + wide / self.stream_cut)
+            if self.whole_head:
+                cuts |= {ops.head.name: step.layout.context}
             kept = kept.scaled(lambda name, nbytes: nbytes / cuts.get(name, self.cut), again,
                                self.layers / self.m.L)
+            if self.whole_head:     # the gradient alone is kept
+                loss = TOKEN_ID * self.tokens + s.compute_bytes * self.logits
+                kept = replace(kept, operations=kept.operations | {"loss": loss})
         if not self.heads:
             kept = replace(kept, operations=kept.operations | {"norm": 0.0, "head": 0.0})
         return kept
@@ -216,7 +232,7 @@ class Device:
         # weights are on their way meanwhile
         self.leave = self.sharded and not self.staged
         # gradients add to nothing here: they were there, or leave at once
-        self.gathers = step.pieces > 1 or self.at_once or p.buffered
+        self.gathers = self.added or self.at_once or p.buffered
         # weights come from other ranks as their casts, for forward and once more for backward, and
         # none is kept between them but of a table that the embedding shares
         self.gathers_casts = self.sharded and row.cast
@@ -241,6 +257,20 @@ class Device:
         self.updating_bytes = update_bytes(optimizer, moments, self.weight_itemsize)
         self.state_bytes = optimizer.state_bytes(moments) if self.resting else 0.0
         self.update_bytes = self.updating_bytes + self.state_bytes if self.at_once else 0.0
+        self.updates: dict[str, float] = {}     # where shapes matter, the most by operation
+        settings = optimizer_settings(config, step.optimizer)
+        if self.at_once and not elementwise(settings):
+            for name, nbytes in whole_update_bytes(
+                    shapes(self.m), settings, moments, self.weight_itemsize,
+                    fused=partial(fused, self.m)).items():
+                op = re.sub(r"^blocks\.\d+\.|\.\w+$", "", name)
+                self.updates[op] = max(nbytes, self.updates.get(op, 0.0))
+
+    def updating(self, op: Op, weights: float) -> float:
+        """Bytes at work while backward updates these weights."""
+        if op.name in self.updates:
+            return self.updates[op.name] + weights * self.state_bytes
+        return weights * self.update_bytes
 
 
 def by_cost(config: Config | None = None) -> tuple[str, ...]:
@@ -271,20 +301,23 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
 
 
 def _padded(config: Config, p: Precision, s: MicroBatch,
-            ops: Operations) -> tuple[Operations, Padded]:
-    """The Linears that are padded to tiles, and the operations with what is saved of that: a
-    Linear's input, and its result where the next operation saves a view of it."""
+            ops: Operations, layout: Layout) -> tuple[Operations, Padded]:
+    """The Linears that are padded to tiles, each as a rank has it, and the operations with what is
+    saved of that on all tensor ranks: a Linear's input, and its result where the next operation
+    saves a view of it."""
     if p.low is None or not getattr(config.precision.recipe, "pad", False):
         return ops, {}
     recipe, padded, found, more = resolve(config.precision.recipe), {}, [], 0.0
     for op in (*ops.block, ops.head):
-        size = (round(s.tokens * op.tokens_share), *(op.matmul or ()))
+        ranks = [layout.tensor if op.cut == side else 1 for side in ("row", "column")]
+        tokens = round(s.tokens * op.tokens_share / layout.context)
+        size = (tokens, *(side // n for side, n in zip(op.matmul or (), ranks)))
         stays = op is ops.head and "head" in p.low.keep
         if op.matmul and not stays and untiled(recipe, dict(zip("MKN", size))):
             M, K, N = padded[op.name] = tuple(-(-side // recipe.tile) * recipe.tile
                                               for side in size)
-            more = (M * N - s.tokens * op.tokens_share * op.matmul[1]) * s.compute_bytes
-            op = replace(op, saved_bytes=M * K * s.operand_bytes)
+            more = (M * N - tokens * size[2]) * ranks[1] * layout.context * s.compute_bytes
+            op = replace(op, saved_bytes=M * K * ranks[0] * layout.context * s.operand_bytes)
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
             op = replace(op, saved_bytes=op.saved_bytes + more)

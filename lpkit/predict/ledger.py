@@ -10,8 +10,8 @@ what the forward pass keeps.
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
-from lpkit.predict.device import Step
+from lpkit.predict.device import Device, Step
 from lpkit.predict.governed import governed
 from lpkit.predict.messages import buckets
 from lpkit.predict.params import (
@@ -40,8 +40,9 @@ from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, fused
-from lpkit.techniques.pipelines import PIPELINES
+from lpkit.techniques.pipelines import PIPELINES, held
 from lpkit.techniques.recipes import at_end
+from lpkit.techniques.stages import stage_counts
 
 MOMENTS = {     # in the order in which they come
     LOSS: "everything is kept, and the logits have their gradients",
@@ -180,13 +181,50 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     on, config = machines.find(machine), governed(config, most=True)
     step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
                 attention=attention)
-    schedule = PIPELINES[layout.schedule]
-    stages = [(True, True)]     # of a V, too
-    if layout.pipeline > 1 and schedule.places == "loop":
-        stages = [(True, False), (False, True)]
     doubt = _doubt(step)
-    found = [_held(Walk(step, *ends), doubt) for ends in stages]
-    return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
+    if doubt and layout.tensor * layout.pipeline > 1:   # was measured on one device
+        doubt = doubt._replace(low=None) if isinstance(doubt, Doubt) else doubt
+    doubt = str(doubt)
+    if layout.pipeline == 1:
+        whole = Walk(step, True, True)
+        return _held(whole, whole, doubt)
+    return max((_held(*one) for one in _ranks(step, doubt)), key=lambda found: found.peak_bytes)
+
+
+def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
+    """Yields what `_held` takes of the ranks of a pipeline that may hold most, each with one of its
+    stages that goes backward."""
+    layout, own = step.layout, step.own_pipeline
+    cut = layout.schedule, layout.pipeline, layout.interleave
+    counts = [*stage_counts(step.m, *cut, step.config.system.stack == "auto")]
+    if not own:     # others may cut them as they like
+        counts[0] = max(counts[:-1])
+    last, walks = len(counts) - 1, functools.cache(partial(Walk, step))
+    for rank, stages in enumerate(PIPELINES[cut[0]].by_rank(*cut[1:])):
+        if not {0, 1, last} & {*stages}:    # those between hold less than the second
+            continue
+        device = Device(step, 0 in stages, last in stages, sum(counts[one] for one in stages))
+        all_of = [partial(walks, one == 0, one == last, counts[one]) for one in stages]
+        for now, held_counts, added in held(rank, *cut, step.pieces):
+            waits, there = [], 0.0
+            if not own:     # whose gradients may have a buffer from the start
+                added = (step.pieces > 1,) * len(stages)
+            for stage, count, is_added, walk_of in zip(stages, held_counts, added, all_of):
+                one = walk_of(step.pieces > 1)
+                there += (one.inside + one.tables) * is_added
+                kept = one.kept.waiting_bytes + one.heads * one.kept.operations["loss"]
+                if not (own or one.heads):  # its result: pipelining/stage.py, `fwd_cache`
+                    kept += one.stream
+                waits += [State(row, (count - (stage == now)) * nbytes, dies=EMBED)
+                          for row, nbytes in ((walk.ACTIVATIONS, kept), *one.casts.items())]
+                # autocast keeps its copies until the last micro-batch is done
+                waits.append(State(walk.COPIES, own * one.copied, dies=EMBED))
+            at = stages.index(now)
+            d = all_of[at](added[at])
+            # what was sent, what comes next, and what lpkit.parallel.pipeline takes shapes from
+            waits.append(State(walk.MESSAGES, own * 3 * d.stream, dies=EMBED))
+            yield (device, d, doubt, waits, there / (device.inside + device.tables),
+                   sum(held_counts) / layout.interleave)
 
 
 TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
@@ -213,7 +251,7 @@ ADAPTED = Doubt("short-lived tensors of adapters in low precision are not counte
 LOW_HEAD = Doubt("a head in low precision is counted as a 16-bit head, chunk by chunk", -25, 0)
 
 
-def _doubt(step: Step) -> str:
+def _doubt(step: Step) -> "Doubt | str":
     """Says what the formula does not follow tensor by tensor, and what does."""
     config, p = step.config, step.p
     memory, kind = config.memory, config.model.attention.name
@@ -222,25 +260,28 @@ def _doubt(step: Step) -> str:
                 f"those of the unchanged model; lpkit.measure.memory(config) counts the bytes of a "
                 f"real update")
     if config.model.shares:
-        return str(Doubt("each layer is counted with the average number of tokens", -18, 3))
+        return Doubt("each layer is counted with the average number of tokens", -18, 3)
     if changed := [row.name for row in config.model.changes
                    if not isinstance(MODEL_CHANGES[row.name], Adapter)]:
-        return str(Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules"))
+        return Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules")
     if OBJECTIVES[config.objective.name].implementation:
-        return str(Doubt(f"bytes of objective={config.objective.name} are what its row says"))
+        return Doubt(f"bytes of objective={config.objective.name} are what its row says")
     if step.s.attention == "plain" and KINDS[kind].state_bytes:
-        return str(Doubt(f"the definition of {kind} attention is counted roughly"))
+        return Doubt(f"the definition of {kind} attention is counted roughly")
     if memory.activation_offload.name != "device":
-        return str(OFFLOADED)
+        return OFFLOADED
+    if PIPELINES[step.layout.schedule].splits and step.layout.pipeline > 1:
+        return Doubt(f"gradients of weights that parallel.schedule={step.layout.schedule} puts off "
+                     f"are not counted")
     if p.low is None:
         return ""
     if config.model.changes:
-        return str(ADAPTED)
+        return ADAPTED
     if any(at_end(name, ()) is None for name in p.low.keep if name != "head"):
-        return str(Doubt("Linears that a pattern keeps in 16 bits are counted as cast Linears"))
+        return Doubt("Linears that a pattern keeps in 16 bits are counted as cast Linears")
     if memory.cross_entropy.name != "full" and "head" not in p.low.keep:
-        return str(LOW_HEAD)
-    return str(PADDED) if step.padded else ""
+        return LOW_HEAD
+    return PADDED if step.padded else ""
 
 
 # The rows of a device: what the walk found, and what lives beside it.
@@ -263,62 +304,75 @@ def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
                 held[moment] = held.get(moment, 0.0) + nbytes
 
 
-def _held(d: Walk, doubt: str) -> Memory:
-    """One device, with what the walk over it found."""
+def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
+          there: float = 1.0, under_way: float = 1.0) -> Memory:
+    """One device, with what the walk over it, or a stage of it, found."""
     step, config = d.step, d.step.config
     *outlive, gradients = model_states(
-        d.inside + d.tables, precision=step.p, optimizer=step.optimizer,
+        device.inside + device.tables, precision=step.p, optimizer=step.optimizer,
         moment_format=step.moments, zero=3 if d.whole else step.layout.zero,
         devices=step.layout.state_ranks, trained=trained_count(d.m) / parameter_count(d.m),
         work=optimizer_work(config, step.optimizer, step.moments))
     rows = [row for row in outlive
             if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
     if coded := [op for op in d.ops.linears if op.stored_bytes]:
-        part, in_codes = d.layers / d.tensor, sum(op.weights for op in coded)
+        part, in_codes = device.layers / d.tensor, sum(op.weights for op in coded)
         nbytes = sum(op.stored_bytes for op in coded)
-        others = 1 - part * in_codes / (d.inside + d.tables)
+        others = 1 - part * in_codes / (device.inside + device.tables)
         rows[0] = rows[0]._replace(
             at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
             formula=f"{rows[0].formula}; frozen weights {8 * nbytes / in_codes:.3f} bits")
     at = d.at
-    _live(at, _gradients(d, gradients.bytes))
+    if step.own_pipeline and not d.widened:
+        at[walk.COPIES] = {}        # that of `waits`
+    _live(at, waits)
+    _live(at, _gradients(d, device, gradients.bytes, there))
     _live(at, _batches(d))
     if d.sharded:
-        _live(at, _gathered(d))
+        _live(at, _gathered(device if d.staged else d))
         _live(at, _leaving(d))
     elif step.as_trained and step.layout.devices > 1:
         at[walk.MESSAGES] = _reduced(d, at[walk.GRADIENTS], at[walk.TEMPORARIES].get(EMBED, 0))
     if d.low:
         if d.caches_casts:
             at[walk.LOW] = {}
-        _live(at, _casts(d))
+        _live(at, _casts(device, d.layers - len(d.stay)))
     if not d.at_once:
-        _live(at, [State("optimizer temporaries", _update_bytes(d), UPDATE)])
-    rows += [Row(name, at[name], *words) for name, words in _words(d, gradients).items()
+        updating = _update_bytes(device)
+        _live(at, [State("optimizer temporaries", updating, UPDATE)])
+        if step.own_pipeline and step.layout.replicas > 1:  # messages, before, once all is added up
+            sent = min(gradients.bytes, 2 * REDUCTIONS[step.layout.reduction].bucket_bytes)
+            sent += sum(at[walk.LOW].values()) / len(at[walk.LOW]) if d.caches_casts else 0.0
+            _live(at, [State(walk.MESSAGES, max(0.0, sent - updating), UPDATE)])
+    rows += [Row(name, at[name], *words) for name, words in _words(d, gradients, under_way).items()
              if any(at.get(name, {}).values())]
     apart, unused = {}, 0.0
     if step.on.kind == "gpu" and d.sharded:     # FSDP2 reduces and gathers on streams of their own
-        apart = {"gathered at once": max(d.tables * d.travels_outside,
+        apart = {"gathered at once": max(device.tables * d.travels_outside,
                                          d.block_parameters * d.travels),
                  "gradients of shards" if d.staged else "gradients": gradients.bytes}
     if step.on.kind == "gpu" and d.heads and not (
             d.chunk or step.compiles_loss or step.p.compute_bytes == FP32):
         unused = d.tokens * d.m.V * step.p.compute_bytes
-    return Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
-                  unused_bytes=unused)
+    found = Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
+                   unused_bytes=unused)
+    every = getattr(optimizer_settings(config, step.optimizer), "every", 1)
+    if every > 1 and (d.at_once or found.peak_moment == UPDATE):
+        return replace(found, doubt=f"the peak is that of each {every}th update, in which "
+                                    f"{step.optimizer} does more; lpkit.predict_trace(config) "
+                                    f"counts an update that does less")
+    return found
 
 
-def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
+def _gradients(d: Walk, device: Device, nbytes: float, there: float) -> Iterator[State]:
     """Yields gradients of earlier micro-batches, or shards, beside the walk's; and the update's."""
     if d.at_once:
         return
     yield State(walk.GRADIENTS, nbytes, UPDATE)
-    if d.gathers:
+    if d.gathers or d is not device:
         if d.staged and d.step.layout.zero >= 2:
-            nbytes = (d.inside + d.tables) * d.step.p.gradients
-        if PIPELINES[d.step.layout.schedule].breadth_first:     # none until one of them is gone
-            nbytes = max(0.0, nbytes - d.kept.waiting_bytes)
-        yield State(walk.GRADIENTS, nbytes, dies=EMBED)
+            nbytes = (device.inside + device.tables) * d.step.p.gradients
+        yield State(walk.GRADIENTS, nbytes * (there if not d.step.p.buffered else 1), dies=EMBED)
 
 
 def _batches(d: Walk) -> Iterator[State]:
@@ -329,13 +383,6 @@ def _batches(d: Walk) -> Iterator[State]:
     yield State("objective", sum(op.saved_bytes for op in extra), dies=LOSS)
     read = 2 * TOKEN_ID + FP32 * bool(step.config.data.scores)
     yield State("batch", read * s.tokens * step.pieces / step.layout.context)
-    others = d.under_way - 1
-    waits = others * d.kept.waiting_bytes
-    if d.heads and PIPELINES[step.layout.schedule].breadth_first:   # not one loss has gone back
-        waits += others * d.kept.operations["loss"]
-    if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
-        waits += others * d.stream
-    yield State(walk.ACTIVATIONS, waits, dies=EMBED)
     if d.heads and step.stack.keeps_gathered:       # with those of the micro-batch before
         yield State(walk.LOGITS, min(2, step.pieces) * d.logits * s.compute_bytes)
 
@@ -380,20 +427,20 @@ def _leaving(d: Walk) -> Iterator[State]:
         yield State(walk.MESSAGES, max(0.0, block + max(-logits, block - logits - kept)), dies=LOSS)
 
 
-def _casts(d: Walk) -> Iterator[State]:
+def _casts(d: Device, layers: int) -> Iterator[State]:
     """Yields what is kept of casts: weights that serve a whole update, scales, amaxes."""
     low, linears = d.low, d.ops.linears
     cast = d.layers - len(d.stay)       # blocks whose Linears are
     if d.caches_casts:      # casts that serve both products, and those that do not
         shared = 1 if low.w[0] == low.w[1] else 2
         yield State(walk.LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
-    scales = cast * sum(low.scales(d.tokens * op.tokens_share, *op.matmul) for op in linears)
+    scales = layers * sum(low.scales(d.tokens * op.tokens_share, *op.matmul) for op in linears)
     yield State("scales", scales, dies=LAST)
     amaxes = 3 * (1 + low.history) if low.history else 0
     yield State("amax histories", cast * len(linears) * amaxes * FP32)
 
 
-def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
+def _words(d: Walk, gradients: Row, under_way: float) -> dict[str, tuple[str, str]]:
     """Says how each row is counted and where that is from, in the order in which they are shown."""
     step, layout, repeated = d.step, d.step.layout, d.step.repeated
     micro = f"micro-batch of {d.s.batch} x {d.m.T:,} tokens, recompute={step.recompute}"
@@ -401,8 +448,8 @@ def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
         micro += (f", an estimate: torch.compile keeps at most "
                   f"{repeated.kept_share(step.recompute):g} of what autograd keeps")
     micro += f", attention={d.s.attention}"
-    if d.under_way > 1:
-        micro += f", {d.under_way:g} micro-batches in flight"
+    if under_way > 1:
+        micro += f", {under_way:g} micro-batches in flight"
     whole = "whole weights in the compute dtype: outside the blocks, and of the current block"
     if d.staged:
         whole = "whole weights of the stage in the compute dtype, during all micro-batches"
@@ -488,8 +535,9 @@ def _update_bytes(d: Walk) -> float:
     optimizer = optimizer_settings(config, step.optimizer)
     shards = d.tensor * (step.layout.state_ranks if step.layout.zero else 1)
     if not elementwise(optimizer):
-        return whole_update_bytes(shapes(d.m), optimizer, step.moments,
-                                  d.weight_itemsize, shards, partial(fused, d.m))
+        return max(whole_update_bytes(
+            shapes(d.m), optimizer, step.moments, d.weight_itemsize, shards,
+            partial(fused, d.m)).values(), default=0.0)
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if d.state_bytes:
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]

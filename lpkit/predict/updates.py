@@ -109,10 +109,10 @@ def work_of(parameters: Sequence[tuple[Shape, OptimizerSettings, tuple[int, ...]
 
 def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
                        moment_format: str = "float32", weight_bytes: int = FLOAT32,
-                       shards: int = 1, fused: Fused = lambda name: ()) -> float:
-    """Returns the temporary bytes while one parameter is updated by itself, the most of all. A rank
-    with rows of it gathers them into a copy."""
-    most = 0.0
+                       shards: int = 1, fused: Fused = lambda name: ()) -> dict[str, float]:
+    """Returns the temporary bytes while each parameter is updated by itself. A rank with rows of it
+    gathers them into a copy."""
+    found = {}
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]
         parts, mine = matrices(p, row.matrices and fused(name)), math.prod(p) / shards
@@ -120,5 +120,5 @@ def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
         if row.gathers and shards > 1:
             whole += FLOAT32 * (math.prod(p) + mine)
         slots = [n / mine for n in row.slot_numbers(p, rule, shards)]
-        most = max(most, mine * update_bytes(row, moment_format, weight_bytes, whole / mine, slots))
-    return most
+        found[name] = mine * update_bytes(row, moment_format, weight_bytes, whole / mine, slots)
+    return found

@@ -48,8 +48,9 @@ class Walk(Device):
     """A device as a micro-batch goes backward: what is live `now`, by row, and of each moment the
     rows when they were `most`."""
 
-    def __init__(self, step: Step, embeds: bool, heads: bool):
-        super().__init__(step, embeds, heads)
+    def __init__(self, step: Step, embeds: bool, heads: bool, layers: int | None = None,
+                 added: bool | None = None):
+        super().__init__(step, embeds, heads, layers, added)
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW, MESSAGES)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
@@ -61,7 +62,7 @@ class Walk(Device):
         self.blocks = [self.inner] * self.layers
         for number in self.stay:
             self.blocks[number] = as_it_is
-        self.unsaved = self.first_saves_less() if embeds else 0.0
+        self.unsaved = self.first_saves_less() if embeds and self.blocks else 0.0
         self.walk()
 
     def first_saves_less(self) -> float:
@@ -124,7 +125,7 @@ class Walk(Device):
         self.total, self.highest = total, highest
 
     def walk(self) -> None:
-        kept, final, low = self.kept, self.ops.linears[-1], self.blocks[-1].low
+        kept, low = self.kept, (self.blocks or [self.inner])[-1].low
         # token ids and targets have a row of their own
         self.begin(LOSS)
         self.add(ACTIVATIONS, kept.waiting_bytes - self.unsaved)
@@ -138,9 +139,14 @@ class Walk(Device):
                 cached += 0.0 if block.low else self.copies(self.ops.trained_weights / self.tensor)
         self.add(COPIES, copies)
         self.add(LOW, casts)
+        # of each micro-batch; and the copies that autocast makes once for all
+        self.casts = {LOW: casts, COPIES: copies * bool(self.widened)}
+        self.copied = 0.0 if self.widened else (sum(block.copied_bytes for block in self.blocks)
+                       + self.copies(self.table) * (self.heads and not self.head_low))
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
-        self.mark(max(self.packed, self.forward(final, low) - after if low else 0.0))
+        self.mark(max(self.packed, self.forward_most(self.blocks[-1].saved, low) - after
+                      if low and self.blocks else 0.0))
         self.add(COPIES, -cached)
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
@@ -149,6 +155,13 @@ class Walk(Device):
             self.chunked_loss(cached)
         else:
             self.whole_loss(cached)
+        if self.blocks:
+            self.back()
+        if self.embeds:
+            self.embeddings()
+
+    def back(self) -> None:
+        """Goes through the blocks."""
         self.begin(LAST)
         # blocks that are walked: those that are not as the others are, and one of these
         firsts, lasts = (next((n for n, one in enumerate(ends) if one is self.inner), 0)
@@ -163,8 +176,6 @@ class Walk(Device):
             self.begin(FIRST)
             for number in reversed(range(firsts)):
                 self.through(number)
-        if self.embeds:
-            self.embeddings()
 
     def through(self, number: int) -> None:
         """Goes back through one block; blocks that are alike have the same steps."""
@@ -211,6 +222,8 @@ class Walk(Device):
         wide = FP32
         if self.step.compiles_loss:     # one graph, which writes gradients where the logits were
             wide, loss = 0, logits * compute
+        elif self.whole_head:           # logits, their gradient and, before it, the softmax
+            wide, loss = 0, 3 * FP32 * logits
         if low:
             copies = 0.0
             self.add(LOW, self.low_bytes(head, low))
@@ -240,12 +253,12 @@ class Walk(Device):
         chunk's logits are there. Leaves with the first."""
         copies, table = self.copies(self.table), FP32 * self.table * self.ops.head.trained
         self.add(ACTIVATIONS, -self.kept.operations["head"])
-        self.add(LOGITS, self.stream)               # both gradients
+        self.add(LOGITS, self.head_stream)          # both gradients
         self.add(GRADIENTS, table)
         self.add(COPIES, copies + cached)
-        self.chunk_of_loss(min(self.chunk, self.tokens))
+        self.chunk_of_loss(min(self.chunk, self.head_tokens))
         self.add(COPIES, -copies - cached)
-        self.add(LOGITS, -self.stream)
+        self.add(LOGITS, -self.head_stream)
         self.add(GRADIENTS, -table)
         self.add(TEMPORARIES, self.stream)
         if self.leave:
@@ -264,12 +277,16 @@ class Walk(Device):
         apart = self.s.kind == "cpu" or self.head_low is not None
         narrow = compute if compute < FP32 and apart else 0
         logits, part = tokens * self.s.model.V, tokens * self.s.model.D
+        if self.whole_head:
+            logits /= self.tensor
         # the head's input in the product's dtype; its gradient, or the weight's before it is added
         cast = part * compute if self.s.mixed else 0.0
         more = max(part * compute, self.table * narrow)
         if self.widened:    # the logits' gradient once more, and both of its products, in float32
             cast, more = part * self.widened, (logits + part + self.table) * self.widened
-        self.mark(self.stream + cast + logits * compute + more)
+        if self.whole_head:     # the softmax, beside the logits in float32 if they have 16 bits
+            more = max(more, logits * FP32 * (1 + (compute < FP32)))
+        self.mark(self.head_stream + cast + logits * compute + more)
 
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
@@ -284,9 +301,9 @@ class Walk(Device):
         self.mark(table + positions)
         self.add(TEMPORARIES, -self.stream)
         self.mark(2 * table if tied else table)
-        if self.update_bytes and table:
+        if self.at_once and table:
             waiting = self.waiting_table if tied else 0.0       # is in the sum
-            self.mark(table + self.table * self.update_bytes - waiting)
+            self.mark(table + self.updating(self.ops.embed, self.table) - waiting)
 
     def block(self, block: Block, recompute: bool) -> list[Change]:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
@@ -303,7 +320,7 @@ class Walk(Device):
             at_work = self.whole_input(final)
             if low:     # beside the gradient that the last addition has cast for it
                 cast = sum(hold.grows for hold in self.ops.block[-1].backward) / self.stream_cut
-                at_work = max(at_work, self.forward(final, low) + cast)
+                at_work = max(at_work, self.forward_most(saved, low) + cast)
             steps = [(NO_MOMENT, ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
                      (NO_MOMENT, AGAIN, sum(saved.values()) - self.stream),
                      (NO_MOMENT, COPIES, block.copied_bytes), (NO_MOMENT, LOW, block.low_bytes),
@@ -348,7 +365,9 @@ class Walk(Device):
         if op.name not in self.padded:
             return self.numbers(op)
         M, K, N = self.padded[op.name]
-        return M * K, M * N, K * N
+        column = op.cut == "column"
+        return (M * K / (self.gathering if column else 1),
+                M * N / (1 if column else self.gathering), K * N)
 
     def low_bytes(self, op: Op, low: Low) -> float:
         """Returns the bytes of the cast of its weight that is kept for backward."""
@@ -363,7 +382,21 @@ class Walk(Device):
         if op.name in self.padded:
             wide = self.s.residual_bytes if op.reads_residual else self.s.compute_bytes
             copies = x * wide + weight * self.s.residual_bytes
+        column = op.cut == "column"
+        x, y = x * (self.gathering if column else 1), y * (1 if column else self.gathering)
         return low.forward_bytes(x, y, weight) + copies
+
+    def forward_most(self, saved: Mapping[str, float], low: Low) -> float:
+        """Bytes at work beyond what a block has `saved` in the end: while its last Linear's forward
+        runs, or where tensor ranks gather, any Linear's, whose stream's side is whole then."""
+        most, later = self.forward(self.ops.linears[-1], low), 0.0
+        for op in reversed(self.ops.block if self.gathering > 1 else ()):
+            if op.matmul:
+                x, y, _ = self.cast(op)
+                whole = x * self.s.residual_bytes if op.cut == "column" else y * self.s.compute_bytes
+                most = max(most, self.forward(op, low) + self.gathering * whole - later)
+            later += saved.get(op.name, 0.0)
+        return most
 
     def whole_input(self, op: Op) -> float:
         """Bytes of what a Linear meets of the stream's side, gathered from all tensor ranks: its
@@ -389,7 +422,8 @@ class Walk(Device):
         # the gradient of the output
         whole = 0.0
         if self.gathering > 1:
-            again = op.cut == "column" and not self.step.stack.keeps_gathered
+            again = (op.cut == "column" and not self.step.stack.keeps_gathered
+                     and not (op is self.ops.head and self.whole_head))
             whole = self.whole_input(op) * (1 + again)
         gathers = self.gathers and not self.leave
         after = final if gathers and not s.mixed else NO_MOMENT
@@ -406,8 +440,8 @@ class Walk(Device):
             if s.mixed:
                 after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it
-        if self.update_bytes and op.trained and not (op is self.ops.head and self.waiting_table):
-            after = max(after, final + weight * self.update_bytes)
+        if self.at_once and op.trained and not (op is self.ops.head and self.waiting_table):
+            after = max(after, final + self.updating(op, weight))
         steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
                  (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
         if op.shares == "input":

@@ -13,7 +13,7 @@ under way, and their activations are held. Sources are with the rows; Narayanan 
 https://arxiv.org/abs/2104.04473, explain the first three.
 """
 
-import math
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,14 +28,6 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
-def _under_way(ranks: int, chunks: int, first: bool) -> float:
-    """The first stage begins that many micro-batches before the first comes back (one forward, one
-    backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C)."""
-    if first:
-        return ranks + (ranks - 1) / chunks * (chunks > 1)
-    return ranks * (1 - 1 / chunks) + 1 / chunks
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Row):
     """`implementation`: PyTorch's. `places`: a row of PLACES. `splits`: backward is I and W.
@@ -46,8 +38,6 @@ class PipelineSchedule(Row):
                 stage takes F, I and W, messages take nothing, and there are at least as many
                 micro-batches as stages. With `even` it holds if F, I and W take equally long; else
                 it is off by up to a tenth of the update
-    under_way:  (ranks, chunks, of the first rank, or the last) -> micro-batches that a rank holds
-                at most, if there are as many
     hops:       (ranks, chunks, micro-batches) -> messages of which each waits for the one before,
                 where F, I and W take equally long and a message much less
     warm_up:    (rank, ranks, chunks, micro-batches of a round) -> forwards before forwards and
@@ -63,7 +53,6 @@ class PipelineSchedule(Row):
     even: bool = False
     hops: Callable[[int, int, int], float] = lambda p, v, m: 2 * (p - 1)
     warm_up: Callable[[int, int, int, int], int] | None = None
-    under_way: Callable[[int, int, bool], float] = _under_way
     breadth_first: bool = False     # a chunk computes all micro-batches in a row
 
     def stages(self, rank: int, ranks: int, chunks: int) -> list[int]:
@@ -94,7 +83,7 @@ PIPELINES = {        # by the names of `parallel.schedule`
     "gpipe": PipelineSchedule(
         why="all forwards, then all backwards: every micro-batch is held", breadth_first=True,
         source="Huang et al. 2019, https://arxiv.org/abs/1811.06965",
-        implementation=f"{TORCH}GPipe", under_way=lambda p, v, first: math.inf,
+        implementation=f"{TORCH}GPipe",
         warm_up=lambda rank, p, v, m: m * v),
     "1f1b": PipelineSchedule(
         why="each backward as soon as it can be: the bubble of gpipe, but of micro-batches a stage "
@@ -114,17 +103,44 @@ PIPELINES = {        # by the names of `parallel.schedule`
 
 def closed_order(row: PipelineSchedule, ranks: int, chunks: int, m: int) -> Order:
     """The order of a row that has `warm_up`: also for thousands of ranks."""
+    return {rank: _rank_order(row, rank, ranks, chunks, m) for rank in range(ranks)}
+
+
+def _rank_order(row: PipelineSchedule, rank: int, ranks: int, chunks: int, m: int) -> list[Action]:
     of_round = m if row.breadth_first else m // max(1, m // ranks)
     forwards = [(n // of_round % chunks, n // (of_round * chunks) * of_round + n % of_round)
                 for n in range(m * chunks)]
     last_first = row.breadth_first and chunks > 1
     backwards = [(chunks - 1 - chunk, m - 1 - micro if last_first else micro)
                  for chunk, micro in forwards]
-    found = {}
-    for rank in range(ranks):
-        f = [(chunk * ranks + rank, "F", micro) for chunk, micro in forwards]
-        b = [(chunk * ranks + rank, "B", micro) for chunk, micro in backwards]
-        first = min(len(f), row.warm_up(rank, ranks, chunks, of_round))
-        turns = [one for two in zip(f[first:], b) for one in two]
-        found[rank] = f[:first] + turns + b[len(f) - first:]
-    return found
+    f = [(chunk * ranks + rank, "F", micro) for chunk, micro in forwards]
+    b = [(chunk * ranks + rank, "B", micro) for chunk, micro in backwards]
+    first = min(len(f), row.warm_up(rank, ranks, chunks, of_round))
+    turns = [one for two in zip(f[first:], b) for one in two]
+    return f[:first] + turns + b[len(f) - first:]
+
+
+Held = tuple[int, tuple[float, ...], tuple[bool, ...]]
+
+
+@functools.lru_cache(maxsize=4096)
+def held(rank: int, schedule: str, ranks: int, chunks: int, m: int) -> tuple[Held, ...]:
+    """Returns when a rank may hold most: a stage that goes backward, the micro-batches that each of
+    the rank's stages holds, that one among them, and which stages have gradients of earlier ones. A
+    row without a closed order, or none of m micro-batches, holds one a rank of each stage."""
+    row, stages = PIPELINES[schedule], PIPELINES[schedule].stages(rank, ranks, chunks)
+    if chunks > 1 and row.chunks == (1, 1):     # other stacks give chunks to 1f1b
+        row = PIPELINES["interleaved"]
+    if row.warm_up is None or row.problem(ranks, chunks, m):
+        return tuple((stage, (min(m, ranks),) * chunks, (m > 1,) * chunks) for stage in stages)
+    if not row.breadth_first:       # later rounds are alike
+        m = min(m, 3 * (m // max(1, m // ranks)))
+    counts, added = dict.fromkeys(stages, 0), dict.fromkeys(stages, False)
+    found: set[Held] = set()
+    for stage, kind, _ in _rank_order(row, rank, ranks, chunks, m):
+        if kind == "B":
+            found.add((stage, (*counts.values(),), (*added.values(),)))
+            added[stage] = True
+        counts[stage] += 1 if kind == "F" else -1
+    return tuple(a for a in found if not any(a != b and a[0] == b[0] and all(
+        x <= y for x, y in zip((*a[1], *a[2]), (*b[1], *b[2]))) for b in found))

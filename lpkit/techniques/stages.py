@@ -26,7 +26,7 @@ LEAST = 1e-6    # layers: a head that only says which of two stages gets a layer
 
 def stage_layers(m: Any, layout: Layout) -> list[range]:
     """Those of each stage, or chunk; of a model that is not cut, all."""
-    counts = _counts(m, layout.schedule, layout.pipeline, layout.interleave)
+    counts = stage_counts(m, layout.schedule, layout.pipeline, layout.interleave)
     return [range(*cut) for cut in itertools.pairwise((0, *itertools.accumulate(counts)))]
 
 
@@ -34,15 +34,16 @@ def stage_layers(m: Any, layout: Layout) -> list[range]:
 def rank_layers(m: Any, layout: Layout, balanced: bool = True) -> tuple[int, ...]:
     """How many each rank has, and last of all that with the head. Without `balanced` as other stacks
     cut: all as many, or the first and the last one fewer."""
-    counts = _counts(m, layout.schedule, layout.pipeline, layout.interleave, balanced)
+    counts = stage_counts(m, layout.schedule, layout.pipeline, layout.interleave, balanced)
     by_rank = PIPELINES[layout.schedule].by_rank(layout.pipeline, layout.interleave)
     return tuple(sum([counts[stage] for stage in stages])
                  for stages in sorted(by_rank, key=lambda stages: len(counts) - 1 in stages))
 
 
 @functools.lru_cache(maxsize=1024)
-def _counts(m: Any, schedule: str, ranks: int, chunks: int,
-            balanced: bool = True) -> tuple[int, ...]:
+def stage_counts(m: Any, schedule: str, ranks: int, chunks: int,
+                 balanced: bool = True) -> tuple[int, ...]:
+    """How many layers each stage has."""
     last, by_rank = ranks * chunks - 1, PIPELINES[schedule].by_rank(ranks, chunks)
     # the ends may have the embedding and the head alone
     counts = [int(m.L > last or 0 < stage < last) for stage in range(last + 1)]

@@ -4,12 +4,20 @@ them.
 
 A family of `config.memory` is drawn for a third of the configs, with any row and any of its
 settings; a row that is added later is drawn too. What a run would refuse is drawn again.
+
+    python -m tests.bench.drawn layouts 60      # the formula's peaks beside the trace's, of ranks
+    python -m tests.bench.drawn configs 300     # that split the model; and of one process
+
+ends with 1 if a peak is more than 5% off without a doubt, or outside the bounds of its doubt.
 """
 
 import random
+import re
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,14 +27,19 @@ import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers
 import lessons.rows.sparse_attention  # noqa: F401  adds rows
+from lpkit import predict_trace
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
+from lpkit.hardware import room
+from lpkit.measure.tracking import Footprint
+from lpkit.predict import memory
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
 from lpkit.techniques.blocks import MLPS, NORMS
-from lpkit.techniques.layouts import divisors
+from lpkit.techniques.layouts import check, divisors, refuse_untrainable
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Settings
 from lpkit.training.training import RandomTokens, Training
@@ -97,6 +110,53 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     return changes
 
 
+def layouts(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
+    """`count` configs of ranks that split the model, tensor and pipeline, alone and together, with
+    and without shards, always the same ones for a seed; a rank has a third of the techniques."""
+    draw, found = random.Random(seed), 0
+    while found < count:
+        try:
+            config = Config().replace(_laid_out(draw))
+            check(config, config.parallel)
+            refuse_untrainable(config)
+        except ConfigError:
+            continue
+        found += 1
+        yield f"layout {found}", config
+
+
+def traced(config: Config) -> Footprint:
+    """The rank that holds most, of those that a pipeline begins and ends with. Raises
+    ConfigError."""
+    layout = config.parallel
+    stage = layout.devices // layout.pipeline
+    return max((predict_trace(config, layout.devices, layout=layout, rank=rank)
+                for rank in sorted({0, stage % layout.devices, layout.devices - stage})),
+               key=lambda found: found.peak_bytes)
+
+
+def _laid_out(draw: random.Random) -> dict[str, Any]:
+    tensor, pipeline = draw.choice(((2, 1), (2, 1), (4, 1), (1, 2), (1, 2), (1, 4), (2, 2), (2, 2)))
+    interleave = draw.choice((1, 2)) if pipeline > 1 else 1
+    pieces, shard, zero = draw.choice((1, 2, 4)), draw.choice((1, 1, 2)), draw.choice((1, 3))
+    shape = {"heads": draw.choice((4, 8)), "head_dim": draw.randint(2, 20) * 2,
+             "kv_heads": 4, "width": draw.randint(3, 20) * 16,
+             "mlp_width": draw.randint(4, 40) * 16, "vocab": round(2 ** draw.uniform(2, 9)) * 16,
+             "context": draw.randint(1, 16) * 16,
+             "layers": draw.randint(1, 2) * pipeline * interleave}
+    schedules = [name for name, row in PIPELINES.items()
+                 if row.chunks[0] <= interleave <= row.chunks[1]]
+    changes = _changes(draw) | {f"model.{key}": value for key, value in shape.items()} | {
+        "model.attention": "full", "optimizer": draw.choice(("adamw", "sgd", "lion")),
+        "system.attention": draw.choice(("sdpa", "plain")),
+        "global_batch": draw.randint(1, 3) * pieces * shard, "grad_accum_steps": pieces * shard,
+        "parallel.tensor": tensor, "parallel.pipeline": pipeline, "parallel.shard": shard,
+        "parallel.zero": 1 if pipeline > 1 else zero, "parallel.interleave": interleave,
+        "parallel.schedule": draw.choice(schedules)}
+    return {key: value for key, value in changes.items()
+            if not key.startswith(("model.attention.", "optimizer."))}
+
+
 def _row(draw: random.Random, key: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """One of a family, and its settings that bytes may depend on."""
     name = draw.choice(list(table))
@@ -111,3 +171,29 @@ def _row(draw: random.Random, key: str, table: Mapping[str, Any]) -> dict[str, A
         if values:
             changes[f"{key}.{setting}"] = draw.choice(values)
     return changes
+
+
+def main(kind: str, count: int, seed: int = 0) -> bool:
+    """Prints how far the formula is off the trace, config by config. True: within what it says."""
+    off, wrong = [], 0
+    for name, config in {"layouts": layouts, "configs": configs}[kind](count, seed):
+        try:
+            found = traced(config)
+        except ConfigError:     # a recipe or a technique that the formula takes, and a run does not
+            continue
+        said = memory(config, room("cpu"), attention=found.chosen["attention"].used)
+        error = said.peak_bytes / found.peak_bytes - 1
+        bounds = re.search(r"was (-?\d+)% too low to (-?\d+)% too high", said.doubt)
+        low, high = (-int(bounds[1]), int(bounds[2])) if bounds else (-5, 5)
+        broken = (bounds or not said.doubt) and not low - 0.5 <= 100 * error <= high + 0.5
+        off.append(abs(error))
+        wrong += bool(broken)
+        print(f"{name}: {error:+.1%}{' WRONG' if broken else ''}, {config.parallel}, "
+              f"{said.peak_moment} ({found.phase} {found.module}), {said.doubt or 'no doubt'}",
+              flush=True)
+    print(f"{len(off)} {kind}: median {median(off):.1%}, most {max(off):.1%}, {wrong} wrong")
+    return not wrong
+
+
+if __name__ == "__main__":
+    sys.exit(not main(sys.argv[1], *map(int, sys.argv[2:])))

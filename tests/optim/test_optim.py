@@ -293,7 +293,7 @@ def test_a_step_needs_the_temporary_bytes_that_its_row_says(name, moment_format)
         found = tracker.footprint()
         before = sum(found.most.get(row, 0) for row in ("weights", "gradients", "optimizer state"))
         needed = whole_update_bytes({"weight": shape}, settings_of(name), moment_format,
-                                    weight_bytes) / (rows * columns)
+                                    weight_bytes)["weight"] / (rows * columns)
         assert ((found.peak_bytes - before) / (rows * columns)
                 == pytest.approx(needed, rel=0.06, abs=0.01))
 

@@ -6,8 +6,6 @@
 Those whose backward is I and W leave a Linear's W to `lpkit.precision.deferred`.
 """
 
-import math
-
 from lpkit.techniques.pipelines import (
     MANY,
     PIPELINES,
@@ -31,18 +29,16 @@ PIPELINES |= {
         why="gpipe with chunks: a rank needs the weights of one chunk at a time",
         source="Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953",
         implementation=f"{TORCH}LoopedBFS", chunks=(2, MANY), breadth_first=True,
-        under_way=lambda p, v, first: math.inf,
         warm_up=lambda rank, p, v, m: m * v),
     "zero-bubble": PipelineSchedule(
         why="1f1b whose weight gradients fill the bubble (ZB-H1; with chunks its interleaved form)",
         source=ZERO_BUBBLE, implementation=f"{TORCH}InterleavedZeroBubble", splits=True,
         chunks=(1, MANY), fits=whole_rounds, needs=ROUNDS,
-        under_way=lambda p, v, first: p,
         bubble=one_way, hops=lambda p, v, m: 4 * (p - 1) + p * (v - 1)),
     "zbv": PipelineSchedule(
         why="two chunks in a V: a rank has early and late layers, and the bubble is the way in",
         source=ZERO_BUBBLE, implementation=f"{TORCH}ZBVZeroBubble", places="v", splits=True,
-        chunks=(2, 2), under_way=lambda p, v, first: p, bubble=one_way, even=True,
+        chunks=(2, 2), bubble=one_way, even=True,
         hops=lambda p, v, m: 5 * p - 7),
     "dualpipev": PipelineSchedule(
         why="the V, in which a forward of one chunk and a backward of the other make a pair",
@@ -50,6 +46,5 @@ PIPELINES |= {
                "https://github.com/deepseek-ai/DualPipe",
         implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
         fits=lambda p, m: m >= 2 * p, needs="one a stage or more",
-        under_way=lambda p, v, first: p + 0.5,
         bubble=one_way, even=True, hops=lambda p, v, m: 4 * (p - 1)),
 }
