@@ -270,6 +270,9 @@ def _doubt(step: Step) -> "Doubt | str":
         return Doubt(f"the definition of {kind} attention is counted roughly")
     if memory.activation_offload.name != "device":
         return OFFLOADED
+    if step.repeated.keeps_results and step.layout.tensor > 1:
+        return Doubt(f"results that recompute={step.recompute} keeps on tensor ranks are counted "
+                     f"roughly")
     if PIPELINES[step.layout.schedule].splits and step.layout.pipeline > 1:
         return Doubt(f"gradients of weights that parallel.schedule={step.layout.schedule} puts off "
                      f"are not counted")
