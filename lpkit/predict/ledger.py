@@ -436,7 +436,9 @@ def _casts(d: Device, layers: int) -> Iterator[State]:
     cast = d.layers - len(d.stay)       # blocks whose Linears are
     if d.caches_casts:      # casts that serve both products, and those that do not
         shared = 1 if low.w[0] == low.w[1] else 2
-        yield State(walk.LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
+        head = d.table * (d.step.own_pipeline and d.heads and d.head_low is not None)
+        yield State(walk.LOW, (d.linear_weights * cast + head) * low.number_bytes * shared,
+                    dies=EMBED)
     scales = layers * sum(low.scales(d.tokens * op.tokens_share, *op.matmul) for op in linears)
     yield State("scales", scales, dies=LAST)
     amaxes = 3 * (1 + low.history) if low.history else 0
