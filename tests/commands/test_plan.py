@@ -129,6 +129,8 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
                 continue
             if not stages_fit(config.model.L, pipeline, chunks) or share % micro:
                 continue
+            if share // micro < pipeline:
+                continue
             if (chunks > 1 and (share // micro % pipeline
                                 or stages_fit(config.model.L, pipeline, 2 * chunks))):
                 continue

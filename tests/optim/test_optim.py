@@ -341,7 +341,7 @@ def test_bytes_of_state_and_traffic_follow_from_the_slots():
     assert (state["lion", "float32"] == state["momentum", "float32"] == 4
             and state["sgd", "float32"] == 0)
     # w, g, m and v are read; w, m and v are written
-    assert optimizer_work(Config()).moved_bytes == 7 * 4
+    assert optimizer_work(Config()).moved_bytes(4, 4) == 7 * 4
     # two decoded slots; blocks, ratios and indices of 4 bytes, codes of 1
     assert (update_bytes(OPTIMIZERS["adamw"], "int8") == 8 + 13
             and update_bytes(OPTIMIZERS["adamw"]) == 0)
