@@ -142,9 +142,10 @@ def ratios(some: Iterable[Run], numbers: Numbers
                run.published_seconds / seconds(run, numbers=numbers))
 
 
-def practised(numbers: Numbers) -> Iterator[tuple[tuple[str, ...], tuple[str, str], float]]:
+def practised(numbers: Numbers, every: bool = False
+              ) -> Iterator[tuple[tuple[str, ...], tuple[str, str], float]]:
     """As `ratios`, of practitioners' runs: those that are held out, and of kinds without any those
-    that are fitted."""
+    that are fitted; or `every` one."""
     found = []
     for row in practitioners.rows():
         if row.published:
@@ -153,7 +154,22 @@ def practised(numbers: Numbers) -> Iterator[tuple[tuple[str, ...], tuple[str, st
                           ((row.source, row.machine, made.precision), (made.kind, made.stack),
                            row.published_seconds / made.step_seconds)))
     held = {one[1][0] for fitted, one in found if not fitted}
-    yield from (one for fitted, one in found if not fitted or one[1][0] not in held)
+    yield from (one for fitted, one in found if every or not fitted or one[1][0] not in held)
+
+
+def practised_by_others(numbers: Numbers) -> list[bool]:
+    """Returns of each practitioners' run whether it is inside the range that all but the runs of
+    its own source on its own machine give."""
+    held, each = [*ratios(ranged(), numbers)], list(practised(numbers, every=True))
+    ranges: dict[tuple[str, ...], dict] = {}
+    for same, *_ in each:
+        if same[:2] not in ranges:
+            ranges[same[:2]] = _ranges([*held, *(one for one in each if one[0][:2] != same[:2])])
+    found = []
+    for same, kind, off in each:
+        _, known = evidence.range_of(ranges[same[:2]], *kind)
+        found.append(known["low"] <= off <= known["high"])
+    return found
 
 
 def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:

@@ -89,6 +89,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
              "not_taken": left_out, "breakdown": [HEADS, *breakdown(taken)],
              "later": [LATER_HEADS, *later(taken)], "peaks": peaks.table(),
              "choices": choices(), "ranks": ranks(), "fits": sorted(Counter(fits()).items())}
+    practice, fitting = list(practised(facts)), ran()
+    facts["ran"] = sorted((name, *counts) for name, counts in _counted(fitting).items())
     results = []
     for split in SPLITS:
         for claim, (machines, precision, target) in CLAIMS.items():
@@ -118,9 +120,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, "
                   f"share",
                   [statistics.fmean(beyond)], 0.1 if told else None, "share")]
-    cases += practised(facts)
-    fitting = ran()
-    facts["ran"] = sorted((name, *counts) for name, counts in _counted(fitting).items())
+    cases += practice
     cases.append((f"runs that ran, said not to fit, {len(fitting)} runs, share",
                   [statistics.fmean(not fits for _, fits in fitting)], 0.03, "share"))
     trials = sum(count for _, count in facts["fits"])
@@ -152,8 +152,11 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 def practised(facts: dict[str, Any]) -> Iterator[tuple[str, list[float], float | None, str]]:
     """Yields the cases of practitioners' runs: fitted or held out, by kind and by source."""
     found = [practitioners.asked(run) for run in practitioners.rows() if run.published]
-    facts["practitioners"] = [{**picked(one, "run.source run.machine run.model run.at kind error "
-                                        "inside inside_one default_error")} for one in found]
+    others = fit.practised_by_others(evidence.fitted()["numbers"])
+    facts["practitioners"] = [
+        picked(one, "run.source run.machine run.model run.at kind error inside inside_one "
+               "default_error") | {"inside_others": inside}
+        for one, inside in zip(found, others, strict=True)]
     fitted = {True: "fitted", False: "held out"}
     groups: dict[str, list[practitioners.Asked]] = defaultdict(list)
     for one in found:
@@ -379,6 +382,26 @@ range beside it. With the stack left at its
 default it prices another program than the one that ran: off by {default}, and {default_inside} \
 are inside.
 
+**Practitioners** train small models and adapters on one or a few GPUs, most of them without a \
+compiler. `data/published/practitioners.csv`
+has {practised} of their runs, by Unsloth, Surogate, vectorlm and a trainer on transformers: \
+{fitted_practised} \
+may be fitted, {held_practised} are held out. With the nearest stack named, the held-out
+runs are off by {practised_off} at the median, and {practised_inside} are inside the range. \
+Without a \
+stack, {practised_one} are inside one of the three
+ranges that are printed. The ranges are made from these runs too, so they test the error and not \
+the range.
+{practised_foreign} of them are inside the ranges that
+the other sources and machines give. By source and machine:
+
+{practised_table}
+
+**Fits, and ran.** Of all {ran} published runs the formula says that {ran_fits} fit. Most of the \
+others \
+are of Megatron-Bridge on Blackwell, whose pages do
+not state recomputation and offloading.
+
 **Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or \
 more, the one that the formula has first
 is within {chosen:.0%} of the fastest in {near}. The splits of the fastest runs of some pages, \
@@ -473,7 +496,7 @@ def _section(record: dict[str, Any]) -> str:
         fitted=evidence.fitted()["runs"], held=held[3], held_ratio=held[4],
         held_error=held[5], held_flat=held[8], inside=held[9], foreign=f"{1 - foreign:.0%}",
         printed=f"{printed_off:.0%}", printed_inside=f"{1 - printed_out:.0%}",
-        default=f"{default_off:.0%}",
+        default=f"{default_off:.0%}", **_practised(record),
         default_inside=f"{1 - default_out:.0%}", sets=sum(one[0] for one in record["choices"]),
         chosen=CHOSEN,
         near=sum(one[0] and one[1] <= CHOSEN for one in record["choices"]),
@@ -496,6 +519,32 @@ def _section(record: dict[str, Any]) -> str:
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
         before=" and ".join(percent(plain[row.name]) for row in others)))
+
+
+def _practised(record: dict[str, Any]) -> dict[str, str]:
+    """The words of TEXT on practitioners' runs, and on runs that ran."""
+    each = record["practitioners"]
+    heads = ("source", "machine", "runs", "", "median error", "inside")
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for one in each:
+        groups[one["source"], one["machine"]].append(one)
+    held = [one for key, some in groups.items() if key not in fit.PRACTISED for one in some]
+
+    def median(some: list[dict[str, Any]]) -> str:
+        return f"{statistics.median(abs(one['error']) for one in some):.0%}"
+
+    def share(some: list[dict[str, Any]], key: str) -> str:
+        return f"{statistics.fmean(one[key] for one in some):.0%}"
+
+    table = [(*key, len(some), "fitted" if key in fit.PRACTISED else "held out", median(some),
+              share(some, "inside")) for key, some in groups.items()]
+    ran = [sum(counts) for counts in zip(*(one[1:] for one in record["ran"]))]
+    return {"practised": str(len(each)), "fitted_practised": str(len(each) - len(held)),
+            "held_practised": str(len(held)), "practised_off": median(held),
+            "practised_inside": share(held, "inside"), "practised_one": share(held, "inside_one"),
+            "practised_foreign": share(held, "inside_others"),
+            "practised_table": markdown_table(heads, table), "ran": f"{ran[1]:,}",
+            "ran_fits": f"{ran[0] / ran[1]:.0%}"}
 
 
 def _headed(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
