@@ -6,6 +6,7 @@ its fused kernels and its host leave of the time. Numbers that no source states 
 published runs (`lpkit.predict.evidence`).
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ class Stack:
     recipes             recipes that its kernels multiply beside those of PyTorch's: the first
                         letters of the names of machines, by recipe
     bf16_moments        moments have the dtype of the weights, as torch.optim.AdamW makes them
+    bucket_bytes        bytes of gradients that replicas send at once
     zero                the ZeRO stage at which replicas share model states without being asked
     fused_loss          head and loss keep logits in the dtype of the head and nothing else
     sequence_parallel   tensor ranks have a part of each sequence between the matrices
@@ -62,6 +64,7 @@ class Stack:
     adapter_bytes: tuple[float, float] = (0.0, 0.0)
     recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bf16_moments: bool = True
+    bucket_bytes: float = math.inf
     zero: int = 0
     fused_loss: bool = False
     norm_bytes: float = 0.0
@@ -89,9 +92,8 @@ PATH = resource("data/published") / "stacks.toml"
 STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row)
           for name, row in tomllib.loads(PATH.read_text(encoding="utf-8")).items()}
 # facts of a stack that an efficiency has by the same name
-AS_THEY_ARE = ("fused", "overlap", "split_overlap", "op_seconds", "host_shown",
-               "pooled", "weight_copies",
-               "norm_bytes", "sequence_parallel")
+AS_THEY_ARE = ("fused", "overlap", "split_overlap", "op_seconds", "host_shown", "pooled",
+               "weight_copies", "norm_bytes", "sequence_parallel", "bucket_bytes")
 DEFAULT = "compiled"
 # a number that is fitted and not in fit.json by the name of the stack is eager's
 

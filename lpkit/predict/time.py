@@ -29,8 +29,9 @@ Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; 
 """
 
 import functools
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -560,18 +561,25 @@ class _Rank:
                      f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
                      f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1:
-            said, how = ring.all_reduce_seconds(states * p.gradients), "all-reduce"
+            said, how = self.in_buckets(ring.all_reduce_seconds, states * p.gradients), "all-reduce"
             if layout.zero:
-                gather = ring.all_gather_seconds(states * of_any)
+                gather = self.in_buckets(ring.all_gather_seconds, states * of_any)
                 self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
-                said, how = ring.reduce_scatter_seconds(states * p.gradients), "scatter"
+                said = self.in_buckets(ring.reduce_scatter_seconds, states * p.gradients)
+                how = "scatter"
             self.behind(f"shard: {how} gradients", said, left, ring, ZERO,
                         times=self.pieces if layout.zero == 2 else 1)
             left = max(0.0, left - said)
         if layout.data > 1:
             ring = self.link("data")
-            said = ring.all_reduce_seconds(owned * p.gradients)
+            said = self.in_buckets(ring.all_reduce_seconds, owned * p.gradients)
             self.behind("data: all-reduce gradients", said, left, ring, RINGS)
+
+    def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:
+        """Returns the seconds of a message that leaves bucket by bucket. Over many nodes a small
+        message has less bandwidth."""
+        count = max(1, math.ceil(nbytes / self.efficiency.bucket_bytes))
+        return count * seconds(nbytes / count)
 
     def shown(self, said: float, window: float) -> float:
         """Returns the seconds that show of a message of `said` seconds beside work of `window`."""
