@@ -65,7 +65,7 @@ def test_an_example_of_each_family_lies_beside_the_package():
 
 @pytest.mark.parametrize("family", new.FAMILIES)
 def test_an_example_has_the_form_of_the_course(family):
-    assert len(CHECKS) > 12
+    assert len(CHECKS) > 11
     for check in CHECKS.values():
         check(nbformat.read(EXAMPLES / f"my_{family}.ipynb", as_version=4))
 

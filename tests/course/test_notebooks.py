@@ -342,7 +342,7 @@ def test_answers_about_a_plan_are_the_plan():
         return plan(lpkit.preset("llama-70b"), 1e12, machine, devices=devices, **limits)
 
     eight, some, many, old = soonest(8), soonest(64), soonest(4096), soonest(512, "a100-40")
-    assert "need 10.5 GB more each" in eight.refusals["memory"].nearest and "10.5 GB" in said
+    assert "need 9.53 GB more each" in eight.refusals["memory"].nearest and "9.53 GB" in said
     assert (some.refusals["memory"].layouts == 3 and some.counted == 22 and len(some.options) == 16
             and "other 16" in said)
     shares = {row.name: row.seconds / many.options[0].time.step_seconds

@@ -28,7 +28,8 @@ from lpkit.training.checkpoint import load_latest
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
-from tests.lessons.rows.test_adapters import OPTIONS, SMALL, VIRTUAL, drawn, whole_and_parts
+from tests.lessons.rows.test_adapters import OPTIONS, SMALL, VIRTUAL, drawn
+from tests.training.resuming import in_parts
 from tests.techniques.test_promise import _cpu
 
 FORMATS = ("nf4", "e4m3fn", "int8", "int4")
@@ -274,7 +275,12 @@ def test_peaks_of_drawn_configs(seed):
 
 @pytest.mark.parametrize("name", ["lora", "pissa", "bottleneck"])
 def test_a_run_keeps_its_adapter_alone_and_resumes_bit_for_bit(name, tmp_path):
-    whole, parts = whole_and_parts(of_base(name=name), tmp_path)
+    base = lpkit.train(SMALL, out=tmp_path / "base")
+    config = of_base(name=name).replace({"start.run": str(base.path), "steps": 6,
+                                         "checkpoint_every": 3})
+    whole, parts = lpkit.train(config, out=tmp_path / "whole"), in_parts(
+        config, tmp_path / "parts", 3)
+    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
     saved = load_latest(whole.checkpoints)[0].tensors
     kept = {key for key in saved if key.startswith("model/")}
     assert kept and not any(".base." in key or "norm" in key for key in kept)

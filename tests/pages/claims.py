@@ -34,7 +34,7 @@ from lpkit.predict.flops import forward_flops, products, recomputed_flops, train
 from lpkit.predict.governed import governed
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
-from lpkit.predict.time import step_time
+from lpkit.predict.time import HOST, step_time
 from lpkit.presets import preset
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout
@@ -247,7 +247,8 @@ def _messages(config: Config, layout: Layout, on: str | Machine = "h100",
     """Seconds on H100s: of a step, of the messages that it waits for, and of all messages."""
     step = step_time(config, on, layout, **how)
     waited = step.phases["communication"]
-    return step.step_seconds, waited, waited + sum(row.hidden_seconds for row in step.rows)
+    return step.step_seconds, waited, waited + sum(
+        row.hidden_seconds for row in step.rows if row.name != HOST)
 
 
 def _recorded(before: str, after: str) -> dict[str, list[float]]:
