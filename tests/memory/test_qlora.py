@@ -29,8 +29,8 @@ from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
 from tests.lessons.rows.test_adapters import OPTIONS, SMALL, VIRTUAL, drawn
-from tests.training.resuming import in_parts
 from tests.techniques.test_promise import _cpu
+from tests.training.resuming import in_parts
 
 FORMATS = ("nf4", "e4m3fn", "int8", "int4")
 BITS = {"nf4": 4, "e4m3fn": 8, "int8": 8, "int4": 4}
