@@ -76,7 +76,7 @@ def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
     spec, table = plan_view(LLAMA, H200, 1e12, 512, **FREE)
     best = plan(LLAMA, 1e12, H200, devices=512)
     assert (str(best.options[0].layout) in table
-            and "23.3 days (19.5 days to 31.4 days)" in spec["layout"]["title"]["text"])
+            and "23.6 days (19.4 days to 31.6 days)" in spec["layout"]["title"]["text"])
     assert all(html.escape(one.nearest) in table for one in best.refusals.values() if one.layouts)
     spec, table = plan_view(LLAMA, H200, 1e12, 8, **FREE)
     assert spec["data"] == [] and " more each" in table
