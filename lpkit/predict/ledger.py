@@ -268,6 +268,9 @@ def _doubt(step: Step) -> "Doubt | str":
         return Doubt(f"bytes of objective={config.objective.name} are what its row says")
     if step.s.attention == "plain" and KINDS[kind].state_bytes:
         return Doubt(f"the definition of {kind} attention is counted roughly")
+    if (step.on.kind in step.techniques["optimizer_state"].leaves
+            and not elementwise(optimizer_settings(config, step.optimizer))):
+        return str(Doubt(f"the state that {step.optimizer} fetches for an update is not counted"))
     if memory.activation_offload.name != "device":
         return OFFLOADED
     if step.repeated.keeps_results and step.layout.tensor > 1:

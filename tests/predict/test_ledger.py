@@ -226,3 +226,13 @@ def test_an_update_in_backward_takes_what_the_shapes_of_parameters_say(name):
     said = memory(config, room("cpu"))
     assert not said.doubt
     assert said.peak_bytes == pytest.approx(predict_trace(config).peak_bytes, rel=0.005)
+
+
+def test_a_rule_over_matrices_whose_state_rests_elsewhere_is_doubted():
+    """Shampoo on disk: the trace is 20% above the formula, drawn 32 of tests.bench.drawn."""
+    config = Config().replace({"imports": ["lessons.rows.optimizers", "lessons.rows.disk"],
+                               "optimizer": "shampoo", "memory.optimizer_state": "disk",
+                               "system.device": "cpu"})
+    assert "shampoo fetches" in memory(config, "h200").doubt
+    assert "fetches" not in memory(config.replace({"memory.optimizer_state": "device"}),
+                                   "h200").doubt
