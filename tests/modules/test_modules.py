@@ -311,11 +311,17 @@ def test_one_question_through_either_door_has_one_answer(precision):
 
     ours = lpkit.predict(made(config, "sdpa"), ids, machine="b200", precision=precision, loss=loss,
                          stack="compiled")
-    theirs = lpkit.predict(config, "b200", precision=precision)
+    theirs = lpkit.predict(config.replace({"system.stack": "compiled"}), "b200",
+                           precision=precision)
     assert isinstance(config, Config) and ours.parameters == theirs.parameters
     assert 3 * ours.forward_flops == theirs.flops_per_token * ids.numel()
-    # bytes of pointwise work are counted, or by a formula
-    assert ours.step_seconds == pytest.approx(theirs.step_seconds, rel=0.03)
+    # bytes of pointwise work are counted, or by a formula; operations of the host as well
+    device = [sum(row.seconds for row in each.step.rows if row.name != "host")
+              for each in (ours, theirs)]
+    assert device[0] == pytest.approx(device[1], rel=0.03)
+    host = [each.step["host"].seconds + each.step["host"].hidden_seconds
+            for each in (ours, theirs)]
+    assert host[0] == pytest.approx(host[1], rel=0.35)
     assert ours.peak_bytes == pytest.approx(theirs.memory.peak_bytes, rel=0.02)
     rows = {row.name: row.seconds for row in theirs.step.rows}
     for row in ours.step.rows:      # what is a product is priced by the same function
