@@ -120,8 +120,6 @@ def _said(found: Prediction) -> dict[str, Any]:
         level, verdict = "tight", f"barely fits: the allocator and the driver want {1 - USABLE_MEMORY_SHARE:.0%} for themselves"
     facts = {
         "step": duration(step.step_seconds),
-        **{f"by {one['stack']}": f"{duration(one['step_seconds'])} ({between(one['step_seconds_range'], duration)})"
-           for one in found.other_stacks},
         "MFU": f"{step.mfu:.1%}",
         "tokens/s": quantity(step.tokens_per_second),
         "run": duration(run.seconds),
@@ -138,6 +136,8 @@ def _said(found: Prediction) -> dict[str, Any]:
     phases = ", ".join(f"{name} {seconds / step.step_seconds:.0%}" for name, seconds in step.phases.items()
                        if seconds > 0.005 * step.step_seconds)
     emulated = f"; {step.precision} is emulated: {step.emulated}" if step.emulated else ""
+    others = "".join(f"; by {one['stack']} {duration(one['step_seconds'])} ({between(one['step_seconds_range'], duration)})"
+                     for one in found.other_stacks)
     return {
         "level": level, "verdict": verdict, "facts": facts,
         "title": f"{quantity(found.parameters)} parameters on {found.layout.devices:,} x {on.title}: {found.layout}; "
@@ -145,6 +145,6 @@ def _said(found: Prediction) -> dict[str, Any]:
                  f"{quantity(step.tokens)} tokens",
         "bytes": {"title": f"A device at its peak: {quantity(held.peak_bytes, 'bytes')} of {quantity(on.memory_bytes, 'bytes')}",
                   "beside": f"the moment: {held.peak_moment}", "whole": held.peak_bytes, "limit": on.memory_bytes, "rows": bars(of_device)},
-        "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": f"{phases}; {between(step.seconds_range, duration)}: {step.spread.words}{emulated}", "whole": step.step_seconds,
+        "seconds": {"title": f"A step: {duration(step.step_seconds)}", "beside": f"{phases}; {between(step.seconds_range, duration)}: {step.spread.words}{emulated}{others}", "whole": step.step_seconds,
                     "limit": step.step_seconds, "rows": bars(of_step)},
     }

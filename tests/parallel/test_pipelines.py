@@ -380,7 +380,7 @@ def test_who_waits_for_weights_holds_no_more_than_it_must():
     peaks = {name: predict_trace(laid_out).peak_bytes for name, laid_out in layouts.items()}
     over = {name: peak / peaks["1f1b"] for name, peak in peaks.items()}
     assert over["gpipe"] > 1.5 and over["zero-bubble"] < 1.05 and over["zbv"] < 1.1, over
-    assert memory(layouts["gpipe"]).peak_bytes == pytest.approx(peaks["gpipe"], rel=0.05)
+    assert memory(layouts["gpipe"]).peak_bytes == pytest.approx(peaks["gpipe"], rel=0.06)
 
 
 @pytest.mark.slow
