@@ -439,7 +439,8 @@ def test_tensor_ranks_divide_every_activation_once(monkeypatch):
     nothing is below zero. What ranks gather beside it is in
     tests/predict/test_memory_layouts.py."""
     monkeypatch.setattr(Walk, "whole_input", lambda self, op: 0.0)
-    config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1})
+    config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1,
+                                          "system.stack": "eager"})
     one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
     for moment in eight.rows[-1].at:
         assert (eight.at(moment)["temporaries"]
