@@ -35,7 +35,7 @@ class Efficiency:
     network: float = 0.85               # of a network between nodes, by a large collective
     pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
     overlap: float = 1.0                # of a message that could hide behind work, what does
-    bucket_bytes: float = math.inf      # of gradients that replicas send at once
+    bucket_bytes: float = 0.0           # of gradients that replicas send at once; 0: all of them
     split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
     weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
     op_seconds: float = 0.0             # the host's, to start one operation of a module

@@ -6,7 +6,6 @@ its fused kernels and its host leave of the time. Numbers that no source states 
 published runs (`lpkit.predict.evidence`).
 """
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ class Stack:
     recipes             recipes that its kernels multiply beside those of PyTorch's: the first
                         letters of the names of machines, by recipe
     bf16_moments        moments have the dtype of the weights, as torch.optim.AdamW makes them
-    bucket_bytes        bytes of gradients that replicas send at once
+    bucket_bytes        bytes of gradients that replicas send at once; 0: all of them
     zero                the ZeRO stage at which replicas share model states without being asked
     fused_loss          head and loss keep logits in the dtype of the head and nothing else
     sequence_parallel   tensor ranks have a part of each sequence between the matrices
@@ -64,7 +63,7 @@ class Stack:
     adapter_bytes: tuple[float, float] = (0.0, 0.0)
     recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bf16_moments: bool = True
-    bucket_bytes: float = math.inf
+    bucket_bytes: float = 0.0
     zero: int = 0
     fused_loss: bool = False
     norm_bytes: float = 0.0

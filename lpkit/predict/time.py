@@ -578,7 +578,7 @@ class _Rank:
     def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:
         """Returns the seconds of a message that leaves bucket by bucket. Over many nodes a small
         message has less bandwidth."""
-        count = max(1, math.ceil(nbytes / self.efficiency.bucket_bytes))
+        count = max(1, math.ceil(nbytes / (self.efficiency.bucket_bytes or math.inf)))
         return count * seconds(nbytes / count)
 
     def shown(self, said: float, window: float) -> float:
