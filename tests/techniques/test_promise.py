@@ -415,8 +415,13 @@ def test_a_pruned_description_has_no_flops_of_zeros(own):
     assert (pruned.parameters == dense.parameters == dense.nonzero_parameters
             == pruned.nonzero_parameters + own.model.layers * block / 2)
     assert dense.flops_per_token - pruned.flops_per_token == 6 * own.model.layers * block / 2
-    assert (pruned.step.mfu < dense.step.mfu and pruned.step_seconds
-            == pytest.approx(dense.step_seconds, rel=0.01))
+    assert (pruned.step.mfu < dense.step.mfu
+            and device_seconds(pruned) == pytest.approx(device_seconds(dense), rel=0.01))
+
+
+def device_seconds(found):
+    """The step without the host, which decides so small a model's."""
+    return sum(row.seconds for row in found.step.rows if row.name != "host")
 
 
 def test_dropped_tokens_are_in_no_formula(own):
@@ -428,7 +433,8 @@ def test_dropped_tokens_are_in_no_formula(own):
     pairs = 2 * 2 * m.T * m.D
     assert (whole.flops_per_token - dropped.flops_per_token == 3 * 2
             * (linears * 2 / 2 + pairs * 3 / 4))
-    assert dropped.parameters == whole.parameters and dropped.step_seconds < whole.step_seconds
+    assert (dropped.parameters == whole.parameters
+            and device_seconds(dropped) < device_seconds(whole))
     assert (0.6 < dropped.memory.at("backward begins")["activations"]
             / whole.memory.at("backward begins")["activations"] < 0.9)
 
