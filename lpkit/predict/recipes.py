@@ -187,7 +187,7 @@ def stored(config: Config, name: str) -> Precision:
     if stack.codes and any(one.name == "quantised-base" for one in config.model.changes):
         return PRECISIONS[stack.codes]
     if row.residual_bytes is not None:
-        theirs = config.system.stack != "auto" and stack.bf16_moments
+        theirs = config.system.stack != "auto"      # torch.optim.AdamW's have the weights' dtype
         return replace(p, weights=row.param_bytes, gradients=row.param_bytes,
                        residual_bytes=row.residual_bytes, moments="bfloat16" * theirs)
     if stack.storage and p.compute_bytes < FP32 == p.weights:

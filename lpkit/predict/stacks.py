@@ -33,7 +33,6 @@ class Stack:
                         input and of its result, beside its products
     recipes             recipes that its kernels multiply beside those of PyTorch's: the first
                         letters of the names of machines, by recipe
-    bf16_moments        moments have the dtype of the weights, as torch.optim.AdamW makes them
     bucket_bytes        bytes of gradients that replicas send at once; 0: all of them
     zero                the ZeRO stage at which replicas share model states without being asked
     fused_loss          head and loss keep logits in the dtype of the head and nothing else
@@ -62,7 +61,6 @@ class Stack:
     code_bytes: float = 0.0
     adapter_bytes: tuple[float, float] = (0.0, 0.0)
     recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    bf16_moments: bool = True
     bucket_bytes: float = 0.0
     zero: int = 0
     fused_loss: bool = False

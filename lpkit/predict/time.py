@@ -86,7 +86,7 @@ BASE = "bf16"           # what stays where Linears are cast to fewer bits
 WAITED = "; the factor is 1, because the measured update had no CUDA graph and waited for its host"
 BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
 ATTENTION_FP32 = 0.4    # of the rate of products: kernels of all pairs, without tensor cores
-# Operations that the host starts. Of a block forward: `_launches`; backward starts twice as many.
+# Operations that the host starts. Of a block forward: `RankWork.launches`; backward starts twice as many.
 # Counted so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
 BACKWARD_OPS = 2.0      # for one forward
 STEP_SECONDS = 2.7e-3   # of an update: data, clipping, the optimizer, a line of the log

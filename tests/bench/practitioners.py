@@ -1,8 +1,8 @@
 """How far off predictions are on runs of practitioners: one or a few GPUs, adapters, small models.
 
 data/published/practitioners.csv has a row a run: the shape, the adapters, the stack that is nearest
-to its program, and a time, a peak of memory, or both. Sources of FITTED may be fitted
-(`tests.bench.fit`), the other ones are held out. `lpkit bench published` has the results.
+to its program, and a time, a peak of memory, or both. Rows of `tests.bench.fit.PRACTISED` may be
+fitted, all other rows are held out. `lpkit bench published` has the results.
 """
 
 from collections.abc import Iterator, Mapping
