@@ -115,7 +115,7 @@ def find(name: "str | Machine") -> Machine:
         hint = nearest(name.lower(), CATALOGUE)
         there_is = f" There is {', '.join(CATALOGUE)}." if hint.startswith("did you mean") else "."
         raise ConfigError(f"there is no machine {shown(name)} in the catalogue; {hint}{there_is} "
-                          f"Or give the path of a YAML file that describes your own: {NEEDS}")
+                          f"Or describe your own in a YAML file with {', '.join(LEAST)}")
     return CATALOGUE[name.lower()]
 
 
