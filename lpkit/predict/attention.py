@@ -161,9 +161,9 @@ def qkv_bytes(s: MicroBatch) -> int:
 def attended_numbers(s: MicroBatch) -> int:
     """Numbers of a token's q, k and v as attention has them: views, but for those made anew, of
     which norms may have saved the product before; q and k that are turned are no copies besides."""
-    m = s.model
+    m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
-    return turned + (m.G * m.E if s.made_anew else 0 if s.norms_save_qkv else qkv_numbers(m))
+    return turned + (m.G * m.E if apart else 0 if s.norms_save_qkv else qkv_numbers(m))
 
 
 def head_norms(s: MicroBatch) -> Iterator[Op]:

@@ -58,6 +58,7 @@ class Step:
         self.repeated, self.recompute = recompute_of(config, recompute)
         name = precision_of(config, on, precision)
         p = stored(config, name)
+        self.eight_bit_weights = name in self.stack.eight_bit_weights
         self.moments = moments_of(config, p)
         # whether lpkit.train has these axes and what rests in these dtypes; else others have
         self.as_trained = (layout.devices == layout.batch_ranks and not p.master
@@ -87,7 +88,7 @@ class Step:
             even=config.system.stack == "auto",     # other stacks cut stages of any layers
             head_bytes=None if "head" in keep else operand_bytes,
             attends_again=self.repeated.attention_alone,
-            norms_written_out=self.stack.norm_bytes > 0)
+            norms_written_out=self.stack.norm_bytes > 0, saves_inputs=self.stack.saves_inputs)
         as_it_is = operations(self.s)
         self.ops, self.padded = _padded(config, p, self.s, as_it_is, layout)
         stay = p.low.stay(self.m.L) if p.low else ()
@@ -142,6 +143,7 @@ class Device:
         # one forward pass would cast each weight once anyway
         self.caches_casts = step.config.precision.cache_weight_casts and (
             step.pieces > 1 or bool(self.again))
+        self.caches_casts |= step.stack.caches_casts and not step.sharded
         self._activations()
 
     def _parameters(self) -> None:

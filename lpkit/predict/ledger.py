@@ -438,10 +438,10 @@ def _casts(d: Device, layers: int) -> Iterator[State]:
     low, linears = d.low, d.ops.linears
     cast = d.layers - len(d.stay)       # blocks whose Linears are
     if d.caches_casts:      # casts that serve both products, and those that do not
-        shared = 1 if low.w[0] == low.w[1] else 2
+        shared = 1 if low.w[0] == low.w[1] and not d.step.stack.caches_casts else 2
         head = d.table * (d.step.own_pipeline and d.heads and d.head_low is not None)
-        yield State(walk.LOW, (d.linear_weights * cast + head) * low.number_bytes * shared,
-                    dies=EMBED)
+        numbers = 0 if d.step.eight_bit_weights else d.linear_weights * cast + head
+        yield State(walk.LOW, numbers * low.number_bytes * shared, dies=EMBED)
     scales = layers * sum(low.scales(d.tokens * op.tokens_share, *op.matmul) for op in linears)
     yield State("scales", scales, dies=LAST)
     amaxes = 3 * (1 + low.history) if low.history else 0

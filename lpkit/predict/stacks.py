@@ -35,6 +35,11 @@ class Stack:
                         letters of the names of machines, by recipe
     bucket_bytes        bytes of gradients that replicas send at once; 0: all of them
     zero                the ZeRO stage at which replicas share model states without being asked
+    caches_casts        a weight is cast once an update, by rows and by columns, not once a
+                        micro-batch
+    eight_bit_weights   recipes whose weights are stored as two casts of 8 bits, by rows and by
+                        columns, instead of in 16 bits
+    saves_inputs        SwiGLU and the rotation are one kernel each, which saves its input alone
     fused_loss          head and loss keep logits in the dtype of the head and nothing else
     sequence_parallel   tensor ranks have a part of each sequence between the matrices
     norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
@@ -63,6 +68,9 @@ class Stack:
     recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     bucket_bytes: float = 0.0
     zero: int = 0
+    caches_casts: bool = False
+    eight_bit_weights: tuple[str, ...] = ()
+    saves_inputs: bool = False
     fused_loss: bool = False
     norm_bytes: float = 0.0
     sequence_parallel: bool = True

@@ -80,12 +80,13 @@ def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
 def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
     """down(silu(gate(x)) * up(x)): saves gate and up side by side, and silu(gate)."""
     m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
+    kept = 2 if s.saves_inputs else 3       # one kernel computes silu(gate) again in backward
     yield linear("mlp.gate_up", s, m.D, 2 * m.F, cut="column", bias=m.bias)
     backward = (
-        Hold(nbytes=2 * wide, frees=1 / 3, grows=wide),     # of silu(gate) and of up
-        Hold(nbytes=wide, frees=2 / 3),
+        Hold(nbytes=2 * wide, frees=(kept - 2) / kept, grows=wide),     # of silu(gate) and of up
+        Hold(nbytes=wide, frees=2 / kept),
         Hold(nbytes=2 * wide))                              # side by side again
-    yield Op(name="mlp", part="mlp", saved_bytes=3 * wide, saved_itemsize=s.compute_bytes,
+    yield Op(name="mlp", part="mlp", saved_bytes=kept * wide, saved_itemsize=s.compute_bytes,
              moved_bytes=5 * wide, backward=backward)
     yield linear("mlp.down", s, m.F, m.D, cut="row", bias=m.bias)
 

@@ -132,6 +132,7 @@ class MicroBatch:
     head_bytes: float | None = None         # of the head's
     made_anew: bool = False                 # q, k and v, copied from the product that gave them
     norms_written_out: bool = False         # a GPU's RMSNorm is several operations in float32
+    saves_inputs: bool = False      # SwiGLU and the rotation are one kernel each and save its input
     code_bytes: float = 0.0                 # that move when a weight is made of its code; 0: lpkit's
     adapter_bytes: tuple[float, float] = (0.0, 0.0)     # that a low-rank adapter moves, forward,
     #                                         for a number of its Linear's input and of its result

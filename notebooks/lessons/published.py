@@ -47,7 +47,7 @@ RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selectiv
               "selective-op": "selective op"}
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
           "Transformer Engine": "megatron", "Primus": "megatron",
-          "DeepSpeed ZeRO-3": "deepspeed-2021",
+          "DeepSpeed ZeRO-3": "deepspeed-2021", "LLM Foundry": "llm-foundry",
           "Aleph Alpha, norms written out": "scaling", "Aleph Alpha": "scaling-sequence",
           "nanotron": "nanotron"}
 BEFORE = {"eager": "megatron-2021", "scaling-sequence": "scaling-kernel"}   # without sequence parallelism
@@ -64,7 +64,7 @@ COUNTED = {     # FLOPs of a step, as the page counts them
 class Source(Checked):
     """A page. `name` is its file in data/published. What its cluster or its stack had is here,
     where that is not the catalogue's: links in a node, both ways, the network of a device, one way,
-    and tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
+    memory, and tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
 
     name: Text
     title: Text
@@ -73,6 +73,7 @@ class Source(Checked):
     link_gigabytes: Positive | None = None
     network_gigabits: Positive | None = None
     sequence_parallel: bool = True
+    memory_gigabytes: Positive | None = None
 
     def on(self, name: str) -> Machine:
         """Returns the catalogue's machine, with what is stated here."""
@@ -81,6 +82,8 @@ class Source(Checked):
             stated["link_bytes_per_second"] = self.link_gigabytes * 1e9
         if self.network_gigabits:
             stated["network_bytes_per_second"] = self.network_gigabits * 1e9 / 8
+        if self.memory_gigabytes:
+            stated["memory_bytes"] = self.memory_gigabytes * 1e9
         return replace(machine, **stated)
 
 

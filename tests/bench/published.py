@@ -398,9 +398,8 @@ the other sources and machines give. By source and machine:
 {practised_table}
 
 **Fits, and ran.** Of all {ran} published runs the formula says that {ran_fits} fit. Most of the \
-others \
-are of Megatron-Bridge on Blackwell, whose pages do
-not state recomputation and offloading.
+others are of pages that do not state recomputation (MaxText, Pax) or of Megatron-Bridge, whose
+recipes offload the activations of 20 to 40 blocks, which the formula does not know.
 
 **Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or \
 more, the one that the formula has first

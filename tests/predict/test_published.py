@@ -50,8 +50,8 @@ def ledger(tmp_path):
         heads = (FOLDER / "narayanan.csv").read_text().splitlines()[0].split(",")
         cells = {**ROW, **changes}
         (tmp_path / "sources.csv").write_text(
-           "name,title,url,held_out,link_gigabytes,network_gigabits,sequence_parallel\nmine,A "
-           "page,https://example.org,no,,,\n")
+           "name,title,url,held_out,link_gigabytes,network_gigabits,sequence_parallel,"
+           "memory_gigabytes\nmine,A page,https://example.org,no,,,,\n")
         with (tmp_path / "mine.csv").open("w", newline="") as file:
             csv.writer(file).writerows([heads, [cells.get(name, "") for name in heads]])
         return tmp_path
