@@ -335,125 +335,130 @@ def _line(some: list[dict[str, Any]]) -> list[str]:
 # The page.
 
 TEXT = """
-{runs} runs of {sources} pages are in `data/published`, each with its line or table; none was
-measured by this project. The formula takes {taken} of them. What a step keeps of its kernels was
-fitted to {fitted} of them (`python -m tests.bench.fit`); on the {held} that are held out, whole
-sources that nothing is fitted to, it is off by {held_error} at the median and says {held_ratio}
-times the published speed. A flat MFU, fitted to the same runs (the median of their generation and
-bits), is off by {held_flat} on them. Another {later} were read after all that: see below. A
-stranger makes this table anew with `lpkit bench published`.
+`data/published` has {runs} runs of {sources} pages, each with its line or table; this project
+measured none of them. The formula takes {taken} of them. The share that a step keeps of its \
+kernels' speed was
+fitted to {fitted} runs (`python -m tests.bench.fit`). On {held} runs of sources that are held out
+from the fit, the formula is off by {held_error} at the median and predicts {held_ratio} times the
+published speed. A flat MFU, fitted to the same runs (the median of their generation and bits), is
+off by {held_flat} on them. Another {later} runs were read after the fit: see below. To make this
+table again, run `lpkit bench published`.
 
-**The range** that is printed with every time, cost and energy is made from the held-out runs of a \
-kind, those read later among them, but for
-layouts that are slower than twice the fastest of the same model on as many devices, which nobody \
-would choose: {ranged} runs. It is wide enough
-for a source that it was made without: of such a source {foreign} of the runs are inside, sources \
-counting alike, and {inside} of the
-{held} where nothing is left out. Least known are `rocm-te`'s small models, and nanotron's slower \
-layouts.
+**The range** of every time, cost and energy is made from the held-out runs of a kind, the runs \
+read later included. Layouts that take more
+than twice as long as the fastest of the same model on as many devices are left out, because
+nobody would choose them: {ranged} runs remain. The range also holds for a source that it was made
+without: {foreign} of the runs of such a source are inside (each source counts alike), and \
+{inside} of the
+{held} runs when no source is left out. The formula knows least about the small models of \
+`rocm-te` and the slower layouts of nanotron.
 
-**Read later** are {later} runs of {later_sources} sources that the fit does not know, so they \
-test it, the worst layouts included. The formula
-is off by {later_error} at the median and says {later_ratio} times the published speed; \
-{later_inside} are inside the range. A stack like those of the fit is
-said as well as they are: NVIDIA's NeMo in 16 bits on 8 to 2,048 H100. By what was not known:
+**Read later.** The fit does not know {later} runs of {later_sources} sources, so they test it, \
+the slowest layouts included. The formula
+is off by {later_error} at the median and predicts {later_ratio} times the published speed; \
+{later_inside} are inside the range. Its error is no larger than in the fit where the stack is \
+like those of the fit: NVIDIA's NeMo in 16 bits on 8 to 2,048 H100. By the fact that was not \
+known:
 
 {later_table}
 
 A norm that is written out in PyTorch's operations reads and writes 128 bytes a number forward and \
-backward where one kernel moves 10,
-and each tensor rank repeats it without sequence parallelism: both are counted, not fitted, and \
-facts of a stack. Before they were, those runs
-of Hagemann et al. were off by 31%. The Ultra-Scale Playbook published each layout
-that ran, the worst too: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak,
-and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor
-ranks that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines: for 16 MiB over \
-the 16 ranks of two nodes nanotron took
-0.8 ms, whatever else it waited for, where the curve of such nodes has 0.15 and the formula 0.17.
+backward; one kernel moves 10.
+Without sequence parallelism each tensor rank repeats the norm. Both are facts of a stack: they \
+are counted, not fitted. Before they were counted, these runs
+of Hagemann et al. were off by 31%. The Ultra-Scale Playbook published every layout
+that ran, the slowest too: {hopeless} of its {ultrascale} runs reach less than a tenth of the \
+peak, and it has one layout twice, with times that differ by 4.7 times. Do not rely on a \
+prediction of tensor ranks that span nodes (`lpkit plan` suggests none), or of nanotron's \
+pipelines: for 16 MiB over the 16 ranks of two nodes nanotron took
+0.8 ms, waiting included, where the curve of such nodes has 0.15 and the formula 0.17.
 
 {table}
 
-**As printed.** The table has a formula that is told all that a page states, also what no setting \
-says, such as a recomputation of
-every second product. Told what can be typed, the run's `system.stack` and a machine with the \
-page's links, what `lpkit predict`
+**As printed.** The table above gives the formula every fact of a page, also facts that no setting \
+has, such as the recomputation of
+every second product. A user can only type settings: the run's `system.stack` and a machine with \
+the page's links. With these, the time that `lpkit predict`
 prints is off by {printed} at the median, and {printed_inside} of the held-out runs are inside the \
-range beside it. With the stack left at its
-default it prices another program than the one that ran: off by {default}, and {default_inside} \
-are inside.
+printed range. With the default stack `lpkit predict` prices a different program: it is off by \
+{default}, and {default_inside} are inside.
 
-**Practitioners** train small models and adapters on one or a few GPUs, most of them without a \
+**Practitioners** train small models and adapters on one or a few GPUs, mostly without a \
 compiler. `data/published/practitioners.csv`
 has {practised} of their runs, by Unsloth, Surogate, vectorlm and a trainer on transformers: \
 {fitted_practised} \
 may be fitted, {held_practised} are held out. With the nearest stack named, the held-out
 runs are off by {practised_off} at the median, and {practised_inside} are inside the range. \
-Without a \
-stack, {practised_one} are inside one of the three
-ranges that are printed. The ranges are made from these runs too, so they test the error and not \
-the range.
-{practised_foreign} of them are inside the ranges that
-the other sources and machines give. By source and machine:
+Without a stack, {practised_one} are inside one of the three printed ranges. These runs are also \
+among the runs that make the ranges, so they test the error and not the range;
+{practised_foreign} of them are inside ranges that are made from the other sources and machines \
+alone. By source and machine:
 
 {practised_table}
 
-**Fits, and ran.** Of all {ran} published runs the formula says that {ran_fits} fit. Most of the \
+**Runs that fit.** All {ran} published runs ran, and the formula says that {ran_fits} of them fit. \
+Most of the
 others are of pages that do not state recomputation (MaxText, Pax) or of Megatron-Bridge, whose
 recipes offload the activations of 20 to 40 blocks, which the formula does not know.
 
-**Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or \
-more, the one that the formula has first
-is within {chosen:.0%} of the fastest in {near}. The splits of the fastest runs of some pages, \
+**Which layout.** {sets} sets of held-out runs have one model on as many devices in three layouts \
+or more. The formula's first layout
+is within {chosen:.0%} of the fastest in {near}. The layouts of the fastest runs of some pages, \
 most of which may be fitted, have these
-places in `lpkit plan` ("none": it is not feasible there, or not searched). With each doubling of \
-the devices, from 8 to 1,024, the published
+places in `lpkit plan` ("none": the layout is not feasible there, or not searched). With each \
+doubling of the devices, from 8 to 1,024, the published
 seconds of a model gain {trend} on the formula's.
 
 {ranks}
 
-**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} \
+**Fits or not.** `lpkit plan` has a layout for {trials} trials of Hagemann et al.: {ended} \
 ended and {oom} ran out of memory. With `system.stack=scaling`
-(or `scaling-kernel`, `scaling-sequence`), whose rows are from that stack's source, it offers \
-{right} of those that ended, and {offered} of those that
-did not fit; all in all {verdicts} of its verdicts are right.
+(or `scaling-kernel`, `scaling-sequence`), whose rows are read from that stack's source, it offers \
+{right} of the trials that ended and {offered} of the trials that
+did not fit; {verdicts} of all its verdicts are right.
 
-"Said over published" is the median of predicted over published speed. Errors are of speed, without
-a sign but for the worst. **Where not to rely on it**: small models on few devices by Transformer
-Engine (`rocm-te`, all there is of MI300X that is held out), GB300, whose products are taken as \
-GB200's, and 8 bits under torchao, whose
-runs on limited power are in the table and not in the fit. MLPerf's submissions may be fitted \
-since no other source has 8 bits on more than
-2,048 devices; those to GPT-3 175B on 10,000 H100 are a quarter faster than is said, whose \
-gradients are reduced in 16 bits where 32 are
-counted. Its 8B over 512 GB200, an eighth of a sequence each, takes half as long again: kernels \
-that short are bounded by what the formula
-counts as nothing. Of MI300X and of Blackwell in 16 bits there are few runs. What the formula does \
-not take:
+In the tables, "said over published" is the median of predicted over published speed. Errors are \
+errors of speed, without
+a sign except for the largest. **Do not rely on the formula** for:
+
+- small models on few devices by Transformer Engine (`rocm-te`, the only held-out source of MI300X);
+- GB300, whose products are taken as GB200's;
+- 8 bits under torchao, whose runs at limited power are in the table and not in the fit;
+- 10,000 H100: MLPerf's GPT-3 175B is a quarter faster than predicted, because its gradients are \
+reduced in 16 bits and the formula counts 32. MLPerf may be fitted, since no other source has 8 \
+bits on more than 2,048 devices;
+- kernels of an eighth of a sequence: MLPerf's 8B over 512 GB200 takes half as long again, because \
+the formula counts nothing for such short kernels;
+- MI300X and Blackwell in 16 bits, of which there are few runs.
+
+The formula does not take these runs:
 
 {reasons}
 
-Given to it is what the pages state. What they do not is said in `notebooks/lessons/published.py`; \
-among it
-that a micro-batch is one sequence and that nothing is recomputed. What a cluster had is in
-`sources.csv` where its page says so: BigScience's nodes join their GPUs by 4 NVLinks and have 4
+The formula is given what the pages state. `notebooks/lessons/published.py` has the assumptions \
+for facts that a page does not state, for example
+that a micro-batch is one sequence and that nothing is recomputed. `sources.csv` has facts of a \
+cluster where its page states them: BigScience's nodes join their GPUs by 4 NVLinks and have 4
 Omni-Path links, a third and a quarter of the catalogue's, and its tensor ranks repeated norms, as
-Narayanan's did (`megatron-2021`). These facts were looked up because its runs with 8 tensor ranks \
-stood out, after
-the fit; without them 16 bits are off by 18% and not by {sixteen}. Power limits, asynchronous tensor
-parallelism and H100s of a lower bandwidth have no row. Notebook 09 draws these, most of which may
-be fitted:
+Narayanan's did (`megatron-2021`). These facts were looked up after the fit, because the runs with \
+8 tensor ranks stood out; without them the error in 16 bits is 18% instead of {sixteen}. Power \
+limits, asynchronous tensor
+parallelism and H100s of a lower bandwidth have no row. Notebook 09 draws these runs, most of \
+which may be fitted:
 
 | run | published | formula | off | where |
 |---|---|---|---|---|
 {rows}
 
-**One measured step calibrates the rest.** A held-out run that is calibrated by the one before it on
-its page is off by {calibrated} at the median (`lpkit.predict.time.calibrate`, or `--factor` on the
+**One measured step calibrates the rest.** If the run before it on its page calibrates a held-out
+run, the formula is off by {calibrated} at the median (`lpkit.predict.time.calibrate`, or \
+`--factor` on the
 command line). A run of another model or layout does not calibrate: Llama 3's first row takes the
 other two from {before} to {after}.
 
-**Bytes.** Some of these pages give a peak of memory. Beside what the ledger says an allocator
-reserves (`tests.bench.peaks`; each of them is in [ledger.md](ledger.md)):
+**Bytes.** Some of these pages give a peak of memory. This table compares it with the bytes that \
+the ledger
+says an allocator reserves (`tests.bench.peaks`; [ledger.md](ledger.md) has each run):
 
 {peaks}
 """
