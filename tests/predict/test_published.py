@@ -281,7 +281,7 @@ def test_the_page_is_made_from_the_record(record):
     page = bench.PAGE.read_text()
     assert page == bench.page()
     held = next(line for line in record["breakdown"] if line[:3] == ["held out", "", "all"])
-    assert f"says {held[4]} times the published speed" in " ".join(page.split())
+    assert f"predicts {held[4]} times the published speed" in " ".join(page.split())
     for line in (*record["peaks"], *record["later"]):
         assert f"| {' | '.join(line)} |" in page, line
 
