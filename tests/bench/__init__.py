@@ -66,6 +66,7 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
                          "must not do"),
     "saved-row": ("saved:run", "updates of other configs, predicted with and without `lpkit "
                                "measure`"),
+    "systolic": ("systolic:run", "cycles of simulated systolic arrays, compared with SCALE-Sim"),
     "telemetry": ("steps:telemetry", "overhead of recording statistics of a run's tensors"),
     "tpe-random": ("batch_steps:searches", "a search by TPE, compared with a random search, on "
                                            "real runs"),
@@ -74,4 +75,6 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
                                           "learning rate, with and without muP"),
     "your-model": ("your_model:run", "predictions and recipes on models from outside the kit, "
                                      "compared with peers"),
+    "zeros": ("systolic:zeros", "products with zeros by a dense and a sparse kernel, compared with "
+                                "a product without zeros"),
 }

@@ -39,6 +39,7 @@ from lessons import l24_start_from_a_run as begun_from
 from lessons import l26_muon as muons
 from lessons import l27_width_and_mup as widths
 from lessons import l28_search as search
+from lessons import l30_silicon as silicon
 from lessons.figures import drawing
 from lessons.l03_number_formats import listed
 from lessons.rows.depth import Progressive, progressive
@@ -616,12 +617,71 @@ def test_what_is_said_of_searches_is_in_the_record():
                                    abs=0.01), "by random signs"
 
 
+def test_what_is_said_of_silicon_is_the_formula():
+    said, answers = said_in("30"), answers_of("30")
+
+    def shares(dataflow, tokens, rows=128, columns=128):
+        array = silicon.Array(rows, columns, dataflow)
+        listed = silicon.products(lpkit.preset("gpt2-124m").replace(
+            {"model.context": tokens}).model, batch=1)
+        return {"all": silicon.model_utilization(array, listed)} | {
+            product.name: array.utilization(product.M, product.N, product.K) for product in listed}
+
+    long, flat = shares("weight", 1024), shares("weight", 1024, 32, 512)
+    assert (len({f"{long[name]:.1%}" for name in long if name not in ("all", "scores", "values")})
+            == 1 and f"{long['scores']:.1%}" == f"{long['values']:.1%}" == "36.4%"
+            and f"Both use 36.4%, and the other products use {long['mlp.up']:.1%}" in answers)
+    few = {dataflow: f"{shares(dataflow, 16)['all']:.1%}" for dataflow in silicon.DATAFLOWS}
+    assert (f"with {few['weight']} (output-stationary {few['output']}, input-stationary "
+            f"{few['input']})" in answers)
+    assert (max(flat, key=lambda name: flat[name] / long[name]) == "scores"
+            and min(flat, key=lambda name: flat[name] / long[name]) == "values"
+            and f"{flat['scores']:.1%} instead of {long['scores']:.1%}" in answers
+            and f"`values` falls to {flat['values']:.1%}" in answers
+            and f"fall from {long['all']:.1%} to {flat['all']:.1%}" in answers)
+    for name in ("cpu-3m", "gpt2-124m", "llama-8b"):
+        listed = silicon.products(lpkit.preset(name).model, batch=1)
+        one_token = silicon.decoding(listed)
+        for dataflow in silicon.DATAFLOWS:
+            square = silicon.model_utilization(silicon.Array(128, 128, dataflow), listed)
+            best = silicon.model_utilization(
+                silicon.best_aspect(128 * 128, dataflow, listed), listed)
+            assert best / square < 1.08 and "gain more than 8%" in said
+        best = silicon.best_aspect(128 * 128, "weight", one_token)
+        assert silicon.model_utilization(best, one_token) < 0.003
+        flat, tall = (silicon.best_aspect(128 * 128, dataflow, one_token)
+                      for dataflow in ("output", "input"))
+        assert flat.rows < flat.columns and tall.rows > tall.columns
+
+
+def test_energies_and_powers_in_30_are_those_of_its_tables():
+    said = said_in("30")
+    joules = {(fmt, density): 1e3 * sum(silicon.energy(
+        silicon.Array(128, 128), (1024, 3072, 768), fmt, density).values())
+        for fmt in silicon.PJ for density in (1.0, 0.1)}
+    assert (f"takes {joules['fp32', 0.1]:.1f} instead of {joules['fp32', 1.0]:.1f} mJ: "
+            f"{joules['fp32', 1.0] / joules['fp32', 0.1]:.1f} times less" in said
+            and f"FP16 without any zero takes {joules['fp16', 1.0]:.1f} mJ" in said
+            and f"the gain is {joules['int8', 1.0] / joules['int8', 0.1]:.1f}" in said)
+    for column in (0, 1):
+        row = [f"{silicon.PJ[fmt][column]:g}" for fmt in ("int8", "fp16", "fp32")]
+        assert f"| {('multiply', 'add')[column]}, pJ | {' | '.join(row)} |" in said
+    assert f"| pJ | {' | '.join(f'{pj:,}' for pj in silicon.READ_PJ.values())} or more |" in said
+    ends = [spec["y"][-1] for spec in silicon.power_figure()["data"]]
+    assert (f"takes {ends[0]:.0%} of the energy" in said
+            and f"it takes {ends[2] - 1:.0%} *more* than the fastest" in said)
+    # by the page of the first, whose author fitted a line, and by the Wikipedia's factor of 6.4
+    assert silicon.power_line(silicon.ATHLON)[0] == pytest.approx(71, abs=0.5)
+    (fast, high), *_, (slow, low) = silicon.PENTIUM
+    assert fast * high**2 / (slow * low**2) == pytest.approx(6.4, abs=0.05)
+
+
 def test_a_goal_that_fails_has_a_card_that_says_so():
     """The card of a claim is green where it holds: also the claim that the goal was missed."""
     failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)",
         said_in(path.stem[:2]))}
     cards = {path.stem[:2] for path, book in READ.items() if "goal(" in text_of_code(book)}
-    assert {"20", "21", "25", "26", "28"} <= failed <= cards, failed - cards
+    assert {"20", "21", "25", "26", "28", "30"} <= failed <= cards, failed - cards
 
 
 @pytest.mark.parametrize("met, word, sign",
@@ -674,7 +734,7 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "21.updates": 183, "21.rate": 4.04, "22.depth": 4, "22.speed": 1.18, "23.area": 18,
          "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
          "25.step": 0.036, "26.muon": 140, "26.near": 34, "27.rate": 16, "28.ahead": 11,
-         "28.saved": 49}
+         "28.saved": 49, "30.token": 0.26, "30.skip": 7.79, "30.dram": 141}
 
 
 def test_no_guess_is_right_where_it_starts():

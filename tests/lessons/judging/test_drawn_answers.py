@@ -259,6 +259,13 @@ WRONG = [       # exercise, kind, answer
         math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1))
         / 2 ** (ahead + behind))),
     ("28.coin", "rounding", coin_of_normal),
+    ("30.cycles", "edge size", lambda rows, columns, M, N, K: (2 * rows + columns + M - 2)
+     * (K // rows + 1) * (N // columns + 1)),
+    ("30.cycles", "rounding", lambda rows, columns, M, N, K: (2 * rows + columns + M - 2)
+     * max(1, round(K / rows)) * max(1, round(N / columns))),
+    ("30.skipping", "edge size", lambda nonzeros, columns: sum(
+        max(nonzeros[i:i + columns]) for i in range(0, len(nonzeros) - columns + 1, columns))),
+    ("30.frequency", "rounding", lambda a, c: round((a / (2 * c)) ** (1 / 3), 2)),
 ]
 RIGHT = [("16.nats", nats_of_two_numbers), ("16.nats", nats_in_float64),
          ("20.adamw", by_torch_adamw), ("20.adamw", adamw_on_copies), ("22.mean", mean_in_blocks)]

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lessons.judging import judge
 from lessons.judging.judge import Disturbed, Exercise, Verdict
+from lessons.l30_silicon import Array, simulate
 from lessons.rows.adapters import StableLoraSettings
 from lessons.rows.depth import Drop, Progressive, falling, progressive
 from lessons.rows.depth_torch import Partly
@@ -297,6 +298,33 @@ def by_polyfit(widths, changes):
     return float(np.polyfit(np.log2(widths), np.log2(changes), 1)[0])
 
 
+def by_registers(rows, columns, M, N, K):
+    """A fold in the lesson's simulator, and the folds counted by tiles that are cut."""
+    down, across = (len(torch.ones(size).split(side)) for size, side in ((K, rows), (N, columns)))
+    fold = simulate(Array(rows, columns, "weight"), torch.ones(M, 1), torch.ones(1, 1))
+    return (fold.cycles + 1) * down * across
+
+
+def by_cycles_of_lanes(nonzeros, columns):
+    """One cycle after the other, until the queues of a fold are empty."""
+    cycles, left = 0, list(nonzeros)
+    while left:
+        fold, left = left[:columns], left[columns:]
+        while any(fold):
+            fold, cycles = [max(0, n - 1) for n in fold], cycles + 1
+    return cycles
+
+
+def by_bisection(a, c):
+    """The minimum of a / f + c f^2 by bisection of its slope in exact fractions."""
+    low, high = Fraction(0), Fraction(10)
+    for _ in range(60):
+        middle = (low + high) / 2
+        rising = 2 * Fraction(c) * middle**3 > Fraction(a)
+        low, high = (low, middle) if rising else (middle, high)
+    return float(low)
+
+
 def by_walking(ahead, behind):
     """One pair after another: a coin moves the lead up or down."""
     leads = {0: Fraction(1)}
@@ -508,6 +536,9 @@ OTHERS = {
     "27.power": [by_polyfit],
     "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p)],
     "28.coin": [by_walking],
+    "30.cycles": [by_registers],
+    "30.skipping": [by_cycles_of_lanes],
+    "30.frequency": [by_bisection],
     "06.keep": [by_sorted_noise],
     "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx
                        * sw, lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
