@@ -127,17 +127,17 @@ def simulate(array: Array, a: Tensor, b: Tensor) -> Simulated:
         for j in range(0, b.shape[1], C):
             if array.dataflow == "output":
                 left, top, place = a[i:i + R], b[:, j:j + C], out[i:i + R, j:j + C]
-                part = _output_fold(_padded(left, R, len(b)), _padded(top, len(b), C), busy)
+                part = output_fold(_padded(left, R, len(b)), _padded(top, len(b), C), busy)
             else:
                 left, top, place = a[:, i:i + R].T, b[i:i + R, j:j + C], out[:, j:j + C]
-                part = _weight_fold(_padded(left, R, len(a)), _padded(top, R, C), busy)
+                part = weight_fold(_padded(left, R, len(a)), _padded(top, R, C), busy)
                 words += place.numel() * (i > 0)        # the sums so far are read again
             words += left.numel() + top.numel() + place.numel()
             place += part[:len(place), :place.shape[1]]
     return Simulated(out, len(busy) - 1, words, busy)
 
 
-def _output_fold(left: Tensor, top: Tensor, busy: list[int]) -> Tensor:
+def output_fold(left: Tensor, top: Tensor, busy: list[int]) -> Tensor:
     """Operands move right and down; each PE adds to its output until it has all K terms."""
     across = down = torch.full((len(left), top.shape[1]), math.nan, dtype=left.dtype)
     sums, terms, cycle = torch.zeros_like(across), torch.zeros_like(across), 0
@@ -151,7 +151,7 @@ def _output_fold(left: Tensor, top: Tensor, busy: list[int]) -> Tensor:
     return sums
 
 
-def _weight_fold(inputs: Tensor, weights: Tensor, busy: list[int]) -> Tensor:
+def weight_fold(inputs: Tensor, weights: Tensor, busy: list[int]) -> Tensor:
     """Weights enter from above and stay. Inputs move right; partial sums move down and leave."""
     held = torch.zeros_like(weights)
     for row in weights.flip(0):
