@@ -177,7 +177,7 @@ def test_the_page_says_what_was_recorded():
     cases = {case["case"]: case["ratio"] for case in RECORDED["cases"]}
     first = [100 * cases[f"the referee, {how}: 2 sequences, what does nothing is kept"]
              for how in (bench.CARRIED, bench.ANEW)]
-    assert ("there are kept {:.0f} of 100, and {:.0f} where both arms run anew".format(*first)
+    assert ("it keeps {:.0f} of 100 changes, and {:.0f} if both arms run anew".format(*first)
             in " ".join(page.split()))
 
 
