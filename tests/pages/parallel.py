@@ -29,97 +29,86 @@ INTRODUCTION = """\
     lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.pipeline=2 grad_accum_steps=4
     lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.context=2 parallel.zero=1
 
-and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` \
-does.
-A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
-world, layout=...)` rehearses a layout in one process, and the `messages` of its result are what its
-ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` (`pip install
-accelerate`) does what torchrun does, also on CPUs; there `accelerate launch --cpu` starts one \
-process and says nothing, and `lpkit` then
-refuses, and says how to start two. `--processes` holds no port; where torchrun ends with \
-EADDRINUSE,
-`--standalone` finds a free one.
+- In a notebook, `handle = lpkit.launch(config, processes=2)` returns the same handle as
+  `lpkit.start`.
+- A checkpoint continues in any layout: use `--resume` with another `parallel`.
+- `lpkit.predict_trace(config, world, layout=...)` simulates a layout in one process. `messages`
+  of its result has what each rank sends.
+- `--processes` needs no network port. If torchrun fails with EADDRINUSE, add `--standalone`.
+- `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` (`pip install accelerate`)
+  works like torchrun, also on CPUs. `accelerate launch --cpu` starts only one process there, so
+  `lpkit` refuses and prints the command that starts two.
 
 ## How ranks meet
 
-Another user of the machine can connect wherever a rank listens, and gloo takes whoever connects \
-first
-for the rank that it waits for. So:
+Another user of the same machine can connect to any port on which a rank listens, and gloo
+accepts the first connection as the rank that it expects. lpkit therefore does the following:
 
-- Ranks exchange tensors and JSON, with a bound on its length. Nothing that arrives is unpickled, \
-and
-  nothing that arrives is executed.
-- Ranks of one machine listen on loopback alone. They meet by a file in a folder that only their \
-user
-  can open, where the first leaves 32 random bytes.
-- In each group, before anything else, each rank sends each other rank an HMAC of that secret, of \
-the
-  group and of both their numbers. Where another answers, or nobody within 30 s, the launch ends in
-  one sentence.
-- Once they have met, what listens drops every packet (Linux). Nobody connects to a run that goes \
-on.
+- Ranks exchange only tensors and JSON of bounded length. They never unpickle or execute what
+  arrives.
+- Ranks on one machine listen only on loopback. They find each other through a file in a folder
+  that only their user can open; the first rank writes 32 random bytes (the secret) there.
+- In each group, before any other message, every pair of ranks exchanges an HMAC of the secret,
+  the group and both rank numbers. If another program answers, or nobody answers within 30 s,
+  the launch ends with one sentence.
+- After this handshake, the listening sockets drop every packet (Linux), so nobody can connect
+  to a running training.
 
-A user who watches can still keep ranks from meeting, for as long as he watches: he gets a \
-sentence on
-your terminal, and nothing else. `python -m tests.attack ranks` is such a user, in 50 launches.
+An attacker on the same machine can still prevent the ranks from connecting while he attacks;
+the only effect is an error message on your terminal. `python -m tests.attack ranks` tries this
+in 50 launches.
 
-torchrun and `accelerate launch` open a store of their own. It listens on all interfaces, it has no
-password, and who reaches it can read it and write into it. Where they start all ranks on one \
-machine,
-the ranks take from it the name of a private folder and nothing else, and meet there, on loopback.
-With `--nnodes 2` the store is all that the ranks share. The secret then lies in it, and the \
-handshake
-stops only those who cannot reach it: who can reach it may take a rank's place, end the run or \
-change
-its numbers, but he cannot execute anything. Use several machines in a network of your own. Gloo
-listens there on the address of the host's name, or on the interface that GLOO_SOCKET_IFNAME names.
-NCCL knows its ranks by an id from the store; NCCL_SOCKET_IFNAME says where it listens.
+torchrun and `accelerate launch` open their own store. It listens on all interfaces without a
+password, and everyone who can reach it can read and write it. If all ranks are on one machine,
+they read only the name of a private folder from the store, and connect on loopback.
+
+With `--nnodes 2`, the store is all that the ranks share, and it contains the secret. The
+handshake then stops only those who cannot reach the store. Whoever can reach it may replace a
+rank, end the run or change its numbers, but cannot execute code. Use several machines only in a
+private network. Gloo listens there on the address of the host name, or on the interface in
+GLOO_SOCKET_IFNAME. NCCL identifies its ranks by an id from the store and listens on
+NCCL_SOCKET_IFNAME.
 
 ## How a model is split
 
-| `parallel` | a rank has | and sends, in a layer of a micro-batch | source |
+| `parallel` | part of a rank | messages of a layer and micro-batch | source |
 |---|---|---|---|
-| `tensor` | a part of each matrix, and between them of each sequence | two gathers and two \
-scatters of the residual stream forward, and as many backward; and what was gathered once more for \
-the gradients of weights, of which a rank keeps a part | Korthikanti et al. 2022, \
+| `tensor` | a part of each matrix, and between the matrices a part of each sequence \
+| two gathers and two scatters of the residual stream forward, and as many backward; the \
+gathered inputs once more for weight gradients, because a rank keeps only its part \
+| Korthikanti et al. 2022, \
 https://arxiv.org/abs/2205.05198 |
 | `context` | an early and a late chunk of each sequence | its keys and values c - 1 times \
-forward, twice that backward; or all-to-all | Liu et al. 2023, https://arxiv.org/abs/2310.01889 |
-| `pipeline` | some layers, `interleave` chunks of them | the residual stream to the next stage, \
-its gradient to the one before, once a stage | Narayanan et al. 2021, \
+forward, twice as many bytes backward; or all-to-all | Liu et al. 2023, \
+https://arxiv.org/abs/2310.01889 |
+| `pipeline` | some layers, in `interleave` chunks | once for each stage: the residual stream to \
+the next stage, its gradient to the previous stage | Narayanan et al. 2021, \
 https://arxiv.org/abs/2104.04473 |
 
-They go with `data`, with ZeRO and with one another; a pipeline with ZeRO 1 at most. The batch of \
-tensor
-ranks is the same, that of context ranks are parts of the same sequences, and their gradients are
-averaged as those of replicas are. Weights are plain tensors, so that every recipe casts a part as \
-it
-casts a matrix: a cut matrix has a scale a part. In a checkpoint each piece has its place, and any \
-other
-layout reads it. Ranks are laid out so that those who talk most are neighbours: `tensor` counts \
-fastest,
-then `context`, `shard`, `data`, and `pipeline`.
+They combine with `data`, with ZeRO and with each other; a pipeline combines with ZeRO 0 and 1
+only. Tensor ranks read the same batch. Context ranks read parts of the same sequences, and
+their gradients are averaged like those of replicas. Weights are plain tensors, so every recipe
+casts a part like a whole matrix: each part has its own scale. A checkpoint stores each piece
+with its place, and any other layout can read it. Ranks that exchange the most are neighbours:
+`tensor` counts fastest, then `context`, `shard`, `data` and `pipeline`.
 
-## Where model states lie
+## Where model states are stored
 
-`parallel.data` counts replicas, `parallel.shard` the ranks that keep a part each, by
-`parallel.zero`. With both, a model is sharded inside groups, and the groups are replicas (hybrid
-sharding).
+`parallel.data` is the number of replicas. `parallel.shard` is the number of ranks that each
+keep a part, as `parallel.zero` defines. With both, each group shards the model, and the groups
+are replicas (hybrid sharding).
 
 """
 
 
 RECORDED = {
-    "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts "
-             "how "
-             "often the right one was not named in time, or a process or a folder was left. In "
-             "every "
-             "layout, with ranks that never enter a message, too: [`layouts`](reliability.md).\n\n",
-    "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and "
-            "by "
-            "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are "
-            "medians; "
-            "what is met is the median of the ratios of pairs.\n\n"}
+    "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks. It counts how "
+              "often the wrong rank (or none in time) was named, and how often a process or a "
+              "folder was left. [`layouts`](reliability.md) does this in every layout, and also "
+              "with ranks that never enter a message.\n\n",
+    "fsdp2": "\n## Compared with accelerate\n\n`lpkit bench fsdp2` alternates the same updates by "
+             "ZeRO 3 and by accelerate's FSDP2, and compares their losses. Seconds are medians; "
+             "the last column judges the median ratio of pairs.\n\n"}
 
 
 def page() -> str:
@@ -130,25 +119,22 @@ def page() -> str:
                 f"ZeRO {row.several}" if row.several else "any", row.why) for row in UNSHARDED]
     parts = [
         INTRODUCTION,
-        markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
-        "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
-        markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
-        "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says; "
-        "`--import lessons.rows.cast_gather` brings the last way:\n\n",
-        markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
-        "\n\nThe stages of `parallel.pipeline` take micro-batches in the order of "
-        "`parallel.schedule`; `--import lessons.rows.pipelines` brings the last four:\n\n",
-        markdown_table(("`parallel.schedule`", "", "source"), rows(PIPELINES)),
-        "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late "
-        "one, and "
-        "attend as `parallel.attention` says; `--import lessons.rows.context` brings the second "
-        "way:\n\n",
-        markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
-        "\n\nRanks of `parallel.tensor` gather tokens before the product that needs them, and "
-        "scatter its sum after.",
-        "\n\nNot everything goes with several ranks yet:\n\n",
-        markdown_table(("setting", "must be", "from", "because it"), refused),
-        "\n\n## The same numbers\n\n", parity.page(parity.measure(),
+        markdown_table(("`parallel.zero`", "meaning", "source"), rows(STAGES)),
+        "\n\n`parallel.reduction` is how whole gradients are sent (ZeRO 0 and 1):\n\n",
+        markdown_table(("`parallel.reduction`", "meaning", "source"), rows(REDUCTIONS)),
+        "\n\n`parallel.gathered` is the format in which weights are gathered (ZeRO 2 and 3); "
+        "`--import lessons.rows.cast_gather` adds the last row:\n\n",
+        markdown_table(("`parallel.gathered`", "meaning", "source"), rows(GATHERED)),
+        "\n\n`parallel.schedule` is the order in which pipeline stages process micro-batches; "
+        "`--import lessons.rows.pipelines` adds the last four rows:\n\n",
+        markdown_table(("`parallel.schedule`", "meaning", "source"), rows(PIPELINES)),
+        "\n\n`parallel.attention` is how context ranks attend to each other's tokens; `--import "
+        "lessons.rows.context` adds the second row:\n\n",
+        markdown_table(("`parallel.attention`", "meaning", "source"), rows(CONTEXT)),
+        "\n\nTensor ranks gather tokens before the matmul that needs them, and scatter its sum.",
+        "\n\nSome settings do not support several ranks yet:\n\n",
+        markdown_table(("setting", "must be", "with", "because it"), refused),
+        "\n\n## Agreement with one process\n\n", parity.page(parity.measure(),
                                                      parity.measure(["fp32"], parity.AXES,
                                                          orders=1,
                                                                     changes=parity.FOUR_LAYERS))]
@@ -166,5 +152,5 @@ def _recorded(bench: str, words: str) -> list[str]:
                   f"{one['peer_median']:.3g} {one['peer']}", one["verdict"])
                  for one in result["cases"]]
         parts += ["#", "\n".join(recorded(result)), "\n",
-                  markdown_table(("", "median", "beside", ""), lines), "\n"]
+                  markdown_table(("case", "median", "compared with", "result"), lines), "\n"]
     return [words, *parts] if parts else []

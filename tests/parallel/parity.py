@@ -394,29 +394,33 @@ def _rms(numbers: Sequence[float]) -> float:
 
 
 INTRODUCTION = f"""\
-Every recipe in every layout, {UPDATES} updates on the CPU (gloo), against one process with the
-same micro-batches. A cell is how far the run is from that, in sigmas: losses, gradient norms,
-final weights. A sigma is how far one process gets when it takes sums in another order ({ORDERS}
-of them), and stands in the first columns, relative: the sum of micro-batches, and after the
-stroke that and the sum of squares in the norm of all gradients, which ranks add up where each has
-a part of them. The tolerance is {SIGMAS:g} sigma; in float32, whose cells are the largest
-relative distance, {FLOAT32:g}. `tests/parallel/parity.py` derives why. Where the residual stream
-is in 16 bits (gathered=compute), the one process gathers so too, also for its sigma; a rank's
-part of a matrix has scales of its own, and what is summed over ranks is rounded before, so tensor
-ranks are held to one process that multiplies the same parts, and takes the loss in pieces for its
-sigma. How far these are from the process that does neither is the last column, in sigmas of the
-loss.
+Every recipe in every layout takes {UPDATES} updates on the CPU (gloo) and is compared with one
+process that has the same micro-batches. A cell has three distances from that process, in
+sigmas: losses, gradient norms, final weights. In float32 a cell has the largest relative
+distance.
 
-What is beyond the tolerance is bold. Losses and norms follow the first scale or number that is
-rounded the other way, in some runs at update 5 and in others at 14, after which they are another
-run's; of so many cells two or three are bold by that alone. The weights, which end as near
-whatever flips, are the steadier measure.
+Sigma is the distance of one process from itself when it adds in another order ({ORDERS}
+orders). The first columns list sigma as a relative number: for another order of micro-batches,
+and after the slash also for another order of the squares in the norm of all gradients, which
+applies if each rank has a part of the gradients. The tolerance is {SIGMAS:g} sigma, or
+{FLOAT32:g} in float32. `tests/parallel/parity.py` derives why.
 
-`fp8-rowwise` on context ranks is beyond for a reason. A rank's scales along the tokens are of its
-own tokens. One process that multiplies the tokens of each rank apart (`cut_in_one.cut_tokens`)
-has the first loss of all-to-all ranks to the bit, and they stay within 0.7, 0.4 and 2.9 of its
-sigmas. The ring is at 3.9, 3.8 and 3.4, and its first loss is off by 1.3e-4 already. What a query
-finds at each rank is rounded to 16 bits before it is added; that this is why was not tried apart.
+Two layouts are compared with one process that does the same arithmetic, also for its sigma.
+Where the residual stream is in 16 bits (gathered=compute), this process gathers in 16 bits too.
+Each tensor rank has its own scales and rounds before the sum over ranks, so this process
+multiplies the same parts, and its sigma also includes the loss in pieces. The last column is
+the distance of these processes from a plain process, in sigmas of the loss.
+
+Distances beyond the tolerance are bold. Losses and norms diverge at the first scale or number
+that is rounded the other way, in some runs at update 5 and in others at 14; with this many
+cells, two or three are bold by chance. The weights are the steadier measure.
+
+`fp8-rowwise` on context ranks is beyond the tolerance because each rank scales only its own
+tokens. Compared with one process that multiplies the tokens of each rank separately
+(`cut_in_one.cut_tokens`), the first loss of all-to-all ranks is equal to the bit, and the run
+is within 0.7, 0.4 and 2.9 sigma. The ring is at 3.9, 3.8 and 3.4, and its first loss is off by
+1.3e-4. A possible cause, which was not tested, is that each rank's part of the attention output
+is rounded to 16 bits before the sum.
 
 """
 
