@@ -61,7 +61,7 @@ class Backend(Kind):
 
 HALF = ("bfloat16", "float16")
 DTYPES = ("float64", "float32", *HALF)
-WORDS = {"causal": "attention to keys to come", "window": "windows",
+WORDS = {"causal": "attention to later keys", "window": "windows",
          "global_tokens": "global tokens", "blocks": "sparse blocks", "documents": "documents",
          "soft_cap": "cap on scores", "sinks": "sinks", "query_start": "queries that begin later",
          "key_start": "keys that begin later"}
@@ -247,7 +247,7 @@ def why_not(name: str, asked: Attending) -> str:
         return "drops no probabilities of attention; plain can"
     if not computes:
         return ATTENTION[name].why_not(asked)
-    others = f"computes softmax attention alone; {' and '.join(computes)} can"
+    others = f"computes only softmax attention; {' and '.join(computes)} can"
     return others * (name not in computes)
 
 

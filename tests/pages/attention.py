@@ -66,26 +66,27 @@ def _word(cells: Mapping[str, Probe]) -> str:
 INTRODUCTION = """\
 # Attention
 
-`model.attention` names a kind: which keys a query sees, and how scores become weights. It changes
-the numbers of a run. `system.attention` names a backend, who computes it; every backend computes
-what `plain`, the definition, does. With `auto` those that can are held against the definition on
-the machine at hand and raced.
+`model.attention` names a kind: the keys that a query sees, and how scores become weights. It
+changes the numbers of a run. `system.attention` names a backend, the implementation. Every
+backend computes the same function as `plain`, the definition. `auto` compares the supported
+backends with the definition on your machine and takes the fastest.
 
-This page was made by running every kind with every backend on a CPU, forward and backward against
-the definition in float64, at one token and at {length} with heads of {width}: the largest relative
-error of the output or a gradient in {dtypes}; or a dash, and the reason
-below. `lpkit doctor` does the same where it runs.
+The table was made by running every kind with every backend on a CPU, forward and backward, with 1
+token and with {length} tokens and heads of width {width}. A cell has the largest relative error
+of the output and the gradients against the definition in float64, for {dtypes}. A dash means that
+the backend does not support the kind; the reasons are below. `lpkit doctor` makes this table on
+your machine.
 """
 ON_A_GPU = """
 ## On a GPU
 
-What each library says of itself for {dtype} on Hopper, which no CPU can try. A run tries it before
-it uses it.
+Limits of each backend for {dtype} on Hopper, from the library's documentation and not tested on a
+CPU. A run tests a backend before it uses it.
 """
 
 
 def page() -> str:
-    """Every kind by every backend, run on this CPU; and what libraries say of themselves."""
+    """Every kind by every backend, run on this CPU; and the documented limits on a GPU."""
     kinds, found = list(models()), run("cpu")
     table = [(name, *(_word(found[name, kind]) for kind in kinds)) for name in ATTENTION]
     why: dict[tuple[str, str], list[str]] = {}
@@ -96,10 +97,10 @@ def page() -> str:
     return "\n".join([
         INTRODUCTION.format(length=max(LENGTHS), width=MODEL.E, dtypes=", ".join(DTYPES)),
         markdown_table(("backend", *kinds), table), "\n## Why not\n",
-        markdown_table(("backend", "kinds", "why, and what can"),
+        markdown_table(("backends", "kinds", "reason; alternative"),
                        _named(why, len(kinds))),
         ON_A_GPU.format(dtype="bfloat16"),
-        markdown_table(("backend", "kinds", "why, and what can"), _named(by_rule(), len(kinds))),
+        markdown_table(("backends", "kinds", "reason; alternative"), _named(by_rule(), len(kinds))),
         ""])
 
 
@@ -115,7 +116,9 @@ def by_rule() -> dict[tuple[str, str], list[str]]:
 
 
 def _named(why: Mapping[tuple[str, str], list[str]], count: int) -> list[tuple[str, str, str]]:
-    order = list(ATTENTION)
-    rows = [(name, "all" if len(kinds) == count else ", ".join(kinds), said)
-            for (name, said), kinds in why.items()]
-    return sorted(rows, key=lambda row: order.index(row[0]))
+    """Rows of backends with the same reason for the same kinds."""
+    backends: dict[tuple[str, str], list[str]] = {}
+    for (name, reason), kinds in sorted(why.items(), key=lambda row: [*ATTENTION].index(row[0][0])):
+        words = "all" if len(kinds) == count else ", ".join(kinds)
+        backends.setdefault((words, reason), []).append(name)
+    return [(", ".join(names), words, reason) for (words, reason), names in backends.items()]

@@ -169,4 +169,4 @@ KINDS["delta"] = AttentionKind(
 ATTENTION["chunked"] = Backend(
     why="chunks of tokens and a state between them, for kinds without softmax",
     operations=HERE + "linear_chunks",
-    why_not=lambda asked: "computes kinds without softmax alone; plain can")
+    why_not=lambda asked: "computes only kinds without softmax; plain can")

@@ -354,15 +354,15 @@ def test_a_tiny_model_trains_predicts_and_samples(name, corpus, tmp_path, monkey
 def test_who_cannot_says_so(capsys):
     linear, full = ModelConfig(attention="linear"), ModelConfig()
     assert (why_not("sdpa", Attending(model=linear))
-            == "computes softmax attention alone; plain and chunked can")
+            == "computes only softmax attention; plain and chunked can")
     assert [name for name in ATTENTION if not why_not(name, Attending(model=linear))] == ["plain",
         "chunked"]
     with pytest.raises(ConfigError,
-                       match=r"system\.attention=chunked computes kinds without softmax alone; "
+                       match=r"system\.attention=chunked computes only kinds without softmax; "
                              r"plain can"):
         attention.backend("chunked", full)
     with pytest.raises(ConfigError,
-                       match=r"system\.attention=blocked computes softmax attention alone; plain "
+                       match=r"system\.attention=blocked computes only softmax attention; plain "
                              r"and chunked can"):
         Training.build(Config().replace({"model.attention": "delta", "system.attention": "blocked",
             "system.device": "cpu"}))
