@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels, for GPUs that need not be there.
+"""Compile the Triton kernels for GPUs that need not be present, and count what the code contains.
 
     python -m tests.pages kernels                   # docs/kernels.md
     python -m tests.pages.kernels                   # a list of `Compiled`, of what tests compile
@@ -136,48 +136,55 @@ def _dump(what: str, cubin: str) -> str:
 
 PAGE = """# Kernels
 
-What the kit computes by kernels of its own on a GPU. Each is a definition in PyTorch's operations
-and a Triton kernel, in one file of `lpkit/kernels/`; tests hold the kernel to the definition,
-forward and backward, in Triton's interpreter. This page is made by
-`python -m tests.pages kernels`.
+The kit's own GPU kernels. Each file of `lpkit/kernels/` has one definition in PyTorch
+operations and one Triton kernel. Tests compare both, forward and backward, in Triton's
+interpreter. `python -m tests.pages kernels` makes this page.
 
-## What they do, and the bytes they move
+## Bytes that each kernel moves
 
-Bytes that any version must read and write forward, for each element of a bfloat16 tensor of
-16,384 x 4,096.
+Bytes that any implementation must read and write in the forward pass, for each element of a
+bfloat16 tensor of 16,384 x 4,096:
 
 | kernel | what | case | bytes an element |
 |---|---|---|---|
 {moved}
 
-A norm that writes FP8 is none of them. Where `system.compile` is on and a Linear's cast is its
-definition, the compiler computes the norm inside the amax and inside the cast: no 16-bit result is
-written. By its own count, of the graph that a GPU has, forward moves 7 bytes an element (sums of
-squares 2, amax 2, cast 2 + 1), and backward casts x.T anew from the norm's input; norm and cast by
-kernels move 8, x.T included. A SwiGLU's result is written: 11 bytes forward (4 + 2, amax 2, cast
-2 + 1), where kernels move 10, x.T included. `tests/gpu/test_gpu_path.py` holds the compiler to \
-that.
+There is no kernel for a norm that writes FP8, because the compiler does better. With
+`system.compile` on and a Linear's cast by its definition, it computes the norm inside the amax
+and inside the cast and writes no 16-bit result. In its own count for a GPU graph, forward moves
+7 bytes an element (sums of squares 2, amax 2, cast 2 + 1), and backward casts x.T again from
+the norm's input; separate kernels for norm and cast move 8, x.T included. The compiler does
+write the result of SwiGLU: 11 bytes forward (4 + 2, amax 2, cast 2 + 1), where kernels move 10,
+x.T included. `tests/gpu/test_gpu_path.py` checks these numbers.
 
-## What the compiler makes of them
+## Compiled code
 
-By Triton {version}, for Hopper (sm_90) and Blackwell (sm_100), without a GPU: registers of a
-thread, bytes of its stack, which spills would use, shared memory of a program. `wide` counts global
-loads and stores of 128 bits, `narrow` those of 16 or less, `fp8` conversions by the hardware's
-instruction, `calls` slow paths, `torn` pairs of FP8 numbers that are kept together and also taken
-apart, of which ptxas 12.8 loses a byte ([log](log.md)); none is in a cast to FP8. `way`: what is
-switched on, and what a program takes at a time.
-For sm_80, sm_89 and sm_120 tests hold them to the same, and to the shared memory that a
-program may have there; casts to FP8 begin with sm_89.
+Triton {version} compiled each kernel for Hopper (sm_90) and Blackwell (sm_100), without a GPU.
 
-Flash attention's backward makes 7 products where 5 would do: each of its two kernels makes the
-scores and d_out v^T again. With 5, tiles of keys share dq, and atomic additions to it have another
-order, and other bits, each time. Heads of 256 have wgmma on Hopper and tcgen05 on Blackwell
-forward; backward both have mma.sync: the others take 64 rows, and on Hopper tiles with as many
-spill ([log](log.md)).
+| column | meaning |
+|---|---|
+| `way` | enabled options, and the tile of a program |
+| `registers`, `stack` | registers and bytes of stack of a thread; spills would use the stack |
+| `shared`, `warps` | bytes of shared memory and warps of a program |
+| `wide`, `narrow` | global loads and stores of 128 bits, and of 16 bits or less |
+| `fp8` | conversions by the hardware's instruction |
+| `calls` | calls of functions, such as the slow path of a division |
+| `torn` | FP8 pairs that are used whole and also split; ptxas 12.8 loses a byte of them \
+([log](log.md)). Casts to FP8 have none |
+
+Tests apply the same limits, and the limit of shared memory, to sm_80, sm_89 and sm_120. Casts
+to FP8 need sm_89.
+
+Flash attention's backward computes 7 matmuls although 5 would suffice, because each of its two
+kernels recomputes the scores and d_out v^T. With 5, tiles of keys would share dq, and atomic
+additions would change the order of the sum, and so the bits, in each run. Heads of 256 use
+wgmma on Hopper and tcgen05 on Blackwell in the forward pass. Their backward uses mma.sync on
+both: the other instructions need 64 rows, and on Hopper tiles of this size spill
+([log](log.md)).
 
 {compiled}
 
-## What was measured on a GPU
+## Measured on a GPU
 
 {measured}
 """
@@ -207,7 +214,7 @@ def measured(folder: Path = MEASURED) -> Iterator[str]:
         if found["device"] == found["cpu"]:
             continue
         yield from (f"{found['device']}, {found['date'][:10]}, at commit {found['commit']}.", "",
-                    _row(("case", "beside", "share", "")), _row(["---"] * 4))
+                    _row(("case", "compared with", "share", "")), _row(["---"] * 4))
         for case in found["cases"]:
             if case["peer"] in FLOORS:
                 bar = "\N{FULL BLOCK}" * round(20 * min(case["ratio"], 1))
