@@ -15,10 +15,10 @@ from tests.pages import markdown_table
 ROOT = Path(__file__).parents[2]
 PAGE = """# Reliability
 
-What a run, a command and a folder stand up to, tried with `lpkit bench reliability --out
-data/measured`; this page is made from its files by `python -m tests.pages reliability`. Each attack
-is a script of `tests/attack`, which says what counts as harm, and the test suite runs a few trials
-of each at every change. A trial that fails is named so that it can be done again.
+`lpkit bench reliability --out data/measured` attacks runs, commands and folders and records the
+results; `python -m tests.pages reliability` makes this page from these files. Each attack is a
+script of `tests/attack` that defines what counts as harm. The test suite runs a few trials of
+each attack at every change. A failed trial is named, so that you can repeat it.
 """
 
 
