@@ -301,7 +301,7 @@ OPERANDS = {"y": ("x", "w"), "dx": ("g", "w^T"), "dw": ("g^T", "x^T")}
 
 def row(recipe: Recipe) -> str:
     """The six casts."""
-    return markdown_table(("product", "operand", "format", "block", "scale", "rounding",
+    return markdown_table(("matmul", "operand", "format", "block", "scale", "rounding",
                            "transform"), [
         (f"`{product}`", f"`{operand}`", cast.format, sides(cast), cast.scale, cast.rounding,
          cast.transform)
@@ -312,19 +312,19 @@ def row(recipe: Recipe) -> str:
 def facts(recipe: Recipe) -> str:
     """What else the row says."""
     dtype = recipe.compute or "float32"
-    parts = [f"Everything but the casts is in {dtype}" + (" by autocast" if recipe.compute else "")
-             + "; weights are float32."]
+    by = " by autocast" if recipe.compute else ""
+    parts = [f"Everything except the casts is in {dtype}{by}; weights are float32."]
     if not recipe.products:
-        parts[0] = (f"No casts: products run in {dtype}"
+        parts[0] = (f"No casts: matmuls run in {dtype}"
                     + (", by autocast; weights are float32." if recipe.compute else "."))
     if recipe.high_precision_layers:
-        parts.append(f"In 16 bits stay: {', '.join(recipe.high_precision_layers)}.")
+        parts.append(f"Layers in 16 bits: {', '.join(recipe.high_precision_layers)}.")
     if recipe.delayed:
-        parts.append(f"The scale is made from the {recipe.delayed.history_rule} of "
+        parts.append(f"The scale is computed from the {recipe.delayed.history_rule} of "
                      f"{recipe.delayed.history} earlier amaxes, "
                      f"with a margin of {recipe.delayed.margin}.")
     if recipe.loss_scaling:
-        parts.append(f"The loss is scaled by {recipe.loss_scaling.loss_scale:,.0f} at first; "
+        parts.append(f"The loss scale starts at {recipe.loss_scaling.loss_scale:,.0f}; "
                      f"{recipe.loss_scaling.growth_steps} "
                      f"updates without an overflow double it.")
     return " ".join(parts)
@@ -344,7 +344,7 @@ def hardware(name: str) -> list[str]:
             most = (f"every machine of the "
                     f"catalogue{', but ' + ', '.join(other) if other else ''}, and CPUs")
             lines.append(f"- `{backend}`: {most if len(rest) < 3 else '; '.join(titles)}.")
-    return [*lines, "", "Elsewhere its numbers are emulated in wider products: see [what runs "
+    return [*lines, "", "On other hardware, wider matmuls emulate its numbers: see [what runs "
                         "where](../matrix.md)."]
 
 
@@ -378,8 +378,8 @@ def measured(name: str, folder: Path = MEASURED) -> list[str]:
         if any(case["peer"] == name for case in found["cases"]):
             losses = found["losses"][name]
             lines.append(f"- {', '.join(f'{loss:.4f}' for loss in losses)} nats per token with "
-                         f"{len(losses)} seeds, beside "
-                         f"which the others are measured ({where}).")
+                         f"{len(losses)} seeds, the baseline "
+                         f"of the other recipes ({where}).")
         for case in cases:
             low, high = case["quartiles"]
             lines.append(f"- {case['ratio']:.4f} times the loss of {case['peer']} (quartiles "
@@ -401,10 +401,11 @@ def page(name: str, folder: Path = MEASURED) -> str:
                          f"recipes](../recipes.md).", "",
         words["text"].strip(), "", "## Row", "", *([row(recipe), ""] if recipe.products else []),
         facts(recipe), "",
-        "## Picture", "", f"![{caption(name)}]({name}.svg)", "", caption(name), "",
+        "## Picture", "", f"![What {name} makes of 16 x 256 numbers]({name}.svg)", "",
+        caption(name), "",
         "## Train with it", "", f"    lpkit train cpu-3m --set precision.recipe={name}", "",
-        *([markdown_table(("`precision.recipe.`", "in this row", "what"), found), ""] if found
-          else ["No setting changes it.", ""]),
+        *([markdown_table(("`precision.recipe.`", "default", "meaning"), found), ""] if found
+          else ["It has no settings.", ""]),
         "## Hardware", "", *hardware(name), *measured(name, folder), "",
         "## Sources", "", *(f"- [{title}]({url})" for title, url in words["sources"]), ""])
 
