@@ -12,40 +12,38 @@ KERNELS: dict[str, Row] = {name: Row(
         ("rms-norm", "kernels.norm:RMS_NORM", "arxiv.org/abs/1910.07467",
          "reads and writes each number once; backward reads x and dy once"),
         ("layer-norm", "kernels.norm:LAYER_NORM", "arxiv.org/abs/1607.06450",
-         "the same, and the mean of a row while the row is held"),
+         "as rms-norm, with the mean of each row"),
         ("add-rms-norm", "kernels.norm:ADD_RMS_NORM", "arxiv.org/abs/2410.10989",
-         "the residual addition on the way: the sum is not read again"),
+         "includes the residual addition, so the sum is not read again"),
         ("add-layer-norm", "kernels.norm:ADD_LAYER_NORM", "arxiv.org/abs/2410.10989",
-         "the residual addition on the way: the sum is not read again"),
+         "includes the residual addition, so the sum is not read again"),
         ("swiglu", "kernels.swiglu:SWIGLU", "arxiv.org/abs/2002.05202",
-         "gate and up are read once, and nothing but them is kept"),
+         "reads gate and up once and saves only them"),
         ("rotary", "kernels.rotary:ROTARY", "arxiv.org/abs/2104.09864",
-         "pairs are turned in place of four operations and a concatenation"),
+         "one rotation of pairs instead of four operations and a concatenation"),
         ("cross-entropy", "kernels.cross_entropy:CROSS_ENTROPY", "arxiv.org/abs/2410.10989",
-         "the gradient is written over the logits, so that nothing else of their size exists"),
+         "writes the gradient over the logits, so no second tensor of their size exists"),
         ("flash-attention", "kernels.flash_attention:FLASH_ATTENTION", "arxiv.org/abs/2307.08691",
-         "every kind of attention without its scores; tiles in which nothing is seen are "
-         "left out"),
+         "every kind of attention without storing scores; skips tiles that no query sees"),
         ("amax", "kernels.amax:KERNEL", "arxiv.org/abs/2209.05433",
-         "the largest magnitude of a tensor, and how many of its elements are not finite"),
+         "largest magnitude of a tensor, and number of elements that are not finite"),
         ("cast-tensor", "kernels.fused_cast:TENSOR", "arxiv.org/abs/2209.05433",
-         "a tensor to FP8 under one scale, as it lies and transposed, by one read; with a "
-         "history it finds the next amax on its way"),
+         "a tensor to FP8 with one scale, both layouts in one read; with a history it also "
+         "computes the next amax"),
         ("cast-rows", "kernels.fused_cast:ROWS", "github.com/pytorch/ao",
-         "rows to FP8 or INT8, each under a scale of its own, found by the same read"),
+         "rows to FP8 or INT8, each with its own scale, in one read"),
         ("cast-blocks", "kernels.fused_cast:BLOCKS", "arxiv.org/abs/2412.19437",
-         "blocks of 1 x 128 and 128 x 128 to FP8, as they lie and transposed, by one read"),
+         "blocks of 1 x 128 and 128 x 128 to FP8, both layouts in one read"),
         ("cast-mx", "kernels.fused_cast:MX", "arxiv.org/abs/2310.10537",
-         "MX: blocks of 1 x 32 to FP8 under E8M0 scales, both ways by one read, scales in "
-         "the tiles that Blackwell reads"),
+         "MX: blocks of 1 x 32 to FP8 with E8M0 scales, both layouts in one read, scales in "
+         "Blackwell's tiles"),
         ("cast-nvfp4", "kernels.fused_cast:NVFP4_KERNEL", "arxiv.org/abs/2509.25149",
-         "NVFP4: 4-bit values two to a byte under two levels of scales, after a random "
-         "Hadamard transform where the recipe has it"),
+         "NVFP4: 4-bit values, two in a byte, with two levels of scales, after a random "
+         "Hadamard transform if the recipe has it"),
         ("adamw", "optim.one_pass:ADAMW", "arxiv.org/abs/1711.05101",
-         "weight, gradient and slots are read once and written once, and a weight of 16 bits "
-         "is rounded on the way"),
+         "reads and writes weight, gradient and slots once, and rounds 16-bit weights"),
         ("lion", "optim.one_pass:LION", "arxiv.org/abs/2302.06675",
-         "the same with one slot, by the same kernel"),
+         "as adamw, with one slot"),
     )}
 
 OF_KERNEL = "kernel:"       # before its name, among a run's choices

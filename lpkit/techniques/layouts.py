@@ -39,13 +39,13 @@ FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 # What ZeRO spreads over ranks; the implementation is a `lpkit.parallel.sharding.Sharding`.
 STAGES = {
-    0: Row(why="every rank has everything, and gradients are averaged",
+    0: Row(why="no sharding: every rank has all states, and gradients are averaged",
            implementation="lpkit.parallel.replicas:Replicas"),
-    1: Row(why="each rank updates its part of every parameter, and has the optimizer's state of it",
+    1: Row(why="each rank has the optimizer state of a part of every parameter, and updates it",
            implementation="lpkit.parallel.replicas:ShardedOptimizer"),
-    2: Row(why="FSDP2; whole weights from forward to the end of backward",
+    2: Row(why="FSDP2; whole weights exist from forward to the end of backward",
            implementation="lpkit.parallel.fully_sharded:FullySharded"),
-    3: Row(why="FSDP2; a block's whole weights while it is at work",
+    3: Row(why="FSDP2; the whole weights of a block exist only while it runs",
            implementation="lpkit.parallel.fully_sharded:FullySharded"),
 }
 
@@ -61,11 +61,11 @@ class Reduction(Row):
 
 DDP = "Li et al. 2020, https://arxiv.org/abs/2006.15704"
 REDUCTIONS = {
-    "per-parameter": Reduction(why="a message a parameter, after backward; the naive way",
+    "per-parameter": Reduction(why="one message for each parameter, after backward",
                                bucket_bytes=0, overlaps=False),
     "buckets": Reduction(why="messages of 25 MiB, after backward", source=DDP,
                          bucket_bytes=25 << 20, overlaps=False),
-    "overlapped": Reduction(why="messages of 25 MiB, beside the rest of backward", source=DDP,
+    "overlapped": Reduction(why="messages of 25 MiB, during backward", source=DDP,
                             bucket_bytes=25 << 20, overlaps=True),
 }
 
@@ -81,9 +81,9 @@ class Gathered(Row):
 
 
 GATHERED = {
-    "compute": Gathered(mixed=True, why="in the dtype of the computation, as FSDP's mixed precision "
-                                        "has it: the residual stream is then in it, too"),
-    "float32": Gathered(why="as they rest: the numbers of one device"),
+    "compute": Gathered(mixed=True, why="in the compute dtype, as in FSDP's mixed precision; the "
+                                        "residual stream has this dtype, too"),
+    "float32": Gathered(why="in float32, with the numbers of one device"),
 }
 
 
@@ -98,7 +98,7 @@ class ContextAttention(Row):
 
 CONTEXT = {
     "ring": ContextAttention(
-        why="keys and values go from rank to rank, while those at hand are used", partial=True,
+        why="keys and values go from rank to rank during the computation", partial=True,
         implementation="lpkit.parallel.context:Ring",
         source="Liu et al. 2023, https://arxiv.org/abs/2310.01889"),
 }
@@ -264,35 +264,35 @@ class Unsharded(NamedTuple):
 
 UNSHARDED = (
     Unsharded(0, "memory.optimizer_step", "after",
-              "updates a parameter before its gradient has met those of other ranks"),
+              "updates a parameter before its gradient is reduced over the ranks"),
     *(Unsharded(several, "memory.moment_format", "float32",
-                "has scales of blocks that cross the parts of two ranks")
+                "has blocks that would cross the parts of two ranks")
       for several in (1, "tensor")),
-    Unsharded(1, "memory.optimizer_state", "device", "moves whole states, and a rank has a part"),
+    Unsharded(1, "memory.optimizer_state", "device", "moves whole states, and a rank has only a part"),
     Unsharded(2, "precision.cache_weight_casts", False,
-              "keeps casts of weights that are gathered anew in each micro-batch"),
+              "keeps casts of weights that each micro-batch gathers again"),
     *(Unsharded(several, "precision.telemetry_every", 0,
-                "looks at whole weights, and a rank has a part") for several in (2, "tensor")),
+                "reads whole weights, and a rank has only a part") for several in (2, "tensor")),
     Unsharded(2, "memory.param_dtype", "fp32", "leaves no float32 weights to gather from"),
     Unsharded(2, "model.init", "gpt2",
-              "changes what it has filled, and ranks make one whole parameter at a time",
+              "changes parameters after they are filled, and ranks build one parameter at a time",
               lambda config: not getattr(INITS[config.model.init.name], "again", False)),
-    Unsharded(2, "governors", (), "changes whole weights, and a rank has rows",
+    Unsharded(2, "governors", (), "changes whole weights, and a rank has only some rows",
               lambda config: len(running(config)) == len(config.governors)),
-    *(Unsharded("tensor", key, (), "changes whole matrices, and a rank has parts")
+    *(Unsharded("tensor", key, (), "changes whole matrices, and a rank has only parts")
       for key in ("governors", "transforms", "model.changes")),
     Unsharded("pipeline", "memory.activation_offload", "device",
-              "moves activations back as one micro-batch at a time needs them"),
-    *(Unsharded("pipeline", key, only, "is of a whole model, and a rank has some layers")
+              "supports only one micro-batch at a time"),
+    *(Unsharded("pipeline", key, only, "needs the whole model, and a rank has only some layers")
       for key, only in (("system.kernels", "auto"), ("precision.telemetry_every", 0),
                         ("objective", "next-token"), ("governors", ()), ("transforms", ()),
                         ("model.changes", ()))),
     Unsharded("pipeline", "sizes", "constant",
-              "changes the number of micro-batches, and an order is of one"),
+              "changes the number of micro-batches, which the schedule fixes"),
     Unsharded("tensor", "objective", "next-token",
-              "reads all logits of a token, and a rank has a part"),
+              "reads all logits of a token, and a rank has only a part"),
     Unsharded("context", "objective", "next-token",
-              "may read whole sequences, and a rank has a part"),
+              "may read whole sequences, and a rank has only a part"),
 )
 # The ranks that talk, by what they are to one another: the axes on which they differ.
 GROUPS = {

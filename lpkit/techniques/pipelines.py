@@ -81,19 +81,19 @@ TORCH = "torch.distributed.pipelining.schedules:Schedule"
 MANY, ROUNDS = 64, "a whole number in each of m // ranks rounds, such as multiples of the ranks"
 PIPELINES = {        # by the names of `parallel.schedule`
     "gpipe": PipelineSchedule(
-        why="all forwards, then all backwards: every micro-batch is held", breadth_first=True,
+        why="all forwards, then all backwards; the activations of all micro-batches are held", breadth_first=True,
         source="Huang et al. 2019, https://arxiv.org/abs/1811.06965",
         implementation=f"{TORCH}GPipe",
         warm_up=lambda rank, p, v, m: m * v),
     "1f1b": PipelineSchedule(
-        why="each backward as soon as it can be: the bubble of gpipe, but of micro-batches a stage "
-            "holds as many as there are stages from it on",
+        why="each backward as early as possible: the bubble of gpipe, but a stage holds only as many "
+            "micro-batches as there are stages from it to the last",
         source="Narayanan et al. 2020, https://arxiv.org/abs/2006.09503",
         implementation=f"{TORCH}1F1B", fits=lambda p, m: m >= p, needs="one a rank or more",
         hops=lambda p, v, m: 2 * (p - 1) * m / p + 2 * (p - 2),
         warm_up=lambda rank, p, v, m: p - 1 - rank),
     "interleaved": PipelineSchedule(
-        why="1f1b with chunks: the bubble of a chunk, for more messages and more that is held",
+        why="1f1b with chunks: the bubble of one chunk, but more messages and more memory",
         source="Narayanan et al. 2021, https://arxiv.org/abs/2104.04473",
         implementation=f"{TORCH}Interleaved1F1B", chunks=(2, MANY),
         fits=whole_rounds, needs=ROUNDS, hops=lambda p, v, m: 2 * (p * v - 1),

@@ -114,9 +114,12 @@ RECORDED = {
 def page() -> str:
     """Parity is computed now, by up to 8 processes; faults and starts are as last recorded."""
     rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
-    refused = [(f"`{row.key}`", f"`{row.only}`",
-                f"`parallel.{row.several}`" if isinstance(row.several, str) else
-                f"ZeRO {row.several}" if row.several else "any", row.why) for row in UNSHARDED]
+    settings: dict[tuple[str, ...], list[str]] = {}     # by what they must be, with what, and why
+    for row in UNSHARDED:
+        ranks = (f"`parallel.{row.several}`" if isinstance(row.several, str) else
+                 f"ZeRO {row.several} or more" if row.several else "several ranks")
+        settings.setdefault((f"`{row.only}`", ranks, row.why), []).append(f"`{row.key}`")
+    refused = [(", ".join(keys), *row) for row, keys in settings.items()]
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "meaning", "source"), rows(STAGES)),

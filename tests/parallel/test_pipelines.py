@@ -491,7 +491,7 @@ def test_layers_of_stages():
                                  "set parallel.interleave=1"),
     ({"parallel.shard": 2}, "a pipeline has many under way; set parallel.zero=1"),
     ({"global_batch": 1, "grad_accum_steps": 1}, "set parallel.pipeline=1 parallel.interleave=1"),
-    ({"system.kernels": "pytorch"}, "system.kernels=pytorch is of a whole model")])
+    ({"system.kernels": "pytorch"}, "system.kernels=pytorch needs the whole model")])
 def test_what_cannot_be_is_refused(settings, sentence):
     with pytest.raises(ConfigError) as refusal:
         refuse_untrainable(SMALL.replace({"parallel.pipeline": 2, **settings}))

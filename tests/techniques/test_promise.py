@@ -376,8 +376,8 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
             "parallel.zero": zero})
         if config.governors and zero > 1:
             with pytest.raises(ConfigError,
-                               match=r"governors=.* changes whole weights, and a rank has rows; "
-                                     r"set governors="):
+                               match=r"governors=.* changes whole weights, and a rank has only "
+                                     r"some rows; set governors="):
                 lpkit.launch(sharded, processes=2, out=out, parent=beside[1])
             assert not out.exists()
             continue

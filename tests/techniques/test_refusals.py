@@ -363,8 +363,8 @@ def test_a_governor_is_doubted_and_refused_where_ranks_have_rows(outside, tmp_pa
     assert (run.summary["chosen"]["governors"]["used"] == "prune"
             and "is as the update left it" in run.summary["chosen"]["governors"]["why"])
     with pytest.raises(ConfigError,
-                       match=r"governors=prune changes whole weights, and a rank has rows; set "
-                             r"governors="):
+                       match=r"governors=prune changes whole weights, and a rank has only some "
+                             r"rows; set governors="):
         layouts.refuse_untrainable(config.replace({"parallel.shard": 2, "parallel.zero": 3}))
 
 

@@ -8,7 +8,7 @@ from lpkit.techniques.layouts import GATHERED, Gathered
 
 GATHERED["fp8"] = Gathered(
     cast=True, implementation="lessons.rows.cast_gather_torch:CastGathers",
-    why="weights that the recipe casts as E4M3 or E5M2, a byte each, the others as they rest: the "
+    why="1 byte for weights that the recipe casts to E4M3 or E5M2, float32 for others; the "
         "numbers of one device",
     source="torchao's float8 all-gather, https://github.com/pytorch/ao; "
            "https://pytorch.org/blog/training-using-float8-fsdp2/")

@@ -31,17 +31,17 @@ PIPELINES |= {
         implementation=f"{TORCH}LoopedBFS", chunks=(2, MANY), breadth_first=True,
         warm_up=lambda rank, p, v, m: m * v),
     "zero-bubble": PipelineSchedule(
-        why="1f1b whose weight gradients fill the bubble (ZB-H1; with chunks its interleaved form)",
+        why="1f1b whose weight gradients fill the bubble (ZB-H1; interleaved if it has chunks)",
         source=ZERO_BUBBLE, implementation=f"{TORCH}InterleavedZeroBubble", splits=True,
         chunks=(1, MANY), fits=whole_rounds, needs=ROUNDS,
         bubble=one_way, hops=lambda p, v, m: 4 * (p - 1) + p * (v - 1)),
     "zbv": PipelineSchedule(
-        why="two chunks in a V: a rank has early and late layers, and the bubble is the way in",
+        why="two chunks in a V: a rank has early and late layers; the bubble is the first descent",
         source=ZERO_BUBBLE, implementation=f"{TORCH}ZBVZeroBubble", places="v", splits=True,
         chunks=(2, 2), bubble=one_way, even=True,
         hops=lambda p, v, m: 5 * p - 7),
     "dualpipev": PipelineSchedule(
-        why="the V, in which a forward of one chunk and a backward of the other make a pair",
+        why="the V, with a forward of one chunk paired with a backward of the other",
         source="DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, halved: "
                "https://github.com/deepseek-ai/DualPipe",
         implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
