@@ -3,8 +3,9 @@
     lpkit bench fixup-depth --out data/measured      two minutes
 
 Zhang et al. 2019 (https://arxiv.org/abs/1901.09321) say that it is as stable, "even for networks
-with 10,000 layers", of which each update takes half a minute here. Each depth makes the same few updates with and without norms; `losses` holds
-all of them. Without norms and without Fixup a model of 100 layers gives NaN in its first update.
+with 10,000 layers"; an update of so many takes half a minute here. Each depth makes the same few
+updates with and without norms; `losses` holds all of them. Without norms and without Fixup a model
+of 100 layers gives NaN in its first update.
 """
 
 import math

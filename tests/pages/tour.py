@@ -65,9 +65,9 @@ def page() -> str:
     parts = [f"""# A tour of all techniques
 
 Every technique of [A Survey on Efficient Training of Transformers](https://arxiv.org/abs/2302.01107)
-and of this kit: {len(every)} rows, {sum(one.own for one in every)} of them marked + because the
-survey does not have them. The list is `data/published/tour.toml`. `python -m tests.pages tour`
-makes this page from the catalogue, the claims and the records.
+and of this kit: {len(every)} rows. A + marks the {sum(one.own for one in every)} rows
+that are the kit's own. The list is `data/published/tour.toml`. `python -m tests.pages tour` makes
+this page from the catalogue, the claims and the records.
 
 - **Row or command**: `FIELD=NAME` goes behind `--set`; rows of a lesson need the `--import` that
   [Techniques](techniques.md) names, and rows of an experiment that of its file.
@@ -122,12 +122,16 @@ def notebook_path(notebook: str) -> str:
 def prediction(one: Technique, claim: Claim | None) -> str:
     if claim and claim.numbers.kit:
         return line(claim.to_dict())[2]
-    found = [f"`{row}`: {ratios}" for row in one.rows if (ratios := predicted(row, one.settings))]
+    found: dict[str, list[str]] = {}
+    for row in one.rows:
+        if ratios := predicted(row, one.settings):
+            found.setdefault(ratios, []).append(f"`{row}`")
     if found:
-        return "; ".join(found)
+        return "; ".join(f"{', '.join(rows)}: {ratios}" if len(found) > 1 else ratios
+                         for ratios, rows in found.items())
     if one.missing or (claim and claim.missing):
         return "none"
-    return f"in [{one.notebook}](../notebooks/{notebook_path(one.notebook)}), Predict"
+    return "in the notebook, section Predict"
 
 
 @functools.cache
@@ -190,7 +194,7 @@ def measurement(one: Technique, claim: Claim | None) -> str:
     if one.record:
         case = recorded(one.record)
         return (f"{case['ratio']:.3g} times, {case['better']} is better: {case['case']}, "
-                f"over {case['peer']} (`{case['name']}`)")
+                f"compared with {case['peer']} (`{case['name']}`)")
     if claim:
         return "nothing: the verdict is by formula"
     return f"\"{run_of(one.notebook)['claim']}\""
