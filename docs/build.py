@@ -182,7 +182,8 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:
         file.write(options())
-    for beside in (source / "claims.md", source / "index.md", *(source / "teach").glob("*.md")):
+    beside_notebooks = (source / f"{name}.md" for name in ("claims", "index", "tour"))
+    for beside in (*beside_notebooks, *(source / "teach").glob("*.md")):
         beside.write_text(linked(beside.read_text(encoding="utf-8"), executed), encoding="utf-8")
     for above, below in BELOW.items():
         with (source / f"{above}.md").open("a", encoding="utf-8") as file:
