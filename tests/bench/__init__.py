@@ -71,6 +71,8 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
     "saved-row": ("saved:run", "updates of other configs, predicted with and without `lpkit "
                                "measure`"),
     "systolic": ("systolic:run", "cycles of simulated systolic arrays, compared with SCALE-Sim"),
+    "talk-less": ("talk_less:run", "ten ways to average replicas, compared with an all-reduce of "
+                                   "gradients"),
     "telemetry": ("steps:telemetry", "overhead of recording statistics of a run's tensors"),
     "tpe-random": ("batch_steps:searches", "a search by TPE, compared with a random search, on "
                                            "real runs"),

@@ -4,7 +4,8 @@ import json
 
 import lessons.rows.cast_gather
 import lessons.rows.context
-import lessons.rows.pipelines  # noqa: F401  adds rows
+import lessons.rows.pipelines
+import lessons.rows.reductions  # noqa: F401  adds rows
 from lpkit.files import resource
 from lpkit.techniques.layouts import (
     CONTEXT,
@@ -123,7 +124,8 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "meaning", "source"), rows(STAGES)),
-        "\n\n`parallel.reduction` is how whole gradients are sent (ZeRO 0 and 1):\n\n",
+        "\n\n`parallel.reduction` is how whole gradients are sent (ZeRO 0 and 1); `--import "
+        "lessons.rows.reductions` adds the last ten rows, for ZeRO 0:\n\n",
         markdown_table(("`parallel.reduction`", "meaning", "source"), rows(REDUCTIONS)),
         "\n\n`parallel.gathered` is the format in which weights are gathered (ZeRO 2 and 3); "
         "`--import lessons.rows.cast_gather` adds the last row:\n\n",
