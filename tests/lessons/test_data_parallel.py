@@ -37,7 +37,7 @@ from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import ALL_REDUCE
-from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.layouts import Layout
 from tests.course.test_notebooks import answers_of, numbered
 from tests.lessons.judging.course import EXERCISES
 
@@ -96,7 +96,7 @@ def test_a_world_of_one_is_one_process():
 def test_messages_leave_when_their_reduction_says():
     """By PyTorch's profiler, on each rank: which messages there are, and which of them left while
     backward went on."""
-    ways = ({name: Layout(data=2, reduction=name) for name in REDUCTIONS}
+    ways = ({name: Layout(data=2, reduction=name) for name in data_parallel.REDUCTIONS}
             | {"ZeRO 1": Layout(shard=2, zero=1), "ZeRO 3": Layout(shard=2)})
     configs = {name: replace(SMALL.replace({"global_batch": 2}), parallel=layout)
                for name, layout in ways.items()}

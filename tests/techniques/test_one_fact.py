@@ -42,7 +42,6 @@ from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
 from lpkit.techniques import machines, optimizers
-from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
 from tests.pages import claim_numbers as claims
@@ -125,7 +124,7 @@ def question(draw):
         "optimizer": draw.choice(sorted(optimizers.OPTIMIZERS)),
         "system.attention": draw.choice(("auto", "sdpa", "plain")),
         "parallel.data": data, "parallel.shard": shard, "parallel.zero": draw.randrange(4),
-        "parallel.reduction": draw.choice((*REDUCTIONS,)),
+        "parallel.reduction": draw.choice(("per-parameter", "buckets", "overlapped")),
         "global_batch": 64 * pieces * draw.choice((1, 2)), "grad_accum_steps": pieces,
         "steps": draw.choice((1, 1000, 123_456))})
     return config, draw.choice((*CATALOGUE,))
