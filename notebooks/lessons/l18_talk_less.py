@@ -398,7 +398,7 @@ def record() -> Record:
 def race_figure(found: Race, others: float = 0.0) -> dict:
     """The plotly spec of seconds over bytes: lines by formula, points measured."""
     sizes, data = sorted({nbytes for _, nbytes in found.flat}), []
-    for name, colour in zip(ALGORITHMS, COLOURS):
+    for name, colour in zip(ALGORITHMS, (*COLOURS[:3], COLOURS[4])):
         data.append(scatter(sizes, [seconds(name, size, LINK) for size in sizes],
                             f"{name}, formula", colour, hover="%{x} bytes: %{y:.3f} s"))
         data.append(scatter(sizes, [found.flat[name, size] for size in sizes], f"{name}, measured",
@@ -442,17 +442,18 @@ SYMBOLS = ("circle", "diamond", "square", "x")
 
 
 def spread_figure(found: Race) -> dict:
-    """The plotly spec of gossip's distance from the mean, and lambda_2 to the power of rounds."""
+    """The plotly spec of gossip's distance from the mean, and lambda_2 to the power of rounds. A
+    logarithm has no place for the zeros of the exponential graph."""
     names = {"gossip-ring": "ring, measured", "gossip-exponential": "exponential graph, measured"}
-    data = [scatter(range(len(each)), [max(one, 1e-17) for one in each], names[name], colour,
-                    mode="markers", hover="round %{x}: %{y:.2g}")
+    data = [scatter(range(len(each)), [one if one > 1e-9 else None for one in each], names[name],
+                    colour, mode="markers", hover="round %{x}: %{y:.2g}")
             for (name, each), colour in zip(found.spreads.items(), COLOURS)]
     each = second_eigenvalue(RANKS)
     rounds = list(range(len(found.spreads["gossip-ring"])))
     data.append(scatter(rounds, [each**one for one in rounds], "ring, lambda_2 to the round",
                         COLOURS[0], hover=None))
     return figure(data, "Gossip: distance of 8 ranks from their mean", height=400,
-                  xaxis=axis("rounds"), yaxis=axis("distance over the first", type="log", dtick=2,
+                  xaxis=axis("rounds"), yaxis=axis("distance over the first", type="log", dtick=1,
                                                    exponentformat="power"))
 
 

@@ -733,7 +733,7 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
          "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "16.sent": 10.67,
          "16.order": 1.738, "17.bubble_share": 27, "17.products": 1.67, "18.overtakes": 75,
-         "18.bits": 3.87, "18.top_k": 39, "18.tenth": 11, "19.coin": 37,
+         "18.bits": 3.87, "18.top_k": 40, "18.tenth": 8, "19.coin": 37,
          "19.fifty": 2.35, "20.soap": 38.0, "20.update": 101,
          "21.updates": 183, "21.rate": 4.04, "22.depth": 4, "22.speed": 1.18, "23.area": 18,
          "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,

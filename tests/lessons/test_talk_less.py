@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lessons import l18_talk_less as lesson
-from lessons.l18_talk_less import LINK, NEAR, NODE
+from lessons.l18_talk_less import LINK, NEAR, NODE, REDUCTIONS
 from tests import NOTEBOOKS
 
 
@@ -72,6 +72,17 @@ def test_the_second_eigenvalue_is_that_of_the_matrix(n):
     assert lesson.second_eigenvalue(n) == pytest.approx(np.linalg.eigvalsh(matrix)[-2])
 
 
+@pytest.mark.parametrize("k", [4, 10, 25])
+def test_a_gradient_in_bursts_moves_adam_less_far_by_the_root(k):
+    """The page's reason, by PyTorch's Adam: k gradients at once, every k updates."""
+    w = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer, updates = torch.optim.Adam([w], lr=1.0, betas=(0.9, 0.95)), 2000
+    for i in range(updates):
+        w.grad = torch.full_like(w, float(k * (i % k == 0)))
+        optimizer.step()
+    assert -w.item() / updates == pytest.approx(k**-0.5, rel=0.1)
+
+
 def test_crossings():
     nbytes = lesson.crossing("tree", "ring", LINK)
     assert lesson.seconds("tree", nbytes, LINK) == pytest.approx(
@@ -97,6 +108,9 @@ def test_what_the_page_says_of_the_record():
     record = lesson.record()
     for method, words in SAID.items():
         assert words.format(100 * fmean(record.more(method))) in said, method
+    bits, plain = (REDUCTIONS[name].sent for name in ("bits-4", "local-10"))
+    least = next(n for n in range(2, 99) if bits((1 << 20,), n, 4) > 10 * plain((1 << 20,), n, 4))
+    assert f"from {least} ranks on, 4 bits send more" in said
     assert f"It sends {fewer('top-k-0.001'):.0f} times fewer bytes" in said
 
 
@@ -104,4 +118,8 @@ def fewer(method):
     return lesson.predicted_bytes(lesson.PLAIN) / lesson.predicted_bytes(method)
 
 
-SAID = {}
+SAID = {"bits-4": "the loss is {:.1f}% above", "top-k-0.001": "its loss is {:.1f}% above",
+        "top-k-0.01": "Top-k at 1% costs {:.1f}%", "sign": "one bit per number (sign) {:.1f}%",
+        "powersgd-4": "PowerSGD costs {:.1f}%", "local-10": "(local SGD) cost {:.1f}%",
+        "diloco-10": "outer step {:.1f}%", "gossip-ring": "Gossip costs {:.1f}% on either graph",
+        "gossip-exponential": "Gossip costs {:.1f}% on either graph"}
