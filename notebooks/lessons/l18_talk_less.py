@@ -14,13 +14,14 @@ records the long runs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -286,17 +287,18 @@ def decay(distances: Sequence[float]) -> float:
     return (distances[-1] / distances[half]) ** (1 / (len(distances) - 1 - half))
 
 
+def line(name: str, flat: Mapping[tuple[str, int], float]) -> tuple[float, float]:
+    """Returns the seconds of no bytes, and of a byte: the median of the slopes of all pairs of
+    points (Theil-Sen), which a late message does not move."""
+    points = [(nbytes, took) for (one, nbytes), took in flat.items() if one == name]
+    slope = median((b - a) / (y - x) for (x, a), (y, b) in itertools.combinations(points, 2))
+    return median(took - slope * nbytes for nbytes, took in points), slope
+
+
 def measured_crossing(one: str, other: str, flat: Mapping[tuple[str, int], float]) -> float:
-    """Returns the bytes at which two measured curves cross for the last time, between two sizes by
-    the logarithm of the ratio; NaN where they do not cross."""
-    sizes = sorted({nbytes for _, nbytes in flat})
-    ratios = [math.log(flat[one, size] / flat[other, size]) for size in sizes]
-    pairs = list(zip(zip(sizes, ratios), zip(sizes[1:], ratios[1:])))
-    for (small, low), (large, high) in reversed(pairs):
-        if low < 0 <= high or high < 0 <= low:
-            share = low / (low - high)
-            return math.exp((1 - share) * math.log(small) + share * math.log(large))
-    return math.nan
+    """Returns the bytes at which the lines through two algorithms' measured seconds cross."""
+    (a, b), (c, d) = line(one, flat), line(other, flat)
+    return (a - c) / (d - b)
 
 
 # ---- Training: four ranks, ten ways to send less
