@@ -334,7 +334,7 @@ def by_walking(ahead, behind):
     return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
 
 
-def by_bisection(n, a, b):
+def by_hops(n, a, b):
     """Bytes at which a ring and a tree, hop by hop, take the same time."""
     hops = n.bit_length() - 1
     late = lambda size: (sum(a + b * size for _ in range(2 * hops))
@@ -600,7 +600,7 @@ OTHERS = {
     "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
         f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],
-    "18.crossing": [by_bisection], "18.feedback": [by_scatter], "18.rounds": [by_powers],
+    "18.crossing": [by_hops], "18.feedback": [by_scatter], "18.rounds": [by_powers],
 }
 
 
