@@ -81,6 +81,7 @@ MAIN = {
                "smoke"),
     "27": Main("over learning rates", "Loss over learning rates at four widths: the best rate moves with the width, and under muP it stays.", "smoke"),
     "28": Main("The best loss of a search", "The best loss so far over the trials of twenty searches by two samplers.", "smoke"),
+    "29": Main("Nats that rounding and pruning add", "Nats that rounding and pruning add to a trained model, by method, a mark for each of five seeds.", "smoke"),
     "30": Main("PEs that multiply, of", "How many of 64 processing elements multiply in each cycle of a product, for three dataflows of a systolic array.", "smoke"),
 }
 WITHOUT = {"99": "its figures are the answers"}

@@ -297,6 +297,14 @@ class Study:
         return Parts(self.added(change), (up - down) / 2 / ACROSS, (up + down) / 2 / ACROSS**2,
                      self.predicted(change))
 
+    def with_random_signs(self, name: str) -> float:
+        """Returns the nats that a change of the same sizes and of random signs adds: the mean of
+        the change and of its opposite, which leaves out the slope."""
+        generator = torch.Generator().manual_seed(0)
+        change = {layer: dw * (2 * torch.randint(0, 2, dw.shape, generator=generator) - 1)
+                  for layer, dw in self.change(name).items()}
+        return (self.added(change) + self.added(change, -1.0)) / 2
+
 
 def output_error(w: Tensor, new: Tensor, x: Tensor) -> float:
     """Returns |x (new - w)^T|^2 / |x w^T|^2."""
@@ -408,7 +416,7 @@ def effects_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
                     marker={"size": 9}, hover="%{y}: %{x:.4f} nats")
             for number, row in enumerate(seeds)]
     return figure(data, "Nats that rounding and pruning add", height=420,
-                  xaxis=axis("validation loss minus that of the dense model, nats", range=[-0.005, None]),
+                  xaxis=axis("validation loss minus that of the dense model, nats"),
                   yaxis={"autorange": "reversed"}, margin={"l": 120})
 
 
@@ -426,13 +434,28 @@ def parts_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
 
 def wins(seeds: Sequence[Mapping[str, Any]], name: str, pattern: str) -> int:
     """Returns in how many seeds the pruner adds the fewest nats."""
-    return sum(min(PRUNERS, key=lambda by: row["effects"][f"{by} {pattern}"]["added"]) == name
+    return sum(best({by: Effect(**one) for by, one in row["effects"].items()}, pattern) == name
                for row in seeds)
 
 
-def ratios(seeds: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """Returns predicted over measured, of each seed."""
-    return [row["effects"][name]["predicted"] / row["effects"][name]["added"] for row in seeds]
+def best(effects: Mapping[str, Effect], pattern: str) -> str:
+    return min(PRUNERS, key=lambda name: effects[f"{name} {pattern}"].added)
+
+
+def matrices_worse(seeds: Sequence[Mapping[str, Any]], effects: Mapping[str, Effect]) -> list[str]:
+    """Returns the matrices of the recorded models and of the one here on which GPTQ's output error
+    is not below RTN's."""
+    models = [{name: Effect(**one) for name, one in row["effects"].items()} for row in seeds]
+    return [f"{matrix}, {bits}" for model in [*models, effects] for bits in ("int4", "int3")
+            for matrix, error in model[f"GPTQ {bits}"].errors.items()
+            if error >= model[f"RTN {bits}"].errors[matrix]]
+
+
+def seen(seeds: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Returns predicted over measured, of the means over seeds."""
+    predicted, added = (fmean(row["effects"][name][key] for row in seeds)
+                        for key in ("predicted", "added"))
+    return predicted / added
 
 
 def learned_rows(seeds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -469,26 +492,25 @@ def bits_per_weight(bits: int, group: int, scale_bits: int) -> float:
     return bits + scale_bits / group
 
 
-def _kept_per_group(scores: Tensor, zeros: int, *, absolute: bool = True, rows: bool = True
-                    ) -> Tensor:
-    scores = scores.abs() if absolute else scores
-    scores = scores if rows else scores.T.contiguous()
-    parts = scores.reshape(len(scores), -1, 4)
-    kept = torch.ones_like(parts, dtype=torch.bool).scatter(-1, parts.argsort(-1)[..., :zeros],
-                                                            False).reshape(scores.shape)
-    return kept if rows else kept.T.contiguous()
+def _kept(w: Tensor, kept: int = 2, *, absolute: bool = True, rows: bool = True) -> Tensor:
+    """Keeps so many of each four, or does a usual mistake."""
+    across = w if rows else w.T
+    parts = across.reshape(across.shape[0], -1, 4)
+    scores = parts.abs() if absolute else parts
+    out = parts.masked_fill(scores < scores.topk(kept).values[..., -1:], 0).reshape(across.shape)
+    return out if rows else out.T
 
 
 @exercise("29.two_of_four", (torch.tensor([[1.0, -3.0, 2.0, 0.5]]),),
           (torch.tensor([[4.0, 3.0, 2.0, 1.0, -5.0, 6.0, -7.0, 8.0]]),), minutes=6, stars=2,
           draw=lambda r: (normal(r, 4 * r.randint(1, 3), 4 * r.randint(1, 4)),), drawn=60,
-          mistakes={"the sign does not count": partial(_kept_per_group, zeros=2, absolute=False),
-                    "two of four are kept": partial(_kept_per_group, zeros=1),
-                    "groups lie along a row": partial(_kept_per_group, zeros=2, rows=False)})
+          mistakes={"the sign does not count": partial(_kept, absolute=False),
+                    "two of four are kept": partial(_kept, kept=3),
+                    "groups lie along a row": lambda w: _kept(w, rows=len(w) % 4 > 0)})
 def two_of_four(w: Tensor) -> Tensor:
-    parts = w.abs().reshape(w.shape[0], -1, 4)
-    order = parts.argsort(-1, descending=True)
-    return torch.zeros_like(parts, dtype=torch.bool).scatter(-1, order[..., :2], True).reshape(w.shape)
+    parts = w.reshape(w.shape[0], -1, 4)
+    order = parts.abs().argsort(-1)
+    return parts.scatter(-1, order[..., :2], 0.0).reshape(w.shape)
 
 
 def _hessian(r: Random) -> tuple[Tensor, Tensor, int]:

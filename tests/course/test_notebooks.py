@@ -7,6 +7,7 @@ that is right where it starts.
 """
 
 import ast
+import functools
 import html
 import itertools
 import json
@@ -39,6 +40,7 @@ from lessons import l24_start_from_a_run as begun_from
 from lessons import l26_muon as muons
 from lessons import l27_width_and_mup as widths
 from lessons import l28_search as search
+from lessons import l29_fewer_bits as fewer
 from lessons import l30_silicon as silicon
 from lessons.figures import drawing
 from lessons.l03_number_formats import listed
@@ -620,6 +622,47 @@ def test_what_is_said_of_searches_is_in_the_record():
                                    abs=0.01), "by random signs"
 
 
+def test_what_is_said_of_fewer_bits_is_in_the_record():
+    seeds, said = fewer.recorded("fewer-bits"), said_in("29")
+    mean = {(name, part): fmean(row["parts"][name][part] for row in seeds)
+            for name in fewer.SPLIT for part in ("added", "slope", "curvature", "diagonal")}
+    pruning, rounding, other = ("magnitude 50%", "RTN int3", "SparseGPT 50%")
+    assert f"adds {mean[pruning, 'added']:.4f} nats" in said
+    assert (f"along its change is {mean[pruning, 'curvature']:.4f}, and its slope is "
+            f"{mean[pruning, 'slope']:.4f}" in said)
+    assert f"the diagonal predicts {mean[pruning, 'diagonal']:.4f}, because" in said
+    assert (f"(diagonal {mean[rounding, 'diagonal']:.4f}, curvature "
+            f"{mean[rounding, 'curvature']:.4f})" in said)
+    assert (f"the diagonal predicts {mean[other, 'diagonal']:.4f}, and the curvature is "
+            f"{mean[other, 'curvature']:.4f}" in said)
+    assert f"predicts {fewer.seen(seeds, rounding):.0%} of what 3-bit" in said
+    assert f"and {fewer.seen(seeds, pruning):.0%} of what pruning" in said
+    assert round(100 * fewer.seen(seeds, pruning)) == RIGHT["29.seen"]
+    added = fmean(row["effects"][rounding]["added"] / row["loss"] for row in seeds)
+    assert round(100 * added, 2) == RIGHT["29.int3"]
+    assert len(seeds) == fewer.wins(seeds, "SparseGPT", "50%") == fewer.wins(
+        seeds, "SparseGPT", "2:4") == 5
+
+
+def test_what_is_said_of_training_with_fewer_bits_is_in_the_record():
+    seeds, said = fewer.recorded("fewer-trained"), said_in("29")
+
+    def mean(*keys):
+        return fmean(functools.reduce(lambda row, key: row[key], keys, row) for row in seeds)
+
+    qat, after = (mean("rounding", "int3", way) for way in ("QAT", "trained on, rounded"))
+    assert f"gains nothing: {qat:.3f} nats, and {after:.3f} for the model" in said
+    gain = mean("rounding", "int2", "trained on, rounded") - mean("rounding", "int2", "QAT")
+    assert f"At 2 bits QAT gains {gain:.3f} nats" in said
+    assert (f"({mean('distillation', 'distilled'):.3f} nats with the teacher, "
+            f"{mean('distillation', 'alone'):.3f} without)" in said)
+    ticket, other = mean("lottery", "ticket"), mean("lottery", "reshuffled")
+    assert f"at random places by {other - ticket:.3f} nats" in said
+    assert all(row["lottery"]["ticket"] < row["lottery"]["reshuffled"] for row in seeds)
+    assert f"from another start they give {mean('lottery', 'another start'):.3f}" in said
+    assert f"below the dense model ({mean('lottery', 'dense'):.3f})" in said
+
+
 def test_what_is_said_of_silicon_is_the_formula():
     said, answers = said_in("30"), answers_of("30")
 
@@ -684,7 +727,7 @@ def test_a_goal_that_fails_has_a_card_that_says_so():
     failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)",
         said_in(path.stem[:2]))}
     cards = {path.stem[:2] for path, book in READ.items() if "goal(" in text_of_code(book)}
-    assert {"20", "21", "25", "26", "28", "30"} <= failed <= cards, failed - cards
+    assert {"20", "21", "25", "26", "28", "29", "30"} <= failed <= cards, failed - cards
 
 
 @pytest.mark.parametrize("met, word, sign",
@@ -738,7 +781,8 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "21.updates": 183, "21.rate": 4.04, "22.depth": 4, "22.speed": 1.18, "23.area": 18,
          "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
          "25.step": 0.036, "26.muon": 140, "26.near": 34, "27.rate": 16, "28.ahead": 11,
-         "28.saved": 49, "30.token": 0.26, "30.skip": 7.79, "30.dram": 141}
+         "28.saved": 49, "29.int3": 0.33, "29.seen": 34, "30.token": 0.26, "30.skip": 7.79,
+         "30.dram": 141}
 
 
 def test_no_guess_is_right_where_it_starts():

@@ -129,6 +129,7 @@ NEEDS = {
     "26": {"20": "what a rule keeps, and the rounds in which rules take turns"},
     "27": {"00": "how a notebook works"},
     "28": {"00": "how a notebook works"},
+    "29": {"03": "the noise of a cast"},
     "30": {"02": "the products of a step, and the roofline"},
     "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
            "06": "the noise of a product", "08": "recomputation", "09": "the seconds",

@@ -292,6 +292,9 @@ SAME = {
     "what has been found is found again": {"17.step": ("4: if True:",)},
     "in another order": {"19.sign_flip": ("product((1, -1)",),
         "27.mup_rate": ("('head', 'hidden')",)},
+    "the inverse of a symmetric matrix is symmetric": {"29.compensate": ("inverse[q, :]",)},
+    "groups of four lie in the same order in memory": {"29.two_of_four": (
+        "reshape(-1, w.shape[0], 4)",)},
     "a number goes through a product": {"26.step": ("gram @ (2.0315 * gram)",)},
     "gradients are as long as one another": {
         "18.feedback": ("len(gradients[1])", "len(gradients[-1])")},

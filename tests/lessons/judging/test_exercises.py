@@ -298,6 +298,14 @@ def by_polyfit(widths, changes):
     return float(np.polyfit(np.log2(widths), np.log2(changes), 1)[0])
 
 
+def by_least_squares(w, H, q):
+    """The weights that are left solve the normal equations of the outputs that w had."""
+    left = [i for i in range(len(w)) if i != q]
+    out = torch.zeros_like(w)
+    out[left] = torch.linalg.solve(H[left][:, left], H[left] @ w)
+    return out
+
+
 def by_registers(rows, columns, M, N, K):
     """A fold in the lesson's simulator, and the folds counted by tiles that are cut."""
     down, across = (len(torch.ones(size).split(side)) for size, side in ((K, rows), (N, columns)))
@@ -564,6 +572,10 @@ OTHERS = {
     "27.power": [by_polyfit],
     "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p)],
     "28.coin": [by_walking],
+    "29.bits": [lambda bits, group, scale: (bits * group + scale) / group],
+    "29.two_of_four": [lambda w: torch.cat([part * (part.abs() >= part.abs().topk(2).values[:, 1:])
+                                            for part in w.split(4, 1)], 1)],
+    "29.compensate": [by_least_squares],
     "30.cycles": [by_registers],
     "30.skipping": [by_cycles_of_lanes],
     "30.frequency": [by_bisection],
