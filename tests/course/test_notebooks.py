@@ -50,6 +50,7 @@ from lpkit.optim import muon
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
+from lpkit.techniques.machines import find
 from tests.lessons.judging.course import EXERCISES, PUZZLES
 
 BOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
@@ -638,6 +639,8 @@ def test_what_is_said_of_fewer_bits_is_in_the_record():
     assert f"predicts {fewer.seen(seeds, rounding):.0%} of what 3-bit" in said
     assert f"and {fewer.seen(seeds, pruning):.0%} of what pruning" in said
     assert round(100 * fewer.seen(seeds, pruning)) == RIGHT["29.seen"]
+    peak = find("h100").flops["bf16"] / 1e12
+    assert f"{peak:,.0f} TFLOP/s in bf16, and {2 * peak:,.0f} with 2:4 sparsity" in said
     added = fmean(row["effects"][rounding]["added"] / row["loss"] for row in seeds)
     assert round(100 * added, 2) == RIGHT["29.int3"]
     assert len(seeds) == fewer.wins(seeds, "SparseGPT", "50%") == fewer.wins(
