@@ -16,17 +16,16 @@ from experiments import distil, length_ramp, prune, qat, weighted  # noqa: F401
 from lpkit import cli, predict
 from lpkit.errors import ConfigError
 from lpkit.techniques import outside
-from lpkit.techniques.recipes import RECIPES
 from lpkit.training.runs import Run
 from lpkit.training.training import Training
 from tests import NOTEBOOKS
+from tests.precision import qat_rows
 
 EXPERIMENTS = Path(NOTEBOOKS) / "experiments"
 COMMANDS = {name: re.sub(r"\\\n\s+", "", (EXPERIMENTS / f"{name}.py").read_text()).partition(
     "PYTHONPATH=. lpkit ")[2].splitlines()[0].replace(f"--import {name} ",
                                                       f"--import experiments.{name} ").split()
     for name in ("distil", "length_ramp", "prune", "qat", "weighted")}
-ROW = RECIPES.pop("qat")        # other tests hold the kit's own rows to their pages
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "steps=3",
          "eval_batches=1", "schedule.warmup_steps=0", "system.device=cpu"]
 
@@ -36,7 +35,7 @@ def door(corpus, tmp_path, monkeypatch, capsys):
     """Runs an experiment's own command, small, in a folder of its own; returns the run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(RECIPES, "qat", ROW)
+    qat_rows.add(monkeypatch)
     before = {field: dict(table) for field, table in outside.TABLES.items()}
 
     def run(name: str, *changes: str, out: str = "run") -> Run:

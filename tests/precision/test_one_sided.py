@@ -23,9 +23,9 @@ from lpkit.predict.casts import as_run
 from lpkit.predict.recipes import row_of
 from lpkit.techniques import machines
 from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe, resolve
+from tests.precision import qat_rows
 from tests.training.resuming import in_parts
 
-QAT = RECIPES.pop("qat")        # other tests hold the kit's own rows to their pages
 INT8 = Cast(format="int8", block=(1, ALL))
 PAIRS = {"first": (INT8, None), "second": (None, INT8)}
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_qat_has_the_straight_through_gradient_of_pytorchs_fake_quantisation(set
 
 @pytest.fixture(autouse=True)
 def with_qat(monkeypatch):
-    monkeypatch.setitem(RECIPES, "qat", QAT)
+    qat_rows.add(monkeypatch)
 
 
 @pytest.fixture
