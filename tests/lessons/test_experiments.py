@@ -22,9 +22,10 @@ from tests import NOTEBOOKS
 from tests.precision import qat_rows
 
 EXPERIMENTS = Path(NOTEBOOKS) / "experiments"
-COMMANDS = {name: re.sub(r"\\\n\s+", "", (EXPERIMENTS / f"{name}.py").read_text()).partition(
-    "PYTHONPATH=. lpkit ")[2].splitlines()[0].replace(f"--import {name} ",
-                                                      f"--import experiments.{name} ").split()
+COMMANDS = {name: ["train", *re.sub(
+    r"\\\n\s+", "", (EXPERIMENTS / f"{name}.py").read_text()).partition(
+    "lpkit train ")[2].splitlines()[0].replace(f"--import {name} ",
+                                               f"--import experiments.{name} ").split()]
     for name in ("distil", "length_ramp", "prune", "qat", "weighted")}
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "steps=3",
          "eval_batches=1", "schedule.warmup_steps=0", "system.device=cpu"]
