@@ -42,6 +42,7 @@ from lessons import l27_width_and_mup as widths
 from lessons import l28_search as search
 from lessons import l29_fewer_bits as fewer
 from lessons import l30_silicon as silicon
+from lessons import l31_whole_stack as stack
 from lessons.figures import drawing
 from lessons.l03_number_formats import listed
 from lessons.rows.depth import Progressive, progressive
@@ -725,12 +726,31 @@ def test_energies_and_powers_in_30_are_those_of_its_tables():
     assert fast * high**2 / (slow * low**2) == pytest.approx(6.4, abs=0.05)
 
 
+def test_what_is_said_of_the_whole_stack_is_in_the_record():
+    record, said = stack.Record.read(), said_in("31")
+    whole, ahead = (record.factor(stack.WHOLE, unit) for unit in ("seconds", "H100 seconds"))
+    assert ((round(whole.value, 2), round(ahead.value, 2))
+            == (RIGHT["31.whole"], RIGHT["31.h100"]) and whole.low < 5 < whole.high)
+    assert (f"need {whole.value:.2f} times fewer seconds ({whole.low:.2f} to {whole.high:.2f}, "
+            f"{len(record.updates['baseline'])} seeds)" in said)
+    best = max(stack.subsets(stack.ARMS), key=lambda arms: record.factor(arms, "seconds").value)
+    assert best == stack.WHOLE - {"small batches first"} and (
+        f"reach {record.factor(best, 'seconds')!s}" in said)
+    pairs = [1 / record.gap("seconds", 1, frozenset(pair)).value
+             for pair in itertools.combinations(stack.ARMS, 2)]
+    assert f"they range from {min(pairs):.2f} to {max(pairs):.2f}" in said
+    assert f"Effects up to pairs give {str(record.gap('seconds', 2)).split()[0]} of" in said
+    kernels = frozenset(("fused attention", "larger micro-batches"))
+    left = [record.factor(stack.WHOLE, unit, kernels).value for unit in ("seconds", "H100 seconds")]
+    assert f"leaves {left[0]:.2f} here and {left[1]:.2f} on an H100" in said
+
+
 def test_a_goal_that_fails_has_a_card_that_says_so():
     """The card of a claim is green where it holds: also the claim that the goal was missed."""
     failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)",
         said_in(path.stem[:2]))}
     cards = {path.stem[:2] for path, book in READ.items() if "goal(" in text_of_code(book)}
-    assert {"20", "21", "25", "26", "28", "29", "30"} <= failed <= cards, failed - cards
+    assert {"20", "21", "25", "26", "28", "29", "30", "31"} <= failed <= cards, failed - cards
 
 
 @pytest.mark.parametrize("met, word, sign",
@@ -785,7 +805,7 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
          "25.step": 0.036, "26.muon": 140, "26.near": 34, "27.rate": 16, "28.ahead": 11,
          "28.saved": 49, "29.int3": 0.33, "29.seen": 34, "30.token": 0.26, "30.skip": 7.79,
-         "30.dram": 141}
+         "30.dram": 141, "31.whole": 4.78, "31.h100": 4.31}
 
 
 def test_no_guess_is_right_where_it_starts():

@@ -370,6 +370,12 @@ def by_powers(n, share):
     return next(i for i in itertools.count(1) if (far := far * each) <= share)
 
 
+def by_mean_of_pairs(singles, pairs):
+    """Each technique is in one pair fewer than there are techniques."""
+    logs = sum(map(math.log, pairs)) - (len(singles) - 2) * sum(map(math.log, singles))
+    return math.exp(logs)
+
+
 def by_the_kits_lora(w, A, B, alpha):
     layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A),
                  LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
@@ -579,6 +585,8 @@ OTHERS = {
     "30.cycles": [by_registers],
     "30.skipping": [by_cycles_of_lanes],
     "30.frequency": [by_bisection],
+    "31.with_pairs": [by_mean_of_pairs],
+    "31.same_seconds": [lambda share, a, b: 1 / (share / a / b + (1 - share))],
     "06.keep": [by_sorted_noise],
     "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx
                        * sw, lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
