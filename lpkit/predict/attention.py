@@ -51,10 +51,12 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
 
     It saves q, k and v, by `views` of the product (numbers a token; None: all), then `numbers` a
     token more, `gates` a token, and `saved` bytes. If `pairs` is empty, all T x T pairs of tokens
-    meet, in scores of `features` (None: E) numbers a head and in values of E numbers. Backward holds `work` bytes while it
-    produces `out` bytes of gradients of q, k and v (None: the size of the product). If positions
-    turn q and k, their gradients are turned back in float32 with the halves of each head exchanged.
-    At the end, the gradients of q, k and v and the gradient of the product are alive together."""
+    meet, in scores of `features` (None: E) numbers a head and in values of E numbers.
+
+    Backward holds `work` bytes while it produces `out` bytes of gradients of q, k and v (None: the
+    size of the product). If positions turn q and k, their gradients are turned back in float32 with
+    the halves of each head exchanged. At the end, the gradients of q, k and v and the gradient of
+    the product are alive together."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
     whole, given = qkv_bytes(s), tokens * m.H * m.E * compute
     out = whole if out is None else out
