@@ -186,7 +186,7 @@ def qkv_bytes(s: MicroBatch) -> int:
 
 
 def attended_numbers(s: MicroBatch) -> int:
-    """Returns how many numbers of q, k and v a token has in what attention saves.
+    """Return how many numbers of q, k and v a token has in what attention saves.
 
     They are views of the product, or copies where a norm or positions compute them again. If norms
     already saved the product, v is a view of it and costs nothing."""
