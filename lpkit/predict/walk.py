@@ -239,7 +239,7 @@ class Walk(Device):
         self.add(GRADIENTS, len(numbers) * self.block_gradient_bytes)
 
     def copies(self, weights: float) -> float:
-        """Returns the bytes of the copies that autocast or float32 products make of `weights`."""
+        """Return the bytes of the copies that autocast or float32 products make of `weights`."""
         if self.widened:
             return weights * self.widened
         return weights * self.s.compute_bytes if self.s.mixed else 0.0
@@ -353,7 +353,7 @@ class Walk(Device):
             self.mark(table + self.updating(self.ops.embed, self.table) - waiting)
 
     def block(self, block: Block, recompute: bool) -> list[Change]:
-        """Returns the changes of one block's backward. TEMPORARIES has the stream's gradient before
+        """Return the changes of one block's backward. TEMPORARIES has the stream's gradient before
         the block, and after it."""
         steps: list[Change] = []
         unused, low, saved, fetched = 0.0, block.low, block.saved, self.fetched
@@ -388,7 +388,7 @@ class Walk(Device):
         return steps
 
     def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> list[Change]:
-        """Returns the changes of one operation's backward, which frees its `saved_bytes`."""
+        """Return the changes of one operation's backward, which frees its `saved_bytes`."""
         if op.matmul:
             return self.linear(op, saved_bytes, low)
         steps: list[Change] = []
@@ -400,7 +400,7 @@ class Walk(Device):
         return steps
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
-        """Returns the element counts of a Linear's input, output and weight on this rank.
+        """Return the element counts of a Linear's input, output and weight on this rank.
 
         Tensor parallelism cuts the stream's side of a Linear along the sequence (input of a
         column-parallel one, output of a row-parallel one), and its other side along the width."""
@@ -411,7 +411,7 @@ class Walk(Device):
         return x * K, y * N, op.weights / self.tensor
 
     def cast(self, op: Op) -> tuple[float, float, float]:
-        """Returns `numbers` of the operands that are cast, which may be padded to tiles."""
+        """Return `numbers` of the operands that are cast, which may be padded to tiles."""
         if op.name not in self.padded:
             return self.numbers(op)
         M, K, N = self.padded[op.name]
@@ -420,14 +420,14 @@ class Walk(Device):
                 M * N / (1 if column else self.gathering), K * N)
 
     def low_bytes(self, op: Op, low: Low) -> float:
-        """Returns the bytes of the weight's cast that is kept for backward. No cast is kept where
+        """Return the bytes of the weight's cast that is kept for backward. No cast is kept where
         FSDP gathers it again, except for a head that shares the embedding's table."""
         if self.gathers_casts and (op is not self.ops.head or not self.s.model.tied):
             return 0.0
         return self.cast(op)[2] * low.number_bytes
 
     def forward(self, op: Op, low: Low) -> float:
-        """Returns the bytes at work in a Linear's forward, padded copies of operands included."""
+        """Return the bytes at work in a Linear's forward, padded copies of operands included."""
         x, y, weight = self.cast(op)
         copies = 0.0
         if op.name in self.padded:
@@ -438,7 +438,7 @@ class Walk(Device):
         return low.forward_bytes(x, y, weight) + copies
 
     def forward_most(self, saved: Mapping[str, float], low: Low) -> float:
-        """Returns the most bytes that forward needs beyond what a block has `saved` at its end.
+        """Return the most bytes that forward needs beyond what a block has `saved` at its end.
 
         Usually the last Linear needs most. If tensor ranks gather the stream's side of each Linear,
         any Linear can: `later` has the bytes that operations after it have not saved yet."""
@@ -452,7 +452,7 @@ class Walk(Device):
         return most
 
     def whole_input(self, op: Op) -> float:
-        """Returns the bytes of the stream's side of a Linear when it is whole on each tensor rank:
+        """Return the bytes of the stream's side of a Linear when it is whole on each tensor rank:
         the gathered input, or the output before the ranks add up and split it (Korthikanti et al.
         2022, section 4.2). Returns 0 if no tensor rank gathers."""
         if self.gathering == 1:
@@ -461,7 +461,7 @@ class Walk(Device):
         return self.gathering * (x if op.cut == "column" else y) * self.s.compute_bytes
 
     def linear(self, op: Op, saved_bytes: float, low: Low | None) -> list[Change]:
-        """Returns the changes of a Linear's backward, which makes dx and dw from dy.
+        """Return the changes of a Linear's backward, which makes dx and dw from dy.
 
         dy, the saved input and the weight's copy are freed after both products. dy stays if the
         residual stream still needs it. dx stays in TEMPORARIES."""
@@ -510,7 +510,7 @@ class Walk(Device):
         return steps
 
     def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> float:
-        """Returns the bytes at work in the backward of a Linear with cast operands.
+        """Return the bytes at work in the backward of a Linear with cast operands.
 
         If operands are padded, dy has a padded copy before the products, and dx and dw have copies
         cut to their real size after them."""
