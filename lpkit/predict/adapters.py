@@ -8,10 +8,12 @@ Linear `mlp.up` (K inputs, N outputs), for tokens M:
              mlp.up.B.0 B (N, r)    saves A x (M, r); trained
              mlp.up     W (N, K)    saves nothing; frozen, so it needs no gradient of W
 
+With M = 4, K = 2, r = 1 in float32, x has 4 * 2 * 4 = 32 bytes and A x has 4 * 1 * 4 = 16 bytes.
+
 A and W read the same x, so their gradients of x are added (`shares="input"` on A). B and W add to
 the same y, so both need dy (`shares="output"` on W). A fused Linear (q, k and v; gate and up) has
-one B for each of its parts. Base weights: `in_codes` stores W as codes and scales, and each product
-decodes W first.
+an A and a B for each part, with all As in one Linear; if `shared`, it has a single pair.
+`in_codes` stores frozen weights as codes and scales, which each product decodes first.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -59,8 +61,8 @@ def low_rank(s: MicroBatch, settings: LoraSettings) -> Callable[[Op], Iterator[O
         rows = () if settings.shared else fused(s.model, f"{op.name}.weight")
         rows, r = rows or (out,), settings.rank
         thin = linear(f"{op.name}.A", s, K, len(rows) * r, cut=op.cut, bias=False)
+        # bytes that an adapter moves besides its matmuls, per number of its input and its result
         of_input, of_result = s.adapter_bytes
-        # bytes that scaling and adding move per number: of the input, and of the result
         yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False, shares="input",
                       moved_bytes=s.tokens * K * len(rows) * of_input)
         for i, share in enumerate(rows):

@@ -45,8 +45,8 @@ Padded = Mapping[str, tuple[int, int, int]]
 
 
 class Step:
-    """The part of a prediction of `lpkit.predict.memory` that all devices of a layout share. Raises
-    ConfigError."""
+    """The part of a memory prediction that is equal on all devices of a layout. Raises ConfigError.
+    """
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None):
@@ -68,8 +68,8 @@ class Step:
         p = stored(config, name)
         self.eight_bit_weights = name in self.stack.eight_bit_weights
         self.moments = moments_of(config, p)
-        # whether lpkit.train can run this layout with these dtypes; else the formula is that of
-        # other stacks
+        # True if lpkit.train runs this layout with these dtypes; else the formula models another
+        # stack
         self.as_trained = (layout.devices == layout.batch_ranks and not p.master
                            and not p.buffered)
         # lpkit's own pipeline. Other stacks run ZeRO 2 and 3 in a pipeline, where weights would be
@@ -85,8 +85,8 @@ class Step:
         mixed = self.sharded and GATHERED[layout.gathered].mixed
         if mixed and p.compute_bytes < p.residual_bytes:
             p = replace(p, residual_bytes=p.compute_bytes)
-        # Few CPUs multiply float16, so its operands are rounded to 16 bits and multiplied in
-        # float32: bytes of a number of such an operand; 0: operands are multiplied as they are.
+        # bytes of an operand that is rounded to float16 and multiplied in float32, because few CPUs
+        # multiply float16; 0: operands are multiplied as they are
         self.widened = FP32 if p.dtype == "fp16" and on.kind == "cpu" else 0
         operand_bytes, keep = self.widened or None, ()
         if p.low:
@@ -210,7 +210,7 @@ class Device:
         # rerun
         self.rerun = self._cut(step.kept)
         self.kept = self.rerun if number_bytes is None else self._cut(kept)
-        # the last block that offloads all its tensors is another one
+        # if the last block is recomputed, an earlier block is the last one that packs all tensors
         if self.layers - 1 in self.again:
             all_again = len(self.again) == self.layers
             self.packed -= self.packed if all_again else self.kept.again_bytes

@@ -60,7 +60,7 @@ OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
 # generations without a run that may be fitted use another's
 LIKE = {"gb200": "b200", "mi355x": "mi325x"}
 KEPT_BY_OTHERS = "h100"
-FP32_KEPT = 0.95        # of float32 matmuls in a step: data/measured/ledger-nvidia-h200.json
+FP32_KEPT = 0.95        # share of float32 matmul speed in a step: ledger-nvidia-h200.json
 SIXTEEN, EIGHT = ("tf32", "bf16", "fp16"), ("fp8", "int8")
 
 

@@ -146,7 +146,7 @@ def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
 
 
 def _states(config: Config, on: Machine) -> dict[str, float]:
-    """Return the bytes that outlive a step, and those of gradients that are alive together."""
+    """Return the bytes that outlive a step, and the bytes of gradients if all exist at once."""
     rows, count = techniques.rows_of(config), parameter_count(config.model)
     each = rows["param_dtype"].param_bytes
     found = {"weights": each * count, "gradients": each * trained_count(config.model)}

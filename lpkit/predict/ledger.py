@@ -213,7 +213,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
 
 def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
     """Yield the arguments of `_held` for each rank of a pipeline that may hold most, once for each
-    of its stages that can be in backward at the peak."""
+    of its stages that can be in backward then."""
     layout, own = step.layout, step.own_pipeline
     cut = layout.schedule, layout.pipeline, layout.interleave
     counts = [*stage_counts(step.m, *cut, step.config.system.stack == "auto")]
@@ -243,8 +243,8 @@ def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
                 waits.append(State(walk.COPIES, own * one.copied, dies=EMBED))
             at = stages.index(now)
             d = all_of[at](added[at])
-            # messages: the last sent, the next to arrive, and the one that lpkit.parallel.pipeline
-            # measures
+            # messages: the last one sent, the next one to arrive, and the one from which
+            # lpkit.parallel.pipeline takes shapes
             waits.append(State(walk.MESSAGES, own * 3 * d.stream, dies=EMBED))
             yield (device, d, doubt, waits, there / (device.inside + device.tables),
                    sum(held_counts) / layout.interleave)
@@ -359,6 +359,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
         rows[0] = rows[0]._replace(
             at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
             formula=f"{rows[0].formula}; frozen weights {8 * nbytes / in_codes:.3f} bits")
+    # rows of the walk, to which the states are added
     at = d.at
     if step.own_pipeline and not d.widened:
         at[walk.COPIES] = {}        # `waits` has these copies
@@ -370,6 +371,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
         _live(at, _leaving(d))
     elif step.as_trained and step.layout.devices > 1:
         at[walk.MESSAGES] = _reduced(d, at[walk.GRADIENTS], at[walk.TEMPORARIES].get(EMBED, 0))
+    # cached casts outlive the walk's micro-batch, so `_casts` counts them
     if d.low:
         if d.caches_casts:
             at[walk.LOW] = {}
@@ -433,6 +435,7 @@ def _gathered(d: Walk) -> Iterator[State]:
     if d.staged:
         yield State(row, ends + inside, dies=EMBED)
         return
+    # outside the blocks, weights are whole during all of backward
     for moment in IN_BACKWARD:
         if moment in d.most or moment == FIRST:
             yield State(row, ends, moment, moment)
@@ -548,7 +551,7 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
         for moment in (LAST, FIRST, EMBED):
             there = total - sizes[-1] if moment == EMBED else at.get(moment, 0)
             if d.step.pieces > 1 and moment != EMBED:
-                there = 0.0         # these buffers are from earlier micro-batches
+                there = 0.0         # the gradients are added to buffers of earlier micro-batches
             gone = bisect_right(so_far, there) - 1
             # the first `gone` buckets are full: they were reduced, and each rank keeps its shard
             at[moment] = at.get(moment, 0) - so_far[gone] * (1 - 1 / ranks)
@@ -590,6 +593,7 @@ def _update_bytes(d: Walk) -> float:
             partial(fused, d.m)).values(), default=0.0)
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if d.state_bytes:
+        # largest sum of two adjacent parameters in the order of updates; 0 before the first
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
         in_order = [*ends[:2], *weights, *weights * (d.layers > 1), ends[2]]
         fetched = max(map(sum, pairwise([0.0, *filter(None, in_order)])), default=0.0)

@@ -171,6 +171,7 @@ class Walk(Device):
                        + self.copies(self.table) * (self.heads and not self.head_low))
         # the norm and the head save their inputs after the last block, so these are not alive in it
         after = kept.operations["norm"] + kept.operations["head"]
+        # when forward ends: its last Linear, or packing an activation, may need more than the loss
         self.add(COPIES, cached)
         self.mark(max(self.packed, self.forward_most(self.blocks[-1].saved, low) - after
                       if low and self.blocks else 0.0))
@@ -217,9 +218,9 @@ class Walk(Device):
     def travel(self, number: int) -> None:
         """Set MESSAGES to the bytes in transfer while FSDP's backward is in this block.
 
-        They are the weights of the next block to come, which are prefetched, and the float32
-        gradients of the block before, which are being reduced. In ZeRO 2, whole weights stay until
-        the backward of their block is done, so the last transfer is already counted."""
+        They are the prefetched weights of the block that comes next, and the float32 gradients of
+        the block that backward has just left, which are being reduced. In ZeRO 2, weights are
+        gathered once and stay whole until the backward of their block is done."""
         if not self.leave:
             return
         reduced = FP32 * (number < self.layers - 1)
@@ -275,10 +276,13 @@ class Walk(Device):
         self.add(TEMPORARIES, logits * compute)
         # from here on TEMPORARIES has the logits' gradient in the compute dtype
         self.begin(HEAD)
+        # the logits' float32 gradient, until its cast is made
         self.mark(logits * wide if compute < FP32 else 0)
         # each tensor rank continues with its own part of the vocabulary
         self.add(TEMPORARIES, (part - logits) * compute)
         self.follow(self.fold(head, self.kept.operations["head"], low))
+        # the head's gradient: FSDP has not reduced it yet; of a tied table, it waits for the
+        # embedding's gradient
         if self.sharded:
             self.add(TEMPORARIES, self.table * (self.gradient_bytes if self.leave else compute))
         elif self.gathers:
@@ -294,8 +298,8 @@ class Walk(Device):
         self.add(ACTIVATIONS, -self.kept.operations["head"])
         # the gradient of the hidden states; `chunk_of_loss` counts the hidden states themselves
         self.add(LOGITS, self.head_stream)
+        # the float32 sum of the head's gradient, allocated before the first chunk
         self.add(GRADIENTS, table)
-        # the float32 sum of the head's gradient is in GRADIENTS from the first chunk on
         self.add(COPIES, copies + cached)
         self.chunk_of_loss(min(self.chunk, self.head_tokens))
         self.add(COPIES, -copies - cached)
@@ -369,19 +373,24 @@ class Walk(Device):
             if low:     # the last addition's gradient is cast for the product below it
                 cast = sum(hold.grows for hold in self.ops.block[-1].backward) / self.stream_cut
                 at_work = max(at_work, self.forward_most(saved, low) + cast)
+            # What the block kept leaves ACTIVATIONS, except its input and what is unused. All that
+            # it saves when it runs again is in AGAIN, except the input, which ACTIVATIONS has.
             steps = [(NO_MOMENT, ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
                      (NO_MOMENT, AGAIN, sum(saved.values()) - self.stream),
                      (NO_MOMENT, COPIES, block.copied_bytes), (NO_MOMENT, LOW, block.low_bytes),
                      (at_work, TEMPORARIES, 0.0)]
+        # one offloaded or packed tensor at a time is back on the device
         steps.append((NO_MOMENT, TEMPORARIES, fetched))
         for op in reversed(self.ops.block):
             steps += self.fold(op, saved.get(op.name, 0.0), low)
         steps.append((NO_MOMENT, TEMPORARIES, -fetched))
+        # gradients of gains and biases
         if not self.gathers or self.leave:
             steps.append((NO_MOMENT, GRADIENTS, self.small_gradient_bytes))
         if self.leave:      # all gradients of the block are whole, then FSDP reduces them to shards
             whole = self.block_numbers * self.gradient_bytes
             steps.append((0.0, GRADIENTS, self.block_gradient_bytes - whole))
+        # the folds have freed the input from AGAIN, but it was in ACTIVATIONS
         if recompute:
             steps += ((NO_MOMENT, ACTIVATIONS, -self.stream - unused),
                       (NO_MOMENT, AGAIN, self.stream))
@@ -392,6 +401,7 @@ class Walk(Device):
         if op.matmul:
             return self.linear(op, saved_bytes, low)
         steps: list[Change] = []
+        # a Hold has the bytes of the whole micro-batch; `cut` ranks share them
         cut = self.stream_cut if op.in_stream else self.cut
         for hold in op.backward:
             steps.append((hold.nbytes / cut, self.row, -hold.frees * saved_bytes))
@@ -500,6 +510,8 @@ class Walk(Device):
         # a head that shares the embedding's table is updated with the embedding
         if self.at_once and op.trained and not (op is self.ops.head and self.waiting_table):
             after = max(after, final + self.updating(op, weight))
+        # dx and dw appear and dy is freed; then the saved input and the weight's copy are freed;
+        # then dx is cast to the stream's dtype
         steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
                  (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
         # the dx of another Linear with the same input is in TEMPORARIES: this one is added to it

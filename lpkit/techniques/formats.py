@@ -40,7 +40,8 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """The power of two below which spacing no longer shrinks; no mantissa, no subnormals."""
+        """The exponent of two below which spacing no longer shrinks. Without mantissa bits, there
+        are no subnormals."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property

@@ -36,7 +36,7 @@ class Settings(Checked):
 class Row:
     """One technique. `implementation` is "package.module:name"; its family says what it must be."""
 
-    why: str = ""                                   # what it does for a run, in one clause
+    why: str = ""                                   # what the technique does, in one clause
     source: str = ""
     implementation: str = ""
     settings: Settings = field(default_factory=Settings)
