@@ -37,7 +37,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Text, checked
 
-# times: recorded speeds of the same matmuls that differ by this are all named
+# factor between recorded speeds of the same matmuls from which on all are named
 DISAGREE = 1.25
 BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
@@ -57,8 +57,8 @@ class StepCost:
     base: StepTime
     cast: StepTime
     linears: tuple[LinearCost, ...]         # Linears that the recipe casts
-    touched_seconds: float                  # of the base's step, in these Linears
-    cast_seconds: float                     # of the cast step, in these Linears
+    touched_seconds: float                  # seconds of these Linears in the base's step
+    cast_seconds: float                     # seconds of these Linears in the cast step
     # additional bytes at the peak, by row
     bytes: Mapping[str, float] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class Plan:
     status: str             # native, emulated
     why: str
     cost: StepCost
-    recorded_speedup: float | None = None       # of the same model, from data/measured
+    recorded_speedup: float | None = None       # speed-up of the same model in data/measured
     reached: float = 1.0        # share of the formula that recorded recipes of this model reached
     source: str = "formula"
 

@@ -85,7 +85,7 @@ class Trial:
 
     def __init__(self, recipe: str, backend: str, device: torch.device):
         self.recipe, self.backend, self.device = RECIPES[recipe], BACKENDS[backend], device
-        # of a backend that is not exact, only the size of the error is checked
+        # a backend that is not exact must only have errors of the recipe's size
         self.limit = 0.01 if self.backend.exact else ERROR
 
     def linear(self) -> nn.Linear:

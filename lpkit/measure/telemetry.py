@@ -81,7 +81,7 @@ class Sample:
 
     step: int
     layer: str
-    role: str                       # one of ROLES
+    role: str                       # a name from ROLES
     cast: dict[str, Any]            # the fields of the Cast that the run applied
     total_rows: int
     sampled_rows: int
@@ -333,7 +333,8 @@ class Telemetry:
         ours = ours or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source="")
         recipes = {"": ours, **self._others}
         casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
-        by_height = defaultdict(list)       # of blocks: one draw for each height
+        # casts by the height of their blocks; each height gets one draw
+        by_height = defaultdict(list)
         for cast in casts.values():
             by_height[max(GROUP, cast.tile[0])].append(cast)
         draws = {height: draw(x, same, self.rows, torch.Generator().manual_seed(self.step))

@@ -127,7 +127,8 @@ def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
 
 @contextmanager
 def fake_step(device: str) -> Iterator[None]:
-    """Make all tensors in this block fake. What a process makes only once is made before."""
+    """Make all tensors in this block fake. Tensors that a process makes only once are made real,
+    before the block."""
     for signed in (True, False):
         moments.midpoints(signed)
     with (mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),

@@ -77,7 +77,7 @@ BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # other buffe
     ("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # the module name outside any module
-# by c10d's operation: the kind, and the index of the argument that has all the bytes
+# c10d's operation -> its kind, and the index of the argument that has all the bytes
 DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
         "_reduce_scatter_base_": (REDUCE_SCATTER, 1), "alltoall_base_": (ALL_TO_ALL, 1),
         "send": (SEND, 0)}
@@ -114,11 +114,11 @@ class Footprint:
     rows: dict[str, int]            # at the peak
     phase: str                      # at the peak
     module: str
-    most: dict[str, int]            # of each row at its own peak
+    most: dict[str, int]            # bytes of each row at its own peak
     # activations, logits and loss when the last backward began, by the operation that saved them
     operations: dict[str, int]
     timeline: tuple[Point, ...]     # the largest of neighbouring points, including the peak
-    messages: Counter[Message] = field(default_factory=Counter)     # to other ranks, with counts
+    messages: Counter[Message] = field(default_factory=Counter)     # messages to other ranks
     offloaded_bytes: int = 0        # most bytes on another device, or in a file
     # the peak by the allocator's count, which includes temporaries of kernels
     counted_bytes: int | None = None
@@ -152,7 +152,7 @@ class Tracker(TorchDispatchMode):
         self.attentions = {name for name, one in model.named_modules()
                            if name.endswith("attention")
                            or re.search("attention|attn", type(one).__name__.lower())}
-        self.place = place or StatePlacement()      # of the optimizer's state
+        self.place = place or StatePlacement()      # placement of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
         self.refs: dict[int, weakref.ref] = {}

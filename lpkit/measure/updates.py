@@ -54,13 +54,13 @@ class Seconds:
 
     # median over the rounds; "the rest" is the time between operations, or outside PyTorch's
     rows: dict[str, float]
-    step_seconds: float         # by the clock, without the profiler
+    step_seconds: float         # seconds by the clock, without the profiler
     where: str
 
 
 OTHER, REST = "norms, activations, loss", "the rest"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"}
-BY_OPERATION = {    # by the start of its name; all other operations are pointwise
+BY_OPERATION = {    # operations by the start of their names; all others are pointwise
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
     "aten::_efficient_attention": "attention", "aten::_cudnn_attention": "attention",
     "aten::bmm": "attention", "aten::baddbmm": "attention", "lpkit::causal": "attention",

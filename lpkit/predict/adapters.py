@@ -88,7 +88,7 @@ def in_codes(ops: Operations, s: MicroBatch, settings: QuantisedBaseSettings) ->
         # several Bs write side by side into one view, whose gradient autograd copies
         again = s.tokens * op.matmul[1] * s.compute_bytes * (f"{op.name}.B.1" in names)
         made, moved = wide, 2 * index + 2 * FP32 + s.compute_bytes
-        if s.code_bytes:        # one kernel decodes, without an index
+        if s.code_bytes:        # a single kernel decodes, without an index
             made, moved = s.compute_bytes, s.code_bytes
         return replace(op, stored_bytes=blocks * settings.block * bits // 8 + scales,
                        made_bytes=op.weights * made + again, moved_bytes=op.weights * moved)

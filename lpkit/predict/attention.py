@@ -188,8 +188,8 @@ def qkv_bytes(s: MicroBatch) -> int:
 def attended_numbers(s: MicroBatch) -> int:
     """Return how many numbers of q, k and v a token has in what attention saves.
 
-    They are views of the product, or copies where a norm or positions compute them again. If norms
-    already saved the product, v is a view of it and costs nothing."""
+    q, k and v are views of the product, or copies where a norm or positions compute them again. If
+    norms already saved the product, v is a view of the product and costs nothing."""
     m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
     return turned + (m.G * m.E if apart else 0 if s.norms_save_qkv else qkv_numbers(m))

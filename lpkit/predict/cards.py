@@ -18,7 +18,7 @@ from lpkit.predict.units import quantity, words
 from lpkit.tables import GRID, INK, picked, text_table
 from lpkit.values import Place, checked
 
-MOST_LETTERS = 60       # in a line of the picture, which has room for 61
+MOST_LETTERS = 60       # letters in a line of the picture, which has room for 61
 
 
 @checked

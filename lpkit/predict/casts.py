@@ -49,7 +49,7 @@ class Recipe:
     precision; a product that is absent stays in 16 bits."""
 
     name: str
-    dtype: str                      # of the products, as in the catalogue of machines
+    dtype: str                      # dtype of the products, as in the catalogue of machines
     casts: Mapping[str, tuple[Cast, Cast]] = field(default_factory=dict)
     # number of amaxes in its history, with which a cast needs no pass to find them
     history: int = 0

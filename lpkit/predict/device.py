@@ -105,7 +105,7 @@ class Step:
         stay = p.low.stay(self.m.L) if p.low else ()
         if stay:
             as_it_is = operations(replace(self.s, operand_bytes=None))
-        # of one micro-batch on a device that would hold the whole model
+        # bytes kept of one micro-batch, for a device with the whole model
         self.kept = saved(self.s, self.ops, self.recompute, plain=as_it_is, stay=stay)
 
 

@@ -256,7 +256,7 @@ class Spread:
 
 
 GIVEN = Spread(low=1.0, high=1.0, words="at the given MFU")
-HOST_BOUND = 0.1        # share of the step: above it, the host decides
+HOST_BOUND = 0.1        # share of a step that waits for the host, above which the run is host-bound
 # share of seconds: smaller differences do not separate two layouts (docs/plan.md)
 TELLS = 0.08
 KINDS = ("consumer and workstation GPUs", "bound by the host", "adapters",

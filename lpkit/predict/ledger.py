@@ -55,7 +55,7 @@ from lpkit.techniques.pipelines import PIPELINES, held
 from lpkit.techniques.recipes import at_end
 from lpkit.techniques.stages import stage_counts
 
-MOMENTS = {     # in chronological order
+MOMENTS = {     # in the order of a step
     LOSS: "everything is kept, and the logits have their gradients",
     HEAD: "the head has its gradient, the last norm is at work",
     LAST: "the first one that backward meets, where activations are many and gradients few",
@@ -95,7 +95,7 @@ class Memory:
     """Bytes of one device. In a pipeline, the device that holds most."""
 
     rows: tuple[Row, ...]
-    memory_bytes: int | None    # of the device, to compare with the peak
+    memory_bytes: int | None    # memory of the device, to compare with the peak
     # what the formula leaves out, how wrong it can be, and a better tool
     doubt: str = ""
     # on a GPU, bytes by name that other streams have in pools of their own
@@ -546,7 +546,7 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
     sizes, copied, so_far, spread = _message_bytes(d.m, row.bucket_bytes // p.weights, p.gradients,
                                                    ranks if sharded else 1)
     messages, total = dict.fromkeys(IN_BACKWARD, 0.0), so_far[-1]
-    most = total + (copied[-1] if row.overlaps else max(copied))    # once backward is done
+    most = total + (copied[-1] if row.overlaps else max(copied))    # the most, when backward is done
     if row.overlaps and sharded:
         for moment in (LAST, FIRST, EMBED):
             there = total - sizes[-1] if moment == EMBED else at.get(moment, 0)

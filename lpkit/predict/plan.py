@@ -54,7 +54,7 @@ from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
-MOST_CHUNKS = 8             # of a stage: as Llama 3
+MOST_CHUNKS = 8             # chunks of a stage, as in Llama 3
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
 UNTRAINED = {       # precisions that no config can name, and what to plan with instead
@@ -123,7 +123,7 @@ class Refusal:
     """The layouts that one constraint excludes, and the one that was nearest to it."""
 
     layouts: int = 0
-    excess: float = math.inf        # of the nearest layout: bytes, seconds or dollars too much
+    excess: float = math.inf        # bytes, seconds or dollars too much in the nearest layout
     nearest: str = ""
 
     def add(self, excess: float, words: str, layouts: int = 1) -> None:

@@ -40,11 +40,11 @@ class Prediction:
     nonzero_parameters: int             # without the zeros of pruned matrices
     parameters_by_part: dict[str, int]
     flops_per_token: float              # forward and backward, full attention
-    flops_per_token_causal: float       # as a causal kernel must compute
+    flops_per_token_causal: float       # FLOPs that a causal kernel must compute
     memory: Memory
     step: StepTime
     layout: Layout
-    run: Bill                           # of all steps
+    run: Bill                           # the bill of all steps
     machine: Machine
     assumptions: dict[str, Any]
     config: Config

@@ -36,9 +36,9 @@ class Low:
     folds: bool                 # the emulation multiplies scales into the values
     history: int                # amaxes remembered for each of three tensors
     keep: tuple[str, ...]       # Linears that stay in 16 bits
-    square: bool                # one layout of x serves both of its products
+    square: bool                # a single layout of x serves both of its products
     mixes: bool                 # x and the gradient are mixed in float32 for the weight's gradient
-    amax_bytes: float           # per number of x and of the gradient, during an emulated cast
+    amax_bytes: float           # bytes of amaxes per number of x and of the gradient, in an emulated cast
     levels: int                 # levels of its scales
     native: bool = False        # hardware multiplies it; else the emulation does
 

@@ -36,13 +36,14 @@ class Efficiency:
     kernel_seconds: float               # the least seconds of a kernel
     fused: float                        # share of `flops.moved_bytes` that a compiler leaves
     source: str
-    start_seconds: float = 0.0          # of a matmul, while its pipelines fill and drain
+    start_seconds: float = 0.0          # seconds of a matmul in which its pipelines fill and drain
     links: float = 0.8                  # share of a link inside a node, by a large collective
     network: float = 0.85               # share of a network between nodes, by a large collective
     # share of the other ranks' network in a node that a group uses
     pooled: float = 1.0
     overlap: float = 1.0                # share of what could overlap with work that does
-    bucket_bytes: float = 0.0           # of gradients that replicas send at once; 0: all of them
+    # bytes of gradients that replicas send at once; 0: all of them
+    bucket_bytes: float = 0.0
     split_overlap: float = 0.0          # `overlap` of tensor-parallel and pipeline messages
     weight_copies: float = 1.0          # share of float32 weights that are cast once a micro-batch
     op_seconds: float = 0.0             # the host's seconds to start one operation of a module

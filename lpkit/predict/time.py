@@ -94,13 +94,14 @@ ATTENTION_FP32 = 0.4
 # so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
 BACKWARD_OPS = 2.0      # operations in backward per operation in forward
 STEP_SECONDS = 2.7e-3   # seconds of an update: data, clipping, the optimizer, a line of the log
-OUTSIDE_OPS = 12        # of a micro-batch in forward: embedding, last norm, head, loss
-CHUNK_OPS = 7           # of one chunk of the loss
+# forward operations of a micro-batch outside blocks: embedding, norm, head, loss
+OUTSIDE_OPS = 12
+CHUNK_OPS = 7           # operations of one chunk of the loss
 # share of the largest matrix: thinner ones are adapters', and few of them are cast
 THIN = 0.02
-CAST_OPS = 32           # of one Linear with cast operands, forward and backward together
-TURN_OPS = 10           # to rotate q and k
-WRITTEN_OUT_OPS = 6     # of a norm written out as several kernels, more than in one kernel
+CAST_OPS = 32           # operations of a Linear with cast operands, forward and backward together
+TURN_OPS = 10           # operations that rotate q and k
+WRITTEN_OUT_OPS = 6     # more operations in a norm of several kernels than in a norm of one kernel
 
 
 class TimeRow(NamedTuple):
@@ -132,11 +133,11 @@ class StepTime:
     tokens: int
     devices: int
     model_flops: float          # defines MFU: attention in full, nothing twice
-    peak_flops: float           # of one device
+    peak_flops: float           # peak of one device
     micro_batches: int
-    sequences: int              # of one micro-batch
+    sequences: int              # sequences in one micro-batch
     precision: str
-    dtype: str                  # of the matmuls that are not cast
+    dtype: str                  # dtype of the matmuls that are not cast
     attention: str
     efficiency: Efficiency
     stack: str                  # row of `stacks.STACKS`, for an efficiency by evidence
@@ -145,7 +146,7 @@ class StepTime:
     weights: float = evidence.SMALL     # parameters of the model
     adapted: bool = False       # most parameters are frozen
     emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
-    factor: float = 1.0         # of a calibration; the rows include it
+    factor: float = 1.0         # factor of a calibration; the rows include it
     calibrated: float = 0.0     # 0 to 1: how much a measured step narrows the range
 
     @functools.cached_property
@@ -325,14 +326,15 @@ class RankWork:
 
     blocks: int
     running: float = 1.0                # share of the blocks that an update runs
-    tokens: int                         # of the micro-batch, before ranks split it
-    stream_numbers: int                 # of the residual stream
-    products: tuple[flops.Product, ...]     # all of a forward pass; the output head's is "head"
+    tokens: int                         # tokens of the micro-batch, before ranks split it
+    stream_numbers: int                 # numbers in the residual stream
+    # products of a forward pass; the output head's is "head"
+    products: tuple[flops.Product, ...]
     attentions: tuple[tuple[Op, float], ...]    # with the calls in one block
     attention: str
     launches: float = 0.0               # operations that the host starts in forward
-    moved_bytes: float                  # in forward, unfused: norms, additions, activations
-    outside_bytes: float                # as moved_bytes, outside the blocks
+    moved_bytes: float                  # forward bytes, unfused: norms, additions, activations
+    outside_bytes: float                # forward bytes outside the blocks
     stream_bytes: float = 0.0           # the part of moved_bytes on the residual stream
     norms: float = 0.0
     linear_weights: float

@@ -349,7 +349,7 @@ class Walk(Device):
             self.add(GRADIENTS, positions)
         self.mark(table + positions)
         self.add(TEMPORARIES, -self.stream)
-        # of a tied table: the embedding's gradient and the sum; the head's is counted already
+        # if a table is tied: the embedding's gradient and the sum; the head's is counted already
         self.mark(2 * table if tied else table)
         if self.at_once and table:
             # the head's gradient was added to the sum, and is freed

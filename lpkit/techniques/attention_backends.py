@@ -72,7 +72,7 @@ WORDS = {"causal": "attention to later keys", "window": "windows",
 class Limits:
     """A backend's `why_not`, from what its library takes. For softmax kinds only."""
 
-    rule: tuple[str, ...] = ()          # of WORDS, what it computes besides full attention
+    rule: tuple[str, ...] = ()          # names from WORDS that it computes besides full attention
     gpu_alone: str = "needs a GPU"      # "": also runs on a CPU
     interpreted: bool = False           # runs on a CPU by Triton's interpreter
     dtypes: tuple[str, ...] = HALF

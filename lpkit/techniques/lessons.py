@@ -17,7 +17,7 @@ from typing import Any
 from lpkit.errors import ConfigError, named, nearest, shown
 from lpkit.files import resource
 
-PACKAGE, COPIES = "lessons.rows", "LPKIT_LESSONS"       # COPIES: an environment variable with a folder
+PACKAGE, COPIES = "lessons.rows", "LPKIT_LESSONS"       # COPIES: an environment variable
 
 
 def folder() -> Path:

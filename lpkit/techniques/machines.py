@@ -27,7 +27,7 @@ from lpkit.values import Check, Text, check, convert, read
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 MIB, GB, T = 2**20, 10**9, 10**12
 FILE = resource("data/published") / "machines.toml"
-UNITS = {       # of the file: a figure's field, and its base unit
+UNITS = {       # units of the file: a figure's field, and its base unit
     "memory_mib": ("memory_bytes", MIB), "terabytes_per_second": ("bytes_per_second", T),
     "link_gigabytes_per_second": ("link_bytes_per_second", GB),
     "network_gigabytes_per_second": ("network_bytes_per_second", GB)}
@@ -60,16 +60,16 @@ class Machine:
     title: Text
     kind: Literal["gpu", "cpu"] = "gpu"
     memory_bytes: Annotated[int, within(1e6, 1e15)]
-    bytes_per_second: Annotated[float, within(1e6, 1e16)]   # of the device's own memory
+    bytes_per_second: Annotated[float, within(1e6, 1e16)]   # bandwidth of the device's memory
     flops: Mapping[str, float]
     link_bytes_per_second: Sent | None = None
     link: Text = ""
-    link_seconds: Latency = NVLINK_SECONDS      # of one hop
+    link_seconds: Latency = NVLINK_SECONDS      # latency of one hop
     devices_per_node: Annotated[int, within(1, 1e4)] = 1    # devices that the link joins
     # between nodes, one device's share, one direction
     network_bytes_per_second: Sent | None = None
     network: Text = ""
-    network_seconds: Latency = NETWORK_SECONDS  # of one hop
+    network_seconds: Latency = NETWORK_SECONDS  # latency of one hop
     watts: Annotated[float, within(1e-3, 1e6)] | None = None    # rated, for the whole device
     price_per_hour: Annotated[float, within(1e-6, 1e5)] | None = None   # US dollars
     price_source: Text = PRICE_SOURCE
@@ -129,7 +129,7 @@ NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e1
 MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,
             "others": float,    # share of the CPUs that other processes took during the measurement
             "products": Mapping[str, Sequence[Sequence[float]]],    # M, N, K, share of flops
-            "seconds": float, "config": Mapping}        # of an update
+            "seconds": float, "config": Mapping}        # seconds and config of an update
 HOW = (f"{NEEDS}, and may have link_bytes_per_second (both directions), devices_per_node, "
        f"network_bytes_per_second (a device's share), watts, price_per_hour, source")
 

@@ -135,8 +135,9 @@ CROSS_ENTROPY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParamDtype(Technique):
-    param_bytes: int                    # of a parameter, and of its gradient
-    residual_bytes: int | None = None   # of a number in the residual stream; None: as in the recipe
+    param_bytes: int                    # bytes of a parameter, and of its gradient
+    # bytes of a number in the residual stream; None: as in the recipe
+    residual_bytes: int | None = None
 
 
 def _needs_bf16(config: Any, recipe: Recipe) -> str:

@@ -55,7 +55,7 @@ class Op:
     params: int = 0
     # shape of each parameter that is not a Linear's; (): one vector
     shape: tuple[int, ...] = ()
-    matmul: tuple[int, int] | None = None   # of a Linear: numbers in and numbers out, per token
+    matmul: tuple[int, int] | None = None   # numbers in and numbers out of a Linear, per token
     cut: Literal["", "column", "row"] = ""  # the side of the weight that tensor parallelism cuts
     # a Linear whose input has the dtype of the residual stream
     reads_residual: bool = False
@@ -200,7 +200,7 @@ class Kind(Technique):
     """A row with its operations, or their "package.module:name" if a run does not need them."""
 
     operations: Callable[..., Any] | str
-    turns: bool = False     # of positions: q and k are rotated in each block
+    turns: bool = False     # True for positions that rotate q and k in each block
 
     @property
     def formula(self) -> Callable[..., Any]:

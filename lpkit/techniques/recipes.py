@@ -25,7 +25,7 @@ from lpkit.techniques.formats import format_of
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Count, between
 
-ALL = 0               # as a side of a block: the whole axis
+ALL = 0               # a block side that spans the whole axis
 HADAMARD = 16         # elements of the contracted axis that a Hadamard transform mixes
 
 
@@ -71,7 +71,7 @@ def named(words: str) -> Cast:
 class Scale:
     """A way to get a block's scale from its largest magnitude, by `lpkit.precision.scaled`."""
 
-    bytes: int = 4              # of one scale as hardware stores it
+    bytes: int = 4              # bytes of one scale as hardware stores it
     folds: bool                 # scale times value has at most bf16's 8 significant bits
     fused: str | None = None    # the kernel's name for it, if one pass finds scale and values
     levels: int = 1             # 2: there is also a float32 scale for the tensor
@@ -116,12 +116,13 @@ class CastSettings(Settings):
     high_precision_layers: tuple[str, ...] = ("head",)
     pad: bool = False       # pad with zeros if a shape does not tile; else the shape is refused
     gradient_rounding: Literal["nearest-even", "stochastic"] = "nearest-even"
-    transform: Literal["none", "hadamard"] = "none"     # of the operands of the weight gradient
+    # transform of the operands of the weight gradient
+    transform: Literal["none", "hadamard"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Settings(CastSettings):
-    forward_format: Format8 = "e4m3fn"      # of activations and weights
+    forward_format: Format8 = "e4m3fn"      # format of activations and weights
     gradient_format: Format8 = "e4m3fn"
     scale: Literal["float32", "power-of-two", "power-of-two-floor"] = "float32"
 
@@ -157,7 +158,8 @@ class Recipe(Row):
     """A product that is None runs in `compute`, and so does an operand that is None."""
 
     compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
-    dtype: str              # of the products on hardware that has it, as in the machines' catalogue
+    # dtype of the products on hardware that has it, as in the machines' catalogue
+    dtype: str
     y: Casts | None = None
     dx: Casts | None = None
     dw: Casts | None = None
@@ -256,7 +258,7 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
 
 def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
     x = Cast(format="e2m1", block=(1, 16), scale=scale)
-    square = replace(x, block=(16, 16))     # the same values in y and in dx
+    square = replace(x, block=(16, 16))     # square blocks give the same values in y and in dx
     return _cast_recipe(settings, x, square, x, dtype="fp4")
 
 

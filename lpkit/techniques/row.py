@@ -20,7 +20,7 @@ from lpkit.values import Checked
 class Settings(Checked):
     """The settings of a row. A row with its own settings extends this class, with its defaults."""
 
-    name: str = ""      # of the row
+    name: str = ""      # the row's name
 
     def problem(self, of: Any) -> str:
         """Return why the row does not go with this model (for governors: with this Config), and the
