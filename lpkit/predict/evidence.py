@@ -57,7 +57,7 @@ class Generation:
 GENERATIONS = {name: Generation(**row) for name, row in machines.TABLES["reached"].items()}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
-# generations without a run that may be fitted use another's
+# without a run that may be fitted: the generation whose share is used
 LIKE = {"gb200": "b200", "mi355x": "mi325x"}
 KEPT_BY_OTHERS = "h100"
 FP32_KEPT = 0.95        # share of float32 matmul speed in a step: ledger-nvidia-h200.json

@@ -546,7 +546,7 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
     sizes, copied, so_far, spread = _message_bytes(d.m, row.bucket_bytes // p.weights, p.gradients,
                                                    ranks if sharded else 1)
     messages, total = dict.fromkeys(IN_BACKWARD, 0.0), so_far[-1]
-    most = total + (copied[-1] if row.overlaps else max(copied))    # the most, when backward is done
+    most = total + (copied[-1] if row.overlaps else max(copied))    # when backward is done
     if row.overlaps and sharded:
         for moment in (LAST, FIRST, EMBED):
             there = total - sizes[-1] if moment == EMBED else at.get(moment, 0)

@@ -38,7 +38,7 @@ class Low:
     keep: tuple[str, ...]       # Linears that stay in 16 bits
     square: bool                # a single layout of x serves both of its products
     mixes: bool                 # x and the gradient are mixed in float32 for the weight's gradient
-    amax_bytes: float           # bytes of amaxes per number of x and of the gradient, in an emulated cast
+    amax_bytes: float           # bytes of amaxes per number, in an emulated cast of x or g
     levels: int                 # levels of its scales
     native: bool = False        # hardware multiplies it; else the emulation does
 
@@ -74,7 +74,7 @@ class Low:
             return dx + casts + dw + final
         casts += g * self.amax_bytes * copies * (1 if self.folds else 2)    # values and scales
         mixed = g * (FP32 + self.levels * self.amax_bytes) if self.mixes else 0
-        # the original operand is alive too
+        # `mixed` is alive while it is cast
         most = max(dx + casts + dw + final, dx + casts + mixed)
         if self.folds or self.x[0] == self.x[1]:
             return most

@@ -26,7 +26,7 @@ class LoraSettings(AdapterSettings):
     """`shared`: q, k and v (or gate and up) share one A, as in GPT-2's c_attn; else each has an
     A."""
 
-    keeps_base: ClassVar[bool] = True       # frozen weights stay as they were at the start
+    keeps_base: ClassVar[bool] = True       # frozen weights are those that the run began with
     reads_base: ClassVar[bool] = False      # initial adapter weights are computed from W
     vectors: ClassVar[Mapping[str, str]] = {}   # field of each trained vector, by peft's name
 

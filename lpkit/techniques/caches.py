@@ -21,7 +21,7 @@ class CacheFormat(Row):
     """`group` adjacent numbers of a head's key or value share a scale and, if the codes have an
     offset, their minimum. The implementation is a `lpkit.nn.kv_cache.Stored`."""
 
-    bits: int | None = None     # per number; None: as computed
+    bits: int | None = None     # bits of a number; None: as computed
     group: int | None = None    # None: all numbers of a head
     offset: bool = False
 
