@@ -1,7 +1,7 @@
-"""This machine, and what really happened on it: every live byte of a step, its seconds beside the
-ceilings, the trace of a step on any number of ranks, what each technique does here.
+"""Measurements on this machine: every live byte of a step, its seconds compared with the ceilings,
+the trace of a step on any number of ranks, and what each technique does here.
 
-Names are imported when they are asked for.
+Names are imported when they are used.
 """
 
 import importlib

@@ -1,13 +1,13 @@
-"""Say whether low precision is faster for one config on one machine, and what the verdict rests on.
+"""Decide whether low precision is faster for one config on one machine, and give the reasons.
 
     advise(config, "h200")      by formula, in a millisecond
 
-The formula is `lpkit predict`'s, of the config as it is: its step and its peak, under the recipe
-and in the base. A recorded `fp8-step` bench of the same model replaces the prediction of the speed,
-and that of other recipes is corrected by as much; the verdict says so.
+The formula is that of `lpkit predict`: step and peak of the config, under the recipe and in the
+base precision. If there is a recorded `fp8-step` bench of the same model, its speed replaces the
+prediction, and predictions of other recipes are corrected by the same factor. The verdict says so.
 
-A recipe with fewer bits is taken only when its step is MIN_WORTHWHILE_SPEEDUP times as fast: a step
-in 8 bits teaches a little less, and what counts is the time to an equal loss.
+A recipe with fewer bits is chosen only if its step is MIN_WORTHWHILE_SPEEDUP times as fast. A step
+in 8 bits learns slightly less, and the goal is the time to an equal loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Text, checked
 
-DISAGREE = 1.25         # times: recorded speeds of the same products that are so far apart
+# factor between recorded speeds of the same matmuls from which on all are named
+DISAGREE = 1.25
 BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 MIN_WORTHWHILE_SPEEDUP = 1.11
@@ -49,16 +50,17 @@ COLUMNS = {"recipe": "{recipe}", "runs": "{status} ({backend})", "step": "{step_
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """One update under one recipe, beside the same in another dtype. What a recipe leaves alone
-    costs the same in both, so a share `p` of the step that gets `s` times as fast makes it
+    """The cost of one update under a recipe and in a base dtype. What a recipe leaves alone costs
+    the same in both. So if a share `p` of the step becomes `s` times as fast, the step becomes
     `1 / (1 - p + p / s)` times as fast (Amdahl 1967, https://doi.org/10.1145/1465482.1465560)."""
 
     base: StepTime
     cast: StepTime
-    linears: tuple[LinearCost, ...]         # those that the recipe casts
-    touched_seconds: float                  # of the base's step, what the recipe casts,
-    cast_seconds: float                     # and what that takes under the recipe
-    bytes: Mapping[str, float] = field(default_factory=dict)    # more at the peak, or fewer, by row
+    linears: tuple[LinearCost, ...]         # Linears that the recipe casts
+    touched_seconds: float                  # seconds of these Linears in the base's step
+    cast_seconds: float                     # seconds of these Linears in the cast step
+    # additional bytes at the peak, by row
+    bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def base_step_seconds(self) -> float:
@@ -70,7 +72,7 @@ class StepCost:
 
     @property
     def rest_seconds(self) -> dict[str, float]:
-        """Rows of the step that the recipe leaves alone."""
+        """The seconds of rows that the recipe does not cast."""
         names = {one.name for one in self.linears}
         return {row.name: row.seconds for row in self.cast.rows if row.name not in names}
 
@@ -81,7 +83,7 @@ class StepCost:
 
     @property
     def linear_speedup(self) -> float:
-        """Amdahl's s."""
+        """The speed-up of this share: Amdahl's s."""
         return self.touched_seconds / self.cast_seconds if self.linears else 1.0
 
     @property
@@ -90,18 +92,19 @@ class StepCost:
 
     @property
     def cast_share(self) -> float:
-        """The share of this step that casts take."""
+        """The share of the cast step that casts take."""
         return sum(one.calls * one.cast_seconds for one in self.linears) / self.step_seconds
 
     @property
     def more_bytes(self) -> float:
-        """The bytes by which the peak is higher under the recipe."""
+        """The bytes by which the recipe raises the peak."""
         return sum(self.bytes.values())
 
 
 def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recipe: Recipe
              ) -> StepCost:
-    """`products`: of a micro-batch on a rank; `recipe`: the casts of the second step."""
+    """Return the cost of two predicted steps. `products`: of a micro-batch on a rank. `recipe`: the
+    casts of the second step."""
     costs, touched, under = [], 0.0, 0.0
     for p in products if recipe.casts else ():
         kept = recipe.kept.get(p.name, 0) / p.calls
@@ -120,20 +123,20 @@ def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recip
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One recipe on this machine."""
+    """The prediction for one recipe on this machine."""
 
     recipe: str
     backend: str
     status: str             # native, emulated
     why: str
     cost: StepCost
-    recorded_speedup: float | None = None       # of the same model, from data/measured
-    reached: float = 1.0        # of the formula, by recorded recipes of the same model
+    recorded_speedup: float | None = None       # speed-up of the same model in data/measured
+    reached: float = 1.0        # share of the formula that recorded recipes of this model reached
     source: str = "formula"
 
     @property
     def speedup(self) -> float:
-        """The speedup of a step, against 16 bits."""
+        """The speed-up of a step over the base."""
         formula = self.reached * self.cost.speedup
         return formula if self.recorded_speedup is None else self.recorded_speedup
 
@@ -152,7 +155,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice on what to do, in `sentence`; everything else is why."""
+    """The advice, in `sentence`; all other fields are the reasons."""
 
     machine: str
     base: str
@@ -165,12 +168,12 @@ class Advice:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Returns the heads and the rows for `html_table(*advice.table())`."""
+        """Return the heads and the rows for `html_table(*advice.table())`."""
         heads, *rows = cells(COLUMNS, [plan.to_dict() for plan in self.plans])
         return heads, rows
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dict."""
         return {**picked(self, "sentence choice base machine"),
                 "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
@@ -189,18 +192,20 @@ class Advice:
 @checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
            base: Text | None = None, measured: Path = MEASURED) -> Advice:
-    """Advises which recipe to train `config` with on one `machine`, a name of the catalogue or one
-    that was measured here.
+    """Advise which recipe to use to train `config` on a `machine`, from the catalogue or measured
+    on this machine.
 
     recipes   rows to consider; None: every one that casts
-    base      what to beat: bf16, fp16 or fp32; None: the fastest of what the machine has
+    base      the precision to compare with: bf16, fp16 or fp32; None: the machine's fastest
     measured  the folder of recorded benches
-    Raises ConfigError for an unknown machine or recipe, or settings that go with none.
+
+    Raises ConfigError for an unknown machine or recipe, or settings that fit no recipe.
     """
     on = machines.find(machine)
     if base is None:
         base = max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
-    on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))   # raises where there is none
+    # raises if the machine has no such dtype
+    on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))
     known = evidence.efficiency(on, stack_of(config), folder=measured)
     plain = _predicted(config, on, base, known)
     recorded = recorded_steps(on, base, measured)
@@ -224,7 +229,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
             why=step.emulated or f"{on.title} has matmuls for these formats", source=source,
             cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
     if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.recorded_speedup]:
-        share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
+        # a cause that slows one recipe slows the others
+        share = min(1.0, statistics.median(reached))
         said = f"formula times {share:.2f}, the share that recorded recipes reached"
         plans = [replace(plan, reached=share, source=said)
                  if (plan.recorded_speedup, plan.status) == (None, "native") else plan
@@ -244,7 +250,7 @@ def _predicted(config: Config, on: Machine, precision: str,
 
 
 def more_at_peak(held: Memory, base: Memory) -> dict[str, float]:
-    """Bytes by row, each at its own peak: their sum is the difference of both peaks."""
+    """Return bytes by row, each step at its own peak. Their sum is the difference of the peaks."""
     return difference(held.at(held.peak_moment), base.at(base.peak_moment))
 
 
@@ -253,7 +259,7 @@ def difference(rows: Mapping[str, float], others: Mapping[str, float]) -> dict[s
 
 
 def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
-    """Choice and sentence. `plans` come best first, native ones before the others."""
+    """Return choice and sentence. `plans` are sorted best first, native ones before the others."""
     native = [plan for plan in plans if plan.status == "native"]
     if not native:
         best = plans[0]
@@ -283,12 +289,12 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
                   f"it reaches an equal loss sooner only above {MIN_WORTHWHILE_SPEEDUP})")
 
 
-# Recorded benches.
+# Recorded benches
 
 def by_records(recipe: str, products: Sequence[Product],
                files: Mapping[str, Mapping[str, Sequence]]) -> str:
-    """Returns what a recipe's speed rests on: in each file that has its products, the speed over
-    bf16's by the nearest shapes. All are named where they are DISAGREE times apart."""
+    """Return the source of a recipe's speed: the speed over bf16 by the nearest shapes of a file
+    that has them. If files differ by DISAGREE, all of them are named."""
     speeds = {}
     for name in [name for name in files if recipe in files[name]]:
         near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), one.flops) for one
@@ -301,7 +307,7 @@ def by_records(recipe: str, products: Sequence[Product],
 
 
 def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[float, str]]:
-    """Speed-ups of whole steps of this machine, by `case_name`."""
+    """Return speed-ups of whole steps on this machine, by `case_name`."""
     found = {}
     for path, bench in evidence.benches(on, folder):
         if bench["name"] == "fp8-step":
@@ -312,6 +318,6 @@ def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[floa
 
 
 def case_name(recipe: str, config: Config) -> str:
-    """Returns the name of a case of `bench fp8-step`."""
+    """Return the name of a case of `bench fp8-step`."""
     m, sequences = config.model, config.global_batch // config.grad_accum_steps
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"

@@ -1,8 +1,8 @@
-"""Kinds of attention by backends, by running each: forward and backward against the definition in
-float64, in every dtype; or the sentence why not.
+"""Try each kind of attention with each backend: forward and backward against the definition in
+float64, in every dtype. The result is an error, or a sentence that says why it does not work.
 
-The lengths are one token and 130, which no kernel's tile divides. `lpkit doctor` shows the row of
-full attention; docs/attention.md has them all.
+The lengths are 1 token and 130 tokens, which no kernel's tile divides. `lpkit doctor` shows the row
+of full attention; docs/attention.md has all rows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import Attending, nearest, why_not
 
-LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
+LIMITS = {      # relative to a result's norm: some roundings of 24, 8 and 11 bits reach this
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)
 MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
 
 
 def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> str:
-    """The largest relative error of its results and gradients. Raises UnavailableError, which says
-    why not and who can."""
+    """Return the largest relative error of results and gradients. Raises UnavailableError, which
+    says why the backend does not work and which backend does."""
     on_gpu = device.type != "cpu"
     asked = Attending(model=model, dtype=dtype, device="gpu" if on_gpu else "cpu", here=True,
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
@@ -45,7 +45,7 @@ def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> st
 
 
 def check(name: str, device: torch.device) -> str:
-    """Tries full attention in the dtype that a run has there, for the doctor."""
+    """Try full attention in the dtype that a run has on this device, for the doctor."""
     return tried(name, MODEL, "float32" if device.type == "cpu" else "bfloat16", device)
 
 
@@ -63,12 +63,12 @@ def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: i
         if own.requires_grad:
             kernel = replace(kernel, gradients=(0, 1, 2, 4))
     drawn.append(torch.randn(2, model.H, T, model.E, generator=draw))
-    # the same numbers
+    # the same numbers for both
     q, k, v, *own, weights = (t.to(getattr(torch, dtype)).to(device) for t in drawn)
     got = gradients_of(kernel, backend(name, model), (q, k, v, documents, *own), [weights])
     q, k, v, *own, weights = (t.double() for t in (q, k, v, *own, weights))
     want = gradients_of(kernel, kernel.definition, (q, k, v, documents, *own), [weights])
     whole = max(float(one.norm()) for one in want)
-    # a gradient may be 0, or the small difference of large terms
+    # a gradient may be 0, or a small difference of large terms
     return max(float((a.double() - b).norm()) / max(float(b.norm()), whole / 10)
                for a, b in zip(got, want, strict=True))

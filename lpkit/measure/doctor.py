@@ -1,8 +1,8 @@
-"""What this machine can do, by doing it: each row runs its technique on a tiny input, here and now.
+"""Find out what this machine can do: each row runs its technique on a tiny input.
 
-A row that does not work says why and names an alternative; a row without an answer in time is not
-known. To add a row, add a `Check` to `CHECKS`: its `run` takes the device, returns a detail and
-raises if it cannot. `lpkit.measure.probes` runs this module in a process of its own, because a
+A row that does not work gives the reason and an alternative. A row without an answer in time is
+unknown. To add a row, add a `Check` to `CHECKS`: its `run` takes the device, returns a detail, and
+raises if it does not work. `lpkit.measure.probes` runs this module in a separate process, because a
 check may crash or hang.
 """
 
@@ -33,7 +33,7 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.outside import OWN
 from lpkit.techniques.row import Row
 
-PROCESS_SECONDS = 0.8 * SECONDS     # of ranks, and of compiled casts
+PROCESS_SECONDS = 0.8 * SECONDS     # for ranks, and for compiled casts
 PROGRAM = "lpkit.measure.ranks:run"
 FP8_SHAPES = ((256, 768), (1024, 1024), (4096, 512))
 
@@ -48,10 +48,11 @@ def _installed(package: str) -> None:
         raise UnavailableError(f"{package} is not installed")
 
 
-# Precisions: a matrix product of known operands against the same product in float64.
+# Precisions: a matmul of known operands, compared with the same matmul in float64.
 
 def _operands(device: torch.device, size: int = 64) -> list[Tensor]:
-    """Two of (size, size), multiples of 1/4 in [-1, 1]: every format below holds them exactly."""
+    """Return two (size, size) matrices of multiples of 1/4 in [-1, 1], exact in every format here.
+    """
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(-4, 5, (size, size), generator=generator).div(4).to(device)
             for _ in range(2)]
@@ -86,7 +87,8 @@ def _triton(device: torch.device) -> str:
 
 
 def _versions(device: torch.device) -> str:
-    """Reports what `lpkit.kernels.choose` found in the runs so far; new tries take seconds each."""
+    """Report what `lpkit.kernels.choose` found in earlier runs, since new tries take seconds each.
+    """
     if wrong := [f"{version} of {name}" for name, each in refused_here().items()
                  for version in each]:
         raise UnavailableError(f"wrong here, so no run uses them: {', '.join(wrong)}")
@@ -101,10 +103,12 @@ def _fp8_stores(device: torch.device) -> str:
 
 def fp8_stores(device: torch.device,
                compiled: Callable[[Callable], Callable] = jit.compiled) -> str:
-    """A clamp and a cast, stored as it is and transposed by one compiled kernel, as FP8 training
-    does, bit for bit against PyTorch. Triton miscompiles the transposed store beside instructions
-    that propagate NaN, which torch generates since June 2026; whether it does depends on the launch
-    that was tuned, so several shapes are tried.
+    """Check a clamp and a cast bit for bit against PyTorch. One compiled kernel stores the result
+    both as it is and transposed, as FP8 training does.
+
+    Triton miscompiles the transposed store next to instructions that propagate NaN, which torch has
+    generated since June 2026. It depends on the tuned launch whether this happens, so several
+    shapes are tried.
     Source: https://github.com/triton-lang/triton/issues/11111, pytorch/ao#4652 and #4657.
     """
     draw, tried = torch.Generator().manual_seed(0), 0
@@ -133,13 +137,13 @@ def fp8_stores(device: torch.device,
             f"the bits of PyTorch's casts")
 
 
-# Parallel modes: each in processes of its own, so that a crash or a hang is a row.
+# Parallel modes: each runs in separate processes, so that a crash or a hang is only a row.
 
-_warm_parent = cache(WarmParent)      # until this process ends
+_warm_parent = cache(WarmParent)      # lives until this process ends
 
 
 def _processes(program: str, backend: str, device: torch.device, world: int = 2) -> str:
-    """Run one of `ranks.PROGRAMS` as `world` ranks."""
+    """Run one of `ranks.PROGRAMS` on `world` ranks."""
     if backend == "nccl":
         _need(device, "cuda", "NCCL moves data between NVIDIA GPUs")
         if (here := torch.cuda.device_count()) < world:
@@ -152,7 +156,7 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
 
 
 def attention_checks(*, imported: bool) -> list[Check]:
-    """Return a check for every backend of attention of the package, or of the modules imported."""
+    """Return a check for every attention backend: of this package, or of `imported` modules."""
     own = OWN["system.attention"]
     return [Check(name, "attention", partial(attention.check, name),
                   "" if name == "plain" else "plain")
@@ -176,7 +180,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def machine() -> dict[str, Any]:
-    """Return what PyTorch says of GPUs. Sizes are bytes."""
+    """Return what PyTorch reports about GPUs. Sizes are bytes."""
     problem = hardware.why_no_gpu()
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     gpus = map(torch.cuda.get_device_properties, range(count))
@@ -188,7 +192,7 @@ def machine() -> dict[str, Any]:
 
 
 def techniques() -> list[Check]:
-    """Return a check for every row, also from outside: its implementation can be imported."""
+    """Return a check for every row, also of other packages: its implementation can be imported."""
     return [Check(f"{field}={name}", "technique", partial(_loaded, row))
             for field, table in FAMILIES.items() for name, row in table.items()]
 
@@ -200,11 +204,11 @@ def _loaded(row: Row, device: torch.device) -> str:
     return row.implementation
 
 
-# The process
+# The process that makes the report
 
 def speed(device: torch.device) -> dict[str, Any]:
-    """Return the ceilings that are reached here, and the dtype of a run by itself, which a race
-    decides. `others` is the share of the cores that other processes took meanwhile."""
+    """Return the ceilings that this machine reaches, and the dtype that a run chooses, which a
+    timing decides. `others` is the share of the cores that other processes took meanwhile."""
     share, choice, here = hardware.others(), hardware.bf16_choice(device), hardware.machine(
         str(device))
     return {"chosen": {"precision": asdict(choice)}, "ceilings": {
@@ -213,12 +217,12 @@ def speed(device: torch.device) -> dict[str, Any]:
 
 
 def _part(check: Check, device: torch.device) -> dict[str, Any]:
-    """Return the part of the report that `check` makes: of a technique only if it fails."""
+    """Return the part of the report from `check`. A technique is reported only if it fails."""
     if check.kind == "speed":
-        return speed(device)        # first of all, with PyTorch's own number of threads
-    torch.set_num_threads(1)    # tiny products; more threads would only wait for one another
+        return speed(device)        # first, with PyTorch's default number of threads
+    torch.set_num_threads(1)    # matmuls are tiny, so more threads would only wait
     if check.kind != "technique":
-        with suppress(ConfigError):     # it imports PyTorch while other rows are tried
+        with suppress(ConfigError):     # the parent imports PyTorch while other rows are tried
             _warm_parent()
     found = probe(check, device)
     return {"probes": [asdict(found)] if found.kind != "technique" or not found.works else []}

@@ -1,11 +1,11 @@
-"""Which recipe runs here with which backend: native, emulated, or not, and why.
+"""Find which recipe runs with which backend on this machine: native, emulated, or not, and why.
 
-Each is tried on this machine: forward and backward of a tiny Linear against its definition in
-float64, torch.compile, recomputation, accumulation. docs/matrix.md says the same of machines that
-are not here, from what the libraries say they need.
+Each pair is tried: forward and backward of a tiny Linear against its definition in float64, then
+torch.compile, recomputation and gradient accumulation. docs/matrix.md has other machines, from what
+the libraries require.
 
-Native: the device multiplies these formats itself; emulated: the same numbers in wider products,
-slower than the wider recipe alone.
+native      the device multiplies these formats itself
+emulated    equal results by wider products, slower than the wider recipe without casts
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 from lpkit.training.steps import advance
 
 KIND = "recipe"
-FEATURES = ("compile", "recompute", "accumulate")   # without which a pair still works
-SIZE = 128      # of the tiny Linear: tiles every recipe
-ERROR = 0.5     # relative, beyond which a result is not the recipe's
+FEATURES = ("compile", "recompute", "accumulate")   # a pair works without these
+SIZE = 128      # width of the tiny Linear; it tiles every recipe
+ERROR = 0.5     # relative; a result with a larger error is not the recipe's
 
 
 def backends_of(recipe: Recipe) -> tuple[str, ...]:
-    """Returns the backends that make sense for the recipe: one that casts nothing needs none."""
+    """Return the backends that the recipe can use; a recipe without casts uses only PyTorch."""
     return tuple(name for name in BACKENDS if (name == "pytorch") != bool(recipe.products))
 
 
 def checks() -> dict[str, Check]:
-    """Pairs every recipe with every backend, by name."""
+    """Return a check for every pair of recipe and backend, by name."""
     found = {}
     for recipe, row in RECIPES.items():
         instead = f"{recipe} with precision.backend=emulated" if row.products else "fp32"
@@ -50,7 +50,7 @@ def checks() -> dict[str, Check]:
 
 
 def tried(recipe: str, backend: str, device: torch.device) -> str:
-    """native or emulated, by how much its numbers are off, and what does not work with it."""
+    """Return whether the pair is native or emulated, its error, and which features fail with it."""
     row = RECIPES[recipe]
     if why := BACKENDS[backend].why_not(recipe, row, device):
         raise UnavailableError(why)
@@ -69,7 +69,7 @@ _compare = partial(compare, "the numbers are not the recipe's")
 
 
 class Definition(Emulated):
-    """The recipe itself: its casts, multiplied in float64."""
+    """The definition of a recipe: its casts, multiplied in float64."""
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax, noise, both=False) -> Scaled:
         return quantise(x, cast, amax=amax, noise=noise)
@@ -81,11 +81,11 @@ class Definition(Emulated):
 
 
 class Trial:
-    """One recipe with one backend on one device. Each way to try it raises for wrong numbers."""
+    """One recipe with one backend on one device. Each method raises if the numbers are wrong."""
 
     def __init__(self, recipe: str, backend: str, device: torch.device):
         self.recipe, self.backend, self.device = RECIPES[recipe], BACKENDS[backend], device
-        # only the size of the error of a backend that is not exact is the recipe's
+        # a backend that is not exact must only have errors of the recipe's size
         self.limit = 0.01 if self.backend.exact else ERROR
 
     def linear(self) -> nn.Linear:
@@ -93,7 +93,7 @@ class Trial:
         return nn.Linear(SIZE, SIZE, device=self.device)
 
     def model(self, wrap: Callable[..., nn.Module] | None = None) -> nn.Module:
-        """Wraps a Linear and runs one micro-batch, which only fills the history if there is one."""
+        """Wrap a Linear and run one micro-batch, which only fills the amax history, if any."""
         wrap = wrap or self.backend.wrap
         model = wrap(self.linear(), self.recipe, name="probe", seed=0)
         self.gradients(model)
@@ -106,35 +106,36 @@ class Trial:
 
     def gradients(self, model: nn.Module, *, seed: int = 1,
                   call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-        """y, dx, dw of one micro-batch, whose gradient of y is known."""
+        """Return y, dx and dw of one micro-batch with a known gradient of y."""
         x = self.input(seed).to(model.weight.dtype).requires_grad_()
         with autocast(self.recipe, self.device) if x.dtype == torch.float32 else nullcontext():
-            y = model(x) if call is None else call(x)     # a compiled module has no truth value
+            # `or` would fail: a compiled module has no truth value
+            y = model(x) if call is None else call(x)
         y.backward(self.input(3).to(y.dtype))
         advance(model)
         return [y.detach(), x.grad, model.weight.grad]
 
     def definition(self) -> list[Tensor]:
-        """Returns what y, dx and dw should be; for a recipe that casts nothing, in float64."""
+        """Return the right y, dx and dw; float64 for a recipe that casts nothing."""
         model = self.linear().double()
         if self.recipe.products:
             model = self.model(partial(ScaledLinear.wrap, arithmetic=Definition()))
         return self.gradients(model)
 
     def numbers(self) -> str:
-        """y, dx and dw beside the definition's."""
+        """Compare y, dx and dw with the definition."""
         return _compare(self.gradients(self.model()), self.definition(), self.limit)
 
     def compile(self) -> str:
-        """Traced and run, forward and backward. Code is not generated, which would take minutes for
-        all of them; the doctor's row for Triton says whether that works."""
+        """Trace forward and backward and run them. No code is generated, since that would take
+        minutes for all pairs. The doctor's row for Triton tests code generation."""
         model, plain = self.model(), self.model()
         torch._dynamo.reset()
         got = self.gradients(model, call=jit.compiled(model, backend="aot_eager"))
         return f"traced, {_compare(got, self.gradients(plain), self.limit)}"
 
     def recompute(self) -> str:
-        """Forward twice, the same numbers, and a history that moves on once."""
+        """Check that a repeated forward gives the same numbers and advances the history once."""
         model, plain = self.model(), self.model()
         got = self.gradients(model, call=partial(checkpoint, model, use_reentrant=False))
         want = self.gradients(plain)
@@ -144,7 +145,7 @@ class Trial:
         return _compare(got, want, 1e-6 if self.backend.exact else ERROR)
 
     def accumulate(self) -> str:
-        """Two micro-batches, one gradient: the sum of what each gives."""
+        """Check that two micro-batches give the sum of both gradients."""
         model, apart = self.model(), self.model()
         total = 0
         for seed in (1, 2):

@@ -1,8 +1,8 @@
 """A probe tries one thing on a device: it works, or there is a reason and an alternative.
 
 `examine` makes the doctor's report. `lpkit.measure.doctor` tries everything in another process,
-which may crash or hang: a probe that takes too long is ended, and the next process tries the rest.
-Nothing here imports torch, so that what needs no torch is known at once.
+since a probe may crash or hang. A probe that takes too long is killed, and the next process tries
+the rest. This module does not import torch, so that facts without torch are known at once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SECONDS = 10.0          # of a probe
-START_SECONDS = 120.0   # in which a process imports PyTorch, beside other work
-LATE = ("gave no sign of life for", "got no further for")       # ranks, says their supervisor
+SECONDS = 10.0          # time limit of a probe
+START_SECONDS = 120.0   # time limit to import PyTorch, while other processes may run
+LATE = ("gave no sign of life for", "got no further for")       # words of the ranks' supervisor
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
              "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",
              "ipywidgets", "plotly", "nbclient", "nvidia-ml-py", "numpy")
@@ -43,17 +43,17 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", 
 
 
 class UnavailableError(Exception):
-    """Not here. The message is the reason, for a person."""
+    """The tried thing does not work here. The message is the reason, for the user."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to try. `run(device) -> detail`; anything it raises is the reason why not."""
+    """One thing to try. `run(device) -> detail`; any exception is the reason why it fails."""
 
     name: str
     kind: str
     run: Callable[[torch.device], str]
-    nearest: str = ""       # the alternative, where it does not work
+    nearest: str = ""       # the alternative if it does not work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Probe:
 
 
 def reason(error: Exception) -> str:
-    """The first line that says something."""
+    """Return the first line of the message that is not empty."""
     lines = filter(None, map(str.strip, str(error).splitlines()))
     return next(lines, type(error).__name__)[:200]
 
@@ -78,19 +78,19 @@ def probe(check: Check, device: torch.device) -> Probe:
     found = partial(Probe, name=check.name, kind=check.kind)
     try:
         with warnings.catch_warnings():
-            # torch explains at length why it will not; the reason is asked below
+            # torch explains at length why something fails; `reason` takes the first line
             warnings.simplefilter("ignore")
             return found(works=True, detail=check.run(device))
     except Exception as error:
         late = isinstance(error, TimeoutError) or any(words in str(error) for words in LATE)
-        # a reason may end with what can
+        # a reason may end with the alternative
         why, other = re.fullmatch(r"(.*?)(?:; ([\w-]+) can)?", reason(error)).groups()
         return found(works=None if late else False, nearest=other or check.nearest,
                      why="not measured in time: " * late + why)
 
 
 def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:
-    """The largest relative error. Raises UnavailableError, which says `what`, beyond `limit`."""
+    """Return the largest relative error. Raises UnavailableError with `what` above `limit`."""
     errors = []
     for a, b in zip(got, want, strict=True):
         a, b = a.detach().double().cpu(), b.detach().double().cpu()
@@ -101,7 +101,7 @@ def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: flo
 
 
 def facts() -> dict[str, Any]:
-    """Return what the system says of this machine. Sizes are bytes."""
+    """Return what the system reports about this machine. Sizes are bytes."""
     flags, memory, driver = cpu_flags(), psutil.virtual_memory(), Path("/sys/module/nvidia/version")
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in flags], "cores": cores(),
@@ -113,8 +113,8 @@ def facts() -> dict[str, Any]:
 
 def examine(show: Callable[[dict[str, Any]], object] = lambda part: None,
             **how: Any) -> dict[str, Any]:
-    """Return the doctor's report, JSON-ready. `show` gets each part of it as soon as it is known.
-    `ceilings` and `chosen` are None if no speed was measured in time."""
+    """Return the doctor's report, JSON-ready. `show` gets each part of the report as soon as it is
+    known. `ceilings` and `chosen` are None if no speed was measured in time."""
     report = {"machine": {}, "device": None, "probes": [], "ceilings": None, "chosen": None}
     for part in chain([{"machine": facts()}], answers(**how)):
         show(part)
@@ -128,10 +128,10 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
             seconds: float = SECONDS, module: str = "lpkit.measure.doctor"
             ) -> Iterator[dict[str, Any]]:
     """Yield parts of the report from a process of `module`: first the device and `checks` (name,
-    kind and alternative of each thing that will be tried), then a part for each check.
+    kind and alternative of each thing to try), then a part for each check.
 
-    A check that crashes its process does not work, and a check that takes longer than `seconds` is
-    not known. Raises ConfigError if a process does not begin.
+    A check fails if it crashes its process. It is unknown if it takes longer than `seconds`. Then a
+    new process tries the remaining checks. Raises ConfigError if a process does not start.
     """
     waiting: list[list[str]] | None = None
     while waiting is None or waiting:
@@ -156,7 +156,7 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
                     yield part
             except Empty:
                 works, why = None, f"not measured within {seconds if begun else START_SECONDS:g} s"
-            except ValueError:      # the end, perhaps within a line
+            except ValueError:      # the process ended, perhaps within a line
                 last = keeper.stdout.read().strip().rpartition("\n")[2]
                 why = f"its process ended with exit code {keeper.wait()} {last}".strip()
         if not begun:

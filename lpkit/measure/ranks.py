@@ -1,5 +1,5 @@
-"""What several processes can do here, each against one process that does it alone. The doctor runs
-these; their warm parent imports this file and no more of the kit."""
+"""Programs for several ranks, each compared with the same computation in one process. The doctor
+runs them. Their warm parent imports this file and little else of the kit."""
 
 import copy
 import warnings
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # DDP's and FSDP's first use would import it, in each rank
+import torch._dynamo  # first use in DDP and FSDP would import it, in each rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +27,7 @@ def _all_reduce(place: Place, device: torch.device) -> None:
 
 
 def _gradients(wrap: Callable[[nn.Module], nn.Module], place: Place, device: torch.device) -> None:
-    """Rank r sees (r + 1) x; the gradient must be that of one process that sees them all."""
+    """Rank r sees (r + 1) x. The gradient must be that of one process with all inputs."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(device)
     alone = copy.deepcopy(model)
@@ -46,7 +46,7 @@ def _fsdp2(model: nn.Module) -> nn.Module:
 
 
 def _all_gather(place: Place, device: torch.device) -> float:
-    """Returns the bytes a second that a rank hears: the best of several."""
+    """Return the bytes per second that a rank receives, the best of several tries."""
     whole = torch.zeros(place.world, 2**26, dtype=torch.uint8, device=device)
 
     def gather() -> None:
@@ -66,7 +66,7 @@ PROGRAMS: dict[str, Callable[[Place, torch.device], float | None]] = {
 
 
 def run(place: Place, told: dict[str, Any]) -> float | None:
-    """A rank of `told["program"]` over `told["backend"]`."""
+    """Run `told["program"]` over `told["backend"]` as one rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device = torch.device("cpu")

@@ -1,23 +1,23 @@
-"""What number formats do to the tensors of a run: the numbers of every operand, as it was cast and
-as others would cast it.
+"""What number formats do to a run's tensors: statistics of every operand as it was cast, and as
+other recipes would cast it.
 
     telemetry.attach(training, run_dir, every=20)   # then fit(training, run_dir)
     telemetry.read(run_dir)                         # a list of Samples
 
-Needs no cooperation of a layer: on a sampled step a hook on each nn.Linear sees x, w and dy, and
-the casts of a recipe (rows of data) are applied to them on the side. Between samples there are no
-hooks. Nothing here draws from a random generator of the run or writes to a tensor of it, so a loss
-is the same bit for bit with and without.
+Layers need not cooperate. On a sampled step, a hook on each nn.Linear sees x, w and dy, and applies
+the casts of recipes (rows of data) to copies. Between samples there are no hooks. Telemetry never
+uses a random generator of the run and never writes to its tensors. So the loss is the same bit for
+bit with and without it.
 
-Shares count elements that are not zero; of blocks, those that hold any. Ratios are in dB, scales in
-powers of two. The largest magnitude and the NaNs are counted over the whole tensor. The rest, over
-`rows` rows of it, drawn anew at each sample in groups that no block crosses, each group as likely
-as the other; the group of the largest magnitude is cast along, so that tensor scales are those of
-the whole. `sampled_rows` of `total_rows` is kept with every number.
+Shares count only elements that are not zero, and only blocks that contain such elements. Ratios are
+in dB, scales in powers of two. The largest magnitude and the number of NaNs are exact. All else is
+from `rows` rows of the tensor. Each sample draws new rows, in groups that no block crosses, with
+equal probability. The group with the largest magnitude is cast as well, so that scales of a whole
+tensor are right. Each sample has `sampled_rows` and `total_rows`.
 
-Which numbers, after Transformer Engine's debug features LogFp8TensorStats (underflows, scale
+The statistics follow Transformer Engine's debug features LogFp8TensorStats (underflows, scale
 spread) and Mishra et al. 2025, https://arxiv.org/abs/2506.08027; the signal-to-quantisation-noise
-ratio, Widrow and Kollar 2008.
+ratio (SQNR) follows Widrow and Kollar 2008.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from lpkit.training.runs import Run
 from lpkit.training.training import Training
 
 FILE = "telemetry.jsonl"
-ROWS = 32               # of each tensor, for the statistics that are not exact over all of it
-GROUP = 4               # at least so many neighbouring rows are drawn together
+ROWS = 32               # rows of each tensor, for statistics that are not exact
+GROUP = 4               # at least this many adjacent rows are drawn together
 
-ROLES = {   # the product in which a tensor is looked at, and the operand that it is there
+ROLES = {   # (the product in which a tensor is used, its operand there)
     "x": ("y", "x"), "w": ("y", "w"), "dy": ("dx", "g"),
     "x.T": ("dw", "x"), "w.T": ("dx", "w"), "dy.T": ("dw", "g"),
 }
@@ -63,14 +63,14 @@ ROLES = {   # the product in which a tensor is looked at, and the operand that i
 class Quality:
     """The effect of one cast on one tensor."""
 
-    sqnr_db: float | None           # 10 log10(sum x^2 / sum (x - cast x)^2); None: no error at all
+    sqnr_db: float | None           # 10 log10(sum x^2 / sum (x - cast x)^2); None: no error
     underflow: float                # share of elements that became zero
     saturated: float                # share beyond the largest value by more than half a spacing
     scale_octaves: float            # log2 of the largest block scale over the smallest
     worst_block_db: float | None    # the least SQNR of a block
     saturated_blocks: float         # share of blocks with a saturated element
-    zeroed_blocks: float            # share of blocks of which nothing is left
-    zero_blocks: float              # of all blocks, those that were zero before
+    zeroed_blocks: float            # share of blocks in which all elements became zero
+    zero_blocks: float              # share of all blocks that were zero before the cast
     # log2 of the least and the largest magnitude that the largest scale can express
     window: tuple[float, float]
 
@@ -81,20 +81,21 @@ class Sample:
 
     step: int
     layer: str
-    role: str                       # of ROLES
+    role: str                       # a name from ROLES
     cast: dict[str, Any]            # the fields of the Cast that the run applied
     total_rows: int
     sampled_rows: int
     amax: float | None              # exact; None: not finite
-    nonfinite: int      # NaNs and infinities, exact; where there are any, nothing else can be said
+    # NaNs and infinities, exact; if there are any, there are no other statistics
+    nonfinite: int
     own: Quality | None             # under `cast`
-    others: dict[str, Quality]      # under each other recipe, as if it had been at work here
-    # floor(log2 |x|) -> how many of the sampled elements; zeros are left out
+    others: dict[str, Quality]      # under each other recipe, as if it had been used
+    # floor(log2 |x|) -> number of sampled elements, without zeros
     exponents: dict[int, int]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """Back from JSON, which has lists for tuples and text for the keys of a dict."""
+        """Return a Sample from JSON, which has lists for tuples and strings for keys of dicts."""
         others = {name: _quality(one) for name, one in values["others"].items()}
         cast = {**values["cast"], "block": tuple(values["cast"]["block"])}
         exponents = {int(exponent): count for exponent, count in values["exponents"].items()}
@@ -106,22 +107,23 @@ def _quality(values: dict[str, Any]) -> Quality:
     return Quality(**{**values, "window": tuple(values["window"])})
 
 
-# ---- statistics of one tensor
+# ---- Statistics of one tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Rows of an operand, and one more group, cast along because it holds the largest magnitude."""
+    """Rows of an operand, and one more group with its largest magnitude, which is cast as well."""
 
     x: Tensor                   # (rows [+ group], contracted axis) float32
-    rows: int                   # of x that count
+    rows: int                   # number of rows of x that count
     total_rows: int
     amax: Tensor                # () float32, of the whole operand
     nonfinite: Tensor           # ()
-    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)   # by several casts
+    # results that several casts share
+    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def unit(self) -> Tensor:
-        """Times a power of two: squares of small gradients would vanish in float32."""
+        """A power of two to multiply by, since squares of small gradients underflow in float32."""
         exponent = torch.frexp(self.amax).exponent.clamp(-120, 120)
         return torch.ldexp(torch.ones_like(self.amax), -exponent)
 
@@ -131,8 +133,8 @@ class Drawn:
         return self._shared[transform]
 
     def blocks(self, transform: str, r: int, c: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that count in units of `unit`, (R, r, C, c); per block the sum of squares, and
-        how many are not zero."""
+        """Return the rows that count, times `unit`, as (R, r, C, c); and for each block the sum of
+        squares and the number of elements that are not zero."""
         key = transform, r, c
         if key not in self._shared:
             x = (self.mixed(transform)[:self.rows] * self.unit).view(self.rows // r, r, -1, c)
@@ -142,7 +144,7 @@ class Drawn:
 
 def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
          generator: torch.Generator | None = None) -> Drawn:
-    """`rows` rows of x (M, K), None: all; padded with zeros until every one of `casts` tiles."""
+    """Draw `rows` rows of x (M, K); None: all. x is padded with zeros until all `casts` tile."""
     tiles = [cast.tile for cast in casts]
     x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     along = max((side for tile in tiles for side in tile[1:]), default=1)
@@ -153,8 +155,8 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
     by_column = any(cast.block[0] == ALL != cast.block[1] for cast in casts)
     found = kernel.amax(x, (group, 0))
     tops, groups, wanted = found.values.view(-1), len(x) // group, -(-(rows or total) // group)
-    count = len(x)              # rows that count
-    if wanted < groups and not by_column:       # else scales reach over all rows
+    count = len(x)              # number of rows that count
+    if wanted < groups and not by_column:       # else a scale spans all rows
         picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
         picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
         x, count = x.unflatten(0, (-1, group))[picked].flatten(0, 1), wanted * group
@@ -163,7 +165,8 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
-    """Sums and counts for `quality`, (12,) float64 on x's device. `amax`: as in `quantise`."""
+    """Return sums and counts for `quality`, (12,) float64 on x's device. `amax`: as in `quantise`.
+    """
     mixed = drawn.mixed(cast.transform)
     quantised = quantise(mixed, replace(cast, transform="none"), amax=amax,
                          noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
@@ -176,10 +179,10 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None],
                           value=-1).square_().sum((1, 3))
     left = data.count_nonzero((1, 3))
-    # half a spacing beyond the largest value: further out, a magnitude saturates
+    # a magnitude saturates if it is more than half a spacing beyond the largest value
     to = format_of(cast.format)
     half = 2.0**(to.max_exponent - to.mantissa_bits - 1)
-    there, scaled = some > 0, scale > 0     # under a scale of 0 nothing saturates
+    there, scaled = some > 0, scale > 0     # under a scale of 0, nothing saturates
     limit = ((to.largest + half) * scale.double()).masked_fill(~scaled, torch.inf)
     beyond = torch.zeros_like(some)
     if bool((top > limit).any()):
@@ -194,7 +197,7 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
 
 
 def quality(numbers: list[float], cast: Cast) -> Quality:
-    """Makes a Quality of what `measure` has counted."""
+    """Return a Quality from the numbers of `measure`."""
     (elements, left, beyond, there, saturated, zeroed,
      signal, noise, worst, high, low, blocks) = numbers
     to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
@@ -209,13 +212,13 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
 
 
 def decibel(ratio: float) -> float | None:
-    """None where there is no logarithm: nothing was lost (infinite), or there was no signal (0,
+    """Return a ratio in dB; None if it has no logarithm: no error (infinite), or no signal (0,
     NaN)."""
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
 def exponents(x: Tensor) -> dict[int, int]:
-    """Counts the elements of x (float32) by floor(log2 |x|), without those below 2^-126."""
+    """Count the elements of x (float32) by floor(log2 |x|), without those below 2^-126."""
     codes = (x.contiguous().view(torch.int32) >> 23) & 0xFF
     counts = torch.bincount(codes.flatten(), minlength=256)[1:255].tolist()
     return {exponent: count for exponent, count in enumerate(counts, -126) if count}
@@ -224,21 +227,21 @@ def exponents(x: Tensor) -> dict[int, int]:
 def cast_of(recipe: Recipe, role: str) -> Cast:
     if (cast := recipe.cast_of[ROLES[role]]) is not None:
         return cast
-    # no recipe scales it: it is cast to the dtype of the product
+    # no recipe scales this operand: it is cast to the dtype of the product
     dtype = recipe.compute or "float32"
     name = next(f.name for f in FORMATS.values() if f.torch_dtype == dtype)
     return Cast(format=name, scale="none")
 
 
-# ---- a run's
+# ---- Telemetry of a run
 
 @contextmanager
 def observed(linears: Mapping[str, nn.Linear],
              look: Callable[[str, nn.Linear, str, Tensor, torch.dtype], None]) -> Iterator[None]:
-    """Lets `look(name, layer, tensor, value, dtype)` see what each Linear multiplies: its x and w,
-    and the gradient dy of its output, whose dtype it is told."""
+    """Call `look(name, layer, tensor, value, dtype)` for each operand of each Linear: its x, its w,
+    and the gradient dy of its output. `dtype` is the dtype of the output."""
     def forward(name: str, layer: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
-        # alone: a closure over `out` would keep it until backward, and itself in a cycle
+        # not `out` itself: a closure over it would keep it until backward, and itself in a cycle
         dtype = out.dtype
         look(name, layer, "x", args[0], dtype)
         turned = getattr(layer, "transposed", False)
@@ -249,7 +252,7 @@ def observed(linears: Mapping[str, nn.Linear],
     with ExitStack() as stack:
         for name, layer in linears.items():
             stack.callback(layer.register_forward_hook(partial(forward, name)).remove)
-        # what was compiled does not call a later hook, nor is it compiled anew for one
+        # a compiled model does not call hooks that are added later, and is not recompiled for them
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -261,10 +264,11 @@ class Telemetry:
     Training.
 
     layers:          patterns of names of Linears
-    roles:           of ROLES
+    roles:           some of ROLES
     counterfactuals: names of recipes to compare with; None: all but fp32
-    rows:            drawn of each tensor; None: every row, over 5% of a small model's step
-    path:            a JSON line per sample is appended, and `samples` stays empty; None: `samples`
+    rows:            rows to draw from each tensor; None: all rows, over 5% of a small model's step
+    path:            file that gets a JSON line per sample, while `samples` stays empty; None:
+                     samples go to `samples`
     Raises ConfigError for an unknown name.
     """
 
@@ -275,7 +279,7 @@ class Telemetry:
     counterfactuals: tuple[str, ...] | None = None
     rows: int | None = ROWS
     path: Path | None = None
-    step: int = 0                                   # the one at hand, from 1
+    step: int = 0                                   # the current step, from 1
     samples: list[Sample] = field(default_factory=list)
     _amaxes: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
     _chain: records.Chain | None = field(default=None, init=False, repr=False)
@@ -302,7 +306,7 @@ class Telemetry:
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Around forward and backward of `step`, from 0: looks when it is time."""
+        """Sample `step` (from 0) if it is due. Use it around forward and backward."""
         if step % self.every:
             yield
             return
@@ -313,7 +317,7 @@ class Telemetry:
 
     def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor,
                 dtype: torch.dtype) -> None:
-        """The first micro-batch counts; a forward that is recomputed is the first one again."""
+        """Sample the first micro-batch only. A recomputed forward is skipped as a repetition."""
         if (name, tensor) in self._seen:
             return
         self._seen.add((name, tensor))
@@ -329,13 +333,14 @@ class Telemetry:
         ours = ours or Recipe(compute=str(dtype).removeprefix("torch."), dtype="", source="")
         recipes = {"": ours, **self._others}
         casts = {key: cast_of(recipe, role) for key, recipe in recipes.items()}
-        by_height = defaultdict(list)       # of blocks: a draw for each
+        # casts by the height of their blocks; each height gets one draw
+        by_height = defaultdict(list)
         for cast in casts.values():
             by_height[max(GROUP, cast.tile[0])].append(cast)
         draws = {height: draw(x, same, self.rows, torch.Generator().manual_seed(self.step))
                  for height, same in by_height.items()}
         drawn = draws[min(draws)]
-        alike, counted = {}, {}             # recipes that cast alike are measured once
+        alike, counted = {}, {}             # recipes with equal casts are measured once
         for key, cast in casts.items():
             history = self._history(name, module, role, recipes[key], drawn)
             alike[key] = (cast, None if history is None else key)
@@ -344,7 +349,7 @@ class Telemetry:
         self._amaxes[name, role] = torch.maximum(drawn.amax,
                                                  self._amaxes.get((name, role), drawn.amax))
         exact = torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device)))
-        values = torch.cat((exact, *counted.values())).cpu()        # to the host at once
+        values = torch.cat((exact, *counted.values())).cpu()        # one transfer to the host
         amax, nonfinite = values[:2].tolist()
         found = {}
         if not nonfinite:
@@ -359,12 +364,12 @@ class Telemetry:
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
                  drawn: Drawn) -> Tensor | None:
-        """Returns what delayed scaling would scale by: the layer's history, or earlier samples'."""
+        """Return the amax for delayed scaling: the layer's history, or that of earlier samples."""
         product, operand = ROLES[role]
         if recipe.delayed is None or getattr(recipe, product) is None:
             return None
         history = getattr(module, "amax_history", None)
-        # a layer that was promoted keeps its history
+        # a layer that was promoted to a wider dtype keeps its history
         if history is None or module.recipe.delayed is None:
             return self._amaxes.get((name, role), drawn.amax) * 2.0**recipe.delayed.margin
         delayed = module.recipe.delayed
@@ -372,7 +377,7 @@ class Telemetry:
         return amax * 2.0**delayed.margin
 
     def _keep(self, samples: list[Sample]) -> None:
-        """Keeps them in the file alone, if there is one: a long run exceeds the memory."""
+        """Write samples to the file if there is one, since a long run would exceed the memory."""
         if self.path is None:
             self.samples += samples
         else:
@@ -382,7 +387,8 @@ class Telemetry:
 
 
 def attach(training: Training, run_dir: str | Path | None = None, **settings: Any) -> Telemetry:
-    """Watch `training`: `fit` it into the same `run_dir`. `settings`, errors: as `Telemetry`."""
+    """Watch `training`; then `fit` it into the same `run_dir`. `settings`, errors: as `Telemetry`.
+    """
     path = None if run_dir is None else Path(run_dir) / FILE
     telemetry = Telemetry(model=training.model, path=path, **settings)
     training.watchers.append(telemetry.watch)
@@ -390,8 +396,8 @@ def attach(training: Training, run_dir: str | Path | None = None, **settings: An
 
 
 def read(path: str | Path) -> list[Sample]:
-    """The samples of a run folder by step. A step that was done again counts once, the last time;
-    a damaged line is left out with a warning. Raises ConfigError when there are none."""
+    """Return the samples of a run folder by step. A repeated step counts once, with its last
+    samples. A damaged line is skipped with a warning. Raises ConfigError if there are none."""
     path = Path(path)
     refuse_links(path)
     file = path / FILE if path.is_dir() else path

@@ -1,16 +1,16 @@
-"""The ledger of a step that never ran: the model and the trainer's step under fake tensors, on any
-number of ranks.
+"""The memory ledger of a step that never ran: the model and the trainer's step with fake tensors,
+on any number of ranks.
 
-Operations run on shapes alone (torch._subclasses.FakeTensorMode): nothing is allocated and nothing
-computed, but every storage has its size, and `lpkit.measure.tracking` watches them as it watches
-real ones. Collectives go to PyTorch's "fake" process group, which answers at once for a world of
-any size; what one rank holds is what rank 0 of the real world would.
+Operations run on shapes only (torch._subclasses.FakeTensorMode). Nothing is allocated or computed,
+but every storage has its size, and `lpkit.measure.tracking` watches it like a real one. Collectives
+go to PyTorch's "fake" process group, which answers at once for a world of any size. The traced rank
+holds what the same rank of a real world would hold.
 
-What a trace does not know: what a kernel takes and gives back inside one operation, and how an
-allocator rounds and reserves (on CUDA its 512-byte blocks are counted). Where a step asks for a
-number, it gets that of a healthy one: gradients are finite, counts of NaN are 0.
+A trace does not know the memory that a kernel allocates and frees within one operation, and how an
+allocator rounds and reserves (CUDA's 512-byte blocks are counted). If a step reads a number, it
+gets that of a healthy step: gradients are finite, counts of NaN are 0.
 
-PyTorch's own FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) is no base for this. Its
+PyTorch's FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) cannot be the base of this. Its
 figure for the optimizer is right in the first update and wrong in the second: with the fused AdamW
 of torch 2.13 it adds every parameter, gradient and moment whole to the shards, 9 times the state
 that 4 ranks hold (docs/log.md).
@@ -50,19 +50,19 @@ from lpkit.techniques.layouts import Layout, check
 from lpkit.training.build import Decisions, decide
 from lpkit.values import between, checked
 
-World = Annotated[int, between(1, 65_536)]      # of devices
+World = Annotated[int, between(1, 65_536)]      # number of devices
 
 
 @checked
 def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None,
                   rank: int = 0, device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
-    """Live bytes of the device of a rank in the second update of `config` on `world_size` devices,
-    by row, as `measure.memory`; and what it tells the others.
+    """Return the live bytes, by row as in `measure.memory`, of a rank's device in the second update
+    of `config` on `world_size` devices, and the messages that the rank sends.
 
-    layout: the axes data and shard, as training has them; without one the config's `parallel` on
-    one device, and on more all ranks shard (ZeRO 3). device: whose operations to trace, "cpu" or
-    "cuda", which takes a GPU that is not used. Raises ConfigError for what cannot be trained, or
-    traced.
+    `layout`: sizes of the axes data and shard that training supports. Without a layout, one device
+    uses the config's `parallel`, and several devices shard (ZeRO 3). `device`: whose operations to
+    trace, "cpu" or "cuda", which needs a GPU, but does not use it. Raises ConfigError for a config
+    that cannot be trained or traced.
     """
     given = layout is not None or world_size > 1
     layout = layout or (Layout(shard=world_size) if given else config.parallel)
@@ -78,14 +78,14 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
 
 
 def _decide(config: Config, device: str) -> Decisions:
-    """Decides as the run does, but without a device to ask or to race on."""
-    if device == "cuda" and not torch.cuda.is_available():      # autograd asks it for a stream
+    """Make the decisions of a run, without a device to ask or to time."""
+    if device == "cuda" and not torch.cuda.is_available():      # autograd needs a CUDA stream
         raise ConfigError("PyTorch sees no GPU here, and without one it goes back through no GPU's "
                           "operations, not even to trace them; use device=cpu, which keeps the "
                           "same tensors but for RMSNorm's")
     asked = used = config.precision.recipe.name
     if asked == "auto":
-        used = "bf16"       # a run decides by a race, which a trace cannot hold
+        used = "bf16"       # a run decides by timing, which a trace cannot do
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
                                        "system.kernels": "auto", "system.attention": "plain",
                                        "system.threads": torch.get_num_threads(),
@@ -108,7 +108,7 @@ def _decide(config: Config, device: str) -> Decisions:
 
 @contextmanager
 def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
-    """One rank of a world that is not there."""
+    """Join a fake world as one rank."""
     if layout.devices == 1:
         yield Ranks()
         return
@@ -127,7 +127,8 @@ def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
 
 @contextmanager
 def fake_step(device: str) -> Iterator[None]:
-    """Everything made in here is fake. What is made once a process is made before."""
+    """Make all tensors in this block fake. Tensors that a process makes only once are made real,
+    before the block."""
     for signed in (True, False):
         moments.midpoints(signed)
     with (mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
@@ -137,7 +138,8 @@ def fake_step(device: str) -> Iterator[None]:
 
 
 class _Chunks:
-    """torch.chunk, a piece at a time: FSDP takes one of 1,024, and a fake tensor takes 0.1 ms."""
+    """torch.chunk, one piece at a time: FSDP uses 1 of 1,024 pieces, and each fake tensor takes
+    0.1 ms."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int):
         self.tensor, self.dim, self.length = tensor, dim, -(-tensor.shape[dim] // count)
@@ -150,8 +152,8 @@ class _Chunks:
 
 
 class _Healthy(TorchDispatchMode):
-    """Numbers that a fake tensor has not: what is asked of all is true, what is asked of any is not
-    (so that a search for values to draw again ends), 0.5, and no count of anything."""
+    """Give numbers for fake tensors, which have none: True for a test of all, False for a test of
+    any (so that a search for values to draw again ends), 0.5 for floats, 0 for counts."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
@@ -159,7 +161,8 @@ class _Healthy(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].dtype == torch.bool:
                 return not getattr(args[0], "of_any", False)
-            return 0.5 if args[0].dtype.is_floating_point else 0      # 1 - 1.0 divides
+            # not 1.0, since the step divides by 1 - this number
+            return 0.5 if args[0].dtype.is_floating_point else 0
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.any:
             out.of_any = True
@@ -168,10 +171,11 @@ class _Healthy(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """One device's memory at the peak of a step, three times: bytes by row, each at its peak."""
+    """One device's memory at the peak of a step, in up to three ways: bytes by row, each at its own
+    peak."""
 
     formula: dict[str, float]
-    formula_moment: str             # of ledger.MOMENTS
+    formula_moment: str             # words from ledger.MOMENTS
     traced: Footprint
     measured: Footprint | None      # None: more than one device
 
@@ -180,14 +184,14 @@ class Reconciled:
         return self.measured or self.traced
 
     def comparison(self, of: str = "formula") -> Comparison:
-        """`of`, "formula" or "trace", beside the measurement, or where there is none the trace."""
+        """Compare `of` ("formula" or "trace") with the measurement, or else with the trace."""
         said = self.formula if of == "formula" else self.traced.rows
         return Comparison.of_rows(_with_peak(said), _with_peak(self.truth.rows), unit="bytes",
                                   where=self.truth.where)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The sentences on how far off formula and trace are, and which row explains it."""
+        """Sentences about the error of formula and trace, and the row that explains it."""
         if not self.measured:
             return (self._sentence("formula", self.formula_moment, "traced"),)
         return (self._sentence("formula", self.formula_moment, "measured"),
@@ -230,9 +234,9 @@ def _moment(footprint: Footprint) -> str:
 
 @checked
 def reconcile(config: Config, world_size: World = 1) -> Reconciled:
-    """Formula and trace side by side by row, as `predict_trace`; and on one device a step that is
-    measured on this machine, whose choices (recipe, attention, backend) then hold for all three.
-    Raises ConfigError."""
+    """Compare formula and trace by row, as in `predict_trace`. On one device also measure a step on
+    this machine; its choices (recipe, attention, backend) are used for all three. Raises
+    ConfigError."""
     measured, device = None, "cpu"
     if world_size == 1:
         measured = measure.memory(config)

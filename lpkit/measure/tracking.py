@@ -1,13 +1,13 @@
-"""Every live byte of a training step, each under one row, from its making to its end.
+"""Every live byte of a training step, each in one row, from its allocation to its end.
 
-A `Tracker` watches the storages that operations make, real or fake, and those that are held before
-the step. Rows are those of the ledger (`ROWS`). Which row a storage belongs to is often known only
-later: what the forward pass made is an activation if it is still there when backward begins, and
-was a temporary if not. So a storage keeps one record, whose row may change, and the log of makings
-and ends is read when everything is known.
+A `Tracker` watches the storages that operations allocate, real or fake, and storages that exist
+before the step. Rows are those of the ledger (`ROWS`). The row of a storage is often known only
+later: what forward allocates is an activation if it is alive when backward begins, else it was a
+temporary. So each storage has one record, whose row may change, and the log of allocations and ends
+is read after the step.
 
-Bytes are those of storages. What a kernel takes and gives back inside one operation is not seen:
-where something else counted too, `Footprint.counted_bytes` are more than `peak_bytes` by that.
+Bytes are those of storages. Memory that a kernel allocates and frees within one operation is not
+seen. If the device's allocator counted too, `Footprint.counted_bytes` exceeds `peak_bytes` by it.
 Sources: the method is that of PyTorch's torch.distributed._tools.mem_tracker; rows by phase, module
 and use are ours.
 """
@@ -73,11 +73,11 @@ ROWS = {
 }
 WORKING = ("temporaries", "attention workspace", "recomputed block")
 IN_FLIGHT = (*WORKING, "communication buffers")
-BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # others: scales
+BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # other buffers are scales
     ("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
-LOSS = "loss"       # where no module is at work
-# by c10d's operation; which of its arguments has all the bytes
+LOSS = "loss"       # the module name outside any module
+# c10d's operation -> its kind, and the index of the argument that has all the bytes
 DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
         "_reduce_scatter_base_": (REDUCE_SCATTER, 1), "alltoall_base_": (ALL_TO_ALL, 1),
         "send": (SEND, 0)}
@@ -85,7 +85,7 @@ DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A storage, from its making on."""
+    """A storage, from its allocation on."""
 
     nbytes: int
     row: str
@@ -96,10 +96,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Point:
-    """A moment of the step."""
+    """The live bytes at one point of the step."""
 
     phase: str                  # forward, backward, optimizer
-    module: str                 # block numbers left in
+    module: str                 # without block numbers
     rows: dict[str, int]
 
     @property
@@ -109,22 +109,22 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes that one device held in a step, by row."""
+    """The bytes that one device held in a step, by row."""
 
     rows: dict[str, int]            # at the peak
-    phase: str                      # of the peak
+    phase: str                      # at the peak
     module: str
-    most: dict[str, int]            # of each row, whenever that was
-    # activations, logits and loss when the last backward began, by what kept them first
+    most: dict[str, int]            # bytes of each row at its own peak
+    # activations, logits and loss when the last backward began, by the operation that saved them
     operations: dict[str, int]
-    timeline: tuple[Point, ...]     # thinned: of neighbours the largest, the peak itself among them
-    messages: Counter[Message] = field(default_factory=Counter)     # to other ranks, how many each
-    offloaded_bytes: int = 0        # the most that lay on another device, or in a file
-    # the peak by the allocator's own count, what kernels take for themselves included
+    timeline: tuple[Point, ...]     # the largest of neighbouring points, including the peak
+    messages: Counter[Message] = field(default_factory=Counter)     # messages to other ranks
+    offloaded_bytes: int = 0        # most bytes on another device, or in a file
+    # the peak by the allocator's count, which includes temporaries of kernels
     counted_bytes: int | None = None
-    reserved_bytes: int | None = None   # CUDA: the most that the allocator took from the driver
+    reserved_bytes: int | None = None   # CUDA: most bytes that the allocator took from the driver
     chosen: dict[str, Choice] = field(default_factory=dict)
-    where: str = ""                 # for a Comparison
+    where: str = ""                 # the device, for a Comparison
 
     @property
     def peak_bytes(self) -> int:
@@ -135,40 +135,41 @@ class Tracker(TorchDispatchMode):
     """`with Tracker(model, optimizer, device) as tracker: ...one step...`, then
     `tracker.footprint()`.
 
-    What the model and the optimizer hold is there from the start; `hold` adds more. Phases are
-    found, not told: backward is where an autograd node is at work, the optimizer is `optimizing()`,
-    the rest is forward.
+    The tensors of the model and the optimizer are held from the start; `hold` adds others. The
+    tracker finds the phase itself: backward if an autograd node runs, optimizer in `optimizing()`,
+    else forward.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
                  device: torch.device | str = "cpu", *, place: StatePlacement | None = None,
                  heads: Iterable[str] = ("head",), hooked: bool = True):
         super().__init__()
-        self.hooked = hooked and optimizer is not None      # else its user calls `at_update`
+        self.hooked = hooked and optimizer is not None      # else the user calls `at_update`
         self.heads, self.after_head = set(heads), False
         parts = [head.split(".") for head in self.heads]
+        # modules around a head: after the head, a model that computes its own loss is in them
         self.above_heads = {".".join(one[:i]) for one in parts for i in range(len(one))}
         self.attentions = {name for name, one in model.named_modules()
                            if name.endswith("attention")
                            or re.search("attention|attn", type(one).__name__.lower())}
-        self.place = place or StatePlacement()      # of the optimizer's state
+        self.place = place or StatePlacement()      # placement of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
         self.refs: dict[int, weakref.ref] = {}
         self.log: list[tuple[Record, int, str, str]] = []       # record, bytes, phase, module
-        self.modules: list[str] = []    # at work in forward, the innermost last
-        # from this autograd sequence number on, the module
+        self.modules: list[str] = []    # modules in forward, the innermost last
+        # (autograd sequence number, the module from that number on)
         self.marks: list[tuple[int, str]] = [(0, LOSS)]
         self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
-        self.elsewhere: dict[int, int] = {}     # bytes of what is on another device or in a file
+        self.elsewhere: dict[int, int] = {}     # bytes of storages on another device or in a file
         self.most_offloaded = 0
         self.exits = ExitStack()
 
-    # ---- what is held, and where we are
+    # ---- Held tensors, and the current phase and module
 
     def hold(self, tensors: Iterable[Tensor | None], row: str) -> None:
-        """These exist: they get this row, whatever it was."""
+        """Give this row to tensors that exist, whatever their row was."""
         for t in _tensors(list(tensors)):
             record = self._record(t, row, "before", "")
             if record is not None:
@@ -188,14 +189,14 @@ class Tracker(TorchDispatchMode):
         self._hold_gradients()
 
     def _hold_gradients(self) -> None:
-        """Holds the gradients of whole parameters, and of the rows that this rank updates."""
+        """Hold the gradients of whole parameters, and of the rows that this rank updates."""
         owned = self.optimizer.param_groups if self.optimizer else ()
         parameters = chain(self.model.parameters(), *(group["params"] for group in owned))
         self.hold([local(p.grad) for p in parameters if p.grad is not None], "gradients")
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
-        """Clipping and the update."""
+        """Mark clipping and the update as the optimizer phase."""
         self.at_update(1)
         try:
             yield
@@ -207,8 +208,8 @@ class Tracker(TorchDispatchMode):
 
     @property
     def _at_work(self) -> str:
-        """The innermost module in its forward. A model that computes its own loss does so after its
-        head, in a module around it."""
+        """The innermost module in forward. A model that computes its own loss does so after its
+        head, in a module around the head."""
         name = self.modules[-1] if self.modules else LOSS
         return LOSS if self.after_head and name in self.above_heads else name
 
@@ -216,12 +217,12 @@ class Tracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if self.optimizers:
             phase, module = "optimizer", ""
-        elif self.inside:       # gradients that a forward pass makes for itself
+        elif self.inside:       # forward computes gradients itself, as the chunked loss does
             phase, module = "forward", self._at_work
         elif node is not None:
             phase, module = "backward", self._at_work if self.modules else self._module_of(node)
         elif self.phase == "backward" and not self.modules:
-            phase, module = "backward", ""  # after the last node: callbacks, histories that move on
+            phase, module = "backward", ""  # after the last node: callbacks, updates of histories
         else:
             phase, module = "forward", self._at_work
         if phase != self.phase:
@@ -241,6 +242,7 @@ class Tracker(TorchDispatchMode):
         if (before, phase) != ("forward", "backward"):
             return
         operations: Counter[str] = Counter()
+        # forward is over, so what it allocated and is still alive is an activation
         for record in self.records.values():
             if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
                 record.row = "activations"
@@ -250,12 +252,13 @@ class Tracker(TorchDispatchMode):
                 operations[LOSS] += record.nbytes
         self.operations = dict(operations)
 
-    # ---- makings and ends
+    # ---- Allocations and ends
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
             return NotImplemented
-        if (kernel := MADE_OF_OPERATIONS.get(func)) is not None:  # look inside: a workspace counts
+        # a kernel made of operations: watch inside, since its workspace counts
+        if (kernel := MADE_OF_OPERATIONS.get(func)) is not None:
             _push_mode(self)
             try:
                 return kernel(*args, **(kwargs or {}))
@@ -272,7 +275,8 @@ class Tracker(TorchDispatchMode):
                     row = "weight copies"
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
             for t in made:
-                if t.untyped_storage()._cdata not in given:  # else it was there before us: nobody's
+                # else it existed before the tracker: no row
+                if t.untyped_storage()._cdata not in given:
                     self._record(t, row, phase, module)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._relabel((args, kwargs, out), "communication buffers", WORKING)
@@ -282,7 +286,7 @@ class Tracker(TorchDispatchMode):
         return self.records.get(t.untyped_storage()._cdata)
 
     def _row(self, phase: str, module: str) -> str:
-        """Returns the row of a storage of which nothing else is known."""
+        """Return the row of a storage about which nothing else is known."""
         if phase == "optimizer":
             return "optimizer temporaries"
         if phase == "backward" and self.modules:
@@ -332,7 +336,7 @@ class Tracker(TorchDispatchMode):
             if record is not None and record.row in among:
                 record.row = row
 
-    # ---- hooks: they look, and change nothing
+    # ---- Hooks: they observe and change nothing
 
     def __enter__(self):
         self.hold(self.model.parameters(), "weights")
@@ -346,7 +350,7 @@ class Tracker(TorchDispatchMode):
         for p in self.model.parameters():
             if p.requires_grad:
                 handles.append(p.register_hook(partial(self._gradient, weakref.ref(p))))
-        if self.hooked:      # in backward the optimizer steps once a parameter
+        if self.hooked:      # with updates in backward, the optimizer steps once per parameter
             handles += [self.optimizer.register_step_pre_hook(partial(self.at_update, 1)),
                         self.optimizer.register_step_post_hook(partial(self.at_update, -1))]
         for handle in handles:
@@ -366,14 +370,14 @@ class Tracker(TorchDispatchMode):
         self.exits.close()
 
     def _replace(self, owner: Any, name: str, by: Callable) -> None:
-        """Makes `by(original, ...)` be called instead for as long as we look."""
+        """Call `by(original, ...)` instead of a function, until the tracker ends."""
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: by(original, *args, **kwargs))
         self.exits.callback(setattr, owner, name, original)
 
     def _resize(self, resize: Callable, storage: torch.UntypedStorage,
                 size: int) -> torch.UntypedStorage:
-        """FSDP frees and takes again the memory of a storage that stays."""
+        """Record that FSDP frees and allocates the memory of a storage that stays."""
         out = resize(storage, size)
         record = self.records.get(storage._cdata)
         if record is not None and storage.nbytes() != record.nbytes:
@@ -407,7 +411,7 @@ class Tracker(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        # a forward that runs again has nodes of its own, never used
+        # the nodes of a recomputed forward are new and are never used
         if torch._C._current_autograd_node() is None:
             self.marks.append((torch._C._autograd._get_sequence_nr(), self._at_work))
 
@@ -422,13 +426,13 @@ class Tracker(TorchDispatchMode):
         return t
 
     def _gradient(self, parameter: Callable[[], nn.Parameter], gradient: Tensor) -> None:
-        if parameter().grad is None:     # else it is added to the one that is there
+        if parameter().grad is None:     # else it is added to an existing gradient
             self._relabel(gradient, "gradients",
                           (*IN_FLIGHT, "logits' gradients", "logits and loss"))
 
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
               first: bool = False, **how: bool) -> Any:
-        """Casts as ScaledLinear does and labels the result: its `first` cast, or a later one."""
+        """Cast as ScaledLinear does, and label the result: its `first` cast, or a later one."""
         made = cast(product, role, x, dtype, first=first, **how)
         turned = made.turned
         for one in filter(None, (made, turned)):
@@ -439,14 +443,14 @@ class Tracker(TorchDispatchMode):
             self._relabel((one.scale, one.tensor, one.amax, one.nonfinite), "scales", WORKING)
         return made
 
-    # ---- the answer
+    # ---- The result
 
     def footprint(self, *, points: int = 400, **more: Any) -> Footprint:
-        """Read the log, complete once the `with` is over. `more`: the other fields of Footprint."""
+        """Read the log after the `with` block. `more`: the other fields of Footprint."""
         most: Counter[str] = Counter()
         totals = []
         for rows in self._rows():
-            most |= rows        # the larger of each
+            most |= rows        # element-wise maximum
             totals.append(rows.total())
         held = takewhile(lambda entry: entry[2] == "before", self.log)
         moments = range(max(0, len(list(held)) - 1), len(totals))
@@ -464,7 +468,7 @@ class Tracker(TorchDispatchMode):
                          offloaded_bytes=self.most_offloaded, **more)
 
     def _rows(self) -> Iterator[Counter[str]]:
-        """Live bytes by row after each entry of the log: one Counter, which changes."""
+        """Yield live bytes by row after each entry of the log, in one Counter that changes."""
         rows: Counter[str] = Counter()
         for record, change, _, _ in self.log:
             rows[record.row] += change
@@ -475,14 +479,14 @@ class Tracker(TorchDispatchMode):
 
 
 class MessageCount(TorchDispatchMode):
-    """`with MessageCount() as count: training.update(0)`, then `count.sent`: what this process and
-    the others of its group send one another, each collective by kind, bytes and ranks, as
-    notebooks/lessons/ranks/messages.py predicts. What else travels (`Ranks.told`, `agreed`: from
-    host to host) is in `control`, by c10d's name.
+    """`with MessageCount() as count: training.update(0)`, then `count.sent`: the collectives of
+    this process in its groups, counted by kind, bytes and ranks, as
+    notebooks/lessons/ranks/messages.py predicts. Other messages (`Ranks.told`, `agreed`, from host
+    to host) are in `control`, by c10d's name.
 
-    It sees what passes PyTorch's dispatcher: FSDP2's messages as well as those of
-    `lpkit.parallel`, in a process group that is real or "fake".
-    torch.distributed.tensor.debug.CommDebugMode looks at the same place, and has counts alone.
+    It sees everything that passes PyTorch's dispatcher: messages of FSDP2 and of `lpkit.parallel`,
+    in a real or "fake" process group. torch.distributed.tensor.debug.CommDebugMode watches the same
+    place, but has only counts.
     """
 
     def __init__(self):
@@ -502,8 +506,8 @@ class MessageCount(TorchDispatchMode):
 
 
 def allocator_counts(device: torch.device) -> dict[str, int]:
-    """Fields of a Footprint that CUDA's allocator counted since `hardware.reset_peak`; of a CPU
-    there are none."""
+    """Return the fields of a Footprint that CUDA's allocator counted since `hardware.reset_peak`;
+    none on a CPU."""
     if device.type != "cuda":
         return {}
     return {"counted_bytes": hardware.peak_bytes(device),
@@ -511,7 +515,7 @@ def allocator_counts(device: torch.device) -> dict[str, int]:
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """True if an operation is on tensors made of others: left alone, those inside are seen."""
+    """Return whether an operation's tensors wrap others. Then the inner operations are seen."""
     return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor)
                for t in types)
 
@@ -526,7 +530,7 @@ def short(name: str) -> str:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields tensors with storages, in nested lists, tuples and dicts: wrappers hold others."""
+    """Yield tensors with storages from nested lists, tuples, dicts and wrapper tensors."""
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])

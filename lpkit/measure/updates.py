@@ -1,7 +1,7 @@
-"""What really happened in a step: bytes by what they are for, and seconds.
+"""Measurements of a step: bytes by their use, and seconds.
 
-Bytes, seconds, FLOPs and bytes/s; nothing here is rounded. Step times are medians (what the machine
-did), the ceilings beside them the best of several tries (what it can do: `lpkit.hardware`).
+Units: bytes, seconds, FLOPs and bytes/s; no number is rounded. Step times are medians (what the
+machine did). The ceilings are the best of several tries (what it can do: `lpkit.hardware`).
 """
 
 import statistics
@@ -39,27 +39,28 @@ from lpkit.training.training import RandomTokens, Training
 
 def memory(config: Config, *, device: str | None = None,
            ranks: Ranks | None = None) -> Footprint:
-    """Returns every live byte of one update of the model of `config`, as lpkit.train makes it, by
-    row; the second, because the first makes the optimizer's state. Of `ranks` each has its own.
+    """Return every live byte, by row, of one update of the model of `config` as lpkit.train makes
+    it. This is the second update, because the first one creates the optimizer's state. Each of
+    `ranks` has its own result.
 
-    On a GPU the allocator counts too, cuBLAS's workspace included.
+    On a GPU the allocator's count is included, with cuBLAS's workspace.
     """
     return Bench(config, device, ranks=ranks).footprint()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """One update, by the rows of `lpkit.predict.time`; products of the same sizes share a row."""
+    """One update, by the rows of `lpkit.predict.time`. Matmuls of the same sizes share a row."""
 
-    # median over the rounds; "the rest": between operations, and where no operation is PyTorch's
+    # median over the rounds; "the rest" is the time between operations, or outside PyTorch's
     rows: dict[str, float]
-    step_seconds: float         # of the clock, unprofiled
+    step_seconds: float         # seconds by the clock, without the profiler
     where: str
 
 
 OTHER, REST = "norms, activations, loss", "the rest"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"}
-BY_OPERATION = {    # by the start of its name; what is none of these is pointwise
+BY_OPERATION = {    # operations by the start of their names; all others are pointwise
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
     "aten::_efficient_attention": "attention", "aten::_cudnn_attention": "attention",
     "aten::bmm": "attention", "aten::baddbmm": "attention", "lpkit::causal": "attention",
@@ -69,11 +70,11 @@ BY_OPERATION = {    # by the start of its name; what is none of these is pointwi
 
 
 def seconds(config: Config, *, rounds: int = 3) -> Seconds:
-    """Says where the time of an update goes, by PyTorch's profiler: each operation's own time, a
-    product by its sizes.
+    """Return the time of an update by operation from PyTorch's profiler: each operation's own time,
+    and a matmul by its sizes.
 
-    A profiled step is slower than others; its rows are scaled so that they add up to the clock's.
-    Raises ConfigError.
+    The profiler slows a step, so the rows are scaled to add up to the time without it. Raises
+    ConfigError.
     """
     bench = Bench(config)
     bench.train()
@@ -92,7 +93,7 @@ def seconds(config: Config, *, rounds: int = 3) -> Seconds:
 
 def _rows_of(profiler: profile, config: Config, device: torch.device,
              whole: float) -> Counter[str]:
-    """Seconds by row, of a step that took `whole`."""
+    """Return the seconds by row of a step that took `whole`."""
     same_sizes = _products_by_sizes(config)
     own_time = attrgetter("self_cpu_time_total")
     if device.type == "cuda":
@@ -106,9 +107,10 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
             continue
         if event.key in PRODUCTS:
             shapes = [shape for shape in event.input_shapes if len(shape) == 2]
-            # a bias comes before the operands, scales come after them
+            # aten::addmm has the bias before the operands; other operations have scales after them
             (M, K), (_, N) = shapes[-2:] if event.key == "aten::addmm" else shapes[:2]
-            found = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))   # FP4 is packed
+            # FP4 packs two numbers in a byte
+            found = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))
             name = ", ".join(next(filter(None, found), [OTHER]))
         rows[name] += spent
     rows[REST] = max(0.0, whole - rows.total())
@@ -116,7 +118,7 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
 
 
 def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
-    """Names of the Linears by the sorted sizes of their product, which its gradients share."""
+    """Return the names of Linears by the sorted sizes of their product and of its gradients."""
     names: dict[tuple[int, ...], list[str]] = {}
     for p in products(config.model, batch=config.micro_batch):
         if not p.pairs:
@@ -125,8 +127,8 @@ def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
 
 
 def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
-    """Rooflines at this machine's ceilings beside a profiled update, row by row. Raises
-    ConfigError, also for a recipe that this machine emulates: there is no ceiling for it."""
+    """Compare rooflines at this machine's ceilings with a profiled update, row by row. Raises
+    ConfigError, also for a recipe that this machine emulates, which has no ceiling."""
     predicted, measured = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
     label = {}
     for names in _products_by_sizes(config).values():
@@ -139,15 +141,15 @@ def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
 
 def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
                 watch: Watch) -> tuple[list[list[float]], float]:
-    """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile."""
+    """Return seconds by runner and round, and the share of CPU time that other processes took."""
     share = hardware.others()
     return interleaved_seconds(runners, rounds=rounds, watch=watch), share()
 
 
 def row(config: Config, command: str) -> dict[str, Any]:
-    """Measures this machine for `--machine`, at the shapes of `config`: the best of several tries,
-    since others slow some. Returns the row as `machines.from_dict` reads it. Raises ConfigError for
-    a config of several devices, and as a run does."""
+    """Measure this machine for `--machine`, at the shapes of `config`: the best of several tries,
+    since other processes slow some. Returns the row in the form that `machines.from_dict` reads.
+    Raises ConfigError for a config of several devices, and as a run does."""
     told(config)
     decisions = decide(config)
     refuse_what_cannot_fit(config, decisions)
@@ -155,10 +157,10 @@ def row(config: Config, command: str) -> dict[str, Any]:
     training = Training.build(config, data=RandomTokens(config, device), decisions=decisions)
     update = hardware.synchronised(lambda: training.update(0), device)
     (times,), others = take_turns([update], 9, iter)
-    training = update = None        # and their memory
+    training = update = None        # frees their memory
     on, rates, ranks = hardware.machine(str(device)), _rates(config, device), 1
     best = {dtype: max(on.flops[dtype], *each.values()) for dtype, each in rates.items()}
-    if device.type == "cuda":       # links and prices of its kind
+    if device.type == "cuda":       # links and prices are those of its kind
         on = replace(evidence.catalogued(on.title) or on, title=on.title,
                      memory_bytes=on.memory_bytes, bytes_per_second=on.bytes_per_second)
         ranks = torch.cuda.device_count()
@@ -183,15 +185,15 @@ def row(config: Config, command: str) -> dict[str, Any]:
 
 
 def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ...], float]]:
-    """Measures FLOP/s of every Linear's product and its gradients, by dtype and M, N, K. All come
-    three times: others may slow a moment."""
+    """Measure FLOP/s of every Linear's product and its gradients, by dtype and (M, N, K). Each is
+    measured in three rounds, since other processes may slow one of them."""
     shapes = [shape for p in products(config.model, batch=config.micro_batch) if not p.pairs
               for shape in p.shapes.values()]
     rates: dict[str, dict[tuple[int, ...], float]] = {}
     for M, N, K in 3 * sorted(set(shapes)):
         for dtype in (*hardware.DTYPES, *hardware.low_formats(device)):
             if dtype in hardware.LOW and (M % 16 or N % 16 or K % 16):
-                continue        # no kernel takes it
+                continue        # no kernel takes this shape
             tries = hardware.ways((M, K), (K, N), dtype, device)
             least = min(map(min, interleaved_seconds(tries, rounds=9, within_seconds=0.1)))
             each = rates.setdefault(dtype, {})
@@ -200,7 +202,7 @@ def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ..
 
 
 def refuse_compiled(config: Config) -> None:
-    """Hooks and modes do not see into what is compiled. Raises ConfigError for what must be."""
+    """Raise ConfigError for techniques that need torch.compile: hooks do not see compiled code."""
     for key, row in asked(config).items():
         if row.needs_compile:
             raise ConfigError(f"memory.{key}={getattr(config.memory, key)} needs torch.compile, "
@@ -209,14 +211,14 @@ def refuse_compiled(config: Config) -> None:
 
 
 class Bench:
-    """A Training on random tokens: one update as a run makes it."""
+    """A Training on random tokens, to measure updates as a run makes them."""
 
     def __init__(self, config: Config, device: str | None = None, *,
                  decisions: Decisions | None = None, ranks: Ranks | None = None):
         refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device,
                                  "system.compile": False, "system.cuda_graphs": False})
-        if decisions is None:       # else of a trace, which allocates nothing
+        if decisions is None:       # a trace has decisions, and allocates nothing
             decisions = decide(config, ranks=ranks)
             refuse_what_cannot_fit(config, decisions, ranks.local_world if ranks else 1)
         self.decisions = decisions
@@ -234,12 +236,12 @@ class Bench:
         return f"{name}, {self.how}"
 
     def train(self, tracker: Tracker | None = None) -> Tensor:
-        """Updates as the loop does; returns the loss. `tracker` hears when the optimizer works."""
+        """Update as the loop does; return the loss. `tracker` learns when the optimizer works."""
         at_work = {} if tracker is None else {"optimizer": tracker.optimizing}
         return self.training.update(0, phases=lambda phase: at_work.get(phase, nullcontext)()).loss
 
     def seconds(self) -> float:
-        """Returns the seconds of one update; the clock waits for the device."""
+        """Return the seconds of one update, including the work of the device."""
         start = hardware.now(self.device)
         self.train()
         return hardware.now(self.device) - start
@@ -249,13 +251,13 @@ class Bench:
                        place=self.training.state_placement)
 
     def footprint(self) -> Footprint:
-        """Returns the footprint of the second update, as `memory` does."""
+        """Return the footprint of the second update, as `memory` does."""
         tracker, messages = self.watched()
         return tracker.footprint(chosen=self.decisions.choices, where=self.where,
                                  messages=messages, **allocator_counts(self.device))
 
     def watched(self) -> tuple[Tracker, Counter[Message]]:
-        """The second update: its bytes, and what it told other ranks."""
+        """Run the second update; return its tracker and its messages to other ranks."""
         self.train()
         if self.device.type == "cuda" and torch.cuda.is_available():
             hardware.reset_peak(self.device)

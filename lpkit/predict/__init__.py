@@ -1,9 +1,9 @@
-"""Every formula: parameters, bytes, FLOPs, time, energy, cost; and the catalogue of machines, with
+"""Formulas for parameters, bytes, FLOPs, time, energy and cost, and the catalogue of machines, with
 sources.
 
-Standard library only, microseconds a call: a slider may ask. `predict(config, machine, devices)`
-answers everything, `memory(...)` the bytes. What each formula leaves out is said where it stands;
-how far off it is, the tests and the notebooks measure.
+They need only the standard library and microseconds a call, so sliders can use them.
+`predict(config, machine, devices)` answers everything, `memory(...)` only the bytes. The docstring
+of each formula says what it leaves out; tests and notebooks measure its error.
 """
 
 import sys
@@ -28,7 +28,8 @@ class _Room(ModuleType):
         """Predict a run of a Config or of a command's words, or a step of a Module and a batch."""
         if isinstance(of, str):
             base, *settings = of.split() or [""]
-            Config(imports=how.pop("imports", ()))      # files may name them now
+            # the settings may name rows from these files
+            Config(imports=how.pop("imports", ()))
             of = resolve_name("lpkit.presets:resolve")(base, settings)
         if isinstance(of, Config):
             return predict(of, *args, **how)

@@ -1,10 +1,9 @@
-"""Bytes that autograd keeps between the forward and the backward pass, by operation: a fold over
-`techniques.blocks`.
+"""Bytes that autograd keeps between the forward and the backward pass, by operation.
 
-Counted in storages, each once, under the operation that keeps it first: a tensor that a norm and
-the product after it both need is one tensor. Names are those of the modules in
-`lpkit.nn.transformer`; `saved_bytes` of notebooks/lessons/saved.py uses the same ones, and
-tests/predict/test_predict.py holds the two equal, to the byte, on the CPU.
+A sum over the operations of `techniques.blocks`. Each storage counts once, under the operation that
+saves it first: a tensor that a norm and the Linear after it both need is one tensor. Names are
+those of the modules in `lpkit.nn.transformer`. `saved_bytes` of notebooks/lessons/saved.py uses the
+same names, and tests/predict/test_predict.py checks that both agree to the byte on the CPU.
 """
 
 from collections.abc import Callable, Collection
@@ -15,23 +14,24 @@ from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings
 
-AGAIN = "again"                                 # what is kept of blocks that run again
-OUTSIDE = ("embed", "norm", "head", "loss")     # operations that are not a block's
+AGAIN = "again"                                 # what recomputed blocks keep
+OUTSIDE = ("embed", "norm", "head", "loss")     # operations outside the blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What one micro-batch holds when its forward pass ends."""
+    """The bytes that one micro-batch holds when its forward pass ends."""
 
-    operations: dict[str, float]    # over all blocks; of those that run again, under AGAIN
-    block: dict[str, float]         # of one block, everything kept: recomputing it holds it
-    plain: dict[str, float]         # of one whose products stay in 16 bits
-    again_bytes: float              # what a block keeps that runs again
+    operations: dict[str, float]    # sums over all blocks; for recomputed blocks, under AGAIN
+    # one block that saves everything, as it does when it is recomputed
+    block: dict[str, float]
+    plain: dict[str, float]         # one block whose matmuls stay in 16 bits
+    again_bytes: float              # bytes that a recomputed block keeps
 
     def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
                depth: float = 1.0) -> "Kept":
-        """Returns it with `scale(operation, bytes)` for the bytes of each, `again_bytes`, and
-        `depth` of the blocks."""
+        """Return a copy with `scale(operation, bytes)` as the bytes of each operation,
+        `again_bytes` for each recomputed block, and the share `depth` of the blocks."""
         def each(saved: dict[str, float]) -> dict[str, float]:
             return {name: scale(name, nbytes) for name, nbytes in saved.items()}
 
@@ -54,19 +54,19 @@ class Kept:
 
     @property
     def waiting_bytes(self) -> float:
-        """The bytes held when backward begins: without the loss's, and without the token ids."""
+        """The bytes alive when backward begins, without those of the loss and the token ids."""
         return self.total_bytes - self.operations["loss"] - self.operations["embed"]
 
 
 def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operations,
           stay: Collection[int] = ()) -> Kept:
-    """Returns what is kept of a micro-batch by a model of these operations; `recompute` decides
-    what blocks keep. `plain` are the operations in the blocks whose numbers are in `stay`."""
+    """Return what a model of the operations `ops` keeps of a micro-batch. `recompute` decides what
+    blocks keep. `plain` are the operations of the blocks whose numbers are in `stay`."""
     L, row, block, plain_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, plain.saved
     again, again_bytes, every = range(0), 0.0, 1
     if row.repeats_blocks:
         every = row.every(recompute)
-        again = range(0, L, every)      # blocks that run again
+        again = range(0, L, every)      # numbers of recomputed blocks
         again_bytes = row.again_bytes(s.stream_bytes * ops.stream_share, sum(block.values()),
                                       ops.result_bytes, recompute)
     held = {"embed": ops.embed.saved_bytes}

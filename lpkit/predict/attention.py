@@ -1,6 +1,24 @@
-"""Attention as operations: what each backend saves, moves and computes of a micro-batch.
+"""The operations of attention: what each backend saves, moves and computes for a micro-batch.
 
-`lpkit.techniques.attention_backends` names them. A kind without softmax names its own. No torch.
+A function returns one `Op` for one backend; `lpkit.techniques.attention_backends` names the
+functions. A kind without softmax names its own functions. No torch.
+
+Sizes: B sequences, T tokens each, H query heads, G heads of keys and values, E numbers a head.
+
+    stream -> qkv (Linear) -> split -> q_norm, k_norm -> attend -> out (Linear) -> stream
+                                       (if qk_norm)
+
+    product     the output of qkv: tokens x (H + 2 G) E numbers. q, k and v are views of it, and one
+                view keeps all of it alive. There are copies instead of views if a norm or positions
+                compute q and k again, or if 1 < G < H (the queries of a group are not adjacent).
+    scores      q k^T, B H T T numbers. Fused kernels never hold all of them.
+    sums        the log-sum-exp of each query, B H T float32 numbers, saved in place of scores
+    turning     rotary positions, which multiply pairs of numbers of q and k by a rotation
+    pairs       products over pairs of tokens; `pairs_share` is the share of T x T that is computed
+
+Example: `sdpa` with B=1, T=4, H=G=2, E=8 in bf16 saves the product (4 x 48 x 2 = 384 bytes), the
+output (4 x 16 x 2 = 128 bytes), which the out Linear reads too, and sums (4 x 2 x 4 = 32 bytes).
+`plain` saves scores instead: 1 x 2 x 4 x 4 probabilities, and copies of q, k and v.
 """
 
 import functools
@@ -24,20 +42,21 @@ from lpkit.techniques.attention_backends import (
 )
 from lpkit.techniques.operation import FP32, POSITIONS, Hold, MicroBatch, Op, Pairs, linear
 
-# q, k and v come out of one product. v is a view of it, and so are q and k unless
-# positions or norms make them anew; but the queries of several groups do not lie side by side and
-# are copied. One view keeps the whole product alive.
-
 
 def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None = None,
                  numbers: int = 0, views: int | None = None, saves_result: bool = False,
                  pairs: tuple[Pairs, ...] = (), gates: int = 0, features: int | None = None,
                  **facts: Any) -> Op:
-    """Saves q, k and v of each token, by `views` of what gave them (None: all), `numbers`
-    besides, and `gates`. Without `pairs` all meet, by `features` of a head or its width. Backward
-    holds `work`, and makes `out` bytes of gradients of q, k and v (None: as many as they have);
-    they are turned back in float32, with halves exchanged; then their parts and the whole lie side
-    by side."""
+    """Return attention as one operation.
+
+    It saves q, k and v, by `views` of the product (numbers a token; None: all), then `numbers` a
+    token more, `gates` a token, and `saved` bytes. If `pairs` is empty, all T x T pairs of tokens
+    meet, in scores of `features` (None: E) numbers a head and in values of E numbers.
+
+    Backward holds `work` bytes while it produces `out` bytes of gradients of q, k and v (None: the
+    size of the product). If positions turn q and k, their gradients are turned back in float32 with
+    the halves of each head exchanged. At the end, the gradients of q, k and v and the gradient of
+    the product are alive together."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
     whole, given = qkv_bytes(s), tokens * m.H * m.E * compute
     out = whole if out is None else out
@@ -45,6 +64,7 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
     turned = POSITIONS[m.position].turns
     turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
     held = tokens * (views + numbers) * compute + saved
+    # attention runs again in backward: it saves only q, k and v, and the rest is at work then
     if s.attends_again:
         work += held - tokens * views * compute
         held, saves_result = tokens * attended_numbers(s) * compute, False
@@ -61,22 +81,25 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
 
 
 def sdpa(s: MicroBatch) -> Op:
-    """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
-    What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
+    """Model a flash kernel: it saves q, k, v, the output, and `sums` instead of scores. If the rule
+    is not plain causal, it also saves a mask in the dtype of the scores and computes every pair."""
     m, masked, sums = s.model, s.rule not in (Rule(), EVERY_KEY), s.tokens * s.model.H * FP32
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return attention_op(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s),
                         saves_result=True, pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
-                        backward_pairs=2.5,       # scores once more
+                        # five products in backward, two in forward: scores are computed again
+                        backward_pairs=2.5,
                         result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
 def tiled(s: MicroBatch) -> Op:
-    """Keeps what sdpa keeps. Backward holds three tiles of scores, and one that the next tile will
-    free, beside those of queries and keys, and sums gradients of k and v, all in float32."""
+    """Model `tiled`, which saves what sdpa saves. Backward holds three tiles of scores, a fourth
+    that the next tile frees, and tiles of queries and keys. It sums gradients of k and v. All of
+    these are float32."""
     m, T = s.model, int(s.model.T)
     side = min(TILE, T)
-    copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4    # of queries and keys
+    # copies of a tile's queries, keys and their gradients
+    copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4
     wide = FP32 // s.compute_bytes
     at_work = s.batch * m.H * side * FP32 * ((3 + (T >= 2 * TILE)) * side + copied * m.E)
     summed = 2 * s.tokens * m.G * m.E * FP32 if s.compute_bytes < FP32 else 0
@@ -90,8 +113,8 @@ def tiled(s: MicroBatch) -> Op:
 
 
 def flash(s: MicroBatch) -> Op:
-    """The kit's own flash kernel: as sdpa, over the tiles in which something is seen, documents
-    apart; in backward also a float32 sum of each query."""
+    """Model the kit's flash kernel: like sdpa, but only over tiles with a visible pair, and with
+    documents kept separate. Backward also holds a float32 number for each query."""
     op, T, rule = sdpa(s), int(s.model.T), s.model.attention.rule(s.model.T)
     (queries, keys), pairs = FLASH_TILE, 0
     for first in range(0, T, queries):
@@ -106,12 +129,13 @@ def flash(s: MicroBatch) -> Op:
 
 
 def plain(s: MicroBatch) -> Op:
-    """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the
-    probabilities, with one of a sink; capped scores; and the heads' output, copied for the product
-    after it."""
+    """Model attention as products and a softmax. Copies of q, k and v are made for a batched
+    product, with k and v repeated for each query head. Saved are these copies, the (T, T) mask, the
+    probabilities (with a sink's), capped scores, and a copy of the heads' output for `out`."""
     m, heads = s.model, s.model.H * s.model.E
     is_view = s.heads_are_views and not s.turns and not 1 < m.G < m.H
     q = qkv_numbers(m) if is_view else heads
+    # if heads are views, q stays a view of the product and keeps all of it alive
     probability = s.compute_bytes
     if s.kind == "gpu" and s.compute_bytes < FP32:
         probability += FP32
@@ -125,21 +149,24 @@ def plain(s: MicroBatch) -> Op:
 
 
 def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
-    """q, k, v and a log-sum per query, as a flash kernel, but not the output: the product after it
-    saves that. At work: copies of some heads' k and v, their gradients, the rows of one block, and
-    two blocks of scores; and masks, a byte a pair. Of the pairs, the spans that blocks of queries
-    meet: documents count as one, which has the most."""
+    """Model attention by blocks of queries. It saves q, k, v and `sums`, but not the output, which
+    the out Linear saves.
+
+    Backward holds copies of some heads' k and v, their gradients, the rows of one block of queries,
+    two blocks of scores, and masks with a byte a pair. It computes the spans of keys that
+    each block of queries sees. Documents count as one long document, which has the most pairs."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
     pairs = masks = near = 0
     for first, last, spans in query_blocks(rule, T):
         pairs += (last - first) * keys_in(spans)
         masks += (last - first) * keys_in(masked(rule, first, last, spans))
-        near = max(near, keys_in(spans) * (len(spans) > 1))      # a copy, where they lie apart
+        # spans that are not adjacent are copied
+        near = max(near, keys_in(spans) * (len(spans) > 1))
     groups = math.prod(at_once(rule, T, B, G, repeats))
-    # what is between the products is one pass in place on a CPU, and its definition elsewhere
+    # between the products, a CPU works in place in one pass; elsewhere PyTorch's operations run
     scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
-    rows = repeats * min(QUERY_BLOCK, T)        # of queries, and of gradients that come and go
+    rows = repeats * min(QUERY_BLOCK, T)        # queries, and gradients that are alive for a while
     copies = 4 * T + 2 * rows + max(2 * near, near + rows)
     work = masks + groups * itemsize * (
         m.E * copies + scores * repeats * most_scores(rule, T))
@@ -159,20 +186,24 @@ def qkv_bytes(s: MicroBatch) -> int:
 
 
 def attended_numbers(s: MicroBatch) -> int:
-    """Numbers of a token's q, k and v as attention has them: views, but for those made anew, of
-    which norms may have saved the product before; q and k that are turned are no copies besides."""
+    """Return how many numbers of q, k and v a token has in what attention saves.
+
+    q, k and v are views of the product, or copies where a norm or positions compute them again. If
+    norms already saved the product, v is a view of the product and costs nothing."""
     m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
     return turned + (m.G * m.E if apart else 0 if s.norms_save_qkv else qkv_numbers(m))
 
 
 def head_norms(s: MicroBatch) -> Iterator[Op]:
-    """An RMSNorm of each head's q, and one of its k (Qwen3, https://arxiv.org/abs/2505.09388).
-    Saves its input, a number of each head, and, on a CPU, what it makes of its input."""
+    """Yield an RMSNorm of each head's q and of each head's k (Qwen3,
+    https://arxiv.org/abs/2505.09388). It saves its input, a float32 number for each head, and on a
+    CPU also its normalised input."""
     m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
     product = qkv_bytes(s)
     for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
         numbers = tokens * heads * m.E
+        # given: the saved input; if it is a view of the product, the first norm counts all of it
         wide = given = numbers * FP32
         if s.norms_save_qkv and name.endswith("q_norm"):
             given = numbers * s.compute_bytes if grouped else product
@@ -185,16 +216,18 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
 
 
 def attention(s: MicroBatch) -> Iterator[Op]:
-    """Yields all its operations, from the residual stream back to what is added to it."""
+    """Yield all operations of attention, from the residual stream to the result added to it."""
     m, kind = s.model, KINDS[s.model.attention.name]
     attend = ATTENTION[s.attention].formula
-    if kind.operations:     # the last, where the backend does not matter
+    # if a kind has no formula for this backend, its last formula holds for every backend
+    if kind.operations:
         attend = resolve_name(kind.operations.get(s.attention, [*kind.operations.values()][-1]))
     attend = attend(s)
     if kind.products:
         yield from resolve_name(kind.products)(s)
     yield linear("attention.qkv", s, m.D, qkv_numbers(m), cut="column", bias=m.biased_qkv)
-    parts = Hold(nbytes=qkv_bytes(s))       # beside the whole, in backward
+    # gradients of q, k and v, while the gradient of the product is filled
+    parts = Hold(nbytes=qkv_bytes(s))
     yield Op(name="attention.split", part="", backward=(parts,))
     if m.qk_norm:
         yield from head_norms(s)
@@ -204,8 +237,8 @@ def attention(s: MicroBatch) -> Iterator[Op]:
 
 
 def of_sizes(B: int, T: int, S: int, E: int, V: int, causal: bool) -> Op:
-    """The attention of (B, T, E) queries, (B, S, E) keys and (B, S, V) values by a fused kernel; V
-    of 0: a product (B, T, E) x (B, E, S) alone, of which a softmax is moved by itself."""
+    """Return attention by a fused kernel of (B, T, E) queries, (B, S, E) keys and (B, S, V) values.
+    If V is 0, return the product (B, T, E) x (B, E, S) alone, followed by a separate softmax."""
     pairs = (Pairs(name="scores", M=T, N=S, K=E, group=B),
              *[Pairs(name="values", M=T, N=V, K=S, group=B)] * bool(V))
     return Op(name="attention", part="attention", pairs=pairs, pairs_share=0.5 if causal else 1.0,

@@ -1,6 +1,6 @@
-"""Cards: a prediction, a measurement or both, as 1 kB of JSON and as a picture to paste.
+"""Cards: a prediction, a measurement or both, as 1 kB of JSON and as a picture.
 
-The JSON carries its SHA-256, which shows damage and is no signature: anybody may have written it.
+The JSON contains its SHA-256. This shows damage, but it is not a signature: anybody can write one.
 """
 
 import platform
@@ -18,15 +18,17 @@ from lpkit.predict.units import quantity, words
 from lpkit.tables import GRID, INK, picked, text_table
 from lpkit.values import Place, checked
 
-MOST_LETTERS = 60       # of a line of the picture, which has room for 61
+MOST_LETTERS = 60       # letters in a line of the picture, which has room for 61
 
 
 @checked
 def write(path: Place, model: Mapping, predicted: object = None, device: str = "",
           **measured) -> list[str]:
-    """Write PATH.json and PATH.svg; return both paths. model: its name, parameters and layers, and
-    more for the JSON; predicted: a Prediction of a Config or a module; measured: `peak_bytes`,
-    `step_seconds` and counts on this `device`. Raises ConfigError, OSError."""
+    """Write PATH.json and PATH.svg; return both paths.
+
+    `model`: its name, parameters and layers, and more for the JSON. `predicted`: a Prediction of a
+    Config or a module. `measured`: `peak_bytes`, `step_seconds` and counts on this `device`. Raises
+    ConfigError, OSError."""
     path = path.with_suffix("") if path.suffix in (".json", ".svg") else path
     if not path.name:
         raise ConfigError(f"a card needs the name of a file, as card.svg; got {named(path)!r}")
@@ -50,9 +52,9 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
 
 
 def line(card: Mapping[str, Any]) -> list[str]:
-    """Returns the words of a card: model, machine, and of bytes and of seconds predicted, measured
-    and the relative error, of seconds only where both are of one machine. Raises one of
-    records.UNREADABLE."""
+    """Return the words of a card: the model, the machine, then predicted value, measured value and
+    relative error of bytes and of seconds. Seconds have an error only if both are of one machine.
+    Raises one of records.UNREADABLE."""
     both = [card.get(side) or {} for side in ("predicted", "measured")]
     machines = [*dict.fromkeys(in_one_line(one["machine"][:40]) for one in both if one)]
     facts = [in_one_line(card["model"]["name"][:40]), "; measured: ".join(machines)]
@@ -67,7 +69,7 @@ def line(card: Mapping[str, Any]) -> list[str]:
 
 
 def drawn(card: Mapping[str, Any]) -> str:
-    """Returns a card as SVG, with a ground of its own and the first digits of its SHA-256."""
+    """Return a card as SVG with a background and the first digits of its SHA-256."""
     (name, machine, *facts), model, span = line(card), card["model"], ""
     if predicted := card.get("predicted"):
         span = words("range of a step: {step_seconds_range:time}", predicted)

@@ -1,12 +1,12 @@
-"""What low precision casts: passes over each operand, seconds of a Linear, bytes that are kept.
+"""The cost of casts in low precision: passes over operands, seconds of a Linear, kept bytes.
 
-A recipe casts the two operands of each of a Linear's three products (y = x w^T, dx = g w,
+A recipe casts both operands of each of a Linear's three products (y = x w^T, dx = g w,
 dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in low precision
-and up to six casts, which read and write whole tensors. Products grow with M N K, casts with M K, M
-N and N K: width decides. Seconds, bytes, FLOP/s.
+and up to six casts, which read and write whole tensors. Products grow with M N K, casts with M K,
+M N and N K, so the width decides. Units: seconds, bytes, FLOP/s.
 
-The passes of casts by tensor and by row are those of torchao's own roofline
-(torchao/testing/training/roofline_utils.py, 0.18), and tests/commands/test_advise.py holds the two equal.
+tests/commands/test_advise.py checks that passes of casts by tensor and by row equal those of
+torchao's roofline (torchao/testing/training/roofline_utils.py, 0.18).
 """
 
 import functools
@@ -26,36 +26,40 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept
 from lpkit.techniques.recipes import Recipe as Row
 
-ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
-COALESCED = 32                      # columns that a kernel reads together as it walks down one
-# The products of each tensor: along the stored rows, then down the columns.
+# elements that one kernel can hold to find their maximum: 128 KiB
+ON_CHIP = 2**16
+COALESCED = 32                      # adjacent columns that a kernel reads together as it walks down
+# The products that read each tensor: along its stored rows, then down its columns.
 USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}
 STORED = {"x": ("M", "K"), "w": ("N", "K"), "g": ("M", "N")}       # rows, columns
 READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes an element; weights are float32 masters
-# Of the FP8 efficiency, with float32 scales finer than a tensor: tensor cores apply one-byte scales
-# themselves. Between both published rowwise figures (docs/advise.md).
+# Share of the FP8 efficiency if float32 scales are finer than a tensor. One-byte scales are applied
+# by tensor cores for free. The value is between both published rowwise figures (docs/advise.md).
 FINE_SHARE = {"fp8": 0.8}
-# torch._int_mm writes int32; scaling reads it and writes 16 bits.
+# bytes: torch._int_mm writes int32; scaling reads it and writes 16 bits
 RESULT_BYTES = {"int8": 4 + 4 + 2}
-# traffic of emulated casts that mix and draw over that of fused ones: gives nvfp4 the 2.3 of bf16's
-# step that cpu-3m took
+# traffic of emulated casts that mix and draw random numbers, divided by that of fused casts: with
+# it, nvfp4 takes 2.3 times bf16's step, as measured on cpu-3m
 NOISY_CAST_TRAFFIC = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A precision recipe as the formulas need it. `casts` are those of its row; an absent product
-    stays in 16 bits."""
+    """A precision recipe as the formulas need it. `casts` has the casts of each product in low
+    precision; a product that is absent stays in 16 bits."""
 
     name: str
-    dtype: str                      # of the products, in the catalogue of machines
+    dtype: str                      # dtype of the products, as in the catalogue of machines
     casts: Mapping[str, tuple[Cast, Cast]] = field(default_factory=dict)
-    history: int = 0                # amaxes remembered: a cast does not look at its tensor first
-    kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by name
-    result_bytes: float = BF16      # moved for each element of a product's result
-    product_share: float = 1.0      # of the efficiency of its dtype: scales inside cost something
-    cast_factor: float = 1.0        # traffic of its casts over that of fused ones
-    wide_bits: int = 0              # of a value where casts are emulated; 0: as its format has them
+    # number of amaxes in its history, with which a cast needs no pass to find them
+    history: int = 0
+    # calls of Linears that stay in 16 bits, by name
+    kept: Mapping[str, int] = field(default_factory=dict)
+    result_bytes: float = BF16      # bytes moved per element of a product's result
+    # share of its dtype's efficiency; scales inside the sum cost time
+    product_share: float = 1.0
+    cast_factor: float = 1.0        # traffic of its casts, divided by that of fused casts
+    wide_bits: int = 0              # bits of a value in emulated casts; 0: those of its format
     folded: bool = False            # scales are multiplied into the values
 
     def operand(self, tensor: str, product: str) -> Cast | None:
@@ -66,8 +70,8 @@ class Recipe:
         return self.wide_bits or cast.bits
 
     def one_read(self, cast: Cast) -> bool:
-        """True if hardware multiplies blocks that a chip holds: one kernel casts them in both
-        layouts, also where one of these is mixed."""
+        """True if a block fits on the chip and hardware multiplies it. Then one kernel casts both
+        layouts, also if one of them is mixed by a transform."""
         return ALL not in cast.block and not self.wide_bits
 
 
@@ -78,8 +82,8 @@ TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
 
 @functools.cache
 def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
-    """The casts of a row, `name`, on hardware that multiplies its dtype. Raises ConfigError for a
-    layer that is to stay in 16 bits and matches no Linear of the model."""
+    """Return the casts of the row `name` on hardware that multiplies its dtype. Raises ConfigError
+    for a layer to keep in 16 bits that matches no Linear of the model."""
     linears = [op.name for op in of(m).linears]
     names = {f"blocks.{i}.{linear}": linear for i in range(m.L) for linear in linears}
     names["head"] = "head"
@@ -88,8 +92,8 @@ def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
 
 
 def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> Recipe:
-    """The casts of a row on hardware that multiplies its dtype. `stay`: how many calls of each
-    Linear the recipe leaves alone."""
+    """Return the casts of a row on hardware that multiplies its dtype. `stay`: how many calls of
+    each Linear the recipe keeps in 16 bits."""
     fine = any(cast.block != (ALL, ALL) and scale_bytes(cast) == FP32 for cast in row.all_casts)
     return Recipe(name=name, dtype=row.dtype, casts=row.products, kept=stay, history=row.history,
                   product_share=FINE_SHARE.get(row.dtype, 1.0) if fine else 1.0,
@@ -97,33 +101,34 @@ def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> Recipe:
 
 
 def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
-    """The casts of the row `name`, as `config` changes it and as its run on this machine does them;
-    and why they are emulated there, empty where the machine multiplies them itself."""
+    """Return the casts of the row `name`, changed by `config` and by this machine, and why the
+    machine emulates them ("": it multiplies them itself)."""
     row = row_of(config, name)
     return where_run(on_hardware(name, row, config.model), row, on, backend_of(config, name, on))
 
 
 def backend_of(config: Config, name: str, on: Machine) -> str:
-    """Returns `precision.backend`; "stack" where the stack that is asked for has kernels of its own
-    for the recipe `name`."""
+    """Return `precision.backend`, or "stack" if the requested stack has its own kernels for the
+    recipe `name`."""
     if config.system.stack != "auto" and STACKS[stack_of(config)].multiplies(name, on.name):
         return "stack"
     return config.precision.backend
 
 
 def where_run(recipe: Recipe, row: Row, on: Machine, backend: str) -> tuple[Recipe, str]:
-    """`recipe`, of `row`, as this machine runs it, and why it is emulated there; "": it is not."""
+    """Return `recipe`, of `row`, as this machine runs it, and why it is emulated; "": it is not."""
     why = why_emulated(row, on, backend)
     if not why:
-        on.peak_flops(row.dtype)        # a backend asked for by name may want what is not there
+        # the requested backend may need a dtype that the machine lacks
+        on.peak_flops(row.dtype)
         return recipe, ""
     return in_emulation(recipe, row, "bf16" if "bf16" in on.flops else "fp32"), why
 
 
 def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
-    """Says why a run there takes wider products for those that `recipe` casts, with the same
-    numbers and more work; empty: the device multiplies them itself, or nothing is cast. A backend
-    that is asked for by name is believed: a run refuses it where it cannot."""
+    """Return why a run on this machine emulates the products that `recipe` casts by wider products,
+    with equal results and more work. Return "" if the device multiplies them itself, or nothing is
+    cast. A backend requested by name is not checked here: the run refuses it if it cannot work."""
     if not recipe.products:
         return ""
     if recipe.one_sided:
@@ -141,8 +146,8 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
 
 
 def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
-    """Returns the recipe as `backends.Emulated` runs it: values in 16 bits, scales multiplied into
-    them where that is exact, and float32 products where float32 scales vary inside the sum."""
+    """Return the recipe as `backends.Emulated` runs it: values in 16 bits, with scales multiplied
+    into them if that is exact, and float32 products if float32 scales vary inside the sum."""
     unfolded = [cast for cast in row.all_casts if not SCALES[cast.scale].folds]
     wide = base == "fp32" or any(cast.block[1] > 1 for cast in unfolded)
     return replace(recipe, dtype="fp32" if wide else base,
@@ -152,7 +157,7 @@ def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One kernel over one tensor. `bytes` are read and written."""
+    """One kernel over one tensor. `bytes` counts reads and writes."""
 
     tensor: str
     what: str
@@ -160,13 +165,13 @@ class Pass:
 
 
 def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
-    """Returns every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
+    """Return every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
 
-    A scale that spans more than a chip holds, or an upper level of scales, needs a pass of its own
-    to find the largest magnitude, and a small kernel that makes it a scale; a history saves the
-    pass and not the kernel. Two layouts are written together where blocks are their own transpose
-    or a chip holds them, as in `lpkit.kernels.fused_cast` and Transformer Engine; rows are read
-    once per layout.
+    If a scale covers more than a chip holds, or scales have an upper level, a pass finds the
+    largest magnitude, and a small kernel turns it into a scale. An amax history saves the pass, but
+    not the kernel. One kernel writes both layouts if blocks equal their transpose or a chip holds
+    them, as in `lpkit.kernels.fused_cast` and Transformer Engine. Scales by row need one read per
+    layout.
     """
     sizes = {"M": M, "N": N, "K": K}
     passes: list[Pass] = []
@@ -202,14 +207,14 @@ def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coale
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """The cost of all Linears of one shape in one update, both passes. Seconds are of one call."""
+    """The cost of all Linears of one shape in one update, both passes. Seconds are per call."""
 
     name: str
     M: int
     N: int
     K: int
     calls: int
-    base_seconds: float         # three products as they are, and the weight's cast to 16 bits
+    base_seconds: float         # three products without casts, and the weight's cast to 16 bits
     product_seconds: float
     cast_seconds: float
 
@@ -224,7 +229,7 @@ class LinearCost:
 
 def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype: str,
                   itemsize: int) -> dict[str, float]:
-    """A Linear's three products when nothing is cast."""
+    """Return the seconds of a Linear's three products if nothing is cast."""
     return {name: product_seconds(*shape, machine, efficiency, dtype=dtype, bits=8 * itemsize,
                                   result_bytes=itemsize)
             for name, shape in p.shapes.items()}
@@ -232,7 +237,7 @@ def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype
 
 def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
                 base: str = "bf16", itemsize: int = BF16, calls: int | None = None) -> LinearCost:
-    """A Linear's three products of the size of `p`, and their casts, beside the `base` dtype."""
+    """Return the cost of a Linear of the size of `p` with casts, and in the `base` dtype."""
 
     def kernel(nbytes: float) -> float:
         bandwidth = machine.bytes_per_second * efficiency.casts
@@ -259,8 +264,8 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
 
 def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, recipe: Recipe | None,
                    base: str, itemsize: int) -> tuple[float, float]:
-    """Returns the seconds of one call, forward and backward, on average over the layers that a
-    recipe casts and those that it keeps. Its casts are spread as its products are."""
+    """Return the seconds of one call, forward and backward, as the average over the layers that a
+    recipe casts and the layers that it keeps. The three products share the casts equally."""
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     forward, backward = plain["y"], plain["dx"] + plain["dw"] * p.trained
     kept_share = 1.0

@@ -1,4 +1,4 @@
-"""Three numbers for one question: what you said, what the formula says, what the run did."""
+"""Compare three numbers for one question: your guess, the formula's value, the measured value."""
 
 import math
 from collections.abc import Iterator
@@ -8,19 +8,22 @@ from typing import Any
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table, text_table
 
-# Units that are a logarithm or a share already: errors are differences, and called so.
+# Units that are already a logarithm or a share. Their errors are differences.
 DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
-TIED = "cannot be told apart"       # an answer, where it may be the right one
-DISTURBED = 0.1     # of the cores: where others took more, seconds say little about the formula
-FAR = 4.0           # a formula that is more times off does not describe what was measured
+TIED = "cannot be told apart"       # an answer may be the right one, but another is as likely
+DISTURBED = 0.1     # share of the cores: if others took more, seconds do not test the formula
+FAR = 4.0           # times: a formula with a larger error does not describe what was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One question. `guess` and `measured` may be missing; `where` says what the measurement is:
-    "cpu, median of 5", "recorded: h200-2026-01.json". `guess_factor`: the guess is 90% sure of
-    guess / factor to guess * factor. `others`: the share of the cores that other processes took
-    while it was measured. `because`: what a formula that is far off does not know."""
+    """One question. `guess` and `measured` may be missing.
+
+    where         what the measurement is: "cpu, median of 5", "recorded: h200-2026-01.json"
+    guess_factor  the guess is 90% sure of guess / factor to guess * factor
+    others        share of the cores that other processes took during the measurement
+    because       why a formula with a large error does not apply
+    """
 
     name: str
     formula: float
@@ -34,7 +37,7 @@ class Row:
 
     @property
     def far(self) -> str:
-        """The sentence that a formula needs which is more than FAR times off, or nothing."""
+        """A sentence about a formula that is wrong by more than FAR times, or nothing."""
         error = self.error
         if error is None or self.unit in DIFFERENCES or 1 / FAR <= 1 + error <= FAR:
             return ""
@@ -45,17 +48,17 @@ class Row:
 
     @property
     def truth(self) -> float | None:
-        """The value that a guess is held against: the formula, where nothing can be measured."""
+        """The value to compare a guess with: measured, or the formula's if nothing was measured."""
         return self.formula if self.measured is None else self.measured
 
     @property
     def error(self) -> float | None:
-        """Relative and signed: +0.10 means that the formula is 10% above the measurement."""
+        """The relative error with its sign: +0.10 if the formula is 10% above the measurement."""
         return _error(self.formula, self.measured)
 
     @property
     def held(self) -> bool | None:
-        """True if the interval of the guess holds the truth; None without one."""
+        """True if the interval of the guess contains the truth; None if there is no interval."""
         if None in (self.guess, self.guess_factor, self.truth):
             return None
         return self.guess / self.guess_factor <= self.truth <= self.guess * self.guess_factor
@@ -63,26 +66,26 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows side by side; shows itself as a table in a notebook."""
+    """Rows side by side. A notebook shows them as a table."""
 
     rows: tuple[Row, ...]
 
     @classmethod
     def of(cls, *, name: str = "", **row: Any) -> "Comparison":
-        """A single question: the fields of its Row."""
+        """Return a comparison with a single row, from the fields of its Row."""
         return cls((Row(name=name, **row),))
 
     @classmethod
     def of_rows(cls, formula: dict[str, float], measured: dict[str, float], *, unit: str,
                 where: str) -> "Comparison":
-        """A row for each name in either; what one side lacks is 0 there."""
+        """Return a row for each name in either dict; a missing value is 0."""
         return cls(tuple(Row(name=name, formula=formula.get(name, 0),
                              measured=measured.get(name, 0), unit=unit, where=where)
                          for name in {**formula, **measured}))
 
     @property
     def worst_error(self) -> float:
-        """The largest relative error of the formula, without its sign."""
+        """The largest absolute relative error of the formula."""
         errors = [abs(row.error) for row in self.rows if row.error is not None]
         if not errors:
             raise ValueError("nothing was measured, so there is no error")
@@ -95,7 +98,7 @@ class Comparison:
         return next(row for row in self.rows if row.name == name)
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """JSON-ready: the error of a row that was not measured, or measured as nothing, is None."""
+        """Return JSON-ready rows. The error is None if a row was not measured, or measured as 0."""
         finite = lambda error: error is not None and math.isfinite(error)
         return [asdict(row) | {"error": row.error if finite(row.error) else None}
                 for row in self.rows]
@@ -126,13 +129,13 @@ class Comparison:
 
 
 def disturbance(share: float) -> str:
-    """Says in words what others took of the cores, if it is enough to disturb seconds."""
+    """Return in words the share of the cores that others took, if it disturbs the seconds."""
     return f"others took {share:.0%} of the cores meanwhile" if share > DISTURBED else ""
 
 
 def off_by(value: float | None, truth: float | None, unit: str) -> str:
-    """An error in its own unit: a difference of what is a logarithm or a share, else in percent,
-    and as a factor from 1.5 on.
+    """Return an error in words: a difference if the unit is a logarithm or a share, else in
+    percent, or as a factor if it is 1.5 or more.
 
     >>> off_by(30.2, 31.5, "dB"), off_by(40, 12.5, "%"), off_by(1.1, 1.0, "s")
     ('-1.3 dB', '+28 points', '+10.0%')
@@ -152,7 +155,7 @@ def off_by(value: float | None, truth: float | None, unit: str) -> str:
 
 
 def percent(error: float | None) -> str:
-    """+3.2%, exact, or nothing."""
+    """Return "+3.2%", "exact", or "" for no error."""
     if error is None:
         return ""
     if math.isinf(error):

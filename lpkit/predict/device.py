@@ -1,9 +1,15 @@
-"""A step as one device of a layout has it: its part of the model, and by what its tensors are cut.
+"""A training step on one device of a layout: its part of the model, and how its tensors are cut.
 
-    step = Step(...)                    # the same on all devices
+    step = Step(...)                            # the same on all devices
     Device(step, embeds=True, heads=False)      # the first stage of a pipeline
 
-`walk` follows a micro-batch over a Device, `ledger` adds what lives beside it.
+`walk` follows a micro-batch over a Device. `ledger` adds what is alive outside the walk.
+
+    cut         ranks that share an activation of attention and MLP: tensor x context
+    tensor      ranks that share a weight
+    stream_cut  ranks that share the residual stream: `cut` with sequence parallelism, else context
+    tables      parameters outside the blocks: embedding, positions, head
+    inside      parameters inside the blocks
 """
 
 import math
@@ -31,14 +37,16 @@ from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch, Op, fused
 from lpkit.techniques.recipes import resolve, untiled
 
-# bytes a number while its code is found: in float32, padded, from the least, and the noise
+# Bytes a number while an activation is packed to codes, by bytes of the compute dtype. They are the
+# float32 value, its padded copy, its distance from the least value, and the rounding noise.
 PACKED = {2: 16, 4: 12}
-Padded = Mapping[str, tuple[int, int, int]]     # tokens, inputs and outputs of Linears, by name
+# (tokens, inputs, outputs) of the Linears that are padded to tiles, by name
+Padded = Mapping[str, tuple[int, int, int]]
 
 
 class Step:
-    """The part that all devices of a layout share of what `lpkit.predict.memory` was asked. Raises
-    ConfigError."""
+    """The part of a memory prediction that is equal on all devices of a layout. Raises ConfigError.
+    """
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None):
@@ -48,8 +56,8 @@ class Step:
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
         self.techniques = rows_of(config)
-        # lpkit's own makes one graph of head and loss (`lpkit.execution.compiled`), others seldom do;
-        # whether it can be compiled where nobody asked for it, the machine decides
+        # lpkit's own stack compiles head and loss to one graph (`lpkit.execution.compiled`); few
+        # other stacks do. With compile=auto, the machine decides later whether it can compile.
         self.compiles_loss = (config.system.stack == "auto"
                               and config.system.compile not in (False, "auto")
                               and on.kind == "gpu" and layout.tensor == 1
@@ -60,22 +68,25 @@ class Step:
         p = stored(config, name)
         self.eight_bit_weights = name in self.stack.eight_bit_weights
         self.moments = moments_of(config, p)
-        # whether lpkit.train has these axes and what rests in these dtypes; else others have
+        # True if lpkit.train runs this layout with these dtypes; else the formula models another
+        # stack
         self.as_trained = (layout.devices == layout.batch_ranks and not p.master
                            and not p.buffered)
-        # lpkit's stages; others', where ZeRO 2 and 3 would gather weights for each micro-batch
+        # lpkit's own pipeline. Other stacks run ZeRO 2 and 3 in a pipeline, where weights would be
+        # gathered for each micro-batch.
         self.own_pipeline = (layout.pipeline > 1 and layout.stage < 2
                              and config.system.stack == "auto")
-        # weights rest in shards, to which gradients leave, and whole ones are gathered: in ZeRO 2
-        # once, from forward to a block's backward, where others keep whole weights
+        # sharded: weights are stored in shards, whole weights are gathered, and gradients are
+        # reduced to shards. whole (ZeRO 2): they are gathered once and kept from forward to the
+        # end of their block's backward; other stacks keep whole weights throughout.
         self.whole = layout.stage == 2 and self.as_trained
         self.sharded = layout.stage == 3 or self.whole
         # FSDP gathers in the compute dtype, so that the residual stream has it too
         mixed = self.sharded and GATHERED[layout.gathered].mixed
         if mixed and p.compute_bytes < p.residual_bytes:
             p = replace(p, residual_bytes=p.compute_bytes)
-        # bytes of a Linear's operands that are rounded to 16 bits and multiplied in 32, since few
-        # CPUs multiply float16; 0: they are multiplied as they are
+        # bytes of an operand that is rounded to float16 and multiplied in float32, because few CPUs
+        # multiply float16; 0: operands are multiplied as they are
         self.widened = FP32 if p.dtype == "fp16" and on.kind == "cpu" else 0
         operand_bytes, keep = self.widened or None, ()
         if p.low:
@@ -94,13 +105,15 @@ class Step:
         stay = p.low.stay(self.m.L) if p.low else ()
         if stay:
             as_it_is = operations(replace(self.s, operand_bytes=None))
-        # by a micro-batch, if a device had the whole model
+        # bytes kept of one micro-batch, for a device with the whole model
         self.kept = saved(self.s, self.ops, self.recompute, plain=as_it_is, stay=stay)
 
 
 class Device:
-    """A device, or a stage of it, of `layers` (None: all), with the embeddings (`embeds`), with the
-    head and the loss (`heads`), or both; `added`: gradients of earlier micro-batches are there."""
+    """A device, or one of its pipeline stages.
+
+    It has `layers` blocks (None: all), the embeddings if `embeds`, and the head and the loss if
+    `heads`. `added`: gradients of earlier micro-batches are alive already."""
 
     def __init__(self, step: Step, embeds: bool, heads: bool, layers: int | None = None,
                  added: bool | None = None):
@@ -114,18 +127,18 @@ class Device:
             share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
-        # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
+        # ranks that share an activation of attention and MLP; a weight; and the residual stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
         self.stream_cut = self.cut if step.stack.sequence_parallel else layout.context
-        # tensor ranks that gather what they hold a part of; 1: nothing is gathered
+        # tensor ranks that gather a tensor of which each has a part; 1: they gather nothing
         self.gathering = self.tensor if self.stream_cut == self.cut else 1
         self.tokens, self.stream_tokens = s.tokens / self.cut, s.tokens / self.stream_cut
-        # tensor ranks of whose logits each has all, and how many these are
+        # number of tensor ranks that each hold the logits of all of them
         self.logit_ranks = self.tensor if step.stack.keeps_gathered else 1
         self.logits = self.tokens * m.V * self.logit_ranks
-        # and its gradient
+        # bytes of the residual stream, and of its gradient
         self.stream = self.stream_tokens * m.D * s.residual_bytes * ops.stream_share
-        # lpkit.parallel.tensor: the head's input is gathered and stays whole, and the loss has it
+        # lpkit.parallel.tensor gathers the head's input and keeps it whole for the loss
         self.whole_head = self.tensor > 1 and step.config.system.stack == "auto"
         self.head_tokens, self.head_stream = self.stream_tokens, self.stream
         if self.whole_head:
@@ -137,21 +150,23 @@ class Device:
         self._parameters()
         self._casts()
         self._gradients()
-        self.again = range(0)       # numbers of the blocks that run once more before their backward
+        self.again = range(0)       # numbers of the blocks that are recomputed in backward
         if step.repeated.repeats_blocks:
             self.again = range(0, self.layers, step.repeated.every(step.recompute))
-        # one forward pass would cast each weight once anyway
+        # without a cache, one forward pass casts each weight once; a cache saves casts only after
+        # it
         self.caches_casts = step.config.precision.cache_weight_casts and (
             step.pieces > 1 or bool(self.again))
         self.caches_casts |= step.stack.caches_casts and not step.sharded
         self._activations()
 
     def _parameters(self) -> None:
-        """Numbers of its blocks, of its tables and of one block's parts."""
+        """Count the parameters of this device's blocks, of its tables, and of one block's parts."""
         m, ops, parts = self.s.model, self.ops, parameters(self.s.model)
         prompt = parts.get("prompt", 0)
         outside = parts["embedding"] + prompt + parts["positions"] + parts["head"]
-        norms = self.layers * ops.small[1]      # and what else tensor ranks have whole
+        # norms and other parameters that every tensor rank has whole
+        norms = self.layers * ops.small[1]
         self.inside = (sum(parts.values()) - outside) * self.layers / m.L
         self.inside = (self.inside - norms) / self.tensor + norms
         self.block_parameters = self.inside / max(1, self.layers)
@@ -159,15 +174,16 @@ class Device:
         if m.tied and self.heads and not self.embeds:
             tables += parts["embedding"]
         self.tables = tables / self.tensor + self.embeds * parts["positions"]
-        self.table = ops.head.weights / self.tensor     # of the embedding, and of the head
+        self.table = ops.head.weights / self.tensor     # the embedding, and the head
         self.linear_weights = ops.linear_weights / self.tensor
         with_columns, others = ops.small
         self.small = with_columns / self.tensor + others
-        self.block_numbers = ops.trained_weights / self.tensor + self.small     # with gradients
+        # numbers of a block that have gradients
+        self.block_numbers = ops.trained_weights / self.tensor + self.small
 
     def _casts(self) -> None:
-        """Which Linears are cast, and how: `low`, but for those of the blocks `stay`, by number, and
-        `head_low` for the head."""
+        """Find how Linears are cast: `low` for blocks, except for the blocks whose numbers are in
+        `stay`, and `head_low` for the head. None means 16 bits."""
         low, L, above = self.step.p.low, self.m.L, self.m.L - self.layers
         self.low, self.widened = low, self.step.widened
         stay = low.stay(L) if low else ()
@@ -176,8 +192,10 @@ class Device:
         self.head_low = None if low and "head" in low.keep else low
 
     def _activations(self) -> None:
-        """Decides what is kept: what comes back from elsewhere, or low precision, is `fetched` at a
-        time, and `packed` is at work while forward puts it there."""
+        """Find what is kept for backward.
+
+        If activations are offloaded or stored as codes, `fetched` are the bytes of the one tensor
+        that is back at a time, and `packed` the bytes at work while forward packs one."""
         step, s, ops, kept = self.step, self.s, self.ops, self.step.kept
         self.fetched = self.packed = 0.0
         number_bytes = step.techniques["activation_offload"].number_bytes.get(step.on.kind)
@@ -188,15 +206,17 @@ class Device:
                                kept.again_bytes and kept.again_bytes - less)
             self.fetched, self.packed = (nbytes / self.cut for nbytes in _one_tensor(
                 s, ops, bool(number_bytes)))
-        # the input of a block that runs again goes alone: no hook sees what it saves then
+        # only the input of a recomputed block is offloaded: hooks do not see tensors saved in the
+        # rerun
         self.rerun = self._cut(step.kept)
         self.kept = self.rerun if number_bytes is None else self._cut(kept)
-        if self.layers - 1 in self.again:       # another block is the last of which all goes
+        # if the last block is recomputed, an earlier block is the last one that packs all tensors
+        if self.layers - 1 in self.again:
             all_again = len(self.again) == self.layers
             self.packed -= self.packed if all_again else self.kept.again_bytes
 
     def _cut(self, kept: Kept) -> Kept:
-        """Returns the part of `kept` that this device has."""
+        """Return the part of `kept` that is on this device."""
         step, s, ops = self.step, self.s, self.ops
         if self.cut > 1 or self.layers < self.m.L:
             cuts, again = {}, kept.again_bytes / self.cut
@@ -214,7 +234,7 @@ class Device:
                 cuts |= {ops.head.name: step.layout.context}
             kept = kept.scaled(lambda name, nbytes: nbytes / cuts.get(name, self.cut), again,
                                self.layers / self.m.L)
-            if self.whole_head:     # the gradient alone is kept
+            if self.whole_head:     # the saved loss is only the gradient of the logits
                 loss = TOKEN_ID * self.tokens + s.compute_bytes * self.logits
                 kept = replace(kept, operations=kept.operations | {"loss": loss})
         if not self.heads:
@@ -222,21 +242,23 @@ class Device:
         return kept
 
     def _gradients(self) -> None:
-        """Decides how gradients and gathered weights come and go; bytes are of a number."""
+        """Find how gradients and gathered weights come and go. Sizes are bytes per number."""
         step, layout, p, config = self.step, self.step.layout, self.step.p, self.step.config
         row = GATHERED[layout.gathered]
-        # parameters are updated in backward
+        # the optimizer updates each parameter in backward, as soon as its gradient is complete
         self.at_once = not step.techniques["optimizer_step"].gradients_held
         self.sharded, self.whole = step.sharded, step.whole
-        # inside a pipeline nothing is resharded, and added up whole, until the last micro-batch
+        # in a pipeline, gathered weights and whole gradients stay until the last micro-batch is
+        # done
         self.staged = layout.pipeline > 1 and step.pieces > 1
-        # FSDP reduces a block's gradients, in float32, while the next block is at work, whose
-        # weights are on their way meanwhile
+        # FSDP reduces a block's float32 gradients while backward is in the next block, and
+        # prefetches weights at the same time
         self.leave = self.sharded and not self.staged
-        # gradients add to nothing here: they were there, or leave at once
+        # The row of gradients does not grow in backward: buffers exist already, or each gradient
+        # is used at once and freed
         self.gathers = self.added or self.at_once or p.buffered
-        # weights come from other ranks as their casts, for forward and once more for backward, and
-        # none is kept between them but of a table that the embedding shares
+        # FSDP gathers low-precision casts of weights, in forward and again in backward. No cast is
+        # kept between them, except that of a table that the embedding shares.
         self.gathers_casts = self.sharded and row.cast
         self.travels, self.travels_outside, _ = step.gathered_itemsizes
         self.made_bytes = p.compute_bytes if row.mixed else p.weights
@@ -245,21 +267,24 @@ class Device:
             self.shard_bytes /= layout.state_ranks
         self.gradient_bytes = self.made_bytes if self.leave else self.shard_bytes
         self.small_gradient_bytes = self.small * self.gradient_bytes
-        self.block_gradient_bytes = 0.0         # how gradients grow by a block
+        # bytes by which gradients grow in a block's backward
+        self.block_gradient_bytes = 0.0
         if not self.gathers:
             self.block_gradient_bytes = self.block_numbers * self.shard_bytes
-        # the head's gradient waits for that of the same table in the embedding
+        # bytes of the head's gradient, which waits for the embedding's if they share a table
         self.waiting_table = 0.0
         if self.s.model.tied and self.embeds:
             self.waiting_table = self.gradient_bytes * self.table * self.ops.head.trained
-        # the optimizer: what a number's update needs for a while, and what it fetches of its state
+        # updating_bytes: temporaries of one number's update. state_bytes: its optimizer state, if
+        # that is offloaded and fetched for the update.
         self.resting = step.on.kind in step.techniques["optimizer_state"].leaves
         optimizer, moments = optimizers.find(step.optimizer), step.moments
         self.weight_itemsize = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
         self.updating_bytes = update_bytes(optimizer, moments, self.weight_itemsize)
         self.state_bytes = optimizer.state_bytes(moments) if self.resting else 0.0
         self.update_bytes = self.updating_bytes + self.state_bytes if self.at_once else 0.0
-        self.updates: dict[str, float] = {}     # where shapes matter, the most by operation
+        # if the update depends on shapes: most bytes, by operation
+        self.updates: dict[str, float] = {}
         settings = optimizer_settings(config, step.optimizer)
         if self.at_once and not elementwise(settings):
             for name, nbytes in whole_update_bytes(
@@ -269,15 +294,17 @@ class Device:
                 self.updates[op] = max(nbytes, self.updates.get(op, 0.0))
 
     def updating(self, op: Op, weights: float) -> float:
-        """Bytes at work while backward updates these weights."""
+        """Return the bytes at work while backward updates `weights` numbers of `op`."""
         if op.name in self.updates:
             return self.updates[op.name] + weights * self.state_bytes
         return weights * self.update_bytes
 
 
 def by_cost(config: Config | None = None) -> tuple[str, ...]:
-    """The rows of RECOMPUTE to try, the cheapest first: without a compiler, and beside a fused
-    attention, which keeps next to nothing; the config's alone, if it names another than none."""
+    """Return the rows of RECOMPUTE to try, cheapest first.
+
+    These need no compiler and do not recompute attention alone, since fused attention saves little.
+    If the config names a row other than "none", return only that row."""
     if config and config.memory.recompute != MemoryConfig().recompute:
         return (config.memory.recompute.name,)
     return tuple(name for name, row in RECOMPUTE.items()
@@ -287,8 +314,9 @@ def by_cost(config: Config | None = None) -> tuple[str, ...]:
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, even: bool = True,
               **sizes: Any) -> tuple[MicroBatch, int]:
-    """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
-    a MicroBatch. Raises ConfigError for an unknown attention and as `layouts.check` does."""
+    """Return the micro-batch of a run on this machine, and the number of micro-batches. `sizes` are
+    other fields of MicroBatch. Raises ConfigError for an unknown attention, and as
+    `layouts.check` does."""
     layouts.check(config, layout, even=even)
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
                                  low_precision=p.compute_bytes < FP32,
@@ -304,9 +332,10 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
 
 def _padded(config: Config, p: Precision, s: MicroBatch,
             ops: Operations, layout: Layout) -> tuple[Operations, Padded]:
-    """The Linears that are padded to tiles, each as a rank has it, and the operations with what is
-    saved of that on all tensor ranks: a Linear's input, and its result where the next operation
-    saves a view of it."""
+    """Return the operations with padded Linears, and the padded sizes on one rank by name.
+
+    The saved bytes of an operation are those on all tensor ranks. They grow for a padded Linear's
+    input, and for an operation that saves a view of a padded Linear's result."""
     if p.low is None or not getattr(config.precision.recipe, "pad", False):
         return ops, {}
     recipe, padded, found, more = resolve(config.precision.recipe), {}, [], 0.0
@@ -319,6 +348,7 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
             M, K, N = padded[op.name] = tuple(-(-side // recipe.tile) * recipe.tile
                                               for side in size)
             more = (M * N - tokens * size[2]) * ranks[1] * layout.context * s.compute_bytes
+            # extra bytes of the result, if the next operation keeps it alive by a view
             op = replace(op, saved_bytes=M * K * ranks[0] * layout.context * s.operand_bytes)
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
@@ -328,7 +358,8 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:
-    """One comes back, from codes by way of float32; and what is at work while codes are made."""
+    """Return the bytes of one tensor that comes back (decoded by way of float32), and the bytes at
+    work while a tensor is packed to codes."""
     widest = max(op.matmul[0] for op in ops.linears)
     nbytes = max(widest * s.compute_bytes, s.model.D * s.residual_bytes) * s.tokens
     if not quantized:

@@ -1,17 +1,17 @@
-"""What machines reach in training, and by how much a prediction of seconds may be wrong.
+"""What machines reach in training, and the error range of predicted seconds.
 
-Four kinds of numbers, kept apart:
+There are four kinds of numbers, kept separate:
 
-- of a datasheet, the share that published kernels reach at their best shape: GENERATIONS, each with
-  its source;
-- what no table says: the share of that and of the bandwidth which a whole step keeps, what a
-  stack's compiler or fused kernels leave, what hides of its messages, what lies between its
-  kernels. These are fitted to published runs that may be fitted (data/published/fit.json, by
-  `python -m tests.bench.fit`);
-- what `lpkit measure` of that very machine says, first of all, and of FP8 beside bf16 a recorded
-  `lpkit bench fp8-linear`;
-- how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
-  range of every answer.
+- GENERATIONS, each with its source: the share of a datasheet's peak that published kernels reach at
+  their best shape;
+- numbers that no table has, fitted to published runs that may be fitted (data/published/fit.json,
+  by `python -m tests.bench.fit`): the share of kernel speed and bandwidth that a whole step keeps,
+  what a stack's compiler or fused kernels save, how much of its messages overlaps, and the time
+  between its kernels;
+- measurements of the machine itself, which come first: `lpkit measure`, and for FP8 against bf16 a
+  recorded `lpkit bench fp8-linear`;
+- the errors of all this on runs of held-out sources, by kind of run (in the same file). They are
+  the range of every answer.
 
 A machine whose ceilings were measured on the spot uses them (`roofline.REACHED`).
 """
@@ -57,15 +57,16 @@ class Generation:
 GENERATIONS = {name: Generation(**row) for name, row in machines.TABLES["reached"].items()}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
-LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
+# without a run that may be fitted: the generation whose share is used
+LIKE = {"gb200": "b200", "mi355x": "mi325x"}
 KEPT_BY_OTHERS = "h100"
-FP32_KEPT = 0.95        # of float32 products by a step: data/measured/ledger-nvidia-h200.json
+FP32_KEPT = 0.95        # share of float32 matmul speed in a step: ledger-nvidia-h200.json
 SIXTEEN, EIGHT = ("tf32", "bf16", "fp16"), ("fp8", "int8")
 
 
 @functools.cache
 def fitted() -> Mapping[str, Any]:
-    """data/published/fit.json."""
+    """Return data/published/fit.json."""
     return json.loads(FIT.read_text(encoding="utf-8"))
 
 
@@ -74,7 +75,8 @@ def generation_of(machine: Machine) -> str | None:
 
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
-    """Finds a step's efficiency; `folder` has benches. Raises ConfigError for an unknown stack."""
+    """Return the efficiency of a step. `folder` has recorded benches. Raises ConfigError for an
+    unknown stack."""
     generation, row = generation_of(machine), machine.measured
     here = machine.name == "this" or (row and not generation)
     made = REACHED if here else _efficiency(generation, stack)
@@ -86,14 +88,16 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
             made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 matmuls "
                            f"over bf16, recorded: {path.name}; others: {made.source}")
     files = recorded_products(machine, folder)
-    if files and stack in ("eager", DEFAULT):       # their products are the kit's, as benches have them
+    # these stacks use the kit's matmuls, as benches do
+    if files and stack in ("eager", DEFAULT):
         made = replace(made, ratios={**ChainMap(*files.values())})
     return _as_measured(made, machine, sheet) if row else made
 
 
 def _as_measured(made: Efficiency, on: Machine, sheet: Machine) -> Efficiency:
-    """Returns `made`, of the datasheet's machine, with the row that `lpkit measure` wrote of `on`;
-    where there is no datasheet, `sheet` is `on`, and the nearest shape answers for all."""
+    """Return `made`, the efficiency of the datasheet's machine `sheet`, changed by the row that
+    `lpkit measure` wrote for `on`. If there is no datasheet, `sheet` is `on`, and the nearest
+    measured shape gives every matmul."""
     row, known = on.measured, sheet is not on
     products = {dtype: max(one[3] for one in table) for dtype, table in row["products"].items()}
     attention, kept = made.attention, made.bandwidth
@@ -115,7 +119,7 @@ def _efficiency(name: str | None, stack: str) -> Efficiency:
 
 
 def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Efficiency:
-    """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
+    """Return the efficiency of a generation with these fitted `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers.get(f"{LIKE.get(name, name)} keeps", numbers[f"{KEPT_BY_OTHERS} keeps"])
 
@@ -143,8 +147,8 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
 
 @contextmanager
 def whole(path: Path) -> Iterator[None]:
-    """Raises ConfigError where what is done with this record of `lpkit bench` shows that it is
-    something else."""
+    """Turn an error in this block, which reads a record of `lpkit bench`, into a ConfigError: the
+    file is not such a record."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
@@ -153,7 +157,7 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def benches(on: Machine, folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Recorded benches of this machine. Raises ConfigError for a file that is none."""
+    """Return recorded benches of this machine. Raises ConfigError for a file that is not one."""
     try:
         found = _benches(folder, folder.stat().st_mtime_ns)
     except OSError:     # there is no such folder
@@ -176,9 +180,10 @@ def _benches(folder: Path, changed: int) -> list[tuple[Path, Mapping[str, Any], 
 
 
 def catalogued(device: str) -> Machine | None:
-    """The row of the catalogue for a GPU by the name that its driver gives it: the one whose model
-    it names (H100, 4090), and of several the one with most words in common. None for what is not in
-    the catalogue."""
+    """Return the catalogue's row for a GPU by the name that its driver gives it, or None.
+
+    The row's model (H100, 4090) must be in the name. Of several rows, the one with most words in
+    common is returned."""
     words, best, most = set(re.findall(r"\w+", device)), None, 0
     for row in machines.CATALOGUE.values():
         title = re.findall(r"\w+", row.title)
@@ -190,8 +195,9 @@ def catalogued(device: str) -> Machine | None:
 
 
 def recorded_products(on: Machine, folder: Path = MEASURED) -> dict[str, dict[str, list[Sequence]]]:
-    """Speeds of cast products over bf16's that were recorded on this machine, by file and recipe: M,
-    N, K and the ratio. `measure`, the last, lacks the scales of the result. Raises ConfigError."""
+    """Return recorded speeds of cast matmuls relative to bf16, by file and recipe, as (M, N, K,
+    ratio). Records of `measure` come last; they lack the scales of the result. Raises
+    ConfigError."""
     return {path.name: bench["ratios"] for path, bench in benches(on, folder) if bench["ratios"]}
 
 
@@ -215,8 +221,10 @@ def _ratios(bench: Mapping[str, Any]) -> dict[str, list[Sequence]]:
 
 def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency
              ) -> float:
-    """The share of its peak that FP8 reached, to bf16's: those that make the formula give the
-    recorded seconds, median over the cases. What a step keeps of either is fitted to steps."""
+    """Return the share of its peak that FP8 reaches, divided by bf16's share.
+
+    With these shares the formula gives the recorded seconds; median over the cases. The share that
+    a whole step keeps of either is fitted to steps."""
     shares: dict[str, list[float]] = {"bf16": [], "fp8": []}
     bandwidth = on.bytes_per_second * assumed.bandwidth
     for case in cases:
@@ -233,11 +241,11 @@ def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficienc
     return statistics.median(shares["fp8"]) / statistics.median(shares["bf16"])
 
 
-# How wrong it may be.
+# The error range of a prediction.
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Nine of ten runs of this kind took between `low` and `high` times the predicted seconds."""
+    """Measured / predicted seconds were between `low` and `high` in nine of ten runs of a kind."""
 
     low: float
     high: float
@@ -248,8 +256,9 @@ class Spread:
 
 
 GIVEN = Spread(low=1.0, high=1.0, words="at the given MFU")
-HOST_BOUND = 0.1        # of a step: then the host decides
-TELLS = 0.08            # of seconds: less does not tell two layouts apart (docs/plan.md)
+HOST_BOUND = 0.1        # share of a step that waits for the host, above which the run is host-bound
+# share of seconds: smaller differences do not separate two layouts (docs/plan.md)
+TELLS = 0.08
 KINDS = ("consumer and workstation GPUs", "bound by the host", "adapters",
          "below 1 billion weights", "MI300X and after", "8 bits or fewer",
          "A100, H100 and after in 16 bits")
@@ -259,8 +268,8 @@ UNSEEN = "no published run is of this kind"
 
 def kind_of(machine: Machine, precision: str, *, weights: float = SMALL, adapted: bool = False,
             host_share: float = 0.0) -> str:
-    """Returns the kind, one of fit.json's: the first of KINDS that the run is of. `host_share`: of
-    the step, in which the device waits for the host."""
+    """Return the kind of a run for fit.json: the first of KINDS that applies. `host_share` is the
+    share of the step in which the device waits for the host."""
     name = generation_of(machine)
     if name is None:
         return UNSEEN
@@ -270,15 +279,16 @@ def kind_of(machine: Machine, precision: str, *, weights: float = SMALL, adapted
 
 
 def shape_of(layout: Layout) -> str:
-    """Says what splits the model, in words: "tensor + pipeline", "ZeRO 3", "one device"."""
+    """Return what splits the model, in words: "tensor + pipeline", "ZeRO 3", "one device"."""
     split = [axis for axis in ("tensor", "pipeline", "context") if getattr(layout, axis) > 1]
     alone = "replicas" if layout.data > 1 else "one device"
     return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
 
 
 def spread(kind: str, layout: Layout, stack: str = DEFAULT, *, calibrated: float = 0.0) -> Spread:
-    """Returns the range of a step's seconds. One measured step takes a kind's own bias away, by the
-    weight `calibrated`: 1 for the shapes that it had, less and never narrower for others."""
+    """Return the range of a step's seconds. A measured step removes the bias of its kind, by the
+    weight `calibrated`: 1 for the shapes that were measured, less for others. The range never
+    becomes narrower than for measured shapes."""
     known, shape = fitted(), shape_of(layout)
     known_as, limits = range_of(known["kinds"], kind, stack)
     if calibrated:
@@ -298,8 +308,8 @@ def spread(kind: str, layout: Layout, stack: str = DEFAULT, *, calibrated: float
 
 def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str, stack: str
              ) -> tuple[str, Mapping[str, float]]:
-    """Returns which kind is known, and its `low` and `high`: of the stack, else of all stacks; where
-    nothing of the kind was published, "", and as wide as anything was."""
+    """Return the kind and its `low` and `high`: for this stack if known, else for all stacks. If no
+    run of the kind was published, return "" and the widest range of all kinds."""
     for name in (f"{kind}, {stack}", kind):
         if name in kinds:
             return name, kinds[name]

@@ -1,11 +1,11 @@
-"""Whether a step fits into what a device has left, and which settings would make it.
+"""Decide whether a step fits into a device's free memory, and which settings would make it fit.
 
     asked = fit(config, on)         # on.memory_bytes: what a run may still take there
-    asked.refused                   # it cannot: by more than the formula may be wrong
-    asked.ways                      # settings with which it has room, the cheapest first
+    asked.refused                   # it does not fit, by more than the formula's error
+    asked.ways                      # settings with which it fits, the cheapest first
 
-The one answer for `train`, `measure` and the report of a run that met the end of its memory. Room
-is what `plan` calls it: `Memory.missing_bytes`. What is neither refused nor has room is tried.
+`train`, `measure` and the report of a run that is out of memory all use this answer. A way fits by
+`Memory.missing_bytes`, as in `plan`. A run that is not refused is tried, even if it may not fit.
 """
 
 import math
@@ -28,20 +28,21 @@ from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.machines import Machine
 
-UNPRICED = ("activation_offload", "optimizer_state")     # of config.memory: no formula for seconds
-# what is left for the ledger's error, without a doubt and with one; and the most by which its peak
-# was above that of a measured step (data/measured/ledger-*.json)
+# fields of config.memory without a formula for seconds
+UNPRICED = ("activation_offload", "optimizer_state")
+# ERROR is the error of the ledger that a refusal allows for, without and with a doubt. MEASURED is
+# the most by which its peak was above a measured step's (data/measured/ledger-*.json).
 ERROR, ERROR_DOUBTED = 0.02, 0.10
 MEASURED = {ERROR: 0.015, ERROR_DOUBTED: 0.068}
-CONTEXTS_BYTES = 2**30      # of a GPU: CUDA's own, of this process
-SHOWN = 3       # rows, and ways
+CONTEXTS_BYTES = 2**30      # the CUDA context of this process
+SHOWN = 3       # number of rows, and of ways, in a sentence
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Way:
-    """Settings with which a step has room; the cheapest is the least."""
+    """Settings with which a step fits. Ways sort by their cost."""
 
-    slowdown: float     # times the seconds of the step without them; infinite: no formula
+    slowdown: float     # seconds of the step over those without the settings; infinite: no formula
     peak_bytes: float
     settings: Mapping[str, Any] = field(compare=False)
 
@@ -56,8 +57,8 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """`rows`: bytes at the peak, or of as much of it as there is a formula for; then `without` says
-    what is left out, and why."""
+    """Bytes by row at the peak. If only some bytes have a formula, `without` says what is left out
+    and why."""
 
     config: Config
     on: Machine
@@ -76,8 +77,8 @@ class Fit:
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """Single settings, the cheapest first; where none does, one set of several that cannot do
-        without any; empty where not even all together make it fit."""
+        """Single settings, cheapest first. If none is enough, one set of settings without any that
+        it does not need; empty if all settings together are not enough."""
         search = _Search(self.config, self.on)
         every = [*search.others]
         priced = [key for key in every if key.removeprefix("memory.") not in UNPRICED]
@@ -95,8 +96,8 @@ class Fit:
                 "takes with `lpkit predict`")
 
     def sentence(self, whole_bytes: float, others_bytes: float = 0) -> str:
-        """Says why it is refused on a device that has `whole_bytes` when nobody uses them, of which
-        others hold some."""
+        """Return why the run is refused, on a device with `whole_bytes` when idle, of which other
+        processes hold `others_bytes`."""
         has = quantity(self.on.memory_bytes, "bytes")
         if self.on.memory_bytes < whole_bytes:
             has += f" left of {quantity(whole_bytes, 'bytes')}"
@@ -110,23 +111,24 @@ class Fit:
                 f"largest of it: {largest(self.rows)}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dict."""
         return picked(self, "peak_bytes rows moment without")
 
 
 def largest(rows: Mapping[str, float]) -> str:
-    """'activations 20.1 GB, weights 4.98 GB'."""
+    """Return the largest rows in words: 'activations 20.1 GB, weights 4.98 GB'."""
     first = sorted(rows, key=rows.get, reverse=True)[:SHOWN]
     return ", ".join(f"{name} {quantity(rows[name], 'bytes')}" for name in first)
 
 
 def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
-    """One update of `config` on `on`. `compiled`: torch.compile fuses what the ledger counts.
+    """Return whether one update of `config` fits on `on`. `compiled`: torch.compile fuses
+    operations that the ledger counts one by one.
 
-    What the ledger does not know counts as nothing, and the answer says so: nothing is refused that
-    might run.
+    Bytes without a formula count as 0, and the answer names them. So no run is refused that might
+    fit.
     """
-    config = config.replace({"system.stack": "auto"})       # it is lpkit that runs
+    config = config.replace({"system.stack": "auto"})       # the run is lpkit's
     if config.transforms or governed(config).governors:
         rows = {"weights": _states(config, on)["weights"]}
         return Fit(config=config, on=on, rows=rows, moment="the model alone",
@@ -144,7 +146,7 @@ def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
 
 
 def _states(config: Config, on: Machine) -> dict[str, float]:
-    """Bytes of what outlives a step, and of the gradients that are held at once."""
+    """Return the bytes that outlive a step, and the bytes of gradients if all exist at once."""
     rows, count = techniques.rows_of(config), parameter_count(config.model)
     each = rows["param_dtype"].param_bytes
     found = {"weights": each * count, "gradients": each * trained_count(config.model)}
@@ -157,11 +159,11 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
 
 
 class _Search:
-    """A search among the rows of each memory technique, and smaller micro-batches."""
+    """A search over the rows of each memory technique, and over smaller micro-batches."""
 
     def __init__(self, config: Config, on: Machine):
         self.config, self.on = config, on
-        self.others: dict[str, list[Any]] = {}      # values that a key could have instead
+        self.others: dict[str, list[Any]] = {}      # other values of each key
         for key, row in techniques.rows_of(config).items():
             self.others[f"memory.{key}"] = [
                 name for name, other in techniques.TABLES[key].items() if other is not row
@@ -171,17 +173,18 @@ class _Search:
                                            if parts > config.grad_accum_steps]
 
     def single(self) -> list[Way]:
-        """Returns the cheapest value that fits, for each setting, the cheapest setting first."""
+        """Return the cheapest value that fits for each setting, cheapest setting first."""
         ways = []
         for key, values in self.others.items():
             ways += self.cheapest({key: value} for value in values)
         return sorted(ways)
 
     def several(self, keys: Sequence[str]) -> list[Way]:
-        """Returns one way with all of `keys` that helps, without what can be left out, the dearest
-        first; each key that stays gets the cheapest value that fits."""
+        """Return one way that changes several of `keys`, or none. Each key first gets the value
+        with the lowest peak. Then keys that are not needed are left out, the most expensive first.
+        Then each remaining key gets the cheapest value that fits."""
         chosen: dict[str, Any] = {}
-        for key in [*keys, *keys]:      # twice: one may help where others do
+        for key in [*keys, *keys]:      # twice: a value may help only together with others
             tried = [chosen, *(chosen | {key: value} for value in self.others[key])]
             chosen = min(tried, key=self.peak_bytes)
         dearest = sorted(chosen, key=lambda key: self.slowdown({key: chosen[key]}), reverse=True)
@@ -195,7 +198,7 @@ class _Search:
         return self.cheapest([chosen])
 
     def cheapest(self, tried: Iterable[dict[str, Any]]) -> list[Way]:
-        """The one; none where none has room."""
+        """Return the cheapest of these settings that fits, as a list; empty if none fits."""
         ways = []
         for settings in tried:
             held = self.held(settings)
@@ -205,7 +208,7 @@ class _Search:
         return sorted(ways)[:1]
 
     def held(self, settings: Mapping[str, Any]) -> Memory | None:
-        """None where these settings cannot be beside the others."""
+        """Return the memory with these settings; None if they do not go together."""
         try:
             changed = self.config.replace(settings)
             recipe = row_of(changed, precision_of(changed, self.on))

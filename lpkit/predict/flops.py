@@ -1,8 +1,8 @@
-"""Floating-point operations of a step: matrix products only, a multiply and an add are 2.
+"""Floating-point operations of a step. Only matmuls count; a multiply and an add are 2 FLOPs.
 
-Everything else (norms, softmax, activations, the optimizer) is under 1% of the operations of any
-model worth training and is bound by memory, not by arithmetic. Equal to
-`torch.utils.flop_counter.FlopCounterMode` on the model itself. Source: PaLM, appendix B
+Everything else (norms, softmax, activations, the optimizer) is less than 1% of the operations of
+any model worth training, and memory-bound. The counts equal those of
+`torch.utils.flop_counter.FlopCounterMode` on the model. Source: PaLM, appendix B
 (https://arxiv.org/abs/2204.02311), which also defines MFU.
 """
 
@@ -17,7 +17,7 @@ from lpkit.techniques.blocks import Operations
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """(M, K) with (K, N): `calls` in one pass over the model, each of them `group` at once."""
+    """(M, K) x (K, N), `calls` times in a pass over the model, each time `group` products."""
 
     name: str
     M: int
@@ -25,14 +25,14 @@ class Product:
     K: int
     calls: int
     group: int = 1   # heads times batch in attention
-    pairs: bool = False   # over pairs of tokens: a causal mask leaves half of it
-    cut: str = ""         # the side of the weight that tensor parallelism cuts: column, row
-    trained: bool = True  # else it has no weight gradient
-    density: float = 1.0  # of a weight, what is not zero; kernels multiply zeros too
+    pairs: bool = False   # over pairs of tokens, half of them under a causal mask
+    cut: str = ""         # side of the weight that tensor parallelism cuts: column, row
+    trained: bool = True  # False: no weight gradient
+    density: float = 1.0  # share of the weight that is not zero; kernels multiply zeros too
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """(M, N, K) of a Linear's three products, by the name of what they give."""
+        """(M, N, K) of a Linear's three products, by the name of their result."""
         return {"y": (self.M, self.N, self.K), "dx": (self.M, self.K, self.N),
                 "dw": (self.N, self.K, self.M)}
 
@@ -43,14 +43,15 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """The FLOPs without those of zeros."""
+        """FLOPs without those of pruned weights."""
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
-        whole = self.density == 1 and not isinstance(self.M, float)     # of layers on average
+        # an average over layers is not whole
+        whole = self.density == 1 and not isinstance(self.M, float)
         return flops if whole else round(flops * self.density)
 
     def on_rank(self, tensor: int, context: int) -> "Product":
-        """Cuts it for one of `tensor` ranks, each with part of weights and heads, and of `context`
-        ranks, each with part of the tokens; all keys meet the queries of some."""
+        """Return the product on one of `tensor` ranks, which share weights and heads, and of
+        `context` ranks, which share the tokens. Queries on a rank meet the keys of all tokens."""
         if tensor == context == 1:
             return self
         M = self.M // context
@@ -62,11 +63,11 @@ class Product:
 
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
-    """Lists all products of a forward pass over `batch` sequences of model.context tokens."""
+    """Return all products of a forward pass over `batch` sequences of model.context tokens."""
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L * model.running
-        part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
+        part = op.tokens_share != 1     # without shares M stays an integer, and is printed as one
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
             found.append(Product(name=op.name, M=round(M * op.tokens_share, 6) if part else M,
@@ -78,9 +79,11 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
 
 
 def moved_bytes(ops: Operations) -> tuple[int, int]:
-    """Returns what everything but the products moves in one forward pass, each operation on its
-    own, as PyTorch runs it without compiling (norms, residual additions, activations, rotations,
-    casts, the loss): of one block, and outside the blocks."""
+    """Return the bytes that one forward pass moves without its matmuls: (in one block, outside the
+    blocks).
+
+    Each operation (norms, residual additions, activations, rotations, casts, the loss) reads and
+    writes memory on its own, as in PyTorch without a compiler."""
     outside = (ops.embed, ops.positions, ops.norm, ops.head, ops.loss)
     return sum([op.moved_bytes for op in ops.block]), sum([op.moved_bytes for op in outside])
 
@@ -89,21 +92,23 @@ Attention = Literal["full", "causal"]
 
 
 def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
-    """Counts one forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do;
-    `causal` the pairs that the rule of the model's attention lets through, T(T+1)/2 where it is
-    full, which is what a kernel has to do. Documents, whose pairs depend on data, count as one."""
+    """Return the FLOPs of one forward pass.
+
+    `full` counts the whole (T, T) square, as PaLM and PyTorch do. `causal` counts the pairs that
+    the attention's rule lets through, which a kernel must compute: T(T+1)/2 for plain causal
+    attention. Documents count as one, because their pairs depend on the data."""
     return batch * _sequence_flops(model, attention) + _weight_flops(model)
 
 
 def _weight_flops(model: ModelConfig) -> int:
-    """Counts products of parameters alone, which have no gradient, whatever the batch."""
+    """Return the FLOPs of products of parameters only, which do not depend on the batch."""
     return model.L * sum(op.weight_flops for op in of(model).block) if model.changes else 0
 
 
 @functools.lru_cache(maxsize=256)
 def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
     T, total, rule = model.T, 0, model.attention.rule(model.T)
-    # without softmax, products over pairs are those that a backend does
+    # Without softmax, the products over pairs are those that the backend computes.
     causal = attention == "causal" and rule is not None
     pairs = rule.pairs(T) if causal else 0
     for p in products(model, batch=1):
@@ -112,23 +117,23 @@ def _sequence_flops(model: ModelConfig, attention: Attention) -> int:
 
 
 def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
-    """Forward and backward: each product has two gradients of its own size, so 3 times the forward;
-    of a frozen weight there is no gradient.
+    """Return the FLOPs of forward and backward: 3 times forward, since each product has two
+    gradients of its size, minus the gradients of frozen weights.
 
-    These are the model's FLOPs, by which MFU is defined: what recomputation does again is not
-    counted. The first product has an input gradient too, because the embedding below it is learned.
+    These are the model's FLOPs, which define MFU, so recomputation does not count. The first
+    product has an input gradient too, because the embedding below it is trained.
     """
     frozen = sum(p.flops for p in products(model, batch=1) if not p.trained) if model.changes else 0
     return batch * (3 * _sequence_flops(model, attention) - frozen) + _weight_flops(model)
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:
-    """6 per weight in a product, plus 12 L D T for attention in full. An average."""
+    """6 per weight in a matmul, plus 12 L D T for full attention. An average over the tokens."""
     return training_flops(model, attention=attention) / model.T
 
 
 def recomputed_flops(model: ModelConfig, *, batch: int = 1) -> int:
-    """Counts the FLOPs of blocks that are done a second time, which MFU does not count and the clock
-    does."""
+    """Return the FLOPs of running all blocks a second time. MFU does not count them, but they take
+    time."""
     *inside, _head = products(model, batch=batch)
     return sum(p.flops for p in inside) + _weight_flops(model)

@@ -1,8 +1,9 @@
-"""The part of its model that the updates of a run see, where a governor says so
+"""The part of a model that a run's updates see if a governor skips tokens or layers
 (`lpkit.techniques.changes.Governor`).
 
-A governed config has no such governor, and a model of which all folds of `lpkit.predict` are of
-what it sees on average over steps and layers. Bytes are of the update that sees the most.
+A governed config has no such governor. Its model has the sizes that all formulas of `lpkit.predict`
+need: those that updates see on average over steps and layers. Bytes are those of the update that
+sees most.
 """
 
 import functools
@@ -12,24 +13,25 @@ from dataclasses import dataclass, fields, replace
 from lpkit.config import Config, ModelConfig
 from lpkit.techniques.changes import GOVERNORS, running
 
-MOST_STEPS = 1024       # of a run that are asked, evenly spaced
+MOST_STEPS = 1024       # steps of a run at which governors are evaluated, evenly spaced
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(ModelConfig):
-    """`shares`: as `Op.seeing` takes them, of layers that run; `running`: the share that does."""
+    """`shares` of the tokens in layers that run, as `Op.seeing` takes them. `running`: the share of
+    the layers that run."""
 
     shares: tuple[float, ...] = ()
     running: float = 1.0
 
 
 def governed(config: Config, most: bool = False) -> Config:
-    """`most`: in the update that sees the most."""
+    """Return the governed config. `most`: of the update that sees most, not of the average."""
     return _governed(config, most) if running(config) else config
 
 
 def shares(config: Config) -> list[tuple[float, ...]]:
-    """Returns those of the updates that are asked; empty: no governor says any."""
+    """Return the shares of each evaluated update; empty if no governor gives any."""
     m, steps = config.model, config.steps
     return [GOVERNORS[said.name].shares(said, m.L, steps, config.seed, step)
             for said in running(config)
@@ -44,7 +46,7 @@ def _governed(config: Config, most: bool) -> Config:
         seen = [share for one in every for share in one if share]
         run, count = len(seen) / (len(every) * model.L), max(1, len(seen))
         mean, squares = (sum(share**power for share in seen) / count for power in (1, 2))
-        # two shares of this mean and of these squares stand for all
+        # two shares that have the same mean and the same mean square as all shares
         apart = math.sqrt(max(0.0, squares - mean**2))
         parts = mean - apart, mean + apart
     same = {f.name: getattr(model, f.name) for f in fields(model)}

@@ -1,10 +1,21 @@
-"""Bytes that one device holds in a training step, by what they are for and by when.
+"""Bytes that one device holds in a training step, by row (what they are for) and by moment.
 
-`walk` finds what is alive while a micro-batch goes backward. All else is a `State`: a row, its
-bytes, the moment when it is born and the one after which it dies. Both add up by row and moment,
-and the peak is the largest moment, not the sum of the rows. Sources: Rajbhandari et al. 2020, ZeRO,
-section 3 (https://arxiv.org/abs/1910.02054) for model states and their sharding; `activations` for
-what the forward pass keeps.
+Two sources fill a table of rows and moments:
+
+    moment              LOSS    HEAD    LAST    FIRST   EMBED   UPDATE
+    weights             -----------------------------------------------     State
+    optimizer state     -----------------------------------------------     State
+    batch               -----------------------------------------------     State
+    activations         ####    ####    ###     #       .                   walk
+    logits and loss     ####                                                walk
+    gradients                           #       ###     ####    ####        walk, then State
+
+    walk    `lpkit.predict.walk` follows one micro-batch through backward and returns its rows
+    State   a row, its bytes, the moment when they are born, and the last moment when they are alive
+    peak    the largest sum of a column, not the sum of the rows' maxima
+
+Sources: Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1910.02054) for model
+states and their sharding; `activations` for what the forward pass keeps.
 """
 
 import functools
@@ -44,7 +55,7 @@ from lpkit.techniques.pipelines import PIPELINES, held
 from lpkit.techniques.recipes import at_end
 from lpkit.techniques.stages import stage_counts
 
-MOMENTS = {     # in the order in which they come
+MOMENTS = {     # in the order of a step
     LOSS: "everything is kept, and the logits have their gradients",
     HEAD: "the head has its gradient, the last norm is at work",
     LAST: "the first one that backward meets, where activations are many and gradients few",
@@ -52,7 +63,8 @@ MOMENTS = {     # in the order in which they come
     EMBED: "each table has a dense gradient",
     UPDATE: "nothing is kept any more, and every gradient is there",
 }
-USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
+# assumed: the rest of the memory is for the driver, NCCL and the allocator
+USABLE_MEMORY_SHARE = 0.92
 IN_BACKWARD = tuple(moment for moment in MOMENTS if moment != UPDATE)
 BETWEEN = {(born, dies): tuple(MOMENTS)[i:j + 1]
            for i, born in enumerate(MOMENTS) for j, dies in enumerate(MOMENTS)}
@@ -68,7 +80,7 @@ ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 class Row(NamedTuple):
     name: str
-    at: Mapping[str, float]     # bytes by moment, those of MOMENTS when it is there
+    at: Mapping[str, float]     # bytes by moment of MOMENTS, without the moments when it is empty
     formula: str
     source: str
 
@@ -80,13 +92,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Per device. Where a device of a pipeline holds more than another, the one that holds most."""
+    """Bytes of one device. In a pipeline, the device that holds most."""
 
     rows: tuple[Row, ...]
-    memory_bytes: int | None    # of the device, to compare with
-    doubt: str = ""             # what it leaves out, how far that is off, what says it better
-    apart: Mapping[str, float] = field(default_factory=dict)    # on a GPU, in pools of their own
-    unused_bytes: float = 0.0   # on a GPU, of what is free where backward begins
+    memory_bytes: int | None    # memory of the device, to compare with the peak
+    # what the formula leaves out, how wrong it can be, and a better tool
+    doubt: str = ""
+    # on a GPU, bytes by name that other streams have in pools of their own
+    apart: Mapping[str, float] = field(default_factory=dict)
+    unused_bytes: float = 0.0   # on a GPU, free bytes that no tensor fits into when backward begins
 
     def at(self, moment: str) -> dict[str, float]:
         """Bytes by row at one moment of MOMENTS."""
@@ -102,10 +116,12 @@ class Memory:
 
     @property
     def reserved_bytes(self) -> float:
-        """The bytes that PyTorch's allocator takes from a GPU's driver with expandable segments.
-        What one stream has freed, another does not get: so gradients of shards and what is gathered
-        have their memory beside the peak of the rest. And logits of 16 bits leave a place behind
-        that one gradient of 32 does not fit into."""
+        """The bytes that PyTorch's allocator takes from the GPU's driver with expandable segments.
+
+        Memory that one stream frees is not given to another stream. So gathered weights and
+        gradients of shards, which FSDP has on streams of its own, are added to the peak of the
+        rest. Freed 16-bit logits leave a gap that a float32 gradient of the logits does not fit
+        into."""
         def total(moment: str) -> float:
             return sum(row.at.get(moment, 0) for row in self.rows if row.name not in self.apart)
 
@@ -114,12 +130,12 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True if it fits, without what an allocator and the driver take for themselves."""
+        """True if the peak fits, without what the allocator and the driver take themselves."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
     @property
     def missing_bytes(self) -> float:
-        """The excess of the peak over the usable share of memory; 0 or less where it has room."""
+        """The bytes by which the peak exceeds the usable memory; 0 or less if it fits."""
         return self.peak_bytes - USABLE_MEMORY_SHARE * self.memory_bytes
 
 
@@ -127,11 +143,11 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
                  devices: int = 1, trained: float = 1.0,
                  work: Work | None = None) -> tuple[Row, ...]:
-    """Returns what outlives a step, for `count` parameters, of which the share `trained` is.
-    `work`: of an optimizer whose state depends on the shapes of parameters.
+    """Return the rows that outlive a step, for `count` parameters, of which a share `trained` is
+    trained. `work` is that of an optimizer whose state depends on the shapes of parameters.
 
-    ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the
-    gradients too; 3 the weights too.
+    ZeRO stage 1 shards the optimizer's state and the master weights over `devices`. Stage 2 also
+    shards the gradients, and stage 3 also the weights.
     """
     p = pick(PRECISIONS, precision, "precision") if isinstance(precision, str) else precision
     if zero not in (0, 1, 2, 3):
@@ -163,7 +179,9 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
            layout: Layout | None = None, precision: str | None = None,
            optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
            attention: str | None = None) -> Memory:
-    """Bytes per device of one step of `config` on `devices` machines, where they are most.
+    """Return the bytes per device of one step of `config` on `devices` machines, by row and moment.
+
+    In a pipeline, this is the device that holds most.
 
     layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the
                config's `parallel`
@@ -171,8 +189,9 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
                has it
     optimizer, recompute, attention
                None: the config's, where "auto" attention is what a run on this machine chooses
-    Raises ConfigError. Under 200 us in 16 bits, and up to 350 where operands are cast or there is
-    a pipeline.
+
+    Raises ConfigError. Takes less than 200 us in 16 bits, and up to 350 us with cast operands or a
+    pipeline.
     """
     if layout is None:
         layout = config.parallel
@@ -182,7 +201,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
                 attention=attention)
     doubt = _doubt(step)
-    if doubt and layout.tensor * layout.pipeline > 1:   # was measured on one device
+    # the errors of a Doubt were measured on one device
+    if doubt and layout.tensor * layout.pipeline > 1:
         doubt = doubt._replace(low=None) if isinstance(doubt, Doubt) else doubt
     doubt = str(doubt)
     if layout.pipeline == 1:
@@ -192,36 +212,39 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
 
 
 def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
-    """Yields what `_held` takes of the ranks of a pipeline that may hold most, each with one of its
-    stages that goes backward."""
+    """Yield the arguments of `_held` for each rank of a pipeline that may hold most, once for each
+    of its stages that can be in backward then."""
     layout, own = step.layout, step.own_pipeline
     cut = layout.schedule, layout.pipeline, layout.interleave
     counts = [*stage_counts(step.m, *cut, step.config.system.stack == "auto")]
-    if not own:     # others may cut them as they like
+    if not own:     # other stacks may cut the layers differently
         counts[0] = max(counts[:-1])
     last, walks = len(counts) - 1, functools.cache(partial(Walk, step))
     for rank, stages in enumerate(PIPELINES[cut[0]].by_rank(*cut[1:])):
-        if not {0, 1, last} & {*stages}:    # those between hold less than the second
+        if not {0, 1, last} & {*stages}:    # ranks between these hold less than the second rank
             continue
         device = Device(step, 0 in stages, last in stages, sum(counts[one] for one in stages))
         all_of = [partial(walks, one == 0, one == last, counts[one]) for one in stages]
         for now, held_counts, added in held(rank, *cut, step.pieces):
             waits, there = [], 0.0
-            if not own:     # whose gradients may have a buffer from the start
+            if not own:     # another stack may allocate gradient buffers at the start
                 added = (step.pieces > 1,) * len(stages)
             for stage, count, is_added, walk_of in zip(stages, held_counts, added, all_of):
                 one = walk_of(step.pieces > 1)
                 there += (one.inside + one.tables) * is_added
+                # `there`: parameters of this rank whose gradients are already allocated
                 kept = one.kept.waiting_bytes + one.heads * one.kept.operations["loss"]
-                if not (own or one.heads):  # its result: pipelining/stage.py, `fwd_cache`
+                if not (own or one.heads):  # the stage's result: pipelining/stage.py, `fwd_cache`
                     kept += one.stream
+                # `kept` is alive once for each micro-batch in flight; the walk has one of them
                 waits += [State(row, (count - (stage == now)) * nbytes, dies=EMBED)
                           for row, nbytes in ((walk.ACTIVATIONS, kept), *one.casts.items())]
                 # autocast keeps its copies until the last micro-batch is done
                 waits.append(State(walk.COPIES, own * one.copied, dies=EMBED))
             at = stages.index(now)
             d = all_of[at](added[at])
-            # what was sent, what comes next, and what lpkit.parallel.pipeline takes shapes from
+            # messages: the last one sent, the next one to arrive, and the one from which
+            # lpkit.parallel.pipeline takes shapes
             waits.append(State(walk.MESSAGES, own * 3 * d.stream, dies=EMBED))
             yield (device, d, doubt, waits, there / (device.inside + device.tables),
                    sum(held_counts) / layout.interleave)
@@ -231,8 +254,9 @@ TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 
 
 class Doubt(NamedTuple):
-    """A doubt: what the formula does not follow tensor by tensor; and how far its peak was off in
-    measured steps of drawn configs of this kind, in percent (data/measured/ledger-*.json)."""
+    """What the formula does not follow tensor by tensor (`words`), and by how many percent its peak
+    was too low and too high in measured steps of random configs of this kind
+    (data/measured/ledger-*.json)."""
 
     words: str
     low: int | None = None
@@ -252,7 +276,7 @@ LOW_HEAD = Doubt("a head in low precision is counted as a 16-bit head, chunk by 
 
 
 def _doubt(step: Step) -> "Doubt | str":
-    """Says what the formula does not follow tensor by tensor, and what does."""
+    """Return what the formula does not follow tensor by tensor; empty if it follows everything."""
     config, p = step.config, step.p
     memory, kind = config.memory, config.model.attention.name
     if changed := [row.name for row in (*config.transforms, *config.governors)]:
@@ -292,7 +316,7 @@ def _doubt(step: Step) -> "Doubt | str":
     return PADDED if step.padded else ""
 
 
-# The rows of a device: what the walk found, and what lives beside it.
+# The rows of a device: those of the walk, then everything that is alive outside the walk.
 
 class State(NamedTuple):
     """Bytes that a row has from one moment to another, both included."""
@@ -304,7 +328,7 @@ class State(NamedTuple):
 
 
 def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
-    """Adds states to the bytes by row and moment."""
+    """Add states to `at`, the bytes by row and moment."""
     for row, nbytes, born, dies in states:
         if nbytes:
             held = at.setdefault(row, {})
@@ -314,7 +338,11 @@ def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
 
 def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
           there: float = 1.0, under_way: float = 1.0) -> Memory:
-    """One device, with what the walk over it, or a stage of it, found."""
+    """Return the memory of one device from the walk over it, or over one of its stages.
+
+    `waits`: states of other micro-batches and stages of the device. `there`: the share of the
+    device's parameters whose gradients are already allocated. `under_way`: micro-batches in flight.
+    """
     step, config = d.step, d.step.config
     *outlive, gradients = model_states(
         device.inside + device.tables, precision=step.p, optimizer=step.optimizer,
@@ -324,15 +352,17 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
     rows = [row for row in outlive
             if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
     if coded := [op for op in d.ops.linears if op.stored_bytes]:
+        # frozen weights that are stored as codes replace part of the row "weights"
         part, in_codes = device.layers / d.tensor, sum(op.weights for op in coded)
         nbytes = sum(op.stored_bytes for op in coded)
         others = 1 - part * in_codes / (device.inside + device.tables)
         rows[0] = rows[0]._replace(
             at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
             formula=f"{rows[0].formula}; frozen weights {8 * nbytes / in_codes:.3f} bits")
+    # rows of the walk, to which the states are added
     at = d.at
     if step.own_pipeline and not d.widened:
-        at[walk.COPIES] = {}        # that of `waits`
+        at[walk.COPIES] = {}        # `waits` has these copies
     _live(at, waits)
     _live(at, _gradients(d, device, gradients.bytes, there))
     _live(at, _batches(d))
@@ -341,6 +371,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
         _live(at, _leaving(d))
     elif step.as_trained and step.layout.devices > 1:
         at[walk.MESSAGES] = _reduced(d, at[walk.GRADIENTS], at[walk.TEMPORARIES].get(EMBED, 0))
+    # cached casts outlive the walk's micro-batch, so `_casts` counts them
     if d.low:
         if d.caches_casts:
             at[walk.LOW] = {}
@@ -348,19 +379,21 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
     if not d.at_once:
         updating = _update_bytes(device)
         _live(at, [State("optimizer temporaries", updating, UPDATE)])
-        if step.own_pipeline and step.layout.replicas > 1:  # messages, before, once all is added up
+        # gradients in transfer after the last micro-batch, before the update begins
+        if step.own_pipeline and step.layout.replicas > 1:
             sent = min(gradients.bytes, 2 * REDUCTIONS[step.layout.reduction].bucket_bytes)
             sent += sum(at[walk.LOW].values()) / len(at[walk.LOW]) if d.caches_casts else 0.0
             _live(at, [State(walk.MESSAGES, max(0.0, sent - updating), UPDATE)])
     rows += [Row(name, at[name], *words) for name, words in _words(d, gradients, under_way).items()
              if any(at.get(name, {}).values())]
     apart, unused = {}, 0.0
-    if step.on.kind == "gpu" and d.sharded:     # FSDP2 reduces and gathers on streams of their own
+    if step.on.kind == "gpu" and d.sharded:     # FSDP2 reduces and gathers on streams of its own
         apart = {"gathered at once": max(device.tables * d.travels_outside,
                                          d.block_parameters * d.travels),
                  "gradients of shards" if d.staged else "gradients": gradients.bytes}
     if step.on.kind == "gpu" and d.heads and not (
             d.chunk or step.compiles_loss or step.p.compute_bytes == FP32):
+        # the 16-bit logits, which are freed before backward begins
         unused = d.tokens * d.m.V * step.p.compute_bytes
     found = Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
                    unused_bytes=unused)
@@ -373,7 +406,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
 
 
 def _gradients(d: Walk, device: Device, nbytes: float, there: float) -> Iterator[State]:
-    """Yields gradients of earlier micro-batches, or shards, beside the walk's; and the update's."""
+    """Yield gradients of earlier micro-batches, or shards of them, and those of the update."""
     if d.at_once:
         return
     yield State(walk.GRADIENTS, nbytes, UPDATE)
@@ -384,24 +417,25 @@ def _gradients(d: Walk, device: Device, nbytes: float, there: float) -> Iterator
 
 
 def _batches(d: Walk) -> Iterator[State]:
-    """Tokens, what an objective has, and activations of other micro-batches under way."""
+    """Yield tokens, tensors of the objective, and logits that some stacks gather and keep."""
     step, s = d.step, d.s
     extra = OBJECTIVES[step.config.objective.name].operations(s, step.config.objective)
     yield State("objective", FP32 * sum(op.params for op in extra))
     yield State("objective", sum(op.saved_bytes for op in extra), dies=LOSS)
     read = 2 * TOKEN_ID + FP32 * bool(step.config.data.scores)
     yield State("batch", read * s.tokens * step.pieces / step.layout.context)
-    if d.heads and step.stack.keeps_gathered:       # with those of the micro-batch before
+    if d.heads and step.stack.keeps_gathered:       # and the logits of the micro-batch before
         yield State(walk.LOGITS, min(2, step.pieces) * d.logits * s.compute_bytes)
 
 
 def _gathered(d: Walk) -> Iterator[State]:
-    """Whole weights of FSDP."""
+    """Yield the whole weights that FSDP gathers."""
     row, ends = "gathered weights", d.tables * d.travels_outside
     inside, block = d.inside * d.travels, d.block_parameters * d.travels
     if d.staged:
         yield State(row, ends + inside, dies=EMBED)
         return
+    # outside the blocks, weights are whole during all of backward
     for moment in IN_BACKWARD:
         if moment in d.most or moment == FIRST:
             yield State(row, ends, moment, moment)
@@ -409,13 +443,13 @@ def _gathered(d: Walk) -> Iterator[State]:
         yield State(row, block, LAST, FIRST)
         return
     yield State(row, inside, dies=HEAD)
-    # of which one is counted as on its way
+    # the walk counts one of these blocks as being in transfer
     yield State(row, (d.inside - (d.layers > 1) * d.block_parameters) * d.travels, LAST, LAST)
     yield State(row, block, FIRST, FIRST)
 
 
 def _leaving(d: Walk) -> Iterator[State]:
-    """Yields what FSDP gathers into and reduces from, beside what travels while blocks work."""
+    """Yield buffers that FSDP gathers into and reduces from, besides those that the walk counts."""
     numbers, whole = d.block_parameters, d.tables * FP32
     if d.staged:
         yield State(walk.MESSAGES, numbers * d.made_bytes, LAST, LAST)
@@ -423,23 +457,24 @@ def _leaving(d: Walk) -> Iterator[State]:
         yield State(walk.MESSAGES, numbers * (FP32 + copied), FIRST, FIRST)
         yield State(walk.MESSAGES, whole, EMBED, EMBED)
         return
-    # those outside of blocks leave when all are there, and whole weights and gradients are gone
-    # but for the embedding's
+    # Parameters outside the blocks are reduced when all their gradients are whole. By then, whole
+    # weights and activations' gradients are freed, except for the embedding's.
     gone = (d.tables - d.table) * d.travels_outside
     temporaries = d.most[EMBED][walk.TEMPORARIES] if d.embeds else 0
     most = whole * (1 + 1 / d.step.layout.state_ranks) - gone - temporaries
     yield State(walk.MESSAGES, max(numbers * FP32, most), EMBED, EMBED)
-    if d.whole:         # what the last block was gathered into, and for a moment the one before
+    # the buffer into which the last block was gathered, and for a moment that of the block before
+    if d.whole:
         logits, block = d.most[LOSS][walk.TEMPORARIES], numbers * d.travels
         kept = d.kept.block_bytes + d.most[LOSS][walk.LOGITS]
         yield State(walk.MESSAGES, max(0.0, block + max(-logits, block - logits - kept)), dies=LOSS)
 
 
 def _casts(d: Device, layers: int) -> Iterator[State]:
-    """Yields what is kept of casts: weights that serve a whole update, scales, amaxes."""
+    """Yield what casts keep: weights cast once for a whole update, scales and amax histories."""
     low, linears = d.low, d.ops.linears
-    cast = d.layers - len(d.stay)       # blocks whose Linears are
-    if d.caches_casts:      # casts that serve both products, and those that do not
+    cast = d.layers - len(d.stay)       # number of blocks whose Linears are cast
+    if d.caches_casts:      # shared: casts of a weight, 1 if one cast serves both of its products
         shared = 1 if low.w[0] == low.w[1] and not d.step.stack.caches_casts else 2
         head = d.table * (d.step.own_pipeline and d.heads and d.head_low is not None)
         numbers = 0 if d.step.eight_bit_weights else d.linear_weights * cast + head
@@ -451,7 +486,7 @@ def _casts(d: Device, layers: int) -> Iterator[State]:
 
 
 def _words(d: Walk, gradients: Row, under_way: float) -> dict[str, tuple[str, str]]:
-    """Says how each row is counted and where that is from, in the order in which they are shown."""
+    """Return formula and source of each row, in the order in which rows are printed."""
     step, layout, repeated = d.step, d.step.layout, d.step.repeated
     micro = f"micro-batch of {d.s.batch} x {d.m.T:,} tokens, recompute={step.recompute}"
     if repeated.kept_share is not None:
@@ -499,22 +534,26 @@ def _words(d: Walk, gradients: Row, under_way: float) -> dict[str, tuple[str, st
 
 
 def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, float]:
-    """Says what messages of replicas and ZeRO 1 hold in the last micro-batch, by moment; takes what
-    has left from `at`, the gradients. `temporaries` are there beside the embeddings. Messages leave
-    as backward has their gradients, or after it; two are under way. A parameter alone travels as it
-    lies."""
+    """Return by moment the bytes of messages between replicas (and of ZeRO 1) in the last
+    micro-batch.
+
+    `at` has the bytes of gradients by moment; gradients that have left are subtracted from it.
+    `temporaries` are the bytes alive in EMBED besides gradients. A bucket of gradients is sent as
+    soon as backward has filled it (`overlaps`) or after backward. Two buckets are in transfer at a
+    time. A bucket with one parameter is sent without a copy."""
     layout, p = d.step.layout, d.step.p
     row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
     sizes, copied, so_far, spread = _message_bytes(d.m, row.bucket_bytes // p.weights, p.gradients,
                                                    ranks if sharded else 1)
     messages, total = dict.fromkeys(IN_BACKWARD, 0.0), so_far[-1]
-    most = total + (copied[-1] if row.overlaps else max(copied))    # once backward is done
+    most = total + (copied[-1] if row.overlaps else max(copied))    # when backward is done
     if row.overlaps and sharded:
         for moment in (LAST, FIRST, EMBED):
             there = total - sizes[-1] if moment == EMBED else at.get(moment, 0)
             if d.step.pieces > 1 and moment != EMBED:
-                there = 0.0         # gradients of earlier micro-batches, the last one's are added
+                there = 0.0         # the gradients are added to buffers of earlier micro-batches
             gone = bisect_right(so_far, there) - 1
+            # the first `gone` buckets are full: they were reduced, and each rank keeps its shard
             at[moment] = at.get(moment, 0) - so_far[gone] * (1 - 1 / ranks)
             messages[moment] = so_far[gone] - so_far[max(0, gone - 2)]
         most = sizes[-1] + copied[-1] + sum(sizes[-2:-1]) + so_far[-2] / ranks
@@ -528,8 +567,9 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
 @functools.lru_cache(maxsize=256)
 def _message_bytes(m: ModelConfig, most: int, itemsize: int,
                    ranks: int) -> tuple[list[int], list[int], list[int], float]:
-    """Returns the bytes of each bucket of gradients, and of its copy: 0 where it travels as it
-    lies; those of all before it, and at last of all; and the most of one's part beside its copy."""
+    """Return four sizes of buckets of gradients: the bytes of each bucket; the bytes of its copy (0
+    if it has one parameter and is sent without a copy); the running total, from 0 to all of
+    them; and the largest sum of one rank's shard of a bucket and the bucket's copy."""
     sent = buckets(m, most)
     sizes = [itemsize * sum(map(math.prod, bucket)) for bucket in sent]
     copied = [nbytes * (len(bucket) > 1 or bucket[0][0] % ranks > 0)
@@ -539,8 +579,11 @@ def _message_bytes(m: ModelConfig, most: int, itemsize: int,
 
 
 def _update_bytes(d: Walk) -> float:
-    """While the largest parameter is updated by itself; a fused step over all needs nothing. Of a
-    state that rests elsewhere that of a parameter is fetched, and that of the next one."""
+    """Return the temporary bytes of an update.
+
+    The largest parameter, updated by itself, needs most. A fused step over all parameters needs
+    none. If the optimizer's state is offloaded, the states of a parameter and of the next one are
+    fetched."""
     step, ops, config = d.step, d.ops, d.step.config
     optimizer = optimizer_settings(config, step.optimizer)
     shards = d.tensor * (step.layout.state_ranks if step.layout.zero else 1)
@@ -550,6 +593,7 @@ def _update_bytes(d: Walk) -> float:
             partial(fused, d.m)).values(), default=0.0)
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if d.state_bytes:
+        # largest sum of two adjacent parameters in the order of updates; 0 before the first
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
         in_order = [*ends[:2], *weights, *weights * (d.layers > 1), ends[2]]
         fetched = max(map(sum, pairwise([0.0, *filter(None, in_order)])), default=0.0)

@@ -1,16 +1,18 @@
-"""Seconds of messages. A hop costs a latency L in all, the bytes W over the bandwidth; between the
-two a message is sent in pieces, so that hops overlap, and takes
+"""Seconds of messages. Hops have a latency L in all. The bytes take W seconds at the bandwidth. A
+message is sent in pieces, so its hops overlap, and it takes
 
     L + W + sqrt(L W)
 
 A pipeline of pieces of the best size takes L + W + 2 sqrt(L W) (Sanders, Speck, Traeff 2009,
-https://doi.org/10.1016/j.parco.2009.09.001); half of the last term is what published curves have
-(data/published/collectives.csv, tests/predict/test_collectives.py). An all-gather or a reduce-scatter goes
-round a ring, an all-reduce over nodes along a tree or a ring, whichever is sooner, as NCCL's does,
-and in a node whose switches add up (NVLS) each rank sends its bytes once.
+https://doi.org/10.1016/j.parco.2009.09.001). Published curves fit half of the last term
+(data/published/collectives.csv, tests/predict/test_collectives.py).
+
+    all-gather, reduce-scatter      a ring
+    all-reduce over nodes           a tree or a ring, whichever is faster, as in NCCL
+    all-reduce in a node            with switches that add up (NVLS), each rank sends its bytes once
 
 Sources: Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051521; the latencies
-are `machines.LATENCY_SOURCE`'s.
+are from `machines.LATENCY_SOURCE`.
 """
 
 import math
@@ -25,8 +27,8 @@ RINGS = ("ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; "
          f"latency: {LATENCY_SOURCE}")
 
 
-# Of a node's link with switches that add up, the share at which each rank sends in an all-reduce:
-# 16 GiB over 8 H100, H200 at 480 GB/s of bus bandwidth, over 8 B200 at 740 to 846.
+# Share of a node's link at which each rank sends in an all-reduce, if switches add up: 16 GiB over
+# 8 H100 or H200 at 480 GB/s of bus bandwidth, over 8 B200 at 740 to 846.
 SWITCHED = {"NVLink 4": 0.61, "NVLink 5": 0.5}
 
 
@@ -34,9 +36,9 @@ SWITCHED = {"NVLink 4": 0.61, "NVLink 5": 0.5}
 class Link:
     """The link that joins the ranks of one group, per rank and direction.
 
-    `hops_seconds` is the latency of going round once, `tree_seconds` that of a tree's way up or
-    down. `reduced_bytes_per_second`: of an all-reduce, which each node adds up in itself before it
-    sends; None: as all else.
+    `hops_seconds` is the latency of a ring's round, `tree_seconds` the latency of a tree in one
+    direction. `reduced_bytes_per_second` is the rate of an all-reduce, in which each node adds up
+    its ranks before it sends; None: `bytes_per_second`.
     """
 
     size: int
@@ -47,27 +49,29 @@ class Link:
     reduced_bytes_per_second: float | None = None
 
     def all_gather_seconds(self, nbytes: float) -> float:
-        """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
+        """Return the seconds of an all-gather: (n - 1) hops, each with an n-th of the whole result
+        of `nbytes`."""
         return _piecewise(self.hops_seconds, self.share * nbytes / self.bytes_per_second)
 
-    # The same messages, the other way round; `nbytes` is the whole operand.
+    # The messages of an all-gather in reverse; `nbytes` is the whole operand.
     reduce_scatter_seconds = all_gather_seconds
 
     def all_reduce_seconds(self, nbytes: float) -> float:
-        """A reduce-scatter, then an all-gather: 2 (n - 1) hops, or a tree up and down."""
+        """Return the seconds of a reduce-scatter, then an all-gather (2 (n - 1) hops), or of a tree
+        up and down."""
         rate = self.reduced_bytes_per_second or self.bytes_per_second
         hops = min(self.hops_seconds, self.tree_seconds)
         return _piecewise(2 * hops, 2 * self.share * nbytes / rate)
 
     def send_seconds(self, nbytes: float) -> float:
-        """Returns the seconds to send to the next rank."""
+        """Return the seconds to send a message to the next rank."""
         if self.size == 1:
             return 0.0
         return self.hops_seconds / (self.size - 1) + nbytes / self.bytes_per_second
 
     @property
     def share(self) -> float:
-        """Returns what each rank sends in a ring, of the bytes."""
+        """The share of the bytes that each rank sends in a ring."""
         return (self.size - 1) / self.size
 
 
@@ -79,17 +83,18 @@ ALONE = Link(size=1, bytes_per_second=math.inf, hops_seconds=0.0, words="no link
 
 
 def stride(layout: Layout, axis: str) -> int:
-    """Returns the distance in ranks between neighbours along an axis."""
+    """Return the distance in ranks between neighbours along an axis."""
     faster = FASTEST_FIRST[:FASTEST_FIRST.index(axis)]
     return math.prod(getattr(layout, other) for other in faster)
 
 
 def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = ASSUMED) -> Link:
-    """The group along an axis of the layout; "states" is `shard` and `context` together.
+    """Return the link of the group along an axis of the layout; "states" is `shard` and `context`
+    together.
 
-    Inside a node the link counts. Beyond it every rank has its own share of the network, and the
-    members that a group has in one node pull together. Raises ConfigError for a machine without a
-    link or a network.
+    Inside a node, the machine's link counts. Between nodes, every rank has its share of the
+    network, and the ranks of a group in one node use their shares together. Raises ConfigError for
+    a machine without a link or a network.
     """
     size = layout.state_ranks if axis == "states" else getattr(layout, axis)
     if size == 1:
@@ -97,7 +102,7 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     first = "context" if axis == "states" else axis
     local = max(1, min(size, machine.devices_per_node // stride(layout, first)))
     nodes = -(-size // local)
-    wire = (machine.link_bytes_per_second or 0) / 2         # the datasheet adds both directions
+    wire = (machine.link_bytes_per_second or 0) / 2         # datasheets add both directions
     missing = ""
     if nodes > 1 and not machine.network_bytes_per_second:
         missing = "network_bytes_per_second, between its nodes"
@@ -115,7 +120,8 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     if nodes > 1:
         pulling = 1 + efficiency.pooled * (local - 1)
         beyond = pulling * machine.network_bytes_per_second * efficiency.network
-        # of a ring's (size - 1) / size, what leaves a node that has added up: (nodes - 1) / nodes
+        # A ring sends (size - 1) / size of the bytes. Nodes that add up first send (nodes - 1) /
+        # nodes.
         reduced = min(beyond * (1 - 1 / size) / (1 - 1 / nodes), reduced) if local > 1 else None
         tree = (local - 1) * machine.link_seconds + math.log2(nodes) * machine.network_seconds
         rate = min(beyond, rate) if local > 1 else beyond

@@ -1,17 +1,16 @@
-"""What the ranks of a run send one another in an update: each collective, with its bytes.
+"""The messages that ranks send one another in an update: each collective, with its bytes.
 
-                   of the bytes, sent by each of n ranks
+                   share of the bytes that each of n ranks sends
     all-reduce     2 (n - 1) / n
     reduce-scatter   (n - 1) / n    of all that is scattered
     all-gather       (n - 1) / n    of all that is gathered
     all-to-all       (n - 1) / n    of what a rank has
     send             1              from one rank to another
 
-which is the least, and what a ring sends (Thakur et al. 2005,
-https://doi.org/10.1177/1094342005051521). Exact: tests/parallel/test_messages.py holds all of an
-update, as notebooks/lessons/ranks/messages.py adds them up, to the counts of
-`lpkit.measure.tracking.MessageCount`.
-`lpkit.predict.time` has the seconds.
+These shares are the minimum, and a ring reaches them (Thakur et al. 2005,
+https://doi.org/10.1177/1094342005051521). They are exact: tests/parallel/test_messages.py compares
+all messages of an update, as notebooks/lessons/ranks/messages.py adds them up, with the counts of
+`lpkit.measure.tracking.MessageCount`. `lpkit.predict.time` has their seconds.
 """
 
 import functools
@@ -30,7 +29,7 @@ ALL_TO_ALL, SEND = "all-to-all", "send"
 
 
 class Message(NamedTuple):
-    """One collective of `ranks`. `nbytes`: of all that is reduced, scattered or gathered."""
+    """One collective of `ranks`. `nbytes` is all that is reduced, scattered or gathered."""
 
     kind: str
     nbytes: int
@@ -39,9 +38,9 @@ class Message(NamedTuple):
 
 def gathered_bytes(config: Config, layout: Layout, name: str,
                    ranks: int = 1) -> tuple[list[int], int]:
-    """Returns the bytes of the whole weights of each block, and last of all outside of blocks, as
-    `ranks` gather them in ZeRO 2 and 3 under the precision `name`; and of the amaxes that they
-    agree on before, once an update, where weights travel as their casts."""
+    """Return the bytes of whole weights that `ranks` gather in ZeRO 2 and 3 under the precision
+    `name`: one entry for each block, the last one for all outside the blocks. Also return the bytes
+    of the amaxes on which ranks agree once an update before they send weights as casts."""
     m, p, row = config.model, stored(config, name), GATHERED[layout.gathered]
     first, block, last = parameter_shapes(m, tensor=layout.tensor)
     inside, outside = [(p.compute_bytes if row.mixed else p.weights)
@@ -66,9 +65,9 @@ def gathered_bytes(config: Config, layout: Layout, name: str,
 
 
 def gathered_itemsizes(config: Config, layout: Layout, name: str) -> tuple[float, float, float]:
-    """Bytes of a number of `gathered_bytes`: of a block's, of one outside of blocks, of any."""
+    """Return the bytes per number of `gathered_bytes`: in a block, outside blocks, on average."""
     row = GATHERED[layout.gathered]
-    if not row.cast:        # without the sums: plans ask for thousands
+    if not row.cast:        # saves the sums, since plans call this thousands of times
         p = stored(config, name)
         return (p.compute_bytes if row.mixed else p.weights,) * 3
     nbytes, _ = gathered_bytes(config, layout, name)
@@ -79,12 +78,12 @@ def gathered_itemsizes(config: Config, layout: Layout, name: str) -> tuple[float
 
 
 def padded(shape: tuple[int, ...], ranks: int) -> int:
-    """Numbers of a parameter that is cut by rows, where each rank has as many."""
+    """Return the numbers of a parameter that is cut by rows and padded to equal shards."""
     return -(-shape[0] // ranks) * ranks * math.prod(shape[1:])
 
 
 def reduced_itemsize(m: ModelConfig, layout: Layout, weights: int, gradients: int) -> float:
-    """Returns the bytes of a number with which an all-reduce sends what the reduction sends."""
+    """Return the bytes of a number with which an all-reduce sends what the reduction sends."""
     row, n = REDUCTIONS[layout.reduction], layout.replicas
     shapes = [bucket[0] if len(bucket) == 1 else (sum(map(math.prod, bucket)),)
               for bucket in (buckets(m, row.bucket_bytes // weights) if row.sent else ())]
@@ -92,15 +91,15 @@ def reduced_itemsize(m: ModelConfig, layout: Layout, weights: int, gradients: in
             / sum(map(math.prod, shapes)) / (2 - 2 / n)) if shapes else gradients
 
 
-# In this order attention has its modules, whatever the order in which they are called.
+# The order of attention's modules in the model, which is not the order of their calls.
 OF_ATTENTION = ("attention.qkv", "attention.qk", "attention.out", "attention",
                 "attention.kind.beta", "attention.q_norm", "attention.k_norm", "attention.prefix",
                 "attention.shape")
 
 
 def part(op: Op, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of its parameters on each of so many tensor ranks. Embeddings are cut by
-    the vocabulary, and what attention has besides is a number a head."""
+    """Return the shapes of an operation's parameters on one of `ranks` tensor ranks. Embeddings are
+    cut by the vocabulary. Attention's other parameters have a number a head."""
     if ranks == 1 or not (op.cut or op.name in ("embed", "attention")):
         return op.shapes
     if op.cut == "row":
@@ -112,8 +111,8 @@ def part(op: Op, ranks: int) -> tuple[tuple[int, ...], ...]:
 @functools.lru_cache(maxsize=256)
 def parameter_shapes(m: ModelConfig, trained: bool = False,
                      tensor: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns shapes in the model's order: before, of and after blocks, on each of so many tensor
-    ranks. `trained`: those alone."""
+    """Return parameter shapes in the model's order, on one of `tensor` ranks: (before the blocks,
+    of one block, after the blocks). `trained`: only those of trained parameters."""
     ops = of(m)
 
     def shapes(op: Op) -> tuple[tuple[int, ...], ...]:
@@ -133,9 +132,9 @@ def parameter_shapes(m: ModelConfig, trained: bool = False,
 @functools.lru_cache(maxsize=256)
 def buckets(m: ModelConfig, most: int, tensor: int = 1,
             last: bool = True) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Shapes of the gradients that travel together, the last ones first: of `most` numbers at most
-    unless one has more (`lpkit.parallel.replicas.buckets`). `last`: also of what comes after
-    blocks, which another stage of a pipeline may have."""
+    """Return the shapes of gradients that are sent together, last gradients first. A bucket has at
+    most `most` numbers unless a single gradient has more (`lpkit.parallel.replicas.buckets`).
+    `last`: include parameters after the blocks, which another pipeline stage may have."""
     first, block, after = parameter_shapes(m, trained=True, tensor=tensor)
     found, held = [[]], 0
     for shape in (*first, *m.L * block, *(after if last else ()))[::-1]:

@@ -1,4 +1,5 @@
-"""Parameters of a model, by part: counts, which tests/predict/test_predict.py holds equal to PyTorch's."""
+"""Parameter counts of a model, by part; tests/predict/test_predict.py compares them with PyTorch.
+"""
 
 import functools
 
@@ -13,12 +14,12 @@ from lpkit.techniques.row import Settings, chosen
 
 @functools.lru_cache(maxsize=256)
 def of(model: ModelConfig) -> Operations:
-    """The operations of `model`, where neither tokens nor precision matter."""
+    """Return the operations of `model` for counts that do not depend on tokens or precision."""
     return operations(MicroBatch(model=model))
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Numbers by part; their sum is the model's size. A tied head adds none."""
+    """Return the parameter counts by part; their sum is the model's size. A tied head adds 0."""
     return dict(_parts(model))
 
 
@@ -39,7 +40,7 @@ def _held(times: int, op: Op) -> int:
 
 @functools.lru_cache(maxsize=256)
 def trained_count(model: ModelConfig) -> int:
-    """Numbers that have gradients and optimizer states."""
+    """Return the number of parameters that have gradients and optimizer states."""
     ops = of(model)
     return sum(_held(times, op) for times, group in ((1, ops.outside), (model.L, ops.block))
                for op in group if op.trained)
@@ -47,7 +48,7 @@ def trained_count(model: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=64)
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the trained parameters, by the names that they have in lpkit.nn."""
+    """Return the shapes of the trained parameters by their names in lpkit.nn."""
     ops, found = of(model), {}
     blocks = [(f"blocks.{i}.", [op for op in ops.block if i < round(model.L * op.own)])
               for i in range(model.L)]
@@ -60,14 +61,14 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSettings:
-    """Returns those of the optimizer `asked`, its own where it is not the config's."""
+    """Return the settings of the optimizer `asked`: the config's, or the defaults of its row."""
     if asked in (None, config.optimizer.name):
         return config.optimizer
     return chosen(OPTIMIZERS, asked, "optimizer")
 
 
 def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, Settings]:
-    """The row and its settings; of a name that the config does not have, the row's own."""
+    """Return the row and its settings: the config's, or the defaults of a row that is given."""
     settings = config.memory.recompute
     if asked not in (None, settings.name):
         settings = chosen(RECOMPUTE, asked, "memory.recompute")
@@ -75,7 +76,7 @@ def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, S
 
 
 def optimizer_work(config: Config, asked: str | None = None, moments: str | None = None) -> Work:
-    """Returns the work of the optimizer `asked`. `moments`: their format; None: the config's."""
+    """Return the work of the optimizer `asked`. `moments`: their format; None: the config's."""
     settings, moments = (optimizer_settings(config, asked),
                          moments or config.memory.moment_format.name)
     if elementwise(settings):
@@ -84,7 +85,7 @@ def optimizer_work(config: Config, asked: str | None = None, moments: str | None
 
 
 def nonzero_count(model: ModelConfig) -> int:
-    """Counts parameters without the zeros of pruned matrices, which are stored all the same."""
+    """Return the parameter count without zeros of pruned matrices, which are still stored."""
     zeros = sum(round(model.L * op.own) * round(op.weights * (1 - op.density))
                 for op in of(model).linears)
     return parameter_count(model) - zeros

@@ -1,18 +1,26 @@
-"""Which layouts train a model on a machine, before a deadline and within a budget: the feasible
-ones ranked, and why the rest are not. With a budget, or a number of devices, the soonest comes
-first; with a deadline alone, the cheapest: otherwise every device there is would be best.
+"""Search layouts that train a model on a machine, before a deadline and within a budget.
 
-Every layout of every number of devices is counted; few are evaluated, because
-- what cannot exist is left out by the axis that forbids it (`layouts.check`);
-- a number of devices whose products alone outlast the deadline is left out whole;
-- more memory never helps time: the micro-batch grows, and recomputation begins, only as memory
-  demands.
+The result ranks the feasible layouts, and says why the others are not feasible. With a budget or a
+number of devices, the soonest layout is first. With only a deadline, the cheapest is first, since
+otherwise the largest number of devices would always win.
 
-Chosen once, and not searched: powers of two where the number of devices is; tensor ranks in one
-node; at least `LEAST_CONTEXT` tokens a context rank; ZeRO-1 with a pipeline (stage 3 would gather
-all weights for every micro-batch), 1 or 3 without; micro-batches of 1, 2, 4 or 8 sequences; one
-chunk a stage or the most up to `MOST_CHUNKS`; a recomputation that the config names. Layouts are
-counted by their split into tensor, pipeline and context; of the rest, each split shows its best.
+The search counts every layout of every number of devices, but evaluates few:
+- `layouts.check` rejects layouts that cannot exist, by the axis that forbids them;
+- a number of devices is skipped if its matmuls alone take longer than the deadline;
+- each size of micro-batch gets the least recomputation that fits; if none fits, larger sizes are
+  not tried.
+
+These choices are fixed, not searched:
+- numbers of devices are powers of two, if none is given;
+- tensor ranks are in one node;
+- a context rank has at least `LEAST_CONTEXT` tokens;
+- ZeRO-1 with a pipeline (stage 3 would gather all weights for every micro-batch), 1 or 3 without;
+- micro-batches have 1, 2, 4 or 8 sequences;
+- a stage has one chunk, or the most up to `MOST_CHUNKS`;
+- a recomputation that the config names is kept.
+
+Layouts are counted by their split into tensor, pipeline and context. Each split shows its best
+layout.
 """
 
 import math
@@ -46,10 +54,10 @@ from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536
 LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
-MOST_CHUNKS = 8             # of a stage: as Llama 3
+MOST_CHUNKS = 8             # chunks of a stage, as in Llama 3
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
-UNTRAINED = {       # precisions that no config names, and what to plan with instead
+UNTRAINED = {       # precisions that no config can name, and what to plan with instead
     "bf16-master": "the ZeRO paper's setting; lpkit trains float32 weights: bf16",
     "bf16-pure": "whose weights lose updates; lpkit rounds them: bf16, memory.param_dtype=bf16",
 }
@@ -59,7 +67,7 @@ UNTRAINED = {       # precisions that no config names, and what to plan with ins
 class Option:
     """One feasible layout."""
 
-    base: Config                # micro-batched for this layout
+    base: Config                # with the micro-batch of this layout
     layout: Layout
     precision: str
     optimizer: str
@@ -70,7 +78,7 @@ class Option:
 
     @property
     def order(self) -> tuple:
-        """Soonest, then cheapest, then the fewest axes."""
+        """The sort key: soonest, then cheapest, then fewest axes."""
         axes = sum(getattr(self.layout, axis) > 1 for axis in AXES)
         return (self.bill.seconds, self.bill.cost or 0.0, axes)
 
@@ -80,7 +88,7 @@ class Option:
 
     @property
     def why_untrained(self) -> str:
-        """The reason lpkit predicts this layout alone; empty: it trains it."""
+        """The reason why lpkit only predicts this layout; "": lpkit trains it."""
         try:
             refuse_untrainable(replace(self.config, system=SystemConfig()))
         except ConfigError as error:
@@ -89,7 +97,8 @@ class Option:
 
     @property
     def config(self) -> Config:
-        """This layout and its settings. Raises ConfigError for a precision that none names."""
+        """The config with this layout and settings. Raises ConfigError for a precision that no
+        config can name."""
         if self.precision in UNTRAINED:
             raise ConfigError(f"lpkit does not train {self.precision}, {UNTRAINED[self.precision]}")
         return replace(self.base, parallel=self.layout).replace({
@@ -97,7 +106,7 @@ class Option:
             "memory.recompute": self.recompute})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; every row with its formula and source."""
+        """Return a JSON-ready dict; every row has its formula and source."""
         peak = self.memory.at(self.memory.peak_moment)
         return {
             **asdict(self.layout), **self.bill.to_dict(), **picked(
@@ -111,10 +120,10 @@ class Option:
 
 @dataclass
 class Refusal:
-    """Layouts that one constraint leaves out, and the one that came nearest."""
+    """The layouts that one constraint excludes, and the one that was nearest to it."""
 
     layouts: int = 0
-    excess: float = math.inf        # of the nearest: bytes, seconds or dollars too much
+    excess: float = math.inf        # bytes, seconds or dollars too much in the nearest layout
     nearest: str = ""
 
     def add(self, excess: float, words: str, layouts: int = 1) -> None:
@@ -125,8 +134,8 @@ class Refusal:
 
 @dataclass(eq=False)
 class Plan:
-    """One search: `options`, ranked in the end; `refusals` by constraint, CONSTRAINTS; and the
-    `evaluations` of the formulas of memory or time. A budget or a deadline may be infinite."""
+    """One search: its ranked `options`, its `refusals` by constraint (CONSTRAINTS), and the number
+    of `evaluations` of the formulas for memory and time. Budget and deadline may be infinite."""
 
     config: Config
     tokens: float
@@ -155,7 +164,8 @@ class Plan:
 
     @property
     def order(self) -> str:
-        """The order of the options in words, and how many of them the formula cannot tell apart."""
+        """The order of the options in words, and how many the formula cannot tell from the first.
+        """
         values = [self._key(option)[0] for option in self.options]
         near = sum(value <= (1 + evidence.TELLS) * values[0] for value in values)
         ties = (f"; {near} are within {evidence.TELLS:.0%} of the first, too close for the formula "
@@ -168,7 +178,7 @@ class Plan:
 
     @property
     def sentence(self) -> str:
-        """The reason nothing is feasible: each constraint's nearest miss, and what would do."""
+        """Why nothing is feasible: the nearest miss of each constraint, and what would suffice."""
         misses = [f"{name} excludes {one.layouts:,} layouts, nearest: {one.nearest}"
                   for name, one in self.refusals.items() if one.layouts]
         out = ""
@@ -200,12 +210,12 @@ class Plan:
             "efficiency": best and asdict(best.time.efficiency)}
 
     def rank(self, first: str) -> None:
-        """The soonest or the cheapest first."""
+        """Sort the options, with the soonest or the cheapest first."""
         self.first = first
         self.options.sort(key=self._key)
 
     def search(self, precision: str, count: int) -> None:
-        """One option, the best, for each split of the devices into tensor, pipeline and context."""
+        """Add the best option for each split of the devices into tensor, pipeline and context."""
         self.precision, p = precision, PRECISIONS[precision]
         dtype = as_run(self.config, precision, self.machine)[0].dtype if p.low else p.dtype
         reached = self.efficiency
@@ -224,7 +234,7 @@ class Plan:
             self.split(layout)
 
     def splits(self, count: int) -> Iterator[Layout]:
-        """Yields layouts that can exist, with the rest of the devices as one shard group."""
+        """Yield layouts that can exist, with all other devices in one shard group."""
         for layout in self.shapes(count):
             try:
                 check(self.config, layout)
@@ -258,16 +268,17 @@ class Plan:
                     yield Layout(tensor=tensor, pipeline=pipeline, context=context)
 
     def split(self, layout: Layout) -> None:
-        """The best of its ZeRO stages, chunks, micro-batches and recomputations, or the reason."""
+        """Add the best of a split's ZeRO stages, chunks, micro-batches and recomputations, or
+        record why there is none."""
         share = self.config.global_batch // layout.batch_ranks
         found: list[Option] = []
-        missed = (math.inf, "")     # the least bytes that one which does not fit misses by
+        missed = (math.inf, "")     # the least missing bytes of a layout that does not fit
         for zero in (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3):
             for interleave in self.chunks(layout, share):
                 schedule = "interleaved" if interleave > 1 else layout.schedule
                 variant = replace(layout, zero=zero, interleave=interleave, schedule=schedule)
                 for micro in MICRO_BATCH_SIZES:
-                    # the bubble is known where each stage has a micro-batch, in whole rounds
+                    # the bubble formula needs a micro-batch for each stage, in whole rounds
                     rounds, left = divmod(share // micro, layout.pipeline)
                     if share % micro or not rounds or (interleave > 1 and left):
                         break
@@ -275,7 +286,7 @@ class Plan:
                                      grad_accum_steps=self.config.global_batch // micro)
                     options, excess = self.leanest(config, variant)
                     found += options
-                    if not options:         # larger micro-batches hold more still
+                    if not options:         # larger micro-batches need even more memory
                         missed = min(missed, (excess, str(variant)))
                         break
         devices = f"{layout.devices:,} devices"
@@ -296,7 +307,7 @@ class Plan:
             self.options.append(best)
 
     def chunks(self, layout: Layout, share: int) -> Sequence[int]:
-        """1, and the most that divide the layers."""
+        """Return 1, and the largest number of chunks that divides the layers."""
         if layout.pipeline == 1 or share % layout.pipeline:
             return (1,)
         most = max(v for v in range(1, MOST_CHUNKS + 1)
@@ -304,8 +315,8 @@ class Plan:
         return (1, most) if most > 1 else (1,)
 
     def leanest(self, config: Config, layout: Layout) -> tuple[list[Option], float]:
-        """The least recomputation that fits, with its shard group whole, and as small as it may be;
-        and the bytes that the last one tried misses by."""
+        """Return options with the least recomputation that fits, with the whole shard group and
+        with the smallest one. If none fits, return the missing bytes of the last one tried."""
         for recompute in self.recomputations:
             held = self.held(config, layout, recompute)
             if held.missing_bytes <= 0:
@@ -316,7 +327,7 @@ class Plan:
         return [], held.missing_bytes
 
     def hybrid(self, config: Config, layout: Layout, recompute: str) -> list[Option]:
-        """The smallest shard group that fits, replicated: its gathers stay near."""
+        """Return the smallest shard group that fits, replicated, so that its gathers stay near."""
         sizes, smallest = divisors(layout.shard)[:-1], None
         while sizes:
             middle = len(sizes) // 2
@@ -349,15 +360,18 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
          precisions: Sequence[str] | None = None,
          optimizer: Text | None = None, price_per_hour: Positive | None = None,
          calibration: float | None = None) -> Plan:
-    """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
-    not.
+    """Search layouts for a run. `config.global_batch`, `model` and `memory` are kept;
+    `config.grad_accum_steps` is not.
 
-    budget      US dollars for the whole run; deadline_seconds: for the whole run; None: no limit
+    budget      US dollars for the whole run; None: no limit
+    deadline_seconds
+                for the whole run; None: no limit
     devices     None: powers of two up to 65,536
     precisions  rows of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
                 has it. bf16-master is the ZeRO paper's setting
     optimizer   None: the config's
-    calibration of one measured step (`time.calibrate`): the same factor for every layout
+    calibration a factor from one measured step (`time.calibrate`), for every layout
+
     Raises ConfigError for figures that are not positive.
     """
     on = machines.find(machine)
@@ -371,7 +385,8 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
             raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
                               f"bytes beyond the device's memory or casts them; leave it out, or "
                               f"ask `lpkit predict` for its bytes")
-    memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
+    # raises ConfigError for unknown names
+    memory(config, on, layout=Layout(), optimizer=optimizer)
     found = Plan(config, tokens, on, optimizer or config.optimizer.name,
                  calibration, budget=budget or math.inf,
                  deadline=deadline_seconds or math.inf)
@@ -384,21 +399,22 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
 
 
 def powers_of_two(first: int, last: int) -> list[int]:
-    """Returns powers of two from `first` (one of them) to at most `last`."""
+    """Return powers of two from `first`, which is one, to at most `last`."""
     return [first << i for i in range((last // first).bit_length())]
 
 
 def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str = "bf16",
                   optimizer: str = "adamw") -> float:
-    """Parameters whose states fill the usable memory of `devices` when each holds its share: an
-    upper bound, since activations want room too."""
+    """Return the parameter count whose states fill the usable memory of `devices`, each with its
+    shard. This is an upper bound, since activations need room too."""
     rows = model_states(1, precision=precision, optimizer=optimizer)
     per_parameter = sum(row.bytes for row in rows)
     return USABLE_MEMORY_SHARE * machines.find(machine).memory_bytes * devices / per_parameter
 
 
 def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
-    """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
+    """Return compute-optimal sizes, by each law, for the FLOPs that the budget buys with this
+    option."""
     flops_per_second = option.time.flops_per_device * option.layout.devices
     dollars_per_flop = option.bill.cost / (option.bill.seconds * flops_per_second)
     flops = budget / dollars_per_flop

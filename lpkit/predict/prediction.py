@@ -1,4 +1,4 @@
-"""One answer about one training run on one kind of machine, before it runs."""
+"""The prediction of one training run on one kind of machine, before it runs."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.values import Count, Place, PositiveOrZero, Text, checked
 
-PRIVATE = ("data.", "start.", "imports")     # settings with paths, which no card holds
+PRIVATE = ("data.", "start.", "imports")     # settings with paths, which a card must not contain
 UNBILLED = ("days", "device_hours", "energy_how", "energy_wh_per_million_tokens")
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
@@ -34,21 +34,22 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A predicted step, unless a name says otherwise; memory per device, the rest of all."""
+    """The prediction of a step. Memory is per device; everything else is for all devices."""
 
     parameters: int
     nonzero_parameters: int             # without the zeros of pruned matrices
     parameters_by_part: dict[str, int]
-    flops_per_token: float              # forward and backward, attention in full
-    flops_per_token_causal: float       # what a causal kernel has to do
+    flops_per_token: float              # forward and backward, full attention
+    flops_per_token_causal: float       # FLOPs that a causal kernel must compute
     memory: Memory
     step: StepTime
     layout: Layout
-    run: Bill                           # all steps
+    run: Bill                           # the bill of all steps
     machine: Machine
     assumptions: dict[str, Any]
     config: Config
-    other_stacks: tuple[dict[str, Any], ...] = ()   # the same run by other programs, if none is named
+    # the same run by other stacks, if the config names none
+    other_stacks: tuple[dict[str, Any], ...] = ()
 
     @property
     def peak_bytes(self) -> float:
@@ -56,7 +57,7 @@ class Prediction:
 
     def card(self, path: Place, name: str = "a Config", **measured: Any) -> list[str]:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
-        from lpkit.predict import cards  # the page of the planner does without
+        from lpkit.predict import cards  # the planner's page does not need this module
 
         usual = flat(Config()).items()
         changed = dict(one for one in flat(self.config).items()
@@ -70,7 +71,7 @@ class Prediction:
         return self.step.step_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dict."""
         m, rows = self.machine, self.memory.rows
         held = picked(self.memory, "peak_bytes peak_moment fits reserved_bytes doubt")
         bill = {key: value for key, value in self.run.to_dict().items() if key not in UNBILLED}
@@ -96,14 +97,14 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
             layout: Layout | None = None, mfu: float | None = None, precision: Text | None = None,
             optimizer: Text | None = None, zero: int | None = None, recompute: Text | None = None,
             price_per_hour: PositiveOrZero | None = None) -> Prediction:
-    """Predict memory, time, energy and cost of `config`, by `memory` and `step_time`, as `plan`,
-    `advise` and the check before a run do.
+    """Predict memory, time, energy and cost of `config`, by `memory` and `step_time`. `plan`,
+    `advise` and the check before a run use the same functions.
 
-    devices    data-parallel over so many, and what is not asked for is searched: the first that
-               fits. None: the config as it is
-    layout     instead of the config's
+    devices    data-parallel over this many devices. Settings that are not given are searched: the
+               first that fits. None: the config's layout
+    layout     replaces the config's layout
     mfu        model FLOPs utilisation to assume for the whole step; None: each operation has its
-               own efficiency, of `lpkit.predict.roofline`
+               own efficiency, from `lpkit.predict.roofline`
     precision  a row of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
                has it
     zero       stage 0 to 3; None: the config's, or with `devices` the lowest that fits, or 3
@@ -153,12 +154,12 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
 
 def _by_others(config: Config, on: Machine, layout: Layout, how: dict[str, str]
                ) -> Iterator[dict[str, Any]]:
-    """Yields the step and the peak of the same run by two programs that most people use, where no
-    stack is named: the time depends on the program more than on anything else."""
+    """Yield step and peak of the same run by the two most common stacks, if the config names no
+    stack: time depends more on the stack than on anything else."""
     split = layout.tensor * layout.pipeline * layout.context > 1
     for name in ("eager", "megatron" if split else "hf") * (config.system.stack == "auto"):
         by_it = config.replace({"system.stack": name})
-        with suppress(ConfigError):     # no stack but lpkit's has this combination
+        with suppress(ConfigError):     # the other stack cannot run this combination
             step, held = (of(by_it, on, layout=layout, **how) for of in (step_time, memory))
             yield {"stack": name, "words": STACKS[name].words, **picked(
                 step, "step_seconds tokens_per_second mfu", step_seconds_range="seconds_range",
@@ -166,7 +167,7 @@ def _by_others(config: Config, on: Machine, layout: Layout, how: dict[str, str]
 
 
 def _accumulation(config: Config, step: StepTime) -> str:
-    """Says how often a rank accumulates, and where `grad_accum_steps` is not that number, why."""
+    """Return how often a rank accumulates, and why if this is not `grad_accum_steps`."""
     words = (f"each rank accumulates {step.micro_batches:,} micro-batches of {step.sequences:,} "
              f"sequence{'s' * (step.sequences > 1)}")
     if step.micro_batches == config.grad_accum_steps:
@@ -176,7 +177,7 @@ def _accumulation(config: Config, step: StepTime) -> str:
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:
-    """Data parallel, by the bytes that ZeRO's stage saves."""
+    """Return data-parallel layouts, in the order of the bytes that their ZeRO stage saves."""
     if devices is None:
         layout = config.parallel
         return [layout if zero is None else replace(layout, zero=zero)]

@@ -1,8 +1,7 @@
-"""Bytes of one number in a step, by precision; and those of the operands that a low-precision
-Linear keeps for its backward pass.
+"""Bytes of one number in a step, by precision, and of the operands that low precision keeps.
 
-`ScaledLinear` keeps x and w as they were cast. Hardware holds them in the bits of
-their format; the emulation in bf16, with power-of-two and E4M3 scales folded in.
+`ScaledLinear` keeps its cast x and w for backward. Hardware stores them in the bits of their
+format. The emulation stores them in bf16, with power-of-two and E4M3 scales multiplied in.
 """
 
 import functools
@@ -21,38 +20,38 @@ FP32, BF16 = 4, 2
 
 
 def scale_bytes(cast: Cast) -> int:
-    """Returns the bytes of one block's scale, where hardware stores it."""
+    """Return the bytes of one block's scale as hardware stores it."""
     return 1 if cast.block == MX_BLOCK else SCALES[cast.scale].bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Low:
-    """`x` and `w` are the blocks that share a scale in the operands that are kept, the contracted
-    axis last: 0 spans it."""
+    """The casts of a recipe's kept operands. `x` and `w` are the sizes of the blocks that share a
+    scale, contracted axis last; 0 spans the axis."""
 
     bits: int
     x: tuple[int, int]
     w: tuple[int, int]
     scale_bytes: int
-    folds: bool                 # scales go into the values of the emulation
+    folds: bool                 # the emulation multiplies scales into the values
     history: int                # amaxes remembered for each of three tensors
     keep: tuple[str, ...]       # Linears that stay in 16 bits
-    square: bool                # one layout of x serves both of its products
-    mixes: bool                 # x and the gradient are, in float32, for the weight's gradient
-    amax_bytes: float           # for a number of x and of the gradient, beside an emulated cast
-    levels: int                 # of its scales
-    native: bool = False        # hardware runs it; else the emulation
+    square: bool                # a single layout of x serves both of its products
+    mixes: bool                 # x and the gradient are mixed in float32 for the weight's gradient
+    amax_bytes: float           # bytes of amaxes per number, in an emulated cast of x or g
+    levels: int                 # levels of its scales
+    native: bool = False        # hardware multiplies it; else the emulation does
 
     @property
     def number_bytes(self) -> float:
         return self.bits / 8 if self.native else BF16
 
     def stay(self, layers: int) -> frozenset[int]:
-        """The blocks, by number, that are kept in 16 bits."""
+        """The numbers of the blocks that stay in 16 bits."""
         return frozenset(number for name in self.keep for number in at_end(name, range(layers)) or ())
 
     def scales(self, tokens: float, K: float, N: float) -> float:
-        """Bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
+        """Return the bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
         if self.folds and not self.native:
             return 2 * FP32
         count = 0
@@ -62,18 +61,21 @@ class Low:
 
     def work_bytes(self, x: float, g: float, w: float, *, dx: float, dw: float,
                    final: float) -> float:
-        """Numbers of its input, of its gradient and of its weight. The most at once while a
-        Linear's backward runs, nothing of which is freed before its end: its gradient cast, in both
-        layouts where one does not serve; `dx` and `dw`, and `final`, dw as the optimizer wants it.
-        An emulated product may need more: its operands in float32 where scales stay inside the sum,
-        its result where they vary by row."""
+        """Return the most bytes at once while a Linear's backward runs, which frees nothing before
+        its end.
+
+        `x`, `g` and `w` are numbers of its input, of its output's gradient and of its weight. Alive
+        are g's cast (both layouts if one does not serve), `dx`, `dw`, and `final`, dw in the dtype
+        of the optimizer. An emulated product may need more: its operands in float32 if scales stay
+        inside the sum, or its result if scales vary by row."""
         copies = 1 if self.square else 2
         casts = g * self.number_bytes * copies
         if self.native:
             return dx + casts + dw + final
-        casts += g * self.amax_bytes * copies * (1 if self.folds else 2)    # and scales
+        casts += g * self.amax_bytes * copies * (1 if self.folds else 2)    # values and scales
         mixed = g * (FP32 + self.levels * self.amax_bytes) if self.mixes else 0
-        most = max(dx + casts + dw + final, dx + casts + mixed)     # beside what it is of
+        # `mixed` is alive while it is cast
+        most = max(dx + casts + dw + final, dx + casts + mixed)
         if self.folds or self.x[0] == self.x[1]:
             return most
         if 0 in self.x:
@@ -81,16 +83,19 @@ class Low:
         return max(most, g * BF16 + FP32 * (g + w + x), dx + casts + FP32 * (g + x + w))
 
     def forward_bytes(self, x: float, y: float, w: float) -> float:
-        """While the emulation of a Linear's forward runs, beyond what it keeps: its input and the
-        result; where one layout does not serve both products, x and w as the forward casts them,
-        and x mixed, in float32, or the result as its rows' scales meet it."""
+        """Return the bytes at work while the emulation of a Linear's forward runs, without what it
+        keeps.
+
+        They are its input and its result. If one layout does not serve both products, there are
+        also x and w as forward casts them, and either x mixed in float32, or the result while its
+        rows are scaled."""
         if self.native:
             return 0
         if self.square:
             return BF16 * (x + y)
         mixed = x * (FP32 + (2 + self.levels) * self.amax_bytes) if self.mixes else 0
         mixed += BF16 * y
-        scaled = (FP32 + BF16) * y if self.w[0] != self.w[1] else 0     # by row, in float32
+        scaled = (FP32 + BF16) * y if self.w[0] != self.w[1] else 0     # scaled by row, in float32
         return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(mixed, scaled)
 
 
@@ -98,13 +103,13 @@ UNCAST = Cast(format="bf16", scale="none")
 
 
 def low_of(recipe: Recipe) -> Low | None:
-    """None for a recipe that casts no Linear's operands."""
+    """Return the casts of a recipe; None if it casts no operands of Linears."""
     if not recipe.products:
         return None
     x = recipe.cast_of["dw", "x"] or UNCAST
     w = recipe.cast_of["dx", "w"] or UNCAST
     scale, numbers = SCALES[x.scale], math.prod(x.block)
-    # one kernel that finds scales with the values keeps no amaxes; those of whole rows are few
+    # A kernel that finds scales and values together keeps no amaxes. Amaxes of whole rows are few.
     amax_bytes = FP32 / numbers if numbers and not scale.fused else 0.0
     return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x), levels=scale.levels,
                amax_bytes=amax_bytes,
@@ -115,7 +120,7 @@ def low_of(recipe: Recipe) -> Low | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of one number. `dtype` is what the products compute in."""
+    """Bytes of one number, by use. `dtype` is the dtype of the matmuls."""
 
     dtype: str
     weights: int
@@ -124,8 +129,8 @@ class Precision:
     compute_bytes: int
     residual_bytes: int
     what: str
-    low: Low | None = None      # how the Linears are cast
-    buffered: bool = False      # gradients have a buffer of their own, before and after a step
+    low: Low | None = None      # how Linears are cast
+    buffered: bool = False      # gradients have a buffer that exists before and after a step
     moments: str = ""           # a row of MOMENT_FORMATS that replaces the config's float32
 
 
@@ -146,7 +151,7 @@ _NAMED = {
 
 
 class _Precisions(ChainMap):
-    """The named ones, and one for each recipe that casts; also of rows that are added later."""
+    """The named precisions, and one for each recipe that casts, also for rows added later."""
 
     def __getitem__(self, name: str) -> Precision:
         found = super().__getitem__(name)
@@ -158,7 +163,7 @@ PRECISIONS = _Precisions(RECIPES, _NAMED)
 
 @functools.cache
 def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
-    """Returns the precision that a run has under `recipe`, the row `name` or a change of it."""
+    """Return the precision of a run under `recipe`, the row `name` or a change of it."""
     if name in _NAMED:
         return _NAMED[name]
     return replace(_BF16, dtype=recipe.dtype, compute_bytes=2 if recipe.compute else 4,
@@ -166,7 +171,8 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
 
 
 def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
-    """A row of PRECISIONS. "auto" is bf16 where the machine has it. Raises ConfigError."""
+    """Return a row of PRECISIONS by name. "auto" is bf16 if the machine has it. Raises
+    ConfigError."""
     name = config.precision.recipe.name if asked is None else asked
     if name == "auto":
         name = "bf16" if "bf16" in on.flops else "fp32"
@@ -175,13 +181,13 @@ def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
 
 
 def row_of(config: Config, name: str) -> Recipe:
-    """The row `name`, as the settings of `config` change it where it is the recipe asked for."""
+    """Return the row `name`, with the settings of `config` if it is the config's recipe."""
     asked = config.precision.recipe
     return resolve(asked if asked.name == name else name)
 
 
 def stored(config: Config, name: str) -> Precision:
-    """A row of PRECISIONS, as `config` stores parameters and as its settings change the recipe."""
+    """Return a row of PRECISIONS as `config` stores parameters and changes the recipe."""
     if config.precision.recipe.name == name:
         p = precision_of_recipe(name, row_of(config, name))
     else:
@@ -190,7 +196,8 @@ def stored(config: Config, name: str) -> Precision:
     if stack.codes and any(one.name == "quantised-base" for one in config.model.changes):
         return PRECISIONS[stack.codes]
     if row.residual_bytes is not None:
-        theirs = config.system.stack != "auto"      # torch.optim.AdamW's have the weights' dtype
+        # torch.optim.AdamW stores moments in the weights' dtype
+        theirs = config.system.stack != "auto"
         return replace(p, weights=row.param_bytes, gradients=row.param_bytes,
                        residual_bytes=row.residual_bytes, moments="bfloat16" * theirs)
     if stack.storage and p.compute_bytes < FP32 == p.weights:
@@ -201,6 +208,6 @@ def stored(config: Config, name: str) -> Precision:
 
 
 def moments_of(config: Config, p: Precision) -> str:
-    """Returns the row of MOMENT_FORMATS in which moments rest."""
+    """Return the row of MOMENT_FORMATS in which moments are stored."""
     asked = config.memory.moment_format.name
     return p.moments if p.moments and asked == "float32" else asked

@@ -1,10 +1,15 @@
-"""Seconds of one operation: arithmetic or memory, whichever is slower, at a share of the ceilings.
+"""Seconds of one operation: the longer of arithmetic and memory, at a share of the ceilings.
 
-An `Efficiency` says which share. FLOOR reaches every ceiling and moves every operand once: nothing
-runs faster unless its data stay in a cache. ASSUMED is what published kernels reach, REACHED is for
-ceilings that were measured on the spot, and `flat_mfu` replaces all of it by one share of the peak.
-A step is priced by one function, `lpkit.predict.time.step_time`; "floor", "estimate" and "assume
-40% MFU" are its calls with these values. Bytes, FLOP/s, seconds.
+An `Efficiency` has these shares:
+
+    FLOOR       every ceiling is reached and every operand moves once; nothing is faster unless its
+                data stay in a cache
+    ASSUMED     what published kernels reach
+    REACHED     for ceilings that were measured on the spot
+    flat_mfu    one share of the peak replaces all others
+
+`lpkit.predict.time.step_time` is the only function that prices a step; "floor", "estimate" and
+"assume 40% MFU" are its calls with these values. Units: bytes, FLOP/s, seconds.
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -21,51 +26,58 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The shares of a datasheet that are reached."""
+    """The shares of a datasheet's figures that are reached."""
 
-    products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
-    attention: float                    # of the 16-bit peak, by a flash kernel
+    products: Mapping[str, float]       # share of peak_flops, by dtype of the catalogue
+    attention: float                    # share of the 16-bit peak, by a flash kernel
     bandwidth: float
-    casts: float                        # of the bandwidth; a CPU's casts calculate more than move
-    kernel_seconds: float               # the least that a kernel takes
-    fused: float                        # of `flops.moved_bytes`, left by a compiler
+    # share of the bandwidth; a CPU's casts are bound by arithmetic
+    casts: float
+    kernel_seconds: float               # the least seconds of a kernel
+    fused: float                        # share of `flops.moved_bytes` that a compiler leaves
     source: str
-    start_seconds: float = 0.0          # of a product, before its pipelines are full and after
-    links: float = 0.8                  # of a link inside a node, by a large collective
-    network: float = 0.85               # of a network between nodes, by a large collective
-    pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
-    overlap: float = 1.0                # of a message that could hide behind work, what does
-    bucket_bytes: float = 0.0           # of gradients that replicas send at once; 0: all of them
-    split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
-    weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
-    op_seconds: float = 0.0             # the host's, to start one operation of a module
-    host_shown: float = 0.0             # of the host's time, what shows though the device is slower
-    norm_bytes: float = 0.0             # a number, forward, more than a norm in one kernel moves
+    start_seconds: float = 0.0          # seconds of a matmul in which its pipelines fill and drain
+    links: float = 0.8                  # share of a link inside a node, by a large collective
+    network: float = 0.85               # share of a network between nodes, by a large collective
+    # share of the other ranks' network in a node that a group uses
+    pooled: float = 1.0
+    overlap: float = 1.0                # share of what could overlap with work that does
+    # bytes of gradients that replicas send at once; 0: all of them
+    bucket_bytes: float = 0.0
+    split_overlap: float = 0.0          # `overlap` of tensor-parallel and pipeline messages
+    weight_copies: float = 1.0          # share of float32 weights that are cast once a micro-batch
+    op_seconds: float = 0.0             # the host's seconds to start one operation of a module
+    # share of the host's time that shows although the device is slower
+    host_shown: float = 0.0
+    # extra bytes a number of a norm in forward, over a single kernel
+    norm_bytes: float = 0.0
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
-    overlapped: bool = False            # a result is written while its sums are made
+    overlapped: bool = False            # a result is written while its sums are computed
     shapes: Mapping[str, Sequence] = field(default_factory=dict)    # measured: M, N, K, share
-    ratios: Mapping[str, Sequence] = field(default_factory=dict)    # recorded: M, N, K, of bf16's
+    # recorded: M, N, K, speed over bf16
+    ratios: Mapping[str, Sequence] = field(default_factory=dict)
     fades: bool = False                 # beyond NEAR `products` hold; else the nearest shape does
-    factor: float = 1.0                 # of one measured step: its seconds times this
+    factor: float = 1.0                 # seconds of one measured step over the predicted seconds
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
 
 def nearest(table: Sequence, *sizes: int) -> tuple[float, float]:
-    """Returns how near the nearest row of M, N, K and a value is to `sizes`, from 1 (equal) to 0
-    (NEAR or farther), and its value; (0, 0) for no rows."""
+    """Return the nearness of the nearest row of (M, N, K, value), from 1 (equal sizes) to 0 (NEAR
+    or farther), and its value; (0, 0) if there are no rows."""
     distance, value = min(((math.dist(map(math.log2, sizes), map(math.log2, one[:3])), one[3])
                            for one in table), key=itemgetter(0), default=(NEAR, 0.0))
     return max(0.0, 1 - distance / NEAR), value
 
 
-# Distance in log2 of M, N and K (a factor of 8 in one of them) from which on a measured shape says
-# nothing. 2, 3 and 4 predict the recorded steps of an H200 about as well (docs/plan.md).
+# Distance in log2 of M, N and K (3: a factor of 8 in one of them) from which a measured shape no
+# longer counts. 2, 3 and 4 predict an H200's recorded steps about equally well (docs/plan.md).
 NEAR = 3.0
 
-# Of a product on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves foretell
-# its held-out rows no better (docs/advise.md): libraries choose tiles that fill the machine.
+# Seconds of a matmul on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves
+# predict its held-out rows no better (docs/advise.md), since libraries choose tiles that fill the
+# machine.
 START_SECONDS = 5.8e-6
-FOUR_BITS = 0.52        # of the peak: fitted to the open NVFP4 products of the same file
+FOUR_BITS = 0.52        # share of the peak: fitted to the open NVFP4 products of the same file
 ASSUMED = Efficiency(
     products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78,
               "fp8": 0.68, "int8": 0.68, "fp4": FOUR_BITS},
@@ -86,11 +98,11 @@ FLOOR = Efficiency(
     source="a floor: every ceiling is reached, each operand moves once, kernels start at once")
 
 
-LEAST_MFU = 1e-6    # below it is a slip of the keys
+LEAST_MFU = 1e-6    # a smaller MFU is a typing error
 
 
 def flat_mfu(mfu: float) -> Efficiency:
-    """Makes an efficiency of one share of the peak for the model's FLOPs. Raises ConfigError."""
+    """Return an efficiency of one share of the peak for the model's FLOPs. Raises ConfigError."""
     if not LEAST_MFU <= mfu <= 1:
         raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
     return Efficiency(
@@ -102,9 +114,11 @@ def flat_mfu(mfu: float) -> Efficiency:
 
 def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Efficiency, *, dtype: str,
                     bits: float, result_bytes: float = BF16) -> float:
-    """(M, K) x (K, N) with operands of `bits`. The result moves after the sum is done, unless the
-    efficiency overlaps the two. The nearer a measured shape is, the more its share counts: seconds
-    by its share, which has all that the kernel moves, to that power."""
+    """Return the seconds of (M, K) x (K, N) with operands of `bits`.
+
+    The result moves after the sum is done, unless the efficiency overlaps both. The nearer a
+    measured shape is, the more its share counts: the result is a geometric mean of the formula and
+    of the seconds by the measured share, which include all that the kernel moves."""
     bandwidth = machine.bytes_per_second * efficiency.bandwidth
     at_peak = 2 * M * N * K / machine.peak_flops(dtype)
     arithmetic = at_peak / efficiency.products[dtype]

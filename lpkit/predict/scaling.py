@@ -1,8 +1,8 @@
-"""Loss from size and data, as published, and what is best for a budget.
+"""Loss from size and data, by published laws, and the best size for a budget.
 
-N parameters (Kaplan et al. count them without embeddings), D tokens, loss in nats per token of the
-authors' own text and tokenizer: compare losses of one law with one another, never with those of
-another corpus. A law holds where it was fitted; outside, `Law.extrapolate` answers and says so.
+N is the number of parameters (Kaplan et al. count them without embeddings) and D that of tokens.
+Loss is in nats per token of the authors' text and tokenizer, so compare only losses of the same
+law. A law holds in the range where it was fitted. Outside, `Law.extrapolate` answers and says so.
 Compute is 6 N D FLOPs, as the papers count it.
 """
 
@@ -20,7 +20,7 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 
 class Loss(NamedTuple):
-    """`inside`: both sizes were among those that the law was fitted to. `note` says it in words."""
+    """`inside`: both sizes are in the range that the law was fitted to. `note` states this."""
 
     parameters: float
     tokens: float
@@ -37,7 +37,7 @@ def additive(N: float, D: float, *, E: float, A: float, B: float, alpha: float,
 
 def additive_best(product: float, *, E: float, A: float, B: float, alpha: float,
                   beta: float) -> float:
-    """Equation 4."""
+    """Return the best N for a product N D (Hoffmann et al. 2022, equation 4)."""
     return (alpha * A / (beta * B)) ** (1 / (alpha + beta)) * product ** (beta / (alpha + beta))
 
 
@@ -47,12 +47,12 @@ def joint(N: float, D: float, *, N_c: float, D_c: float, alpha_n: float, alpha_d
 
 
 def joint_best(product: float, *, N_c: float, D_c: float, alpha_n: float, alpha_d: float) -> float:
-    """Returns the N where the derivative of the sum is zero."""
+    """Return the N where the derivative of the sum is zero."""
     ratio = alpha_n / alpha_d
     return (ratio * N_c**ratio * product / D_c) ** (1 / (1 + ratio))
 
 
-# L(N, D), and the N of the least L(N, product / N)
+# L(N, D), and the N that minimises L(N, product / N)
 FORMS = {"additive": (additive, additive_best), "joint": (joint, joint_best)}
 
 
@@ -68,7 +68,8 @@ class Law:
     form: str
 
     def extrapolate(self, parameters: float, tokens: float) -> Loss:
-        """Anywhere; the note says whether the law was fitted there. Raises ConfigError."""
+        """Return the loss for any sizes; the note says whether the law was fitted there. Raises
+        ConfigError."""
         for what, value in (("parameters", parameters), ("tokens", tokens)):
             if not (0 < value < math.inf):
                 raise ConfigError(f"{what} must be positive, got {value}")
@@ -81,7 +82,7 @@ class Law:
         return Loss(parameters, tokens, nats, inside, f"{where} the fit of {self.name}: {fitted}")
 
     def optimum(self, flops: float) -> Loss:
-        """Returns the least L(N, D) with 6 N D = flops, and its sizes."""
+        """Return the least L(N, D) with 6 N D = flops, and its sizes."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
@@ -92,4 +93,5 @@ class Law:
 FILE = resource("data/published") / "laws.toml"
 LAWS = {name: Law(name=name, **row)
         for name, row in tomllib.loads(FILE.read_text(encoding="utf-8")).items()}
-DEFAULT = "besiroglu"  # the first one's constants do not agree with its own other two approaches
+# the constants of "hoffmann" do not agree with its authors' other two approaches
+DEFAULT = "besiroglu"

@@ -1,8 +1,8 @@
-"""Stacks: the programs whose steps are priced, by what of them decides seconds and bytes.
+"""Stacks: training programs, described by what decides their seconds and bytes.
 
-data/published/stacks.toml has the rows, and `system.stack` names one. A stack says how it holds
-weights, gradients and master copies, which kernels it has for low precision, and what its compiler,
-its fused kernels and its host leave of the time. Numbers that no source states are fitted to
+data/published/stacks.toml has the rows, and `system.stack` names one. A row says how the stack
+stores weights, gradients and master copies, which kernels it has for low precision, and how much
+time its compiler, its fused kernels and its host leave. Numbers that no source states are fitted to
 published runs (`lpkit.predict.evidence`).
 """
 
@@ -18,36 +18,37 @@ from lpkit.techniques.layouts import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The way in which a step is programmed. A field that is None is fitted.
+    """One training program. A field that is None is fitted.
 
     attention           the share of the generation's attention kernels that its attention reaches
     fused               the share of pointwise bytes that its fused kernels still move
     op_seconds          the host's time to start one operation of a module
-    host_shown          the share of the host's time that shows though the device is slower
-    storage             a row of `lpkit.predict.recipes.PRECISIONS`: how it holds numbers where
+    host_shown          the share of the host's time that shows although the device is slower
+    storage             a row of `lpkit.predict.recipes.PRECISIONS`: how it stores numbers if
                         matmuls have 16 bits or fewer; "": float32 weights, autocast
-    gradient_bytes      of a gradient, where not as in `storage`
+    gradient_bytes      bytes of a gradient, if not as in `storage`
     codes               the row of PRECISIONS that a base in codes (QLoRA) computes in; "": as asked
-    code_bytes          bytes that move for a weight when codes become numbers; 0: as lpkit does
-    adapter_bytes       bytes that a low-rank adapter moves, forward, for a number of its Linear's
-                        input and of its result, beside its products
-    recipes             recipes that its kernels multiply beside those of PyTorch's: the first
+    code_bytes          bytes moved per weight when codes are decoded; 0: as lpkit does
+    adapter_bytes       bytes that a low-rank adapter moves in forward besides its products, per
+                        number of its Linear's input and of its result
+    recipes             recipes that its own kernels multiply, in addition to PyTorch's: the first
                         letters of the names of machines, by recipe
     bucket_bytes        bytes of gradients that replicas send at once; 0: all of them
-    zero                the ZeRO stage at which replicas share model states without being asked
+    zero                the ZeRO stage at which its replicas share model states by default
     caches_casts        a weight is cast once an update, by rows and by columns, not once a
                         micro-batch
     eight_bit_weights   recipes whose weights are stored as two casts of 8 bits, by rows and by
                         columns, instead of in 16 bits
-    saves_inputs        SwiGLU and the rotation are one kernel each, which saves its input alone
+    saves_inputs        SwiGLU and the rotation are one kernel each, which saves only its input
     fused_loss          head and loss keep logits in the dtype of the head and nothing else
-    sequence_parallel   tensor ranks have a part of each sequence between the matrices
-    norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
-                        is several operations in float32, and an RMSNorm saves two of its size
-    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
-                        and the inputs of Linears, for backward
-    stages_by_work      a stage ends with the block that exceeds its share of the products, the
-                        head's among them; else stages have as many blocks
+    sequence_parallel   between the matrices, each tensor rank has a part of each sequence
+    norm_bytes          extra bytes per number that a norm moves in forward, over one kernel; above
+                        0 it is several operations in float32, and an RMSNorm saves two tensors of
+                        its size
+    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches; it
+                        also keeps the gathered inputs of Linears for backward
+    stages_by_work      a stage ends with the block that exceeds its share of the products, which
+                        include the head's; else stages have equal numbers of blocks
     """
 
     words: str
@@ -59,7 +60,8 @@ class Stack:
     split_overlap: float | None = 0.0
     pooled: float = 1.0
     weight_copies: float = 1.0
-    low_bits: float | None = 1.0    # keep of their kernels' share, times what 16 bits keep
+    # share of its low-precision kernels' speed that a step keeps, times that of 16 bits
+    low_bits: float | None = 1.0
     storage: str = ""
     gradient_bytes: int | None = None
     codes: str = ""
@@ -79,32 +81,32 @@ class Stack:
 
     @property
     def of_adapters(self) -> dict[str, Any]:
-        """Returns the fields of a MicroBatch that say what adapters move."""
+        """Return the fields of a MicroBatch that count what adapters move."""
         return {"code_bytes": self.code_bytes, "adapter_bytes": tuple(self.adapter_bytes)}
 
     def layout(self, asked: Layout) -> Layout:
-        """Returns the layout as this stack has it: its replicas may share model states."""
+        """Return the layout in this stack, whose replicas may share model states by default."""
         if self.zero <= asked.stage or asked.data == 1 or asked.shard > 1:
             return asked
         return replace(asked, shard=asked.data, data=1, zero=self.zero)
 
     def multiplies(self, recipe: str, machine: str) -> bool:
-        """Returns whether it brings a kernel for `recipe` on this machine of the catalogue."""
+        """Return whether the stack has a kernel for `recipe` on this machine of the catalogue."""
         return machine.startswith(tuple(self.recipes.get(recipe, ()) or ("\0",)))
 
 
 PATH = resource("data/published") / "stacks.toml"
 STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row)
           for name, row in tomllib.loads(PATH.read_text(encoding="utf-8")).items()}
-# facts of a stack that an efficiency has by the same name
+# facts of a stack that are fields of an Efficiency with the same name
 AS_THEY_ARE = ("fused", "overlap", "split_overlap", "op_seconds", "host_shown", "pooled",
                "weight_copies", "norm_bytes", "sequence_parallel", "bucket_bytes")
 DEFAULT = "compiled"
-# a number that is fitted and not in fit.json by the name of the stack is eager's
+# A fitted number that fit.json does not have for a stack is that of "eager".
 
 
 def stack_of(config: Any) -> str:
-    """Returns the row of STACKS that `system.stack` names; with auto, lpkit's own. Raises
+    """Return the row of STACKS that `system.stack` names; for auto, lpkit's own. Raises
     ConfigError."""
     asked = config.system.stack
     if asked == "auto":

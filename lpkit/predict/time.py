@@ -1,28 +1,30 @@
 """Seconds of one step in any layout, operation by operation; energy and money of a run.
 
-The only place where a step is priced. What changes between a floor, an estimate, "40% MFU" and a
-verdict on low precision is the `Efficiency` that the caller gives (`lpkit.predict.roofline`).
+This is the only module that prices a step. A floor, an estimate, "40% MFU" and a verdict on low
+precision differ only in the `Efficiency` that the caller gives (`lpkit.predict.roofline`).
 
-The rows are those of the stage that is slowest, over all its micro-batches, and add up to the step,
-phase by phase. Products, attention and pointwise work are rooflines; messages are rings
-(`lpkit.predict.links`). What hides behind computation is counted apart, in `hidden_seconds`:
+The rows are those of the slowest pipeline stage, over all its micro-batches. Phase by phase, they
+add up to the step. Matmuls, attention and pointwise work are rooflines; messages are rings
+(`lpkit.predict.links`). `hidden_seconds` are the seconds that overlap with computation:
 
-- weights of the next block are gathered, and gradients of the last one scattered, while a block
-  computes (FSDP);
-- gradients of the whole stage, and ZeRO-1's gather of weights, hide behind one backward or forward
-  pass;
-- pipeline messages hide behind other micro-batches, but for those on the longest path of the order
-  (`hops` of `lpkit.techniques.pipelines`, from `notebooks/lessons/ranks/clock.py`);
-- tensor-parallel and context-parallel messages hide behind nothing.
+- FSDP gathers the weights of the next block, and scatters the gradients of the last block, while a
+  block computes;
+- the gradients of a whole stage overlap with one backward pass, and ZeRO-1's gather of weights
+  overlaps with one forward pass;
+- pipeline messages overlap with other micro-batches, except for messages on the schedule's longest
+  path (`hops` of `lpkit.techniques.pipelines`, from `notebooks/lessons/ranks/clock.py`);
+- tensor-parallel and context-parallel messages do not overlap.
 
-Of what could hide, a stated share does (`Efficiency.overlap`): messages and work slow each other.
+Only a share of what could overlap does (`Efficiency.overlap`), since messages and work slow each
+other.
 
 Left out: stragglers, failures, checkpoints, evaluation, data, clock throttling, contention of
-overlapped kernels, moves to the host or a disk. `calibrate` turns one short measured run into a
+overlapped kernels, transfers to the host or a disk. `calibrate` turns one short measured run into a
 factor for them.
 
 The host starts kernels while the device computes, so a step takes the longer of the two times. The
-row "host" has what the host takes more. A CUDA graph leaves the device the gap between kernels.
+row "host" has the seconds by which the host takes longer. With a CUDA graph, only the gap between
+kernels on the device remains.
 
 Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; Korthikanti et al.
 2022 for tensor and sequence parallelism, https://arxiv.org/abs/2205.05198.
@@ -77,29 +79,33 @@ GATHERED_KEYS = "Llama 3 team 2024, section 3.3.2, https://arxiv.org/abs/2407.21
 FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.roofline.product_seconds"
-MOSTLY = 0.5            # of the parameters: if fewer are trained, adapters are
-GRAPH_SECONDS = 2.5e-6  # between kernels that a CUDA graph starts, for an operation of a module
+MOSTLY = 0.5            # share of parameters: if fewer are trained, the run trains adapters
+GRAPH_SECONDS = 2.5e-6  # seconds between kernels of a CUDA graph, per operation of a module
 
 PHASES = ("forward", "backward", "optimizer", "communication")
 HOST = "host"
-BASE = "bf16"           # what stays where Linears are cast to fewer bits
+BASE = "bf16"           # dtype of matmuls that stay, where Linears are cast to fewer bits
 WAITED = "; the factor is 1, because the measured update had no CUDA graph and waited for its host"
-BACKWARD_MOVES = 1.5    # of forward's bytes: reads a gradient and what was saved, writes a gradient
-ATTENTION_FP32 = 0.4    # of the rate of products: kernels of all pairs, without tensor cores
-# Operations that the host starts. Of a block forward: `RankWork.launches`; backward starts twice as many.
-# Counted so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
-BACKWARD_OPS = 2.0      # for one forward
-STEP_SECONDS = 2.7e-3   # of an update: data, clipping, the optimizer, a line of the log
-OUTSIDE_OPS = 12        # of a micro-batch, forward: embedding, last norm, head, loss
-CHUNK_OPS = 7           # of a chunk of the loss
-THIN = 0.02             # of the largest matrix: an adapter's, whose casts are few
-CAST_OPS = 32           # of a Linear whose operands are cast, forward and backward together
-TURN_OPS = 10           # that rotate q and k
-WRITTEN_OUT_OPS = 6     # of a norm, more than one kernel has
+# times forward's bytes: reads a gradient and what was saved, writes a gradient
+BACKWARD_MOVES = 1.5
+# share of the matmul rate: such kernels compute all pairs, without tensor cores
+ATTENTION_FP32 = 0.4
+# Operations that the host starts. `RankWork.launches` counts those of a block in forward. Counted
+# so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
+BACKWARD_OPS = 2.0      # operations in backward per operation in forward
+STEP_SECONDS = 2.7e-3   # seconds of an update: data, clipping, the optimizer, a line of the log
+# forward operations of a micro-batch outside blocks: embedding, norm, head, loss
+OUTSIDE_OPS = 12
+CHUNK_OPS = 7           # operations of one chunk of the loss
+# share of the largest matrix: thinner ones are adapters', and few of them are cast
+THIN = 0.02
+CAST_OPS = 32           # operations of a Linear with cast operands, forward and backward together
+TURN_OPS = 10           # operations that rotate q and k
+WRITTEN_OUT_OPS = 6     # more operations in a norm of several kernels than in a norm of one kernel
 
 
 class TimeRow(NamedTuple):
-    """Seconds of the slowest stage, by phase. `hidden_seconds` pass behind other rows."""
+    """Seconds of the slowest stage, by phase. `hidden_seconds` overlap with other rows."""
 
     name: str
     phases: Mapping[str, float]
@@ -121,27 +127,27 @@ class TimeRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """One update of the whole batch."""
+    """The time of one update with the whole batch."""
 
     rows: tuple[TimeRow, ...]
     tokens: int
     devices: int
-    model_flops: float          # by which MFU is defined: attention in full, nothing done twice
-    peak_flops: float           # of one device
+    model_flops: float          # defines MFU: attention in full, nothing twice
+    peak_flops: float           # peak of one device
     micro_batches: int
-    sequences: int              # of a micro-batch
+    sequences: int              # sequences in one micro-batch
     precision: str
-    dtype: str                  # of the products that are not cast
+    dtype: str                  # dtype of the matmuls that are not cast
     attention: str
     efficiency: Efficiency
-    stack: str                  # of `stacks.STACKS`, where the efficiency is by evidence
+    stack: str                  # row of `stacks.STACKS`, for an efficiency by evidence
     machine: Machine
     layout: Layout
     weights: float = evidence.SMALL     # parameters of the model
-    adapted: bool = False       # most of them are frozen
+    adapted: bool = False       # most parameters are frozen
     emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
-    factor: float = 1.0         # of a calibration; it is in the rows already
-    calibrated: float = 0.0     # from 0 to 1: by how much a measured step narrows the range
+    factor: float = 1.0         # factor of a calibration; the rows include it
+    calibrated: float = 0.0     # 0 to 1: how much a measured step narrows the range
 
     @functools.cached_property
     def phases(self) -> dict[str, float]:
@@ -158,14 +164,14 @@ class StepTime:
 
     @functools.cached_property
     def spread(self) -> Spread:
-        """The range by which the seconds may be wrong."""
+        """The range of errors of the predicted seconds."""
         if self.efficiency.flat:
             return evidence.GIVEN
         return evidence.spread(self.kind, self.layout, self.stack, calibrated=self.calibrated)
 
     @property
     def kind(self) -> str:
-        """The kind of run whose errors are the range's, one of `evidence.KINDS`."""
+        """The kind of run, one of `evidence.KINDS`; its known errors give the range."""
         if self.emulated:
             return evidence.UNSEEN
         host = sum(row.seconds for row in self.rows if row.name == HOST)
@@ -196,8 +202,8 @@ class StepTime:
 
 def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: float,
               layout: Layout | None = None, **how: Any) -> float:
-    """Returns the factor from the formula to a measured step; give it to `step_time` for other
-    layouts or sizes."""
+    """Return the measured seconds of a step divided by the predicted seconds. Give this factor to
+    `step_time` for other layouts or sizes."""
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
@@ -205,9 +211,9 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 
 
 def with_step(on: Machine) -> Machine:
-    """Adds to what `lpkit measure` wrote the factor of all seconds: its step over what the formula
-    says of that today. A GPU that started its kernels one by one waited for its host, which says
-    nothing of other widths: the factor is 1. Raises ConfigError."""
+    """Add the factor of all seconds to a machine that `lpkit measure` wrote: its measured step,
+    divided by the prediction for that step. If a GPU ran without CUDA graphs, its step waited for
+    the host and does not apply to other widths, so the factor is 1. Raises ConfigError."""
     if not (row := on.measured):
         return on
     config = Config.from_dict(row["config"])
@@ -226,14 +232,15 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     """Predicts one update of `config`. Raises ConfigError for an invalid combination.
 
     layout       None: the config's `parallel`
-    precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.
-                 None: the config's recipe, where "auto" is bf16 if the machine has it
+    precision    a row of `ledger.PRECISIONS`; if it casts Linears, the casts cost time. None: the
+                 config's recipe, where "auto" is bf16 if the machine has it
     recompute    a row of `techniques.memory.RECOMPUTE`; None: the config's
-    efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
+    efficiency   the shares of the ceilings that are reached; None: by evidence
+                 (`lpkit.predict.evidence`)
     stack        a row of `stacks.STACKS`, for an efficiency by evidence; None: the config's
-    calibration  of one measured step (`calibrate`): all seconds times this
+    calibration  a factor from one measured step (`calibrate`), for all seconds
     recipe       casts that replace those of the precision; None: as a run on this machine has them,
-                 emulated where it does not multiply them itself
+                 emulated if the machine does not multiply them itself
     """
     on, layout, config = machines.find(machine), layout or config.parallel, governed(config)
     precision = precision_of(config, on, precision)
@@ -277,7 +284,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
 
 
 def starts_by_graph(config: Config, on: Machine, layout: Layout, rate: Efficiency) -> bool:
-    """Returns whether lpkit starts an update's kernels as one CUDA graph."""
+    """Return whether lpkit starts an update's kernels as one CUDA graph."""
     system = config.system
     return (system.stack == "auto" and on.kind == "gpu" and layout.devices == 1
             and rate.op_seconds > GRAPH_SECONDS and False not in (system.compile,
@@ -298,7 +305,7 @@ def _step(rows: list[TimeRow], on: Machine, layout: Layout, p: Precision, effici
 
 def _flat(config: Config, peak: float, efficiency: Efficiency,
           recompute: Recompute) -> list[TimeRow]:
-    """Model FLOPs at one rate; recomputed ones are not the model's and cost more time."""
+    """Price model FLOPs at one rate. Recomputed FLOPs are not model FLOPs, but they cost time."""
     rate, m, batch = peak * efficiency.flat, config.model, config.global_batch
     once = flops.forward_flops(m, batch=batch) / rate
     formula = f"at {efficiency.flat:g} of the peak"
@@ -313,27 +320,29 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
-    """One micro-batch on one rank of a model whose `blocks` are alike, or priced as if they were.
-    Numbers and bytes are those of one block, on average, if the name does not say otherwise."""
+    """The work of one micro-batch on one rank, for a model whose `blocks` are alike or are priced
+    as if they were alike. Numbers and bytes are those of an average block unless the name says
+    otherwise."""
 
     blocks: int
-    running: float = 1.0                # of the blocks, the share that an update runs
-    tokens: int                         # of the micro-batch, before ranks cut it
-    stream_numbers: int                 # of the residual stream
-    products: tuple[flops.Product, ...]     # all of a forward pass; the output head's is "head"
-    attentions: tuple[tuple[Op, float], ...]    # and how often one block calls each
+    running: float = 1.0                # share of the blocks that an update runs
+    tokens: int                         # tokens of the micro-batch, before ranks split it
+    stream_numbers: int                 # numbers in the residual stream
+    # products of a forward pass; the output head's is "head"
+    products: tuple[flops.Product, ...]
+    attentions: tuple[tuple[Op, float], ...]    # with the calls in one block
     attention: str
-    launches: float = 0.0               # operations that the host starts forward
-    moved_bytes: float                  # in forward, unfused: norms, additions, activations
-    outside_bytes: float                # the same outside the blocks
-    stream_bytes: float = 0.0           # of `moved_bytes`, what works on the residual stream
+    launches: float = 0.0               # operations that the host starts in forward
+    moved_bytes: float                  # forward bytes, unfused: norms, additions, activations
+    outside_bytes: float                # forward bytes outside the blocks
+    stream_bytes: float = 0.0           # the part of moved_bytes on the residual stream
     norms: float = 0.0
     linear_weights: float
-    trained_weights: float              # of those, the ones that have gradients
-    key_numbers: int = 0                # of keys and values, one of them
+    trained_weights: float              # the part of linear_weights with gradients
+    key_numbers: int = 0                # numbers in the keys, or in the values
     parameters: float
     outside_parameters: float           # outside the blocks
-    trained: float                      # of all parameters, the share that is updated
+    trained: float                      # share of all parameters that is updated
 
     @property
     def block_calls(self) -> float:
@@ -342,13 +351,13 @@ class RankWork:
 
 @functools.lru_cache(maxsize=256)
 def work_of(s: MicroBatch, layout: Layout) -> RankWork:
-    """The work of a Config's model."""
+    """Return the work of a Config's model."""
     m, ops, parts = s.model, operations(s), parameters(s.model)
     outside = parts["embedding"] + parts["positions"] + parts["head"]
     moved, moved_outside = flops.moved_bytes(ops)
     return RankWork(
         blocks=m.L, running=m.running, tokens=s.tokens, stream_numbers=s.tokens * m.D,
-        launches=len(ops.block) + TURN_OPS * s.turns + sum(     # a weight in codes is made first
+        launches=len(ops.block) + TURN_OPS * s.turns + sum(     # coded weights are decoded first
             len(fused(m, f"{op.name}.weight")) or 1 for op in ops.block if op.stored_bytes),
         products=rank_products(m, layout, s.batch), attention=s.attention,
         attentions=tuple((op, 1.0) for op in ops.block if op.pairs), moved_bytes=moved,
@@ -361,7 +370,7 @@ def work_of(s: MicroBatch, layout: Layout) -> RankWork:
 
 
 class _Rank:
-    """Seconds of a block, of the head, and of messages to others, for one micro-batch."""
+    """Seconds of a block, of the head and of messages, for one micro-batch on one rank."""
 
     def __init__(self, work: RankWork, on: Machine, layout: Layout, p: Precision,
                  efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
@@ -376,7 +385,7 @@ class _Rank:
         dtype = "fp32" if "fp32" in on.flops else p.dtype
         self.optimizing = on.peak_flops(dtype) * efficiency.products[dtype]
         self.made: list[TimeRow] = []
-        # products and attention, forward and backward
+        # seconds of (forward, backward) of each Linear in one block
         self.linears: dict[str, tuple[float, float]] = {}
         self.sizes = {one.name: one.words for one in work.products}
         self.near = 0.0 if not (measured := efficiency.shapes.get(p.dtype)) else statistics.fmean(
@@ -395,9 +404,10 @@ class _Rank:
                 for op, calls in work.attentions]
         self.attended = tuple(map(sum, zip(*each))) or (0.0, 0.0)
         self.attention = "; ".join(_attention_words(work.attention, op) for op in attentions)
-        # pointwise work, and the casts of autocast: each weight once, each gradient back
+        # pointwise work, and autocast's casts: each weight once, each gradient back
         more = efficiency.norm_bytes * work.norms * work.stream_numbers
         layer = work.moved_bytes + more + (
+            # without sequence parallelism, each tensor rank repeats the work on the stream
             (not efficiency.sequence_parallel) * (layout.tensor - 1) * (work.stream_bytes + more))
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, work.outside_bytes * moved
@@ -406,19 +416,21 @@ class _Rank:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * work.linear_weights / layout.tensor / shards
-        # what the host starts: casts of weights, passes of low precision, what runs again
+        # operations that the host starts: casts of weights, passes of low precision, recomputation
         matmuls = [one for one in work.products if not (one.pairs or one.name == "head")]
         self.cast_ops = len(matmuls) * (casts > 0)
         wide = max((one.N * one.K for one in matmuls), default=0)
         self.low_ops = (recipe is not None) * CAST_OPS * sum(
             one.N * one.K > THIN * wide for one in matmuls)
         self.chunks = chunks
-        self.trained = work.trained_weights / max(1, work.linear_weights)   # of what is cast
-        # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
+        # share of the cast weights
+        self.trained = work.trained_weights / max(1, work.linear_weights)
+        # tensor ranks: 4 collectives a layer in forward and 4 in backward; backward hides a fifth
+        # one
         self.group_bytes = work.stream_numbers // layout.context * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap
         self.tensor_once = self.exposed * self.link("tensor").all_gather_seconds(self.group_bytes)
-        # what is recomputed in backward, on average over the layers
+        # seconds of recomputation in backward, on average over the layers
         row = RECOMPUTE[recompute.name]
         blocks, self.again = row.again_share(work.blocks, recompute), row.repeats
         self.repeats_blocks = blocks * row.repeats_blocks
@@ -431,7 +443,8 @@ class _Rank:
         self.forward = forward + self.attended[0] + self.pointwise
         self.backward = (backward + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
-        # context ranks: keys and values gathered forward and again backward, gradients scattered
+        # context ranks gather keys and values in forward and in backward, and scatter their
+        # gradients
         keys = 2 * work.key_numbers * p.compute_bytes / layout.tensor
         self.context_once = self.link("context").all_gather_seconds(keys)
 
@@ -441,8 +454,8 @@ class _Rank:
             self.made.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, update: Work, own: tuple[int, ...]) -> list[TimeRow]:
-        """Makes the rows of a pipeline's slowest rank. `own`: layers of each, and last of all of that
-        with the head."""
+        """Return the rows of a pipeline's slowest rank. `own`: the layers of each rank; the last
+        entry is the rank with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         running = self.work.running
         v, stages = layout.interleave, layout.pipeline
@@ -494,7 +507,7 @@ class _Rank:
         if stages > 1:
             schedule = PIPELINES[layout.schedule]
             forward = self.forward + self.casts + 4 * self.tensor_once + self.context_once
-            half = (layer - forward) / 2        # dx, and dw
+            half = (layer - forward) / 2        # backward: half for dx, half for dw
             hops = schedule.hops(stages, v, pieces)
             row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward and "
                 f"gradients backward; others overlap with work", PIPELINE,
@@ -522,7 +535,7 @@ class _Rank:
         return self.made
 
     def host(self, layers: float) -> None:
-        """Adds what the host takes more than the device to start the operations of an update."""
+        """Add the seconds by which the host is slower than the device in starting operations."""
         work, rate = self.work, self.efficiency
         block = work.launches + WRITTEN_OUT_OPS * work.norms * (rate.norm_bytes > 0) + self.cast_ops
         block *= 1 + BACKWARD_OPS + self.repeats_blocks
@@ -536,7 +549,7 @@ class _Rank:
                  hidden=host - late, forward=late / 3, backward=late * 2 / 3)
 
     def beside(self, ops: tuple[Op, ...]) -> TimeRow:
-        """Makes the row of what an objective runs forward beside the model, per micro-batch."""
+        """Return the row of an objective's additional forward work, per micro-batch."""
         work = sum(2 * self.work.tokens * op.weights for op in ops)
         work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
         moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
@@ -545,11 +558,14 @@ class _Rank:
 
     def state_rows(self, layers: int, states: float, owned: float, block: float,
                    trained: float) -> None:
-        """ZeRO's messages and those of replicas, for trained parameters of a rank, those that it
-        updates, and all those of a layer, of which the share `trained` is."""
+        """Add the messages of ZeRO and of replicas.
+
+        `states`: trained parameters of a rank. `owned`: those that the rank updates. `block`: all
+        parameters of a layer, of which the share `trained` is trained."""
         layout, p, ring = self.layout, self.p, self.link("states")
         of_block, _, of_any = self.gathered
-        left = layers * self.work.running * self.backward      # what nothing hides behind yet
+        # backward seconds that no message overlaps with yet
+        left = layers * self.work.running * self.backward
         if layout.state_ranks > 1 and layout.zero == 3:
             gather = ring.all_gather_seconds(block * of_block)
             scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)
@@ -578,18 +594,18 @@ class _Rank:
             self.behind("data: all-reduce gradients", said, left, ring, RINGS)
 
     def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:
-        """Returns the seconds of a message that leaves bucket by bucket. Over many nodes a small
-        message has less bandwidth."""
+        """Return the seconds of a message that is sent bucket by bucket. Small messages over many
+        nodes reach less bandwidth."""
         count = max(1, math.ceil(nbytes / (self.efficiency.bucket_bytes or math.inf)))
         return count * seconds(nbytes / count)
 
     def shown(self, said: float, window: float) -> float:
-        """Returns the seconds that show of a message of `said` seconds beside work of `window`."""
+        """Return the seconds of a message of `said` seconds that work of `window` does not hide."""
         return said - self.efficiency.overlap * min(said, window)
 
     def behind(self, name: str, said: float, window: float, on: Link, source: str,
                times: int = 1) -> None:
-        """A message that may take `window` seconds unseen."""
+        """Add a message that can overlap with `window` seconds of work."""
         shown = self.shown(said, window)
         self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {said - shown:.4g} s "
                  f"overlap with a pass of {window:.4g} s", source, hidden=times * (said - shown),
@@ -600,9 +616,9 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
               model_flops: float, precision: str, recipe: Recipe | None, emulated: str,
               efficiency: Efficiency | None = None, stack: str = DEFAULT,
               recompute: str = "none", pieces: int = 1, sequences: int = 1) -> StepTime:
-    """Predicts one update of `pieces` micro-batches of `work` on each rank, none of which is cut by
-    tensor, context or pipeline, as `step_time` does for a Config's model. `model_flops`: of one
-    rank. Raises ConfigError."""
+    """Predict one update of `pieces` micro-batches of `work` on each rank, like `step_time` for a
+    Config. No rank splits the work by tensor, context or pipeline. `model_flops` is for one rank.
+    Raises ConfigError."""
     efficiency = efficiency or evidence.efficiency(on, stack)
     if p.low is not None:
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
@@ -618,15 +634,15 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
 
 @functools.lru_cache(maxsize=256)
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
-    """Returns the products of `flops.products` for one rank and one micro-batch."""
+    """Return the products of `flops.products` for one rank and one micro-batch."""
     return tuple(one.on_rank(layout.tensor, layout.context)
                  for one in flops.products(m, batch=sequences))
 
 
 def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
                efficiency: Efficiency) -> tuple[float, float]:
-    """Seconds of an operation over pairs, forward and backward, on one of `split` ranks. A kernel
-    that does not fuse it writes the scores to memory and reads them again, pass by pass."""
+    """Return the seconds of attention over pairs, forward and backward, on one of `split` ranks. An
+    unfused kernel writes the scores to memory and reads them again in each pass."""
     first, share = op.pairs[0], op.pairs_share
     work = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * share / split
     scores = first.M * first.N * first.group * share / split
@@ -638,7 +654,7 @@ def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
         share = efficiency.products["fp32"] * ATTENTION_FP32
     forward = work / (peak * share)
     backward = op.backward_pairs * forward
-    if efficiency.overlapped:       # a floor: each product reads or writes the scores once
+    if efficiency.overlapped:       # floor: each product reads or writes the scores once
         return max(forward, 2 * unfused * move), max(backward, 4 * unfused * move)
     return forward + forward_passes * move, backward + backward_passes * move
 
@@ -652,12 +668,12 @@ def _attention_words(name: str, op: Op) -> str:
     return words
 
 
-# A run.
+# The cost of a whole run.
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """The bill of a run. `energy_wh` is at rated power; None where the machine says none. All but
-    the tokens may be wrong by `spread`."""
+    """The bill of a run. `energy_wh` is at rated power; None if the machine has no rating. `spread`
+    is the error range of everything but the tokens."""
 
     seconds: float
     device_hours: float
@@ -667,7 +683,7 @@ class Bill:
     spread: Spread
 
     def range_of(self, total: float | None) -> tuple[float, float] | None:
-        """Returns the range of seconds, hours, energy or cost."""
+        """Return the range of seconds, hours, energy or cost."""
         return None if total is None else self.spread.around(total)
 
     def per_million_tokens(self, total: float | None) -> float | None:
@@ -686,7 +702,8 @@ class Bill:
 
 def bill(step: StepTime, machine: Machine, tokens: float, *,
          price_per_hour: float | None = None) -> Bill:
-    """`tokens` at the pace of `step`. Prices are per device; None: the machine's own."""
+    """Return the bill of `tokens` at the pace of `step`. Prices are per device; None: the
+    machine's."""
     seconds = tokens / step.tokens_per_second
     hours = step.devices * seconds / 3600
     price = machine.price_per_hour if price_per_hour is None else price_per_hour

@@ -1,4 +1,5 @@
-"""Numbers for people, alone and in lines and tables of a result. Base units everywhere else."""
+"""Format numbers with units, alone and in lines and tables of a result. All other code uses base
+units."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ _SHORT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s"}
 
 
 def quantity(value: float | None, unit: str = "") -> str:
-    """Three significant digits with the decimal prefix that reads best.
+    """Return three significant digits, a decimal prefix and the unit.
 
     >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds")
     ('79.1 MB', '12.3 ms')
@@ -34,7 +35,7 @@ def quantity(value: float | None, unit: str = "") -> str:
 
 
 def between(pair: Sequence[float], show: Callable[[float], str]) -> str:
-    """
+    """Return a range in words, or one value if both ends are equal.
     >>> between((3600, 7200), duration), between((5, 5), duration)
     ('1.00 h to 2.00 h', '5 s')
     """
@@ -43,7 +44,7 @@ def between(pair: Sequence[float], show: Callable[[float], str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Return a duration in the unit that reads best.
     >>> duration(0.0123), duration(90), duration(7200), duration(1e6), duration(1e8)
     ('12.3 ms', '1.50 min', '2.00 h', '11.6 days', '1,157 days')
     """
@@ -70,7 +71,7 @@ class _Words(Formatter):
             return f"{'-' if value < 0 else '+'}{quantity(abs(value), spec[1:])}" if value else "0"
         if spec in _NAMED:
             return _NAMED[spec](value)
-        if spec[:1].isalpha() and spec[1:]:     # the letter of a format of Python comes last
+        if spec[:1].isalpha() and spec[1:]:     # a Python format spec ends with its letter
             return quantity(value, spec)
         return format(value, spec)
 
@@ -79,9 +80,14 @@ _NAMED = {"number": quantity, "time": duration}
 
 
 def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
-    """Format `template` as `str.format` does, with units too: a unit of `quantity`, `time`,
-    `number` without a unit, `$` before one, `+bytes` for a difference, and after a second colon the
-    place, as in {peak:bytes:>10}. A pair of numbers is a range.
+    """Format `template` as `str.format` does, with these additional format specs:
+
+    bytes, W, ...   a unit of `quantity`; `time` for a duration, `number` for no unit
+    $               before another spec: US dollars
+    +bytes          a difference, with its sign
+    :>10            after a second colon: alignment and width, as in {peak:bytes:>10}
+
+    A pair of numbers is a range.
 
     >>> words("{name}: {peak:bytes}, {step:time}, {cost:$,.0f}", {"name": "a", "peak": 79_104_000,
     ...       "step": (3600, 7200), "cost": 1234.5})
@@ -94,5 +100,5 @@ def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
 
 
 def cells(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the heads of `columns`, and for each of `rows` the `words` of the templates below."""
+    """Return the heads of `columns`, then for each of `rows` its `words` by the templates."""
     return [list(columns), *([words(cell, row) for cell in columns.values()] for row in rows)]

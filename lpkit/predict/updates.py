@@ -1,5 +1,5 @@
-"""What an optimizer's update costs a model: bytes of state, FLOPs and temporary bytes, from its rows
-and the shapes of parameters."""
+"""The cost of an optimizer's update: bytes of state, FLOPs and temporary bytes, from the
+optimizer's rows and the shapes of parameters."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from lpkit.techniques.optimizers import (
 
 
 def describe_state(name: str, moment_format: str = "float32") -> str:
-    """'two float32 moments'."""
+    """Return the optimizer's state in words, such as 'two float32 moments'."""
     row, numbers = find(name), find_format(moment_format).numbers
     words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
     if row.slots and row.slots_per_number < 1:
@@ -30,17 +30,19 @@ def describe_state(name: str, moment_format: str = "float32") -> str:
 
 
 def elementwise(settings: OptimizerSettings) -> bool:
-    """True if one rule updates all parameters, number by number: then shapes do not matter."""
+    """True if one rule updates every number on its own, so that shapes do not matter."""
     return len(rules(settings)) == 1 and find(settings.name).elementwise
 
 
 def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: int = FLOAT32,
                  whole: float = 0.0, slots: Sequence[float] = ()) -> float:
-    """Returns temporary bytes a number of the largest parameter, where it is updated by itself.
-    `whole`: what the rule holds of whole parameters. `slots`: numbers of each, or a large matrix's.
+    """Return temporary bytes per number of the largest parameter, while it is updated by itself.
 
-    The slots are decoded; then come, one after the other, the rule, the encoding and, for a weight
-    of 16 bits, the noise and the result of its rounding.
+    `whole`: bytes per number that the rule needs of whole parameters. `slots`: numbers in each slot
+    per number of the parameter; (): those of a large matrix.
+
+    The slots are decoded. Then, one after another, come the rule, the encoding and, for a 16-bit
+    weight, rounding with its noise and its result.
     """
     stored = find_format(moment_format)
     slots = slots or [n / 4096**2 for n in row.slot_numbers((4096, 4096), row.settings)]
@@ -54,18 +56,21 @@ def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: i
     return FLOAT32 + decoded + max(rule, encoding, rounding)
 
 
-Fused = Callable[[str], tuple[int, ...]]    # of a parameter's name, as `techniques.operation.fused`
+# a function of a parameter's name, as `techniques.operation.fused`
+Fused = Callable[[str], tuple[int, ...]]
 
 
 def matrices(p: Shape, fused: tuple[int, ...] | bool = ()) -> list[Shape]:
-    """Returns the shapes of the matrices that make a parameter, rows of each by `fused`."""
+    """Return the shapes of the matrices in a parameter. `fused`: the rows of each of them."""
     return [(p[0] // sum(fused) * rows, *p[1:]) for rows in fused or ()] or [p]
 
 
 class Work(NamedTuple):
-    """The bytes and FLOPs of an optimizer, on average for a parameter of the model. A rank has its
-    part of `cut_bytes`, and all of `whole_bytes` and of `flops`; `gathered`: a share of the
-    parameters, None where one rule updates all, number by number."""
+    """Bytes and FLOPs of an optimizer, on average per parameter of the model.
+
+    A rank has its shard of `cut_bytes`, but all of `whole_bytes` and of `flops`. `gathered`: the
+    share of parameters whose gradients are gathered whole; None if one elementwise rule updates
+    all parameters."""
 
     cut_bytes: float
     whole_bytes: float = 0.0
@@ -73,16 +78,16 @@ class Work(NamedTuple):
     flops: float = 0.0
 
     def moved_bytes(self, weights: int, gradients: int, master: int = 0) -> float:
-        """Returns what an update of numbers of so many bytes reads and writes: the gradient, the
-        slots twice, the weights or their master copies twice, and a copy's result."""
+        """Return the bytes per parameter that an update reads and writes: the gradient once, the
+        slots twice, the weights (or their master copies) twice, and the result of a master copy."""
         held = 2 * master + weights if master else 2 * weights
         return held + gradients + 2 * (self.cut_bytes + self.whole_bytes)
 
 
 def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
          moment_format: str = "float32", fused: Fused = lambda name: ()) -> Work:
-    """Returns the work of a model whose parameters have these `shapes`, by name. Raises ConfigError
-    for a parameter that its rule cannot update."""
+    """Return the work for parameters with these `shapes`, by name. Raises ConfigError for a
+    parameter that its rule cannot update."""
     rules = rules_of(shapes, settings)
     for name, rule in rules.items():
         if find(rule.name).matrices and len(shapes[name]) != 2:
@@ -95,7 +100,7 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
 
 def work_of(parameters: Sequence[tuple[Shape, OptimizerSettings, tuple[int, ...]]],
             moment_format: str = "float32") -> Work:
-    """Returns the work of parameters, each of a shape, a rule and its rows by `fused`."""
+    """Return the work for parameters, each given by its shape, its rule and its `fused` rows."""
     each, found = find_format(moment_format).bytes, []
     for p, rule, rows in parameters:
         row = find(rule.name)
@@ -110,8 +115,8 @@ def work_of(parameters: Sequence[tuple[Shape, OptimizerSettings, tuple[int, ...]
 def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
                        moment_format: str = "float32", weight_bytes: int = FLOAT32,
                        shards: int = 1, fused: Fused = lambda name: ()) -> dict[str, float]:
-    """Returns the temporary bytes while each parameter is updated by itself. A rank with rows of it
-    gathers them into a copy."""
+    """Return the temporary bytes of each parameter while it is updated by itself. A rank with only
+    some rows of a matrix may have to gather all of them."""
     found = {}
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]

@@ -1,9 +1,10 @@
-"""Rows: what anybody needs to know of a technique without running it. No torch.
+"""Rows: facts about a technique that are known without running it. No torch.
 
 docs/techniques.md lists every family, row and setting.
 
 A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and
-documentation read the same row, so a technique is one row, here or outside, and one implementation.
+documentation read the same row. So a technique is one row, in this package or in another, and one
+implementation.
 """
 
 from lpkit.techniques import (

@@ -1,8 +1,8 @@
-"""Adapters: few new weights beside a model that stays as it was. Rows of `model.changes`. No torch.
+"""Adapters: a few new weights beside a frozen model. Rows of `model.changes`. No torch.
 
-Everything of the model is frozen, so that it has no gradients, no moments and no products for
-weight gradients; what its backward needs to reach the first adapter stays saved. With `start.run`
-they adapt the weights of a run, and without it an initialisation.
+All weights of the model are frozen, so they have no gradients, no optimizer moments and no matmuls
+for weight gradients. What backward needs to reach the first adapter is still saved. With
+`start.run`, adapters adapt the weights of a run; without it, they adapt an initialisation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +23,12 @@ class AdapterSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(AdapterSettings):
-    """`shared`: q, k and v, or gate and up, have one A, as in GPT-2's c_attn; else each its own."""
+    """`shared`: q, k and v (or gate and up) share one A, as in GPT-2's c_attn; else each has an
+    A."""
 
-    keeps_base: ClassVar[bool] = True       # frozen is what the run began from
-    reads_base: ClassVar[bool] = False      # what is trained begins as something made of W
-    vectors: ClassVar[Mapping[str, str]] = {}   # numbers of its rows, by the names that peft has
+    keeps_base: ClassVar[bool] = True       # frozen weights are those that the run began with
+    reads_base: ClassVar[bool] = False      # initial adapter weights are computed from W
+    vectors: ClassVar[Mapping[str, str]] = {}   # field of each trained vector, by peft's name
 
     rank: Count = 8
     alpha: Positive = 16.0
@@ -39,24 +40,25 @@ class LoraSettings(AdapterSettings):
 
 
 def virtual(m: Any, in_stream: bool = False) -> int:
-    """Returns how many learned places stand before a text, of settings that have `places`;
-    `in_stream`: only those that run through the blocks, too."""
+    """Return the number of learned positions before a text, from settings that have `places`.
+    `in_stream`: count only positions that run through the blocks."""
     return sum(one.places for one in m.changes if hasattr(one, "places")
                and (one.in_stream or not in_stream))
 
 
 def attended(m: Any) -> Any:
-    """The model without changes whose context is what attention meets."""
+    """Return the model without changes, with the context length that attention sees."""
     return replace(m, context=m.T + virtual(m), changes=()) if virtual(m) else m
 
 
 def drops_probabilities(m: Any) -> bool:
-    """True if an update sets probabilities of attention to 0, by settings that say `drops`."""
+    """True if a change sets attention probabilities to 0 in an update (settings with `drops`)."""
     return any(getattr(one, "drops", False) for one in m.changes)
 
 
 def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
-    """`names` that `settings` adapts, in order. Raises ConfigError for a pattern without any."""
+    """Return the `names` that `settings` adapts, in order. Raises ConfigError for a pattern that
+    matches no name."""
     names = list(names)
     for pattern in settings.targets:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -68,8 +70,8 @@ def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class QuantisedBaseSettings(Settings):
     format: Literal["nf4", "e4m3fn", "int8", "int4"] = "nf4"
-    block: Literal[32, 64, 128, 256, 512, 1024] = 64    # numbers that share a scale
-    double: bool = True     # scales in 8 bits, less their mean, with a float32 for 256 of them
+    block: Literal[32, 64, 128, 256, 512, 1024] = 64    # weights that share a scale
+    double: bool = True     # store scales in 8 bits minus their mean, with a float32 per 256 scales
 
 
 def _beside_casts(config: Any, recipe: Any) -> str:
@@ -86,8 +88,8 @@ TERMS, FILES = "lpkit.predict.adapters:", "lpkit.exchange.adapted:"
 class Adapter(Kind):
     """A row of MODEL_CHANGES whose bytes the formula follows tensor by tensor.
 
-    In peft's files: `theirs`, the keys of adapter_config.json that mean this row; `saves(run,
-    tensors, folder)` and `brings(folder, said, base, out, name)`, "package.module:name".
+    For peft's files: `theirs` are the keys of adapter_config.json that mean this row. `saves(run,
+    tensors, folder)` and `brings(folder, said, base, out, name)` are "package.module:name".
     """
 
     theirs: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class Adapter(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Adapter):
-    """A product of two thin matrices beside each target, which all have the same files."""
+    """A product of two thin matrices beside each target. All such rows share the file format."""
 
     operations: str = TERMS + "lora"
     implementation: str = "lpkit.nn.adapters:add_lora"
@@ -105,12 +107,13 @@ class LowRank(Adapter):
     brings: str = FILES + "bring_lora"
 
 
-CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")      # endings of its buffers
+# endings of the names of its buffers
+CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")
 ADAPTERS: dict[str, Kind] = {
     "lora": LowRank(
         why="beside each frozen matrix a product of two thin ones", settings=LoraSettings(),
         source="Hu et al. 2021, arXiv:2106.09685", theirs={"peft_type": "LORA"}),
-    "quantised-base": Adapter(      # what adapters that come before it leave frozen
+    "quantised-base": Adapter(      # the weights that adapters before it in the list freeze
         operations=TERMS + "in_codes", why="frozen matrices of blocks as codes and scales, made "
         "anew for each product", source="Dettmers et al. 2023, arXiv:2305.14314",
         settings=QuantisedBaseSettings(), problem=_beside_casts,

@@ -1,13 +1,13 @@
 """Kinds of attention: which keys a query sees, and how scores become weights. No torch.
 
-A kind changes what a model computes and belongs to it (`model.attention`); a backend computes the
-same numbers in another way and belongs to the machine (`system.attention`). Each kind says its
-`Rule` for a context; every backend computes any rule, or says why not.
+A kind (`model.attention`) changes what a model computes, so it belongs to the model. A backend
+(`system.attention`) computes the same numbers in another way, so it belongs to the machine. Each
+kind gives its `Rule` for a context. Every backend computes any rule, or says why it does not.
 
-    softmax kinds   weights = softmax(cap(q k^T / sqrt(E)) over the keys that the rule lets through,
-                    and over a learned score that belongs to no key, where there are sinks)
-    others          have no rule: the past is a state of constant size, and each names the backends
-                    that compute it
+    softmax kinds   weights = softmax(cap(q k^T / sqrt(E)) over the keys that the rule allows, and
+                    over a learned score without a key, if there are sinks)
+    other kinds     have no rule. The past is a state of constant size, and each kind names the
+                    backends that compute it
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from lpkit.values import Count, CountOrZero, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The keys that a query sees. What is not left out: with the defaults, all that are causal.
+    """The keys that a query sees. By default it sees all keys up to its own position.
 
-    causal          keys to come are left out, with j > i for key j and query i
-    window          a query sees this many keys, itself included; None: all
-    global_tokens   the first ones, which every query sees besides (Longformer)
-    block, blocks   queries and keys in blocks of `block`; blocks[a][b]: those of block a see those
+    causal          later keys are left out, which means j > i for key j and query i
+    window          a query sees this many keys, its own included; None: all
+    global_tokens   the first tokens, which every query sees in addition (Longformer)
+    block, blocks   queries and keys in blocks of `block`; blocks[a][b]: queries of block a see keys
                     of block b
-    documents       a query sees its own document alone: by ids that come with each batch
+    documents       a query sees only its own document, by ids that come with each batch
     soft_cap        scores s become soft_cap * tanh(s / soft_cap)
-    sinks           each head has a learned score that takes weight and gives nothing
-    query_start, key_start      where queries and keys that are parts of a sequence begin in it
+    sinks           each head has a learned score that takes weight and has no value
+    query_start, key_start      the positions in the sequence where queries and keys begin
     """
 
     causal: bool = True
@@ -59,17 +59,18 @@ class Rule:
 
     @functools.cached_property
     def words(self) -> str:
-        """The whole rule in one text, as an operator takes it; `in_words` is the way back."""
+        """The whole rule as a string, for operators, which take no objects; `in_words` reads it."""
         return json.dumps(asdict(self))
 
     @property
     def every_query_sees(self) -> bool:
-        """A key at least: itself, but where a table of blocks leaves that out."""
+        """True if each query sees at least one key. A table of blocks may leave out its own."""
         return (not self.causal or self.query_start >= self.key_start) and (
             self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks)))
 
     def sees(self, i: Any, j: Any) -> Any:
-        """True if query i sees key j, but for documents. Integers, or tensors that broadcast."""
+        """Return whether query i sees key j, ignoring documents. Integers, or tensors that
+        broadcast."""
         i, j = i + self.query_start, j + self.key_start
         seen = j <= i if self.causal else (i >= 0) & (j >= 0)
         if self.window is not None:
@@ -81,7 +82,8 @@ class Rule:
         return seen
 
     def spans(self, first: int, last: int, T: int) -> list[tuple[int, int]]:
-        """Ranges of T keys, in order and apart, with all that queries first to last - 1 see."""
+        """Return disjoint ranges of the T keys, in order, with all keys that queries first to
+        last - 1 see."""
         if not self.causal:
             return [(0, T)]
         if self.query_start or self.key_start:
@@ -106,8 +108,8 @@ class Rule:
         return found
 
     def hides(self, first: int, last: int, begin: int, end: int) -> bool:
-        """True if, of queries first to last - 1 and keys begin to end - 1, there is a pair that is
-        left out, documents apart: else no mask is needed."""
+        """Return whether queries first to last - 1 and keys begin to end - 1 contain a pair that is
+        left out, ignoring documents. If not, no mask is needed."""
         if not self.causal:
             return False
         first, last = first + self.query_start, last + self.query_start
@@ -123,7 +125,7 @@ class Rule:
                        for row in self.blocks[first // size:(last - 1) // size + 1])
 
     def pairs(self, T: int) -> int:
-        """Counts the pairs of T x T, query and key, that are seen; documents apart."""
+        """Return the number of visible (query, key) pairs in T x T, ignoring documents."""
         if not self.causal:
             return T * T
         if self.blocks is not None:
@@ -137,7 +139,7 @@ class Rule:
             return T * (T + 1) // 2
         W, G = min(self.window, T), min(self.global_tokens, T)
         near = W * (W + 1) // 2 + (T - W) * W
-        past = max(0, T - W)        # queries W, W + 1, ... see min(G, i - W + 1) keys besides
+        past = max(0, T - W)        # queries W, W + 1, ... see min(G, i - W + 1) more keys
         full = max(0, past - G)
         return near + (past - full) * (past - full + 1) // 2 + full * G
 
@@ -155,10 +157,10 @@ def in_words(words: str) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(Settings):
-    """The settings of every softmax kind: it can be capped, and have sinks."""
+    """The settings of every softmax kind: a cap on scores, and sinks."""
 
-    soft_cap: Positive | None = None    # as Gemma 2, 50
-    sinks: bool = False                 # as gpt-oss
+    soft_cap: Positive | None = None    # Gemma 2 has 50
+    sinks: bool = False                 # gpt-oss has them
 
     def rule(self, T: int) -> Rule:
         return Rule(soft_cap=self.soft_cap, sinks=self.sinks)
@@ -183,14 +185,15 @@ class Documents(Softmax):
 class AttentionKind(Row):
     """`settings` has `rule(context)`: the Rule of a softmax kind, else None.
 
-    implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
-                    softmax it has a method for each backend that computes it, and `state`, `after`
-                    (a prompt) and `step` (a token) to generate (`lessons.rows.linear_attention`)
-    operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
-    products        of what the module itself does: f(MicroBatch), Ops
-    cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
-    state_bytes     f(ModelConfig): what it keeps of a layer and a sequence in place of k and v
-    reads_ids       of documents, which come with each batch
+    implementation  a module made of a ModelConfig, with what the kind has besides q, k and v. A
+                    kind without softmax has a method for each backend that computes it. To generate
+                    it has `state`, `after` (a prompt) and `step` (a token)
+                    (`lessons.rows.linear_attention`)
+    operations      "package.module:name" by backend: f(MicroBatch) -> Op
+    products        "package.module:name" of the module's own products: f(MicroBatch) -> Ops
+    cache           the dotted name of the `lpkit.nn.kv_cache.Cache` that generates with it
+    state_bytes     f(ModelConfig) -> bytes of the state of a layer and a sequence, in place of k, v
+    reads_ids       reads ids of documents, which come with each batch
     """
 
     implementation: str = "lpkit.nn.attention:Softmax"

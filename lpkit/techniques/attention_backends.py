@@ -1,6 +1,6 @@
-"""Who computes attention: the backends of `system.attention`. No torch.
+"""The backends of `system.attention`, which compute attention. No torch.
 
-Each says why it cannot, where it cannot, and names what it saves, moves and computes of a
+A backend says why it cannot do a task, and names what it saves, moves and computes for a
 micro-batch (`lpkit.predict.attention`). `attention.KINDS` has the kinds.
 """
 
@@ -16,41 +16,42 @@ from lpkit.techniques.adapters import drops_probabilities
 from lpkit.techniques.attention import EVERY_KEY, KINDS, OPERATIONS, Rule
 from lpkit.techniques.operation import Kind
 
-BLOCKED_CONTEXT = 1024      # tokens, of full attention in 16 bits on a CPU
+BLOCKED_CONTEXT = 1024      # most tokens, for full attention in 16 bits on a CPU
 QUERY_BLOCK = 128           # queries that blocked attention takes at a time
 TILE = 128                  # queries, and keys, that tiled attention takes at a time
-SCORES = 2**18              # and their scores: a core's cache holds them
-FLASH_WIDTH = 256           # of a head, that a program of the kit's flash attention holds
-FLASH_TILE = 128, 64        # queries and keys that it takes at a time
+# scores of one step of blocked attention, so that a core's cache holds them
+SCORES = 2**18
+FLASH_WIDTH = 256           # widest head that a program of the kit's flash attention holds
+FLASH_TILE = 128, 64        # queries and keys that the kit's flash attention takes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attending:
-    """The task that a backend is asked to do. `model` is a ModelConfig, whose heads are E numbers
-    wide and share G keys and values. `here`: on this machine, so that what is not installed cannot;
-    `capability`: of its GPU, where it is known."""
+    """A task for a backend. `model` is a ModelConfig, whose heads are E numbers wide and share G
+    keys and values. `here`: the task is for this machine, so packages must be installed.
+    `capability`: compute capability of its GPU, if known."""
 
     model: Any
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "gpu"] = "cpu"
     here: bool = False
     capability: tuple[int, int] | None = None
-    interpreter: bool = False       # Triton's stands in for a GPU: far too slow for auto
+    interpreter: bool = False       # Triton's interpreter replaces a GPU; too slow for auto
 
     @property
     def rule(self) -> Rule | None:
-        """None: a kind without softmax, which `why_not` answers for."""
+        """The rule; None for a kind without softmax, which `why_not` handles."""
         return self.model.attention.rule(self.model.T)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(Kind):
-    """`why_not`: why it cannot, in one clause, and the nearest that can; empty: it can. Asked of
-    softmax kinds alone. No `implementation`: computes none of these.
+    """A backend. `why_not` returns why it cannot do a softmax task, in one clause, and the nearest
+    backend that can, or "". A kind without softmax names its own backends.
 
-    assumed:  predictions may take it for `auto`; others have to be verified and raced first.
-    partial:  a `contracts.Partial`, by which parts of the keys can be combined; "": it has none.
-    drops:    takes `dropout`, the share of probabilities that become 0.
+    assumed:  predictions may choose it for `auto`; others must be verified and timed first.
+    partial:  a `contracts.Partial`, which combines results over parts of the keys; "": none.
+    drops:    takes `dropout`, the share of probabilities that are set to 0.
     """
 
     why_not: Callable[[Attending], str] = lambda asked: ""
@@ -69,24 +70,24 @@ WORDS = {"causal": "attention to later keys", "window": "windows",
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A row's `why_not`, from what its library takes. Softmax kinds alone."""
+    """A backend's `why_not`, from what its library takes. For softmax kinds only."""
 
-    rule: tuple[str, ...] = ()          # of WORDS, what it computes besides full attention
-    gpu_alone: str = "needs a GPU"      # "": on a CPU, too
-    interpreted: bool = False           # by Triton's interpreter on a CPU
+    rule: tuple[str, ...] = ()          # names from WORDS that it computes besides full attention
+    gpu_alone: str = "needs a GPU"      # "": also runs on a CPU
+    interpreted: bool = False           # runs on a CPU by Triton's interpreter
     dtypes: tuple[str, ...] = HALF
-    widest: int = 0                     # head; 0: any. Multiples of `multiple`
+    widest: int = 0                     # widest head; 0: any. Heads are multiples of `multiple`
     multiple: int = 1
     capability: tuple[int, int] = (0, 0)
-    package: str = ""                   # that has to be installed
-    instead: str = ""                   # the row that can; "": the nearest
+    package: str = ""                   # must be installed
+    instead: str = ""                   # the backend that can; "": the nearest
 
     def __call__(self, asked: Attending) -> str:
         problem = next(self._problems(asked), "")
         return f"{problem}; {self.instead or nearest(asked)} can" if problem else ""
 
     def lacks(self, rule: Rule | None) -> str:
-        """Returns the first field of a rule that it does not compute, or empty."""
+        """Return the first field of a rule that it does not compute, or ""."""
         return next((name for name in WORDS if name not in self.rule
                      and getattr(rule, name) != getattr(FULL, name)), "")
 
@@ -114,8 +115,8 @@ FULL = Rule()
 
 
 def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Decorates the function of the backend `name`. If it does not compute the rule, or if the
-    documents, sinks or lengths do not fit the rule, a call raises ConfigError."""
+    """Decorate the function of the backend `name`. A call raises ConfigError if the backend does
+    not compute the rule, or if documents, sinks or lengths do not fit the rule."""
     if attend is None:
         return functools.partial(limited, name)
 
@@ -150,27 +151,27 @@ def _installed(package: str) -> bool:
 
 
 def able(asked: Attending) -> list[str]:
-    """The backends that can, of those that predictions may take."""
+    """Return the backends that can do the task, of those that predictions may choose."""
     return [name for name, row in ATTENTION.items() if row.assumed and not why_not(name, asked)]
 
 
 def nearest(asked: Attending) -> str:
-    """A backend that can, and needs nothing: PyTorch's own before the others."""
+    """Return a backend that can do the task without other packages, PyTorch's first."""
     names = able(asked)
     return "sdpa" if "sdpa" in names else names[-1]
 
 
 @functools.lru_cache(maxsize=64)
 def query_blocks(rule: Rule, T: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Queries from first to last - 1, and the spans of keys that they meet."""
+    """Return blocks of queries (first to last - 1), each with the spans of keys that they see."""
     blocks = [(i, min(i + QUERY_BLOCK, T)) for i in range(0, T, QUERY_BLOCK)]
     return [(first, last, rule.spans(first, last, T)) for first, last in blocks]
 
 
 def masked(rule: Rule, first: int, last: int, spans: list[tuple[int, int]],
            hides: Callable[[int, int], bool] = lambda begin, end: False) -> list[tuple[int, int]]:
-    """Returns these spans, from the first on that hides a key from a query of first to last - 1 by
-    the rule, documents apart, or by `hides`: a mask is for them alone."""
+    """Return the part of the spans that needs a mask: from the first span on that hides a key from
+    one of the queries first to last - 1, by the rule (ignoring documents) or by `hides`."""
     parts = [part for a, b in spans for part in ((a, min(b, first)), (max(a, first), b))
              if part[0] < part[1]]
     while parts and not (rule.hides(first, last, *parts[0]) or hides(*parts[0])):
@@ -179,18 +180,18 @@ def masked(rule: Rule, first: int, last: int, spans: list[tuple[int, int]],
 
 
 def keys_in(spans: list[tuple[int, int]]) -> int:
-    """Counts the keys of spans."""
+    """Return the number of keys in spans."""
     return sum(end - begin for begin, end in spans)
 
 
 @functools.lru_cache(maxsize=64)
 def most_scores(rule: Rule, T: int) -> int:
-    """Returns the most scores that one of a head's blocks of queries makes."""
+    """Return the largest number of scores that a head has for one block of queries."""
     return max((last - first) * keys_in(spans) for first, last, spans in query_blocks(rule, T))
 
 
 def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tuple[int, int]:
-    """Sequences and groups of heads that blocked attention takes at a time."""
+    """Return how many sequences and groups of heads blocked attention takes at a time."""
     one = max(1, SCORES // (repeats * max(1, most_scores(rule, T))))
     if one < groups or rule.documents:
         return 1, min(one, groups)
@@ -217,7 +218,7 @@ ATTENTION: dict[str, Backend] = {
                     why_not=Limits(rule=("causal", *MASKS, "query_start", "key_start"),
                                    gpu_alone="", dtypes=DTYPES, instead="plain"),
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
-    # below 8.0 a program has 64 KB, and takes 96
+    # before compute capability 8.0, a program has 64 KB of shared memory, and this one needs 96
     "triton": Backend(why="the kit's own flash kernel, of every kind", operations=OPERATIONS + "flash",
                       implementation="lpkit.kernels.flash_attention:flash_attention",
                       why_not=Limits(rule=(*MASKS, "soft_cap", "sinks"), dtypes=DTYPES,
@@ -225,7 +226,7 @@ ATTENTION: dict[str, Backend] = {
                                      interpreted=True, widest=FLASH_WIDTH, capability=(8, 0),
                                      instead="plain"), source=FLASH_2),
 }
-# kernels that PyTorch does not choose by itself
+# kernels that PyTorch does not choose on its own
 ATTENTION |= {name: Backend(
     why=why, why_not=limits, source=source, operations=OPERATIONS + "sdpa", assumed=False,
     implementation=f"lpkit.nn.library_attention:{name.replace('-', '_')}")
@@ -241,7 +242,7 @@ ATTENTION |= {name: Backend(
          Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
                 package="flash-attn")))}
 def why_not(name: str, asked: Attending) -> str:
-    """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
+    """Return why a backend cannot do the task, in one clause, and one that can; "": it can."""
     computes = KINDS[asked.model.attention.name].operations
     if drops_probabilities(asked.model) and not ATTENTION[name].drops:
         return "drops no probabilities of attention; plain can"
@@ -257,9 +258,9 @@ def interpreted(asked: str) -> bool:
 
 def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any,
                      tiles: bool = False) -> tuple[str, str]:
-    """The backend on a kind of device, and why, where nothing is raced. `tiles`: this CPU has units
-    that multiply tiles of bf16 (AMX). See `lpkit bench attention-cpu`. Raises ConfigError for one
-    that cannot."""
+    """Return the backend for a kind of device if nothing is timed, and why. `tiles`: this CPU has
+    units that multiply tiles of bf16 (AMX). See `lpkit bench attention-cpu`. Raises ConfigError for
+    a requested backend that cannot do the task."""
     given = Attending(model=model, dtype="bfloat16" if low_precision else "float32",
                       device="cpu" if device == "cpu" else "gpu",
                       interpreter=interpreted(asked))

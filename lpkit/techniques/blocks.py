@@ -1,7 +1,27 @@
-"""A transformer as a list of operations, written once: everything about its size is a sum over it.
+"""A transformer as a list of operations. Everything about its size is a sum over this list.
 
-`lpkit.predict` folds the list (`params`, `flops`, `activations`, `walk`). A new norm, MLP or block
-is one more row here, and a module that its row names; nothing else changes.
+    one block, pre-norm             saves for backward              D: width, F: MLP width
+
+    norm1       D -> D              its input, 1 or 2 numbers a token
+    attention   D -> D              see lpkit.predict.attention
+    add1        stream + result     nothing
+    norm2       D -> D              its input, 1 or 2 numbers a token
+    mlp.up      D -> F  (Linear)    its input
+    mlp         F -> F  (gelu)      its input
+    mlp.down    F -> D  (Linear)    its input
+    add2        stream + result     nothing
+
+An `Op` (`lpkit.techniques.operation`) describes one operation: its parameters, saved bytes, moved
+bytes, and `backward`, a tuple of Holds. A Hold (nbytes, frees, grows) is one moment of a backward
+pass: `nbytes` are alive for a moment, then the share `frees` of the saved bytes is freed, and
+gradients that wait for the next operation grow by `grows` bytes.
+
+Example: gelu with 4 tokens, F = 8 in float32 saves 4 * 8 * 4 = 128 bytes. Its backward is
+Hold(nbytes=128, frees=1.0): the gradient of its input appears, then the saved input is freed. The
+gradient of its output is freed as well, and has the same size, so `grows` is 0.
+
+`lpkit.predict` sums over the list (`params`, `flops`, `activations`, `walk`). A new norm, MLP or
+block needs one more row here, and the module that its row names.
 """
 
 import functools
@@ -17,21 +37,23 @@ from lpkit.techniques.operation import FP32, POSITIONS, TOKEN_ID, Hold, Kind, Mi
 # Norms and additions.
 
 def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """Saves its input, and a mean and a deviation of each token."""
+    """Saves its input, and a mean and a reciprocal standard deviation for each token."""
     m, stream = s.model, s.stream_bytes
     return _norm(name, s, params=m.D * (1 + m.bias), saved=stream + 2 * s.tokens * s.residual_bytes,
                  backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
 
 
 def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """One kernel on a GPU; written out, as on a CPU, several in float32 that save two of its size,
-    one of them for the gradient of its gain."""
+    """On a GPU one kernel, which saves its input and a number for each token. On a CPU several
+    operations in float32, which save two tensors of the input's size in float32. One of the two is
+    for the gradient of the gain."""
     stream, wide = s.stream_bytes, s.tokens * s.model.D * FP32
     if s.kind == "gpu" and not s.norms_written_out:
         return _norm(name, s, params=s.model.D, saved=stream + s.tokens * FP32,
                      backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
 
     def written_out(gain: bool) -> Op:
+        # wide: one tensor in float32. First comes the gain's gradient, then the input's gradient.
         saved = (1 + gain) * wide + s.tokens * FP32
         backward = (Hold(nbytes=(1 + gain) * wide, frees=gain * wide / saved),
                     Hold(nbytes=(3 if residual else 4) * wide, frees=1 - gain * wide / saved))
@@ -41,14 +63,16 @@ def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
 
 
 def no_norm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """The gradients of who reads the stream are added all the same."""
+    """No norm. The gradients of the branches that read the stream are still added."""
     return replace(_norm(name, s, params=0, saved=0, backward=(), residual=residual), moved_bytes=0)
 
 
 def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tuple[Hold, ...],
           residual: bool) -> Op:
-    """Reads and writes, once more for the cast of its result. At the end of backward, the gradient
-    of its input is added to that of the residual stream, which went round the norm."""
+    """Return a norm as an operation.
+
+    It moves its input and result, and both once more if the result is cast. At the end of backward,
+    the gradient of its input is added to the gradient of the stream that bypassed the norm."""
     cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
     added = (Hold(nbytes=s.stream_bytes, grows=-s.stream_bytes),) if residual else ()
     return Op(name=name, part="norms", params=params, shape=(s.model.D,), saved_bytes=saved,
@@ -57,14 +81,14 @@ def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tupl
 
 
 def residual_add(name: str, s: MicroBatch) -> Op:
-    """Backward: the gradient is cast for the product that gave the addend."""
+    """Backward casts the gradient of the stream for the Linear whose result was added."""
     numbers = s.tokens * s.model.D
     return Op(name=name, part="", in_stream=True,
               moved_bytes=numbers * (2 * s.residual_bytes + s.compute_bytes),
               backward=(Hold(grows=numbers * s.compute_bytes),) if s.mixed else ())
 
 
-# MLPs. Each begins with one product and ends with one.
+# MLPs. Each begins and ends with one Linear.
 
 MLP_READS = ("mlp.up", "mlp.gate_up")
 
@@ -78,14 +102,18 @@ def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
 
 
 def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
-    """down(silu(gate(x)) * up(x)): saves gate and up side by side, and silu(gate)."""
+    """down(silu(gate(x)) * up(x)). It saves gate and up, which are adjacent, and silu(gate)."""
     m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
-    kept = 2 if s.saves_inputs else 3       # one kernel computes silu(gate) again in backward
+    # the fused kernel saves no silu(gate), and computes it again
+    kept = 2 if s.saves_inputs else 3
     yield linear("mlp.gate_up", s, m.D, 2 * m.F, cut="column", bias=m.bias)
     backward = (
-        Hold(nbytes=2 * wide, frees=(kept - 2) / kept, grows=wide),     # of silu(gate) and of up
+        # gradients of silu(gate) and of up
+        Hold(nbytes=2 * wide, frees=(kept - 2) / kept, grows=wide),
         Hold(nbytes=wide, frees=2 / kept),
-        Hold(nbytes=2 * wide))                              # side by side again
+        # gradient of gate; gate and up are freed
+        # both gradients, and their copy side by side
+        Hold(nbytes=2 * wide))
     yield Op(name="mlp", part="mlp", saved_bytes=kept * wide, saved_itemsize=s.compute_bytes,
              moved_bytes=5 * wide, backward=backward)
     yield linear("mlp.down", s, m.F, m.D, cut="row", bias=m.bias)
@@ -104,7 +132,7 @@ def pre_norm(s: MicroBatch) -> Iterator[Op]:
 
 
 def parallel(s: MicroBatch) -> Iterator[Op]:
-    """Attention and MLP read one norm."""
+    """Attention and MLP read the result of the same norm."""
     ops = {op.name: op for op in pre_norm(s)}
     yield ops.pop("norm1")
     del ops["norm2"]
@@ -112,7 +140,8 @@ def parallel(s: MicroBatch) -> Iterator[Op]:
 
 
 def reading_one(s: MicroBatch, ops: Iterable[Op]) -> Iterator[Op]:
-    """Two branches that read one result: what neither casts is saved once. Their gradients meet."""
+    """Yield the operations of two branches that read the same result. If no branch casts it, it is
+    saved once. The gradients of both branches are added."""
     yield Op(name="branches", part="", in_stream=True, backward=(Hold(grows=-s.stream_bytes),))
     once = not s.mixed and s.operand_bytes is None
     for op in ops:
@@ -138,8 +167,8 @@ MLPS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Block(Kind):
-    """A row of BLOCKS. `refuses(model)`: why it cannot be of it, and the way out. `uncut`: why a
-    rank cannot have a part of its heads or tokens."""
+    """A row of BLOCKS. `refuses(model)` returns why a model cannot have this block, and what to do,
+    or an empty string. `uncut` says why a rank cannot have a part of its heads or tokens."""
 
     refuses: Callable[[Any], str] = lambda m: ""
     uncut: str = ""
@@ -155,15 +184,15 @@ BLOCKS: dict[str, Kind] = {
 }
 
 
-# Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
-# folds the description, and the implementation is f(model, settings), in place, once the model is
-# initialised. Other rows come from outside (docs/own_technique.md).
+# Changes of the model, in the order of `model.changes`. `operations(ops, s, settings)` returns the
+# changed operations. The implementation is f(model, settings); it changes the model in place after
+# initialisation. Other rows come from other packages (docs/own_technique.md).
 MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """The operations of a model, in the order of forward. `block` is one of L alike."""
+    """The operations of a model, in the order of forward. `block` is one of L equal blocks."""
 
     embed: Op
     positions: Op
@@ -175,12 +204,12 @@ class Operations:
 
     @property
     def outside(self) -> tuple[Op, ...]:
-        """Those outside of blocks that have parameters."""
+        """The operations outside the blocks that can have parameters."""
         return self.embed, self.prompt, self.positions, self.norm, self.head
 
     @functools.cached_property
     def stream_share(self) -> float:
-        """The residual stream's length in blocks, over that of the text."""
+        """The length of the residual stream in the blocks, divided by the length of the text."""
         return max(1.0, self.block[0].tokens_share)
 
     @functools.cached_property
@@ -190,40 +219,43 @@ class Operations:
 
     @functools.cached_property
     def linear_weights(self) -> float:
-        """Numbers of a block's own matrices on average, but for those that codes stand for."""
+        """Numbers in a block's matrices, without shared matrices and matrices stored as codes."""
         return sum(op.weights * op.own for op in self.linears if not op.stored_bytes)
 
     @functools.cached_property
     def trained_weights(self) -> float:
-        """Numbers of those matrices that have gradients."""
+        """Numbers in a block's matrices that are trained, without shared matrices."""
         return sum(op.weights * op.own for op in self.linears if op.trained)
 
     @functools.cached_property
     def small(self) -> tuple[float, float]:
-        """Trained gains and biases of one block: those cut with a matrix's columns, and others."""
+        """Trained gains and biases of one block: (cut together with a matrix's columns, whole on
+        every tensor rank)."""
         trained = [op for op in self.block if op.trained]
         cut = sum([(op.params - op.weights) * op.own for op in trained if op.cut == "column"])
         return cut, sum([(op.params - op.weights) * op.own for op in trained]) - cut
 
     @functools.cached_property
     def result_bytes(self) -> int:
-        """The bytes of one block's results."""
+        """The bytes of the results of one block's operations."""
         return sum(op.result_bytes for op in self.block)
 
     @functools.cached_property
     def saved(self) -> Mapping[str, float]:
-        """Bytes by operation of one block."""
+        """Saved bytes of one block, by operation."""
         return {op.name: op.saved_bytes for op in self.block if op.saved_bytes}
 
 
 @functools.lru_cache(maxsize=1024)
 def operations(s: MicroBatch) -> Operations:
-    """The model of `s`, as its settings name the rows of the tables above."""
+    """Return the operations of the model of `s`, as its settings name rows of the tables above."""
     m, N = s.model, s.tokens
-    # logits in float32 and their log-probabilities; before them, logits of autocast, and their cast
+    # logits in float32 and their log-probabilities; under autocast also 16-bit logits and their
+    # cast
     logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
     ops = Operations(
-        # read, written; and with the positions added, read, read and written
+        # moves: table rows read, embeddings written; embeddings and positions read, their sum
+        # written
         embed=Op(name="embed", part="embedding", params=m.V * m.D, shape=(m.V, m.D),
                  saved_bytes=N * TOKEN_ID, moved_bytes=5 * N * m.D * s.residual_bytes),
         positions=POSITIONS[m.position].operations(s),
@@ -233,13 +265,13 @@ def operations(s: MicroBatch) -> Operations:
                 cut="column", reads_residual=True,
                 saved_bytes=N * m.D * (s.compute_bytes if s.head_bytes is None else s.head_bytes),
                 saved_itemsize=s.compute_bytes),
-        # log-probabilities, targets, how many targets count
+        # saves: float32 log-probabilities, targets, and the number of targets that count
         loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32,
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
         ops = MODEL_CHANGES[change.name].formula(ops, s, change)
     if m.shares:
-        # tokens are picked and put back, beside those that pass the block by
+        # picks the tokens that enter the block and puts them back beside the tokens that bypass it
         around = Op(name="around", part="", in_stream=True,
                     moved_bytes=4 * s.stream_bytes * (1 - sum(m.shares) / len(m.shares)))
         ops = replace(ops, block=(around, *(op.seeing(*m.shares) for op in ops.block)))

@@ -1,8 +1,9 @@
-"""What a model keeps of past tokens while it generates: where, and in how many bits. No torch.
+"""The past keys and values that a model keeps while it generates: where, and in how many bits. No
+torch.
 
-A key or value is needed until no later query sees it; then the next token takes its slot. So full
-attention keeps every token of the context, a window its own size and the global tokens, and blocks
-those that a later block sees. A kind that keeps a state instead names another class in its row.
+A key or value is needed until no later query sees it. Then the next token takes its slot. So full
+attention keeps every token of the context, a window keeps its size and the global tokens, and
+blocks keep those that a later block sees. A kind with a state names another class in its row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from lpkit.techniques.row import Row
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat(Row):
-    """`group` numbers of a head's key or value, one after the other, share a scale and, where the
-    codes have an offset, the least of them. The implementation is a `lpkit.nn.kv_cache.Stored`."""
+    """`group` adjacent numbers of a head's key or value share a scale and, if the codes have an
+    offset, their minimum. The implementation is a `lpkit.nn.kv_cache.Stored`."""
 
-    bits: int | None = None     # of a number; None: as it was computed
-    group: int | None = None    # None: all of a head's
+    bits: int | None = None     # bits of a number; None: as computed
+    group: int | None = None    # None: all numbers of a head
     offset: bool = False
 
     def groups(self, E: int) -> int:
@@ -42,15 +43,15 @@ CACHES: dict[str, CacheFormat] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The places of keys and values: the `first` tokens keep their slots, and the others take
-    turns. `table`: the slot of each token, where they do not."""
+    """The slots of keys and values. The `first` tokens keep their slots; the others take turns.
+    `table`: the slot of each token, if they do not take turns."""
 
     count: int
     first: int = 0
     table: tuple[int, ...] = ()
 
     def of(self, place: int) -> int:
-        """The slot of the token at `place`, from 0."""
+        """Return the slot of the token at position `place`, from 0."""
         if self.table:
             return self.table[place]
         if place < self.first:
@@ -59,7 +60,7 @@ class Slots:
 
 
 def refuse_keys_to_come(model: Any) -> None:
-    """Raises ConfigError for attention that is not causal: nothing of the past stays as it was."""
+    """Raise ConfigError for attention that is not causal: a new token changes all earlier ones."""
     rule = model.attention.rule(model.T)
     if rule is not None and not rule.causal:
         raise ConfigError(f"model.attention={model.attention.name} sees tokens to come, so that a "
@@ -68,9 +69,9 @@ def refuse_keys_to_come(model: Any) -> None:
 
 
 def slots(rule: Rule, tokens: int, first: int = 0) -> Slots:
-    """Makes slots for `first` tokens that stay, a prompt's, and up to `tokens` others at once; of
-    more, the oldest are dropped. Only where
-    the rule has blocks, their table ends with the context, and so do the slots."""
+    """Return slots for `first` tokens that stay (a prompt) and up to `tokens` others, of which the
+    oldest are dropped. A rule with blocks has a table up to the end of the context, where its slots
+    end too."""
     if rule.blocks is not None:
         return _of_blocks(rule, tokens)
     if rule.window is None:
@@ -80,7 +81,7 @@ def slots(rule: Rule, tokens: int, first: int = 0) -> Slots:
 
 
 def _of_blocks(rule: Rule, tokens: int) -> Slots:
-    """A block takes the place of one that neither it nor a later one sees."""
+    """Give each block the place of a block that neither it nor a later block sees."""
     size, places, taken = rule.block, [], {}
     for a in range(-(-tokens // size)):
         taken = {b: at for b, at in taken.items() if any(row[b] for row in rule.blocks[a:])}

@@ -1,4 +1,4 @@
-"""Data policies: which tokens are seen, in what order. The implementation is a
+"""Data policies: which tokens are seen, and in what order. The implementation is a
 contracts.DataPolicy, made of (tokens, batch, context, seed) and of its row's settings, by name."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lpkit.techniques.row import Row, Settings, chosen
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Row):
-    """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
-    the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
-    run's validation data are read. `seeded`: another seed gives other batches."""
+    """`gives_ids`: batches contain the document of each token. `hides`: no target is among the
+    tokens, so attention that is not causal can be trained. `evaluation`: the row that reads the
+    run's validation data. `seeded`: another seed gives other batches."""
 
     gives_ids: bool = False
     hides: bool = False
@@ -40,8 +40,8 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Row):
-    """`at(step, settings, sequences, context)`: (sequences, tokens of each) of an update, step from
-    0, of at most `sequences` and `context`, the config's; None: always those."""
+    """`at(step, settings, sequences, context)`: (sequences, tokens of each) in an update, with step
+    from 0, up to the config's `sequences` and `context`; None: always the config's."""
 
     at: Callable[[int, Settings, int, int], tuple[int, int]] | None = None
 
@@ -52,13 +52,13 @@ SIZES: dict[str, Sizes] = {
 
 
 def evaluating(policy: Settings) -> Settings:
-    """Returns the policy that reads the validation data of a run."""
+    """Return the policy that reads the validation data of a run."""
     other = POLICIES[policy.name].evaluation
     return policy if other == policy.name else chosen(POLICIES, other)
 
 
 def cannot_train(model: Any, policy: Settings) -> str:
-    """Says why a model cannot be trained by a policy, and the way out; empty: it can."""
+    """Return why a policy cannot train a model, and the way out; "": it can."""
     kind, row = model.attention.name, POLICIES[policy.name]
     rule = model.attention.rule(model.T)
     if not (row.hides or rule is None or rule.causal):

@@ -1,8 +1,8 @@
 """Number formats as data: data/published/formats.toml.
 
-A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c &
-(2^m - 1). Field 0 holds the subnormals, evenly spaced from zero; the whole of an integer format is
-such a row. What a value becomes in one, bit for bit, is in `notebooks/lessons/number_formats.py`.
+In a format with m mantissa bits, a magnitude code c has the exponent field c >> m and the mantissa
+c & (2^m - 1). Field 0 has the subnormals, evenly spaced from zero. In an integer format, all codes
+are spaced like this. `notebooks/lessons/number_formats.py` rounds values to formats, bit for bit.
 """
 
 import math
@@ -15,7 +15,7 @@ from lpkit.files import resource
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One number format. Codes are magnitudes, without the sign bit."""
+    """One number format. A code is a magnitude, without the sign bit."""
 
     name: str
     exponent_bits: int              # 0: integers, two's complement
@@ -25,9 +25,9 @@ class Format:
     signed: bool = True
     has_infinities: bool = False
     zero_is_unsigned: bool = False  # the code of minus zero is the only NaN
-    first_nan: int | None = None    # this code and all above it are NaN; None: there is no NaN
+    first_nan: int | None = None    # this code and all above it are NaN; None: no NaN
     nan: int | None = None          # the NaN that `encode` writes, as torch's casts do
-    torch_dtype: str | None = None  # torch.<this> holds it; None: no dtype of its own
+    torch_dtype: str | None = None  # torch.<this> stores it; None: torch has no such dtype
     source: str
 
     @property
@@ -40,7 +40,8 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of two below which spacing no longer shrinks; no mantissa, no subnormals."""
+        """The exponent of two below which spacing no longer shrinks. Without mantissa bits, there
+        are no subnormals."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property
@@ -50,17 +51,17 @@ class Format:
 
     @property
     def smallest_normal(self) -> float | None:
-        """None: integers have none."""
+        """None for integers, which have no normal values."""
         return 2.0**self.min_exponent if self.exponent_bits else None
 
     @property
     def smallest(self) -> float:
-        """The least value above zero, and the spacing around it; E8M0 has no subnormals."""
+        """The least value above zero, which is also the spacing there; E8M0 has no subnormals."""
         return 2.0**(self.min_exponent - self.mantissa_bits)
 
     @property
     def lowest(self) -> float:
-        """The most negative value; of an unsigned format, the smallest."""
+        """The most negative value; the smallest value of an unsigned format."""
         if not self.signed:
             return self.smallest
         return -self.largest if self.exponent_bits else -self.largest - 1
@@ -72,5 +73,5 @@ FORMATS = {name: Format(name=name, **row)
 
 
 def format_of(name: str) -> Format:
-    """Raises ConfigError, with the nearest name."""
+    """Return the format `name`. Raises ConfigError with the nearest name."""
     return pick(FORMATS, name, "number format")

@@ -1,7 +1,7 @@
-"""Machines multiply some recipes' operands themselves: which, PyTorch and vendors say.
+"""Which machines multiply a recipe's operands themselves, from PyTorch and vendors.
 
-A run takes the same decision by asking the device (`lpkit.precision.backends.choose`); this is what
-is known of machines that are not here: for predictions, and for `lpkit.measure.matrix`.
+A run makes the same decision by asking the device (`lpkit.precision.backends.choose`). This module
+knows machines that are not present, for predictions and for `lpkit.measure.matrix`.
 """
 
 from lpkit.techniques.machines import CATALOGUE, Machine
@@ -13,8 +13,8 @@ FNUZ = ("MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN"
         "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/fp8_numbers.html")
 UNTRIED = ("no run here has seen PyTorch multiply these formats on it", TORCH)
 
-# Which products PyTorch hands to tensor cores, by the blocks of both operands: the least compute
-# capability and whether a CPU does it too.
+# The products that PyTorch runs on tensor cores, by the blocks of both operands: least compute
+# capability, whether a CPU runs it too, and words.
 # Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS 12.9 release notes.
 
 Kind = tuple[tuple[int, int], tuple[int, int]]
@@ -37,14 +37,14 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def capability_of(machine: Machine) -> tuple[int, int] | None:
-    """An NVIDIA GPU's, as it said itself or as the catalogue says; None: unknown, or it has none."""
+    """Return the compute capability of an NVIDIA GPU, measured or from the catalogue; else None."""
     known = (machine.details or CATALOGUE.get(machine.name, machine).details).get("capability")
     return known and tuple(known)
 
 
 def multiplied(machine: Machine, recipe: Recipe) -> tuple[str, str, str]:
-    """Status (native, emulated, no), why, source, under PyTorch. Native, if nobody knows more than
-    that its user described it."""
+    """Return status (native, emulated, no), reason and source, under PyTorch. A machine that only
+    its user described counts as native."""
     capability, on_cpu_here = capability_of(machine), machine.kind == "cpu"
     if not (capability or on_cpu_here or machine.name in CATALOGUE):
         return "native", "", ""

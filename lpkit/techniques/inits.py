@@ -7,7 +7,7 @@ from lpkit.techniques.row import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Init(Row):
-    again: bool = False     # it changes what it has filled
+    again: bool = False     # changes parameters again after it has filled them
 
 
 OF = "lpkit.nn.init:"

@@ -1,5 +1,5 @@
-"""Kernels: functions that the kit computes in more than one way. A row's implementation is a
-`lpkit.kernels.kernel.Kernel`: the definition, the other versions, and what judges them."""
+"""Kernels: functions that the kit can compute in several ways. A row's implementation is a
+`lpkit.kernels.kernel.Kernel`: the definition, its other versions, and the test of a version."""
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row
@@ -46,18 +46,18 @@ KERNELS: dict[str, Row] = {name: Row(
          "as adamw, with one slot"),
     )}
 
-OF_KERNEL = "kernel:"       # before its name, among a run's choices
-LOSS = "cross-entropy"      # the kernel of a loss in pieces
+OF_KERNEL = "kernel:"       # prefix of its name in a run's choices
+LOSS = "cross-entropy"      # the kernel of a chunked loss
 
 
 def asked_of(asked: str, kernel: str) -> str:
-    """The version of `kernel` that `system.kernels` asks for: its own, else that of all."""
+    """Return the version of `kernel` in `system.kernels`: the kernel's own, else that of all."""
     each = by_name(asked)
     return each.get(kernel, each.get("", "auto"))
 
 
 def by_name(asked: str) -> dict[str, str]:
-    """Versions by the kernels that `asked` names; "": of all others. Raises ConfigError for one
+    """Return versions by kernel; "" is the version of all others. Raises ConfigError for a kernel
     that is named twice."""
     parts = [part.rpartition(":") for part in asked.split(",")]
     each = {name.strip(): version.strip() for name, _, version in parts}
@@ -68,8 +68,8 @@ def by_name(asked: str) -> dict[str, str]:
 
 
 def check_asked(key: str, asked: str) -> None:
-    """A version of all kernels, and of single ones by name, with commas between. Raises
-    ConfigError."""
+    """Check `asked`: a version for all kernels, and versions of kernels by name, separated by
+    commas. Raises ConfigError."""
     for name, version in by_name(asked).items():
         if name:
             pick(KERNELS, name, f"kernel of {key}")

@@ -1,19 +1,18 @@
-"""A training run is spread over devices along five axes, whose product is the world.
+"""A training run is spread over devices along five axes. Their product is the number of devices.
 
 The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). Ranks
-count with `tensor` fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that those
-who talk most sit in one node.
+count with `tensor` fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that ranks
+that communicate most are in one node.
 
 data      replicas of everything, which all-reduce gradients (with `shard` above 1: hybrid sharding)
-shard     ranks with batches of their own that keep a part of the model states each, ZeRO stage
-          `zero` (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP is stage 3
-tensor    ranks that hold a part of each matrix, and of each sequence between the matrices: tensor
-          with sequence parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
-pipeline  stages of consecutive layers, one after the other (Narayanan et al. 2021,
-          https://arxiv.org/abs/2104.04473)
-context   ranks that hold a part of each sequence everywhere, dealt in zig-zag so that a causal mask
-          leaves each the same work (Liu et al. 2023, https://arxiv.org/abs/2310.01889). They share
-          model states as `shard` ranks do
+shard     ranks with different batches, each with a part of the model states, ZeRO stage `zero`
+          (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP is stage 3
+tensor    ranks with a part of each matrix, and of each sequence between the matrices: tensor with
+          sequence parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+pipeline  stages of consecutive layers (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473)
+context   ranks with a part of each sequence everywhere, dealt in zig-zag so that a causal mask
+          gives each rank the same work (Liu et al. 2023, https://arxiv.org/abs/2310.01889). They
+          share model states as `shard` ranks do
 """
 
 import functools
@@ -37,7 +36,7 @@ AXES = ("data", "shard", "tensor", "pipeline", "context")
 FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 
-# What ZeRO spreads over ranks; the implementation is a `lpkit.parallel.sharding.Sharding`.
+# What ZeRO shards, by stage. The implementation is a `lpkit.parallel.sharding.Sharding`.
 STAGES = {
     0: Row(why="no sharding: every rank has all states, and gradients are averaged",
            implementation="lpkit.parallel.replicas:Replicas"),
@@ -52,12 +51,13 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Row):
-    """A way to send whole gradients (ZeRO 0 and 1): in messages of `bucket_bytes`, a parameter at
-    least; `overlaps`: each as soon as backward has its gradients.
+    """A way to send whole gradients (ZeRO 0 and 1): in messages of `bucket_bytes`, with at least
+    one parameter. `overlaps`: a message is sent as soon as backward has its gradients.
 
-    A row from outside has `sent`, and is for ZeRO 0. sent(shape, ranks, itemsize): bytes of one
-    message that each rank sends in an update; the message of one parameter has its shape. The
-    implementation makes a `replicas.Replicas`, as `lessons.rows.reductions_torch.Averaged` is."""
+    A row of another package has `sent`, and is for ZeRO 0. sent(shape, ranks, itemsize): the bytes
+    that each rank sends for one message of an update. The message of a single parameter has the
+    parameter's shape. The implementation makes a `replicas.Replicas`, such as
+    `lessons.rows.reductions_torch.Averaged`."""
 
     implementation: str = "lpkit.parallel.replicas:Replicas"
     bucket_bytes: int
@@ -78,9 +78,9 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered(Row):
-    """A form in which gathered weights travel (ZeRO 2 and 3). `mixed`: all in the dtype of the
-    computation; `cast`: those that the recipe casts as their cast, in its 8 bits, by the transform
-    that the implementation makes of the `Sharding`."""
+    """A form in which gathered weights are sent (ZeRO 2 and 3). `mixed`: all in the compute dtype.
+    `cast`: weights that the recipe casts are sent as their 8-bit cast, by the transform that the
+    implementation makes of the `Sharding`."""
 
     mixed: bool = False
     cast: bool = False
@@ -95,9 +95,10 @@ GATHERED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextAttention(Row):
-    """A way to attend over sequences of which each rank of a context group has a part. The
-    implementation makes a `contracts.Attend` of what one rank attends with, and of the ranks.
-    `partial`: it is a `contracts.Partial`, of some keys; else of some heads, which must divide."""
+    """A way to attend if each rank of a context group has a part of each sequence. The
+    implementation makes a `contracts.Attend` of the attention of one rank, and of the ranks.
+    `partial`: that attention is a `contracts.Partial` over some keys; else it has some heads, whose
+    number must divide."""
 
     partial: bool = False
 
@@ -117,8 +118,8 @@ def _stage(name: str, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
-    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds;
-    `attention`: how context ranks attend to one another's tokens."""
+    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) in each stage.
+    `attention`: how context ranks attend to tokens of other ranks."""
 
     where = "parallel."
 
@@ -140,33 +141,33 @@ class Layout(Checked):
 
     @property
     def batch_ranks(self) -> int:
-        """Groups that read different sequences."""
+        """The number of groups that read different sequences."""
         return self.data * self.shard
 
     @property
     def replicas(self) -> int:
-        """Ranks that read different tokens by the same weights."""
+        """The number of ranks with the same weights that read different tokens."""
         return self.data * self.state_ranks
 
     @property
     def state_ranks(self) -> int:
-        """Ranks over which ZeRO spreads model states; a context group holds the same weights."""
+        """The number of ranks over which ZeRO shards; a context group has the same weights."""
         return self.shard * self.context
 
     @property
     def stage(self) -> int:
-        """ZeRO's, where there are ranks to shard over."""
+        """ZeRO's stage; 0 if there are no ranks to shard over."""
         return self.zero if self.state_ranks > 1 else 0
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns where `rank` stands on each axis."""
+        """Return the coordinate of `rank` on each axis."""
         found = {}
         for axis in FASTEST_FIRST:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
     def peers(self, rank: int, axes: Collection[str]) -> list[int]:
-        """Returns the ranks, in order, that stand where `rank` does but on `axes`."""
+        """Return the ranks, in order, whose coordinates differ from `rank` only on `axes`."""
         step, found = 1, [rank]
         for axis in FASTEST_FIRST:
             size = getattr(self, axis)
@@ -177,7 +178,7 @@ class Layout(Checked):
         return sorted(found)
 
     def batch_rank(self, rank: int) -> int:
-        """Returns which of the `batch_ranks` it belongs to."""
+        """Return to which of the `batch_ranks` a rank belongs."""
         at = self.coordinates(rank)
         return at["data"] * self.shard + at["shard"]
 
@@ -191,8 +192,8 @@ class Layout(Checked):
 
 def check(config: Any, layout: Layout, devices: int | None = None,
           even: bool = True) -> None:
-    """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
-    the nearest that can. Not `even`: stages have layers, but not as many each."""
+    """Raise ConfigError if `config` cannot run in this layout (on `devices`, if given), with the
+    nearest sizes that can. Not `even`: stages may have different numbers of layers."""
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
     if REDUCTIONS[layout.reduction].sent and (
@@ -239,8 +240,8 @@ def check(config: Any, layout: Layout, devices: int | None = None,
 
 
 def _refuse_chunks(config: Any, layout: Layout, even: bool) -> None:
-    """Raises ConfigError: the schedule has another number of chunks. The ways out train, or at least
-    exist."""
+    """Raise ConfigError: the schedule has another number of chunks. The suggested ways can be
+    trained, or at least predicted."""
     order, chunks = PIPELINES[layout.schedule], layout.interleave
     least, most = order.chunks
     ways = [{"interleave": order.nearest_chunks(chunks)},
@@ -255,22 +256,22 @@ def _refuse_chunks(config: Any, layout: Layout, even: bool) -> None:
 
 
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
-    """Sequences that a rank forwards at a time, and how many times until the update. `pieces`, into
-    which one device would split the batch, say how large one may be."""
+    """Return how many sequences a rank forwards at a time, and how often until the update. A single
+    device would split the batch into `pieces`, which limits the size of each."""
     share = global_batch // ranks
     piece = max(n for n in divisors(share) if n <= global_batch // pieces)
     return piece, share // piece
 
 
 class Unsharded(NamedTuple):
-    """A setting that must be `only` where training has `several`: a stage of ZeRO's or above it on
-    several ranks, or several on that axis."""
+    """A setting that must be `only` if training has `several`: this ZeRO stage or a higher one on
+    several ranks, or several ranks on this axis."""
 
     several: int | str
     key: str
     only: Any
     why: str
-    less: Callable[[Any], bool] = lambda config: False      # where it may be all the same
+    less: Callable[[Any], bool] = lambda config: False      # True where another value is allowed
 
 
 UNSHARDED = (
@@ -305,18 +306,18 @@ UNSHARDED = (
     Unsharded("context", "objective", "next-token",
               "may read whole sequences, and a rank has only a part"),
 )
-# The ranks that talk, by what they are to one another: the axes on which they differ.
+# Groups of ranks that communicate, by the axes on which they differ.
 GROUPS = {
     "data": ("data",), "shard": ("shard", "context"), "replicas": ("data", "shard", "context"),
     "tensor": ("tensor",), "context": ("context",), "pipeline": ("pipeline",),
     "pipeline down": ("pipeline",),     # messages from higher ranks to lower ones
     "stage": ("data", "shard", "context", "tensor"),
 }
-APART = {"pipeline down"}       # of their own, though another group has the same ranks
+APART = {"pipeline down"}       # these groups are separate, though another group has the same ranks
 
 
 def trains(config: Any, changes: Mapping[str, Any]) -> bool:
-    """True if training has the layout of `config` with `changes`: a way out that no one refuses."""
+    """Return whether training accepts the layout of `config` with `changes`."""
     try:
         changed = config.replace(changes)
         refuse_untrainable(changed)
@@ -327,8 +328,7 @@ def trains(config: Any, changes: Mapping[str, Any]) -> bool:
 
 
 def refuse_ungatherable(config: Any, recipe: Recipe) -> None:
-    """Raises ConfigError where weights cannot travel as the recipe, that of the config, casts
-    them."""
+    """Raise ConfigError if weights cannot be sent as casts by `recipe`, which is the config's."""
     layout = config.parallel
     if layout.devices == 1 or not GATHERED[layout.gathered].cast:
         return
@@ -352,7 +352,7 @@ def refuse_ungatherable(config: Any, recipe: Recipe) -> None:
 
 
 def refuse_untrainable(config: Any) -> None:
-    """Raises ConfigError for what is predicted and not trained; its way out sets all that must be."""
+    """Raise ConfigError for a layout that is only predicted, with all settings to change."""
     layout, stack = config.parallel, config.system.stack
     if stack != "auto":
         raise ConfigError(f"system.stack={stack} is for predictions; leave it out to train")
@@ -405,8 +405,8 @@ def refuse_untrainable(config: Any) -> None:
 
 
 def _ordered(config: Any, layout: Layout) -> dict[str, Any]:
-    """Returns what to set so that the schedule has an order: of the nearest number of micro-batches
-    that divides a rank's sequences; else there is no pipeline."""
+    """Return the settings with which the schedule has an order: the nearest number of micro-batches
+    that divides a rank's sequences; else no pipeline."""
     row, ranks = PIPELINES[layout.schedule], layout.pipeline
     chunks = row.nearest_chunks(layout.interleave)
     for m in sorted(divisors(config.global_batch // layout.batch_ranks),
@@ -420,8 +420,8 @@ def _ordered(config: Any, layout: Layout) -> dict[str, Any]:
 
 
 def stages_fit(layers: int, stages: int, chunks: int, places: str = "loop") -> bool:
-    """True if the chunks of layers are equal, or with one layer fewer in the first and last, which
-    leaves layers to each rank: in a V one rank has both."""
+    """Return whether all chunks have equally many layers, or the first and last have one fewer and
+    each rank still has layers. In a V, one rank has both."""
     fewer = 2 if places == "v" else 1
     return (layers % (stages * chunks) == 0
             or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > fewer))
@@ -429,14 +429,14 @@ def stages_fit(layers: int, stages: int, chunks: int, places: str = "loop") -> b
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:
     """'tensor may be 4 or 8': the next size that fits below `asked`, and above up to `most`."""
-    # what splits evenly divides `most`; stages of layers may also divide two more
+    # Even splits divide `most`. Stages of layers may also divide most + 2.
     sizes = sorted(n for n in {*divisors(most), *divisors(most + 2)} if n <= most and fits(n))
     below, above = [n for n in sizes if n < asked][-1:], [n for n in sizes if n > asked][:1]
     return f"{name} may be {' or '.join(map(str, below + above))}"
 
 
 def wrong_world(config: Any, layout: Layout, devices: int) -> str:
-    """The way out is a size of an axis that is trained, and that all else allows."""
+    """Return what is wrong, and the axis sizes that are trained and that all other rules allow."""
     product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
     ways = []
     for axis in AXES:
@@ -448,7 +448,7 @@ def wrong_world(config: Any, layout: Layout, devices: int) -> str:
 
 
 def _allowed(config: Any, layout: Layout, train: bool = True, even: bool = True) -> bool:
-    """True if `config` can run in this layout, or without `train` at least be predicted."""
+    """Return whether `config` can run in this layout (not `train`: at least be predicted)."""
     try:
         check(config, layout, even=even)
         return not train or trains(replace(config, parallel=layout), {})
@@ -457,6 +457,6 @@ def _allowed(config: Any, layout: Layout, train: bool = True, even: bool = True)
 
 
 def divisors(count: int) -> list[int]:
-    """Returns the divisors of count in ascending order."""
+    """Return the divisors of count in ascending order."""
     small = [n for n in range(1, int(count**0.5) + 1) if count % n == 0]
     return sorted({*small, *(count // n for n in small)})

@@ -1,6 +1,8 @@
-"""Import modules that have rows. Those of `lessons.rows` are always the kit's own, beside the
-notebooks, whatever else is on Python's path, so files may name them, too. A kernel that imports a
-learner's copies of the lessons has the rows of the copies, and so have its processes.
+"""Import modules that have rows.
+
+Modules of `lessons.rows` are always the kit's own, next to the notebooks, whatever else is on
+Python's path. So files may name them, too. A kernel that imports a learner's copies of the lessons
+has the rows of the copies, and so do its processes.
 """
 
 import importlib
@@ -15,23 +17,23 @@ from typing import Any
 from lpkit.errors import ConfigError, named, nearest, shown
 from lpkit.files import resource
 
-PACKAGE, COPIES = "lessons.rows", "LPKIT_LESSONS"       # a variable of the environment
+PACKAGE, COPIES = "lessons.rows", "LPKIT_LESSONS"       # COPIES: an environment variable
 
 
 def folder() -> Path:
-    """Returns the folder of the modules, in a checkout, in an installed wheel or of copies."""
+    """Return the folder of the modules: in a checkout, in an installed wheel, or of copies."""
     return Path(os.environ.get(COPIES) or resource("notebooks") / "lessons") / "rows"
 
 
 def has(module: str) -> bool:
-    """Returns whether `module` is the full name of one of them."""
+    """Return whether `module` is the full name of such a module."""
     package, _, name = module.rpartition(".")
     return package == PACKAGE and name.isidentifier() and (folder() / f"{name}.py").is_file()
 
 
 def package() -> Any:
-    """Returns the package, in whose folder alone Python looks for its modules. Raises ConfigError
-    where this process has imported another package of its name, or the folder is not there."""
+    """Return the package `lessons.rows`, whose modules Python finds only in its folder. Raises
+    ConfigError if the folder is missing, or this process imported another package of this name."""
     if not folder().is_dir():
         raise ConfigError(f"there is no folder {named(folder())}; install lpkit again")
     if (found := sys.modules.get(PACKAGE)) is None:
@@ -45,13 +47,13 @@ def package() -> Any:
 
 
 def having(field: str) -> Mapping[str, str]:
-    """Returns the module of each row of a family that lessons have. No module is imported."""
+    """Return the module of each row that lessons add to a family, without importing one."""
     return package().where().get(field, {}) if folder().is_dir() else {}
 
 
 def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Imports a module, unless this process has, and returns the rows that it adds to `tables`, by
-    field and name, with the module. Raises ConfigError as `outside.load` does."""
+    """Import a module, unless it is imported, and return the rows that it adds to `tables` by field
+    and name, each with the module. Raises ConfigError as `outside.load` does."""
     asked = f"imports={shown(name)}"
     if name.startswith(f"{PACKAGE}."):
         package()
@@ -73,7 +75,7 @@ def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, st
     if replaced and not why:
         why = f" replaces {replaced[0]}, a row that exists; give its own row another name"
     if why:
-        sys.modules.pop(name, None)     # who asks again hears the same
+        sys.modules.pop(name, None)     # a second import fails in the same way
         for field, rows in before.items():
             tables[field].clear()
             tables[field].update(rows)
@@ -83,7 +85,7 @@ def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, st
 
 
 def _why(error: BaseException, name: str) -> str:
-    """The module's own line, not the deepest one, which may be anybody's."""
+    """Return the reason at the module's own line; the deepest line may be in any library."""
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return ": there is no module of this name; put the folder that holds it on PYTHONPATH"
     own = [frame for frame in traceback.extract_tb(error.__traceback__)

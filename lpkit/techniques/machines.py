@@ -1,14 +1,17 @@
-"""Machines, as predictions know them. Each row says what a device can do at best: memory,
-bandwidth, arithmetic, links, power, price. The rows are data/published/machines.toml;
-`lpkit.hardware` measures the machine at hand.
+"""Machines for predictions. Each row has a device's best figures: memory, bandwidth, arithmetic,
+links, power, price. The rows are data/published/machines.toml; `lpkit.hardware` measures this
+machine. Units: bytes, bytes/s, FLOP/s, watts.
 
-Bytes, bytes/s, FLOP/s, watts. Memory is what nvidia-smi or rocm-smi prints as the total: vendors'
-GB are nearly GiB, less what the device keeps. Arithmetic is dense (datasheets like to print twice
-as much, "with sparsity") and accumulates in float32; 8- and 4-bit rates count operations. Links are
-the datasheet's figure, both directions together; the network between nodes is a device's share, one
-direction. Prices are one provider's of one month, and another's may be twice as high; the source
-says whether a price is of a list or the lowest of a market. Some networks are assumptions. What no
-source has is left out. Pass your own.
+memory      the total that nvidia-smi or rocm-smi prints; vendors' GB are nearly GiB, minus what the
+            device keeps
+arithmetic  dense (datasheets often print twice as much, "with sparsity"), accumulated in float32;
+            8- and 4-bit rates count operations
+link        the datasheet's figure, both directions together
+network     between nodes, a device's share, one direction; some networks are assumptions
+price       of one provider in one month; others may cost twice as much. The source says whether it
+            is a list price or the lowest of a market
+
+Figures without a source are left out. You can describe your own machine.
 """
 
 import math
@@ -24,7 +27,7 @@ from lpkit.values import Check, Text, check, convert, read
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 MIB, GB, T = 2**20, 10**9, 10**12
 FILE = resource("data/published") / "machines.toml"
-UNITS = {       # of the file: the field that a figure is of, and its base units
+UNITS = {       # units of the file: a figure's field, and its base unit
     "memory_mib": ("memory_bytes", MIB), "terabytes_per_second": ("bytes_per_second", T),
     "link_gigabytes_per_second": ("link_bytes_per_second", GB),
     "network_gigabytes_per_second": ("network_bytes_per_second", GB)}
@@ -33,12 +36,12 @@ LATENCY_SOURCE = ("a hop in a node: NCCL's own figures for its simple protocol, 
                   "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199; "
                   "beyond, of published curves of 4 to 512 nodes, data/published/collectives.csv")
 PRICE_SOURCE = "no list price was found, November 2026; give price_per_hour"
-MARKET = ("the lowest", "community", "spot")    # of a market's hosts, in a price's source
-NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # of LATENCY_SOURCE
+MARKET = ("the lowest", "community", "spot")    # words in the source of a market price
+NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # from LATENCY_SOURCE
 
 
 def within(least: float, most: float) -> Check:
-    """Makes a check that is narrow enough for a slip of units (80 for 80e9)."""
+    """Return a check that is narrow enough to reject wrong units (80 for 80e9)."""
     return check(lambda value: least <= value <= most, f"from {least:g} to {most:g} (base units: "
                  f"bytes, bytes/s, FLOP/s, seconds, watts, dollars)")
 
@@ -50,22 +53,23 @@ Latency = Annotated[float, within(1e-9, 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device. `flops` holds FLOP/s by dtype, without those that it lacks. `from_dict` checks
-    what annotations say."""
+    """One device. `flops` has FLOP/s by dtype, without dtypes that the device lacks. `from_dict`
+    checks the values by their annotations."""
 
     name: Text
     title: Text
     kind: Literal["gpu", "cpu"] = "gpu"
     memory_bytes: Annotated[int, within(1e6, 1e15)]
-    bytes_per_second: Annotated[float, within(1e6, 1e16)]   # of the device's own memory
+    bytes_per_second: Annotated[float, within(1e6, 1e16)]   # bandwidth of the device's memory
     flops: Mapping[str, float]
     link_bytes_per_second: Sent | None = None
     link: Text = ""
-    link_seconds: Latency = NVLINK_SECONDS      # of a hop
-    devices_per_node: Annotated[int, within(1, 1e4)] = 1    # that the link joins
-    network_bytes_per_second: Sent | None = None    # between nodes, one device's share, one way
+    link_seconds: Latency = NVLINK_SECONDS      # latency of one hop
+    devices_per_node: Annotated[int, within(1, 1e4)] = 1    # devices that the link joins
+    # between nodes, one device's share, one direction
+    network_bytes_per_second: Sent | None = None
     network: Text = ""
-    network_seconds: Latency = NETWORK_SECONDS  # of a hop
+    network_seconds: Latency = NETWORK_SECONDS  # latency of one hop
     watts: Annotated[float, within(1e-3, 1e6)] | None = None    # rated, for the whole device
     price_per_hour: Annotated[float, within(1e-6, 1e5)] | None = None   # US dollars
     price_source: Text = PRICE_SOURCE
@@ -74,19 +78,19 @@ class Machine:
     measured: Mapping[str, object] = field(default_factory=dict)    # by `lpkit measure`
 
     def peak_flops(self, dtype: str) -> float:
-        """FLOP/s in `dtype`. Raises ConfigError with what the machine has."""
+        """Return FLOP/s in `dtype`. Raises ConfigError with the dtypes of the machine."""
         if dtype not in self.flops:
             raise ConfigError(f"{self.title} has no {dtype}; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
     @property
     def multiplies_tiles(self) -> bool:
-        """True for a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
+        """True for a CPU with bf16 matrix units (AMX: 8 times float32's peak; others have 2)."""
         return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
 
 
 def mixed_prices(compared: Sequence[Machine]) -> str:
-    """Says which of these prices are of a market and which of a list, where both are among them."""
+    """Return which prices are a market's and which are list prices, if there are both kinds."""
     market = [one.name for one in compared if any(word in one.price_source for word in MARKET)]
     listed = [one.name for one in compared if one.price_per_hour and one.name not in market]
     if not (market and listed):
@@ -108,7 +112,7 @@ CATALOGUE = {name: _machine(name, row) for name, row in TABLES["machines"].items
 
 
 def find(name: "str | Machine") -> Machine:
-    """The named row, or the Machine that is given. Raises ConfigError with the nearest name."""
+    """Return the named row, or a given Machine. Raises ConfigError with the nearest name."""
     if isinstance(name, Machine):
         return name
     if name.lower() not in CATALOGUE:
@@ -121,17 +125,18 @@ def find(name: "str | Machine") -> Machine:
 
 LEAST = ("memory_bytes", "bytes_per_second", "flops")
 NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`)"
-MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,     # of its link
-            "others": float,    # share of the CPUs that other processes took meanwhile
+# ranks of its link
+MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,
+            "others": float,    # share of the CPUs that other processes took during the measurement
             "products": Mapping[str, Sequence[Sequence[float]]],    # M, N, K, share of flops
-            "seconds": float, "config": Mapping}        # of an update
+            "seconds": float, "config": Mapping}        # seconds and config of an update
 HOW = (f"{NEEDS}, and may have link_bytes_per_second (both directions), devices_per_node, "
        f"network_bytes_per_second (a device's share), watts, price_per_hour, source")
 
 
 def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
-    """A machine of one's own, from plain values in base units, strings like "3.35e12" too. Raises
-    ConfigError for what is missing, unknown, not a number or beyond any machine."""
+    """Return a user's machine from plain values in base units; strings like "3.35e12" are allowed.
+    Raises ConfigError for missing or unknown fields, and for values beyond any machine."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a machine is a table of settings, got {shown(values)}; {HOW}")
     known = {f.name for f in fields(Machine)} - {"details"}

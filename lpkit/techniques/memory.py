@@ -1,8 +1,8 @@
-"""Rows say what a step keeps, where and in how many bits: a family for each field of
+"""What a step keeps, where, and in how many bits: a family of rows for each field of
 `config.memory`.
 
-The first row of each is the plain way. A row says what the predictor needs of it: bytes, and what
-is recomputed. `problem` says why it cannot be beside the rest of a Config, and the way out.
+The first row of each family is the plain way. A row has what the predictor needs: bytes, and what
+is recomputed. `problem` returns why a row does not go with the rest of a Config, and the way out.
 Implementations are in `lpkit.memory`.
 """
 
@@ -17,12 +17,12 @@ from lpkit.techniques.recipes import Recipe
 from lpkit.techniques.row import Settings, Technique
 from lpkit.values import Count
 
-# Activations that backward computes again. The implementation is f(settings) ->
+# Recomputation of activations in backward. The implementation is f(settings) ->
 # lpkit.memory.recompute.Recomputation.
 
 @dataclass(frozen=True, kw_only=True)
 class EveryBlock(Settings):
-    every: Count = 1        # every n-th block
+    every: Count = 1        # recompute every n-th block
 
     def __str__(self) -> str:
         return self.name if self.every == 1 else f"{self.name}, every {self.every}"
@@ -30,14 +30,14 @@ class EveryBlock(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Technique):
-    """`repeats`: what runs once more in backward, of products, attention, pointwise and tensor (its
-    messages); "unfused attention" where scores are kept in pieces."""
+    """`repeats`: what runs again in backward, out of products, attention, pointwise and tensor
+    (tensor-parallel messages); "unfused attention" where scores are kept in pieces."""
 
     repeats: frozenset[str] = frozenset()
-    attention_alone: bool = False   # blocks do not run again, but for what is made of q, k and v
-    keeps_results: bool = False     # of products and fused attention
-    every: Callable[[Settings], int] = lambda settings: 1   # each n-th block runs again
-    # of what is saved; the compiler decides which. An estimate
+    attention_alone: bool = False   # only attention runs again, not the block around it
+    keeps_results: bool = False     # keeps results of products and of fused attention
+    every: Callable[[Settings], int] = lambda settings: 1   # every n-th block runs again
+    # share of the saved bytes that a compiler keeps, which it decides itself: an estimate
     kept_share: Callable[[Settings], float] | None = None
 
     @property
@@ -46,13 +46,13 @@ class Recompute(Technique):
 
     def again_bytes(self, input_bytes: float, saved_bytes: float, result_bytes: float,
                     settings: Settings) -> float:
-        """Returns what a block that runs again keeps of its input, all it saves and its results."""
+        """Return what a recomputed block keeps: its input, or also results or a share of all."""
         if self.kept_share is not None:
             return max(input_bytes, self.kept_share(settings) * saved_bytes)
         return input_bytes + (result_bytes if self.keeps_results else 0)
 
     def again_share(self, layers: int, settings: Settings) -> float:
-        """Returns the share of the blocks' work that is done once more."""
+        """Return the share of the blocks' work that runs again."""
         if not self.repeats:
             return 0.0
         if self.kept_share is not None:
@@ -82,11 +82,11 @@ RECOMPUTE = {
 }
 
 
-# Activations between forward and backward. f(device) -> lpkit.memory.saved.Place.
+# Storage of activations between forward and backward. f(device) -> lpkit.memory.saved.Place.
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(Technique):
-    """`number_bytes`: of each number kept on the device, by kind of machine; absent: as it is."""
+    """`number_bytes`: bytes kept on the device per number, by machine kind; absent: unchanged."""
 
     number_bytes: Mapping[str, float] = field(default_factory=dict)
     eager: str = ("its hooks move what each operation saves, and a compiled model has other "
@@ -107,13 +107,13 @@ ACTIVATION_OFFLOAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Settings):
-    chunk_tokens: Count = 1024      # at a time
+    chunk_tokens: Count = 1024      # tokens at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Technique):
-    """`entry`: the model's method that the loss calls; None: the model. `in_pieces`: by a kernel of
-    its own, which leaves torch.compile nothing to fuse."""
+    """`entry`: the method of the model that the loss calls; None: the model itself. `in_pieces`: it
+    has its own kernel, which torch.compile cannot fuse."""
 
     entry: str | None = None
     in_pieces: bool = False
@@ -131,12 +131,13 @@ CROSS_ENTROPY = {
 }
 
 
-# The dtype of parameters and gradients. f() -> the model transforms.
+# The dtype of parameters and gradients. f() -> transforms of the model.
 
 @dataclass(frozen=True, kw_only=True)
 class ParamDtype(Technique):
-    param_bytes: int                    # of a parameter, and of its gradient
-    residual_bytes: int | None = None   # of a number in the residual stream; None: as the recipe
+    param_bytes: int                    # bytes of a parameter, and of its gradient
+    # bytes of a number in the residual stream; None: as in the recipe
+    residual_bytes: int | None = None
 
 
 def _needs_bf16(config: Any, recipe: Recipe) -> str:
@@ -161,7 +162,7 @@ PARAM_DTYPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState(Technique):
-    leaves: tuple[str, ...] = ()        # the kinds of machines whose memory the state leaves
+    leaves: tuple[str, ...] = ()        # kinds of machines where the state is outside device memory
 
 
 OPTIMIZER_STATE = {
@@ -177,11 +178,11 @@ OPTIMIZER_STATE = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerStep(Technique):
-    gradients_held: int     # of every parameter at once: 1, or 0
+    gradients_held: int     # 1: gradients of all parameters exist at once; 0: they do not
 
 
 def _in_backward_problem(config: Any, recipe: Recipe) -> str:
-    found = {}      # a way out, by why
+    found = {}      # ways out, with the reason for each
     if config.grad_accum_steps > 1:
         found["grad_accum_steps=1"] = (
             f"uses a gradient before the next micro-batch adds to it, but "
@@ -217,12 +218,12 @@ TABLES: dict[str, Mapping[str, Technique]] = {      # by the field of `config.me
 
 
 def check(config: Any, recipe: Recipe) -> None:
-    """Raises ConfigError for rows that cannot be beside one another."""
+    """Raise ConfigError for rows that do not go together."""
     for name, row in rows_of(config).items():
         if problem := row.problem(config, recipe):
             raise ConfigError(f"memory.{name}={getattr(config.memory, name).name} {problem}")
 
 
 def rows_of(config: Any) -> dict[str, Technique]:
-    """The row that each field of `config.memory` names."""
+    """Return the row that each field of `config.memory` names."""
     return {key: table[getattr(config.memory, key).name] for key, table in TABLES.items()}

@@ -1,5 +1,5 @@
-"""Objectives: what updates make smaller. Evaluation reports nats of the next token, whatever is
-trained. The implementation is f(settings, contracts.ObjectiveContext) -> contracts.Loss."""
+"""Objectives: the losses that updates reduce. Evaluation always reports nats of the next token. The
+implementation is f(settings, contracts.ObjectiveContext) -> contracts.Loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from lpkit.techniques.row import Row, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Row):
-    """`operations(s, settings)`: what a micro-batch runs forward beside the model and the loss of
-    next-token. Their products and moves take time; `saved_bytes` wait for backward; `params` rest
-    in float32 on every rank, and are not trained."""
+    """`operations(s, settings)`: the forward operations of a micro-batch besides the model and the
+    next-token loss. Their products and moves take time, and their `saved_bytes` wait for backward.
+    Their `params` are stored in float32 on every rank and are not trained."""
 
     operations: Callable[[MicroBatch, Settings], tuple[Op, ...]] = lambda s, settings: ()
 

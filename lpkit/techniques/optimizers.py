@@ -1,15 +1,14 @@
 """Optimizers as rows: settings, the state of each parameter, and the rule that updates it.
 
-An optimizer is a rule `w, slots <- rule(w, gradient, slots, settings)` on float32 numbers. What a
-slot (a moment) costs depends on its shape and on the format in which it is stored between updates,
-and both are rows here: bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs
+An optimizer is a rule `w, slots <- rule(w, gradient, slots, settings)` on float32 numbers. The cost
+of a slot (a moment) depends on its shape and on the format in which it is stored between updates.
+Both are rows here, so bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs
 any rule in any format.
 
-Weight decay is decoupled, and no part of the gradient: w <- w (1 - lr weight_decay) (Loshchilov &
-Hutter 2019, https://arxiv.org/abs/1711.05101), unless a rule says otherwise.
-
-It applies to parameters of two dimensions or more, as in nanoGPT: it pulls gains and scales to 0. A
-module's attribute `decays` (True or False) and `optimizer.groups` decide otherwise.
+Weight decay is decoupled from the gradient: w <- w (1 - lr weight_decay) (Loshchilov & Hutter 2019,
+https://arxiv.org/abs/1711.05101), unless a rule defines it differently. It applies to parameters of
+two dimensions or more, as in nanoGPT, since it would pull gains and scales to 0. A module's
+attribute `decays` (True or False) and `optimizer.groups` change this.
 """
 
 import math
@@ -24,7 +23,7 @@ from lpkit.techniques.row import Row, Settings, Technique, chosen, pick_row
 from lpkit.values import Positive, PositiveOrZero, Rate
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
-NEWTON_SCHULZ = 5       # Muon's steps
+NEWTON_SCHULZ = 5       # steps of Muon's iteration
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
 Shape = tuple[int, ...]
@@ -32,12 +31,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
-    """The settings that every optimizer has; a row's own settings extend it.
+    """The settings of every optimizer; a row's own settings extend them.
 
-    `groups` changes the learning rate or the weight decay of the parameters whose names match a
-    pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". Or it gives them
-    another rule, with settings of its own: "embed.*:optimizer=adamw:lr_scale=0.1:beta2=0.99", whose
-    learning rate is still a multiple of this one. Later ones win.
+    `groups` changes the learning rate or the weight decay of parameters whose names match a
+    pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". A group can also
+    have another rule with its own settings: "embed.*:optimizer=adamw:lr_scale=0.1:beta2=0.99". Its
+    learning rate is still a multiple of this one. Later groups win.
     """
 
     lr: Positive = 1e-3
@@ -60,9 +59,9 @@ class AdamWSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LionSettings(OptimizerSettings):
-    lr: Positive = 1e-4     # every coordinate moves by lr, so a third to a tenth of AdamW's
-    beta1: Rate = 0.9       # of the direction
-    beta2: Rate = 0.99      # of the momentum
+    lr: Positive = 1e-4     # every coordinate moves by lr, so use a third to a tenth of AdamW's
+    beta1: Rate = 0.9       # for the direction of an update
+    beta2: Rate = 0.99      # for the stored momentum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +71,10 @@ class MomentumSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentFormat(Technique):
-    """A way to store a slot between updates; implemented as lpkit.optim.moments.Float32 is."""
+    """A format for slots between updates, implemented like lpkit.optim.moments.Float32."""
 
     bytes: float                # per number
-    encoding_bytes: float       # per number, temporary, while a slot is encoded
+    encoding_bytes: float       # temporary bytes per number while a slot is encoded
     numbers: str                # "float32", "8-bit"
 
     @property
@@ -85,11 +84,11 @@ class MomentFormat(Technique):
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """State of a parameter, named as in checkpoints. Unsigned: never below 0.
+    """State of a parameter, with the name that checkpoints use. Unsigned: never below 0.
 
-    `shape(p, settings)` is the slot's shape, from that of the whole parameter. None: the
-    parameter's own, and ZeRO cuts the slot as it cuts the parameter. A slot of another shape is
-    whole on every rank, and one that a parameter does not need is (0,).
+    `shape(p, settings)` returns the slot's shape for a whole parameter of shape p. None: the shape
+    of the parameter, and ZeRO shards the slot like the parameter. Slots of other shapes are whole
+    on every rank. A slot that a parameter does not need is (0,).
     """
 
     name: str
@@ -101,25 +100,27 @@ class Slot:
 class Optimizer(Row):
     """`implementation` is the definition: `rule(w, g, slots, settings, update)`, float32, in place.
 
-    A rule that reads more than one number at a time is `told`: its sixth argument is the
-    `contracts.Parameter` that it updates, of which ZeRO gives it rows. Of a whole parameter of
-    shape p it holds `whole_bytes(p, settings)` for a while and has `flops(p, settings)` of
-    matrices, on every rank that has some of it; `gathers`: so often it asks for all rows.
-    `matrices`: it updates those alone, each that is fused in p by itself. `groups` come before the
-    settings'.
-
-    `after` is `f(training, settings, batch, step)`, called after each update. It may change slots
-    by `Stepper.instead`. `passes(settings)`: after how many updates it runs forward and backward
-    once more, by the name of its row of seconds.
-
-    `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
-    take, where a rule trains others; "": the trained ones.
-
-    `kernel` is the same rule in one fused kernel, `fused` a function (groups, settings) -> torch
-    optimizer that updates all parameters at once where everything is float32 on the device, and
-    `one_pass` a function (name, system.kernels, parameters, by_first) that chooses whether a GPU
-    updates weight and slots in one pass; "": there is none. `temporary_bytes` are those that the
-    rule allocates per number.
+    told        the rule reads more than one number at a time. It gets the `contracts.Parameter`
+                that it updates as its sixth argument; ZeRO gives it some rows
+    whole_bytes, flops
+                f(p, settings): temporary bytes and matmul FLOPs for a whole parameter of shape p,
+                on every rank that has a part of it
+    gathers     how often the rule gathers all rows
+    matrices    the rule updates only matrices, and each matrix of a fused parameter by itself
+    groups      come before the groups of the settings
+    after       f(training, settings, batch, step), called after each update; it may change slots by
+                `Stepper.instead`
+    passes      f(settings): by the name of a row of seconds, after how many updates the optimizer
+                runs one more forward and backward
+    evaluated   f(w, slots, settings) -> w: the weights for evaluation, sampling and exports; "":
+                the trained weights
+    kernel      the rule in one fused kernel; "": none
+    fused       f(groups, settings) -> a torch optimizer that updates all parameters at once if
+                everything is float32 on the device; "": none
+    one_pass    f(name, system.kernels, parameters, by_first) chooses whether a GPU updates weight
+                and slots in one pass; "": never
+    temporary_bytes
+                bytes that the rule allocates per number
     """
 
     settings: OptimizerSettings = OptimizerSettings()
@@ -140,21 +141,21 @@ class Optimizer(Row):
 
     @property
     def elementwise(self) -> bool:
-        """True if bytes follow from the number of parameters alone."""
+        """True if bytes depend only on the number of parameters."""
         return not self.told and all(slot.shape is Slot.shape for slot in self.slots)
 
     def slot_numbers(self, p: Shape, settings: Any, shards: int = 1) -> list[float]:
-        """Numbers of each slot of a parameter of shape p, on a rank that has 1 / shards of it."""
+        """Return the numbers in each slot of a parameter of shape p, on one of `shards` ranks."""
         shapes = [slot.shape(p, settings) for slot in self.slots]
         return [math.prod(p) / shards if shape is None else math.prod(shape) for shape in shapes]
 
     @property
     def slots_per_number(self) -> float:
-        """Counts those of a large matrix."""
+        """The numbers in all slots per number of a large matrix."""
         return sum(self.slot_numbers((4096, 4096), self.settings)) / 4096**2
 
     def state_bytes(self, moment_format: str = "float32") -> float:
-        """Per parameter, between updates."""
+        """Return the bytes of state per parameter between updates."""
         return self.slots_per_number * find_format(moment_format).bytes
 
 
@@ -182,7 +183,8 @@ def _muon_bytes(p: Shape, settings: OptimizerSettings) -> float:
 
 
 def _muon_flops(p: Shape, settings: OptimizerSettings) -> float:
-    """A step multiplies for the gram, its square, and that polynomial with the matrix."""
+    """Return FLOPs. Each step multiplies for the Gram matrix, its square, and their polynomial with
+    the matrix."""
     return NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3)
 
 
@@ -209,7 +211,7 @@ OPTIMIZERS = {
     "muon": Optimizer(
         why="a matrix's momentum, orthogonalised; embeddings, head and vectors by AdamW at lr / 20",
         source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
-        # the lr of a step whose singular values are near 1
+        # this lr is for steps whose singular values are near 1
         settings=MomentumSettings(lr=0.02, weight_decay=0.01, momentum=0.95),
         slots=(Slot(name="momentum_buffer"),),
         groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
@@ -230,11 +232,11 @@ def find_format(name: str) -> MomentFormat:
     return pick(MOMENT_FORMATS, name, "memory.moment_format")
 
 
-# Groups of parameters by name.
+# Groups of parameters, by name.
 
 def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None]:
-    """"head.*:lr_scale=0.1": the pattern, its changes, and the rule of its own, if it names one.
-    Raises ConfigError."""
+    """Return the pattern of a group such as "head.*:lr_scale=0.1", its changes, and its own rule if
+    it names one. Raises ConfigError."""
     pattern, *parts = group.split(":")
     pairs = {key: value for key, _, value in (part.partition("=") for part in parts)}
     name, own, changes = pairs.pop("optimizer", None), {}, {}
@@ -266,7 +268,7 @@ def _groups(settings: OptimizerSettings) -> list[tuple[str, dict, OptimizerSetti
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters that share a rule, a learning rate and a weight decay. `settings`: of the rule."""
+    """Parameters with the same rule (`settings`), learning rate and weight decay."""
 
     names: tuple[str, ...]
     lr: float
@@ -275,10 +277,10 @@ class ParameterGroup:
 
 
 def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> list[ParameterGroup]:
-    """Returns the decayed parameters first, then those without decay, then those of
-    `settings.groups`. `parameters`: `contracts.Parameter`s, of whole parameters.
+    """Return the groups: parameters with decay, then those without, then those of
+    `settings.groups`. `parameters` are `contracts.Parameter`s with the shapes of whole parameters.
 
-    The first two are always there, empty or not, so that the first one has the run's lr.
+    The first two groups always exist, even if empty, so that the first one has the run's lr.
     Raises ConfigError for a pattern that matches no name.
     """
     decays = {p.name: len(p.shape) > 1 if p.decays is None else p.decays for p in parameters}
@@ -303,7 +305,7 @@ def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> 
 
 
 def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, OptimizerSettings]:
-    """The settings of the rule that updates each parameter, by its name."""
+    """Return the settings of the rule that updates each parameter, by its name."""
     found = dict.fromkeys(names, settings)
     for pattern, _, own in _groups(settings):
         if own:
@@ -312,10 +314,10 @@ def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, Opt
 
 
 def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
-    """The settings of every rule, that of `settings` first."""
+    """Return the settings of every rule, first those of `settings`."""
     return (settings, *(own for _, _, own in _groups(settings) if own))
 
 
 def acting(settings: OptimizerSettings) -> list[OptimizerSettings]:
-    """Returns the settings of the rules whose rows act after each update."""
+    """Return the settings of the rules whose rows act after each update."""
     return [one for one in rules(settings) if find(one.name).after]

@@ -1,10 +1,11 @@
-"""Rows of one's own, in modules that a Config names under `imports` and each process of its run
-imports.
+"""Rows of other packages, in modules that a Config names in `imports`. Each process of its run
+imports these modules.
 
-Importing runs code. Only the caller of lpkit may ask for it: a Config that Python makes, the flag
-`--import` of a command, and the processes that a run starts. A file (a config, a run folder) may
-come from a stranger. It imports the kit's own `lessons.rows` alone, and may name modules that this
-process has imported. A Config has the modules of its rows among its `imports`, for its processes.
+An import runs code, so only the caller of lpkit may request one: by a Config made in Python, by a
+command's flag `--import`, and in the processes that a run starts. A file (a config, a run folder)
+may come from a stranger. It may import only the kit's `lessons.rows`, and name modules that this
+process has already imported. The `imports` of a Config include the modules of its rows, for its
+processes.
 """
 
 import re
@@ -28,15 +29,15 @@ BROUGHT: dict[tuple[str, str], tuple[Any, str]] = {}    # rows that `load` added
 
 
 def load(imports: Any) -> None:
-    """Imports the modules. Raises ConfigError for one that is missing, fails, or replaces a row;
-    then no table has changed."""
+    """Import the modules. Raises ConfigError for a module that is missing, fails, or replaces a
+    row; then no table has changed."""
     for name in convert(imports, tuple[str, ...], "imports"):
-        from lpkit.techniques import lessons  # what most runs do without
+        from lpkit.techniques import lessons  # most runs do not need it
         BROUGHT.update(lessons.bring(name, TABLES))
 
 
 def module_of(field: str, name: str) -> str:
-    """Returns the module that added a row here; "": it is the kit's, or its module is not known."""
+    """Return the module that added a row; "": the row is the kit's, or its module is unknown."""
     if name in OWN[field] or name not in TABLES[field]:
         return ""
     from lpkit.techniques import lessons
@@ -46,7 +47,7 @@ def module_of(field: str, name: str) -> str:
 
 
 def needed(config: Any) -> tuple[str, ...]:
-    """Returns the `imports` of a Config and the modules of the rows that it names."""
+    """Return the `imports` of a Config and the modules of the rows that it names."""
     found = [*config.imports]
     for field in TABLES:
         rows = attrgetter(field)(config)
@@ -58,7 +59,7 @@ def needed(config: Any) -> tuple[str, ...]:
 
 
 def refuse_unknown(imports: Any) -> None:
-    """Raises ConfigError for a module that is not the kit's and that is not imported here."""
+    """Raise ConfigError for a module that is neither the kit's nor already imported."""
     for name in convert(imports, tuple[str, ...], "imports"):
         from lpkit.techniques import lessons
         if name not in sys.modules and not lessons.has(name):

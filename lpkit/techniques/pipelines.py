@@ -1,16 +1,16 @@
-"""A pipeline's schedule says in which order each rank computes the parts of an update.
+"""Pipeline schedules: the order in which each rank computes the parts of an update.
 
-The layers are cut into stages, `chunks` of which lie on each rank; the batch is cut into
-micro-batches. An action is what one stage computes of one micro-batch: (stage, kind, micro-batch).
+The layers are cut into stages, with `chunks` of them on each rank. The batch is cut into
+micro-batches. An action is one stage's work on one micro-batch: (stage, kind, micro-batch).
 
     F   forward                     needs F of the stage before
     B   whole backward, I and W     needs F, and I or B of the stage after
-    I   gradient of the input, dx   the same, and the stage before waits for it
-    W   gradients of weights, dw    needs I, and nobody waits for it: it can fill a bubble
+    I   gradient of the input, dx   needs the same; the stage before waits for it
+    W   gradients of weights, dw    needs I; no other action waits for it, so it can fill a bubble
 
-A rank that has nothing to do is in the bubble. The less of it there is, the more micro-batches are
-under way, and their activations are held. Sources are with the rows; Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, explain the first three.
+A rank without work is in the bubble. A smaller bubble needs more micro-batches in flight, whose
+activations are held. Sources are in the rows. Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, explain the first three schedules.
 """
 
 import functools
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from lpkit.techniques.row import Row
 
 Action = tuple[int, str, int]           # stage, kind, micro-batch
-Order = dict[int, list[Action]]         # of each rank
-# the ways in which stages lie on ranks -> stage of (rank, chunk, ranks)
+Order = dict[int, list[Action]]         # by rank
+# placement of stages on ranks: f(rank, chunk, ranks) -> stage
 PLACES: dict[str, Callable[[int, int, int], int]] = {
     "loop": lambda rank, chunk, ranks: chunk * ranks + rank,
     "v": lambda rank, chunk, ranks: 2 * ranks - 1 - rank if chunk else rank,
@@ -30,18 +30,20 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Row):
-    """`implementation`: PyTorch's. `places`: a row of PLACES. `splits`: backward is I and W.
-    `chunks`: the least and the most of a rank. `fits(ranks, m)`: there is an order of m
-    micro-batches; `needs` says when.
+    """A row of PIPELINES. `implementation` is PyTorch's class.
 
-    bubble:     (ranks, F, I, W) -> seconds of an update in which a rank computes nothing, where a
-                stage takes F, I and W, messages take nothing, and there are at least as many
-                micro-batches as stages. With `even` it holds if F, I and W take equally long; else
-                it is off by up to a tenth of the update
-    hops:       (ranks, chunks, micro-batches) -> messages of which each waits for the one before,
-                where F, I and W take equally long and a message much less
-    warm_up:    (rank, ranks, chunks, micro-batches of a round) -> forwards before forwards and
-                backwards take turns. None: there is no closed form, and PyTorch is asked
+    places      a row of PLACES
+    splits      backward is split into I and W
+    chunks      least and most chunks on a rank
+    fits        (ranks, m) -> whether there is an order of m micro-batches; `needs` says when
+    bubble      (ranks, F, I, W) -> seconds of an update in which a rank computes nothing. A stage
+                takes F, I and W, messages take nothing, and there are at least as many
+                micro-batches as stages. With `even` it is exact only if F, I and W are equal; else
+                it is wrong by up to a tenth of the update
+    hops        (ranks, chunks, micro-batches) -> messages that wait for one another, if F, I and W
+                are equal and a message takes much less
+    warm_up     (rank, ranks, chunks, micro-batches of a round) -> forwards before forwards and
+                backwards alternate. None: there is no closed form, so PyTorch's order is used
     """
 
     places: str = "loop"
@@ -56,14 +58,14 @@ class PipelineSchedule(Row):
     breadth_first: bool = False     # a chunk computes all micro-batches in a row
 
     def stages(self, rank: int, ranks: int, chunks: int) -> list[int]:
-        """Those of a rank, in the order of the layers."""
+        """Return the stages of a rank, in the order of the layers."""
         return [PLACES[self.places](rank, chunk, ranks) for chunk in range(chunks)]
 
     def by_rank(self, ranks: int, chunks: int) -> list[list[int]]:
         return [self.stages(rank, ranks, chunks) for rank in range(ranks)]
 
     def problem(self, ranks: int, chunks: int, m: int) -> str:
-        """Why there is no such order; empty: there is one."""
+        """Return why the schedule has no such order; "": it has one."""
         if chunks != (near := self.nearest_chunks(chunks)):
             return f"{chunks} chunks a rank, but of {near}"
         needs = f"{m} micro-batches over {ranks} ranks, but of {self.needs}"
@@ -102,7 +104,7 @@ PIPELINES = {        # by the names of `parallel.schedule`
 
 
 def closed_order(row: PipelineSchedule, ranks: int, chunks: int, m: int) -> Order:
-    """The order of a row that has `warm_up`: also for thousands of ranks."""
+    """Return the order of a row that has `warm_up`, which is fast for thousands of ranks, too."""
     return {rank: _rank_order(row, rank, ranks, chunks, m) for rank in range(ranks)}
 
 
@@ -125,15 +127,17 @@ Held = tuple[int, tuple[float, ...], tuple[bool, ...]]
 
 @functools.lru_cache(maxsize=4096)
 def held(rank: int, schedule: str, ranks: int, chunks: int, m: int) -> tuple[Held, ...]:
-    """Returns when a rank may hold most: a stage that goes backward, the micro-batches that each of
-    the rank's stages holds, that one among them, and which stages have gradients of earlier ones. A
-    row without a closed order, or none of m micro-batches, holds one a rank of each stage."""
+    """Return the moments at which a rank may hold most.
+
+    Each is a stage that is in backward, the number of micro-batches that each stage of the rank
+    holds (that one included), and which stages have gradients of earlier micro-batches. A schedule
+    without a closed order for m micro-batches holds one per rank in each stage."""
     row, stages = PIPELINES[schedule], PIPELINES[schedule].stages(rank, ranks, chunks)
-    if chunks > 1 and row.chunks == (1, 1):     # other stacks give chunks to 1f1b
+    if chunks > 1 and row.chunks == (1, 1):     # other stacks have chunks in 1f1b
         row = PIPELINES["interleaved"]
     if row.warm_up is None or row.problem(ranks, chunks, m):
         return tuple((stage, (min(m, ranks),) * chunks, (m > 1,) * chunks) for stage in stages)
-    if not row.breadth_first:       # later rounds are alike
+    if not row.breadth_first:       # later rounds are like the first three
         m = min(m, 3 * (m // max(1, m // ranks)))
     counts, added = dict.fromkeys(stages, 0), dict.fromkeys(stages, False)
     found: set[Held] = set()

@@ -1,14 +1,15 @@
-"""Precision recipes: rows of data. The same model and the same call, `precision.recipe=NAME`.
+"""Precision recipes: rows of data. The model and the call stay the same; `precision.recipe=NAME`.
 
-A row names the dtype of everything that is not a Linear's product (by autocast; weights stay
-float32), and how the two operands of each of a Linear's three products are cast:
+A row has the dtype of everything except the products of Linears (by autocast; weights stay
+float32), and the casts of both operands of each of a Linear's three products:
 
     y = x w^T       contracts K, the input features
     dx = g w        contracts N, the output features
     dw = g^T x      contracts M, the tokens
 
-Each operand is cast with the contracted axis last, so block (1, 128) means 128 elements along the
-sum. A row is a function of its settings: RECIPES has it with its defaults, `resolve` with others.
+An operand is cast with the contracted axis last, so block (1, 128) means 128 elements along the
+sum. A row is a function of its settings. RECIPES has it with default settings; `resolve` makes it
+with others.
 """
 
 import re
@@ -24,13 +25,13 @@ from lpkit.techniques.formats import format_of
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Count, between
 
-ALL = 0               # a block side of ALL spans the whole axis
+ALL = 0               # a block side that spans the whole axis
 HADAMARD = 16         # elements of the contracted axis that a Hadamard transform mixes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """The cast of one operand (rows, contracted axis), by names of FORMATS and SCALES."""
+    """The cast of one operand (rows, contracted axis). Fields name rows of FORMATS and SCALES."""
 
     format: str
     block: tuple[int, int] = (ALL, ALL)   # elements that share a scale
@@ -45,7 +46,8 @@ class Cast:
 
     @property
     def transposes(self) -> bool:
-        """True if the cast of x.T is the cast of x, transposed, so that one serves two products."""
+        """True if the cast of x.T is the transposed cast of x, so that one cast serves two
+        products."""
         return self.block[0] == self.block[1] and self.transform == "none"
 
     @property
@@ -54,7 +56,8 @@ class Cast:
 
     @property
     def words(self) -> str:
-        """All but the rounding, for operators, which take no object; `named` is the way back."""
+        """All fields but the rounding as a string, for operators, which take no objects; `named`
+        reads it."""
         return f"{self.format} {self.scale} {self.block[0]} {self.block[1]} {self.transform}"
 
 
@@ -68,11 +71,11 @@ def named(words: str) -> Cast:
 class Scale:
     """A way to get a block's scale from its largest magnitude, by `lpkit.precision.scaled`."""
 
-    bytes: int = 4              # of one, where hardware stores it
+    bytes: int = 4              # bytes of one scale as hardware stores it
     folds: bool                 # scale times value has at most bf16's 8 significant bits
     fused: str | None = None    # the kernel's name for it, if one pass finds scale and values
-    levels: int = 1             # 2: one more scale for the tensor, in float32
-    identity: bool = False      # no scale: overflow is infinite, as in the format's own arithmetic
+    levels: int = 1             # 2: there is also a float32 scale for the tensor
+    identity: bool = False      # no scale: overflow becomes infinite, as in the format's arithmetic
 
 
 SCALES = {
@@ -83,27 +86,27 @@ SCALES = {
     "e4m3-normal": Scale(bytes=1, folds=True, levels=2),
     "none": Scale(bytes=0, folds=False, identity=True),
 }
-MX_BLOCK = (1, 32)      # the block whose power-of-two scales hardware stores as E8M0, in one byte
+MX_BLOCK = (1, 32)      # hardware stores power-of-two scales of this block as E8M0, in one byte
 
 
-# M tokens, K input features, N output features: the sides of each operand, the contracted one last.
+# M tokens, K input features, N output features: the sides of each operand, contracted side last.
 SIDES = {"y": ("MK", "NK"), "dx": ("MN", "KN"), "dw": ("NM", "KM")}
 PRODUCTS = {"y": ("x", "w"), "dx": ("g", "w"), "dw": ("g", "x")}     # the operands of each product
 SIDE_WORDS = {"M": "tokens", "K": "input features", "N": "output features"}
 Casts = tuple[Cast | None, Cast | None]
 
 
-# Settings. What a row does not have, it cannot be told.
+# Settings. A row has only the settings that it uses.
 
 Format8 = Literal["e4m3fn", "e5m2"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaledSettings(Settings):
-    """The loss is multiplied by 2^n before backward, so that small gradients survive in float16
+    """Multiply the loss by 2^n before backward, so that small gradients survive in float16
     (Micikevicius et al. 2018)."""
 
-    loss_scale: Annotated[float, between(2.0**-24, 2.0**64)] = 2.0**16      # the first one
+    loss_scale: Annotated[float, between(2.0**-24, 2.0**64)] = 2.0**16      # at the start
     growth_steps: Count = 2000      # updates without overflow that double it; overflow halves it
 
 
@@ -111,54 +114,57 @@ class LossScaledSettings(Settings):
 class CastSettings(Settings):
     # Linears left in 16 bits: first, last, last:8 or last:8/62 of the blocks, head, patterns
     high_precision_layers: tuple[str, ...] = ("head",)
-    pad: bool = False       # with zeros, where a shape does not tile; else it is refused
+    pad: bool = False       # pad with zeros if a shape does not tile; else the shape is refused
     gradient_rounding: Literal["nearest-even", "stochastic"] = "nearest-even"
-    transform: Literal["none", "hadamard"] = "none"     # of the operands of the weight gradient
+    # transform of the operands of the weight gradient
+    transform: Literal["none", "hadamard"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Settings(CastSettings):
-    forward_format: Format8 = "e4m3fn"      # of activations and weights
+    forward_format: Format8 = "e4m3fn"      # format of activations and weights
     gradient_format: Format8 = "e4m3fn"
     scale: Literal["float32", "power-of-two", "power-of-two-floor"] = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulationSettings(Fp8Settings):
-    """Scales that do not vary inside the sum. Tensor cores may then leave all of it to themselves,
-    in about 14 bits on Hopper (DeepSeek-V3, section 3.3.2), and are faster: y alone, as torchao and
-    Transformer Engine have it. Emulation sums in float32."""
+    """For scales that do not vary inside the sum. Tensor cores may then sum without float32 steps,
+    in about 14 bits on Hopper (DeepSeek-V3, section 3.3.2), which is faster. torchao and
+    Transformer Engine do this for y only. Emulation sums in float32."""
 
     fast_accumulation: tuple[Literal["y", "dx", "dw"], ...] = ("y",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedSettings(AccumulationSettings):
-    """The scale follows from the amaxes of earlier micro-batches, so that a cast needs one pass
-    over its tensor instead of two."""
+    """The scale is computed from the amaxes of earlier micro-batches, so a cast needs one pass over
+    its tensor instead of two."""
 
     # micro-batches whose amax is remembered; Transformer Engine's default
     history: Annotated[int, between(1, 2**16)] = 1024
     history_rule: Literal["max", "most-recent"] = "max"
-    margin: Annotated[int, between(0, 64)] = 0      # the scale leaves 2^margin of room
+    margin: Annotated[int, between(0, 64)] = 0      # the scale leaves room for a factor of 2^margin
 
 
 @dataclass(frozen=True, kw_only=True)
 class MxSettings(Fp8Settings):
-    scale: Literal["power-of-two", "power-of-two-floor"] = "power-of-two"      # E8M0 holds no other
+    # E8M0 stores no other
+    scale: Literal["power-of-two", "power-of-two-floor"] = "power-of-two"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Row):
-    """A product that is None runs in `compute`, and so does an operand of a pair."""
+    """A product that is None runs in `compute`, and so does an operand that is None."""
 
     compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
-    dtype: str              # of the products on hardware that has it, as machines name it
+    # dtype of the products on hardware that has it, as in the machines' catalogue
+    dtype: str
     y: Casts | None = None
     dx: Casts | None = None
     dw: Casts | None = None
-    delayed: DelayedSettings | None = None      # None: by each tensor's own amax
-    fast_accumulation: tuple[str, ...] = ()     # products whose sum tensor cores may make faster
+    delayed: DelayedSettings | None = None      # None: scales are from each tensor's own amax
+    fast_accumulation: tuple[str, ...] = ()     # products that tensor cores may sum faster
     loss_scaling: LossScaledSettings | None = None
     high_precision_layers: tuple[str, ...] = ()     # Linears that stay in `compute`
     pad: bool = False
@@ -168,23 +174,23 @@ class Recipe(Row):
 
     @cached_property
     def products(self) -> dict[str, Casts]:
-        """The products that cast an operand."""
+        """The products that cast an operand, with their casts."""
         pairs = {"y": self.y, "dx": self.dx, "dw": self.dw}
         return {name: casts for name, casts in pairs.items() if casts and any(casts)}
 
     @property
     def one_sided(self) -> str:
-        """The products that cast one of their operands, which no hardware multiplies."""
+        """The products that cast only one operand. No hardware multiplies these."""
         return " and ".join(name for name, casts in self.products.items() if None in casts)
 
     @cached_property
     def all_casts(self) -> list[Cast]:
-        """The casts of both operands of these products."""
+        """The casts of all operands of these products."""
         return [cast for pair in self.products.values() for cast in pair if cast is not None]
 
     @cached_property
     def cast_of(self) -> dict[tuple[str, str], Cast | None]:
-        """The cast of each operand: of a product, and the tensor that it is there."""
+        """The cast of each operand, by product and tensor."""
         return {(name, role): cast for name, roles in PRODUCTS.items()
                 for role, cast in zip(roles, self.products.get(name, (None, None)))}
 
@@ -199,7 +205,7 @@ class Recipe(Row):
 
     @property
     def gathers(self) -> bool:
-        """True if one cast of a weight, a byte a value, is all that its products take of it."""
+        """True if both products of a weight use one cast of it, with a byte a value."""
         both = {casts and casts[1] for casts in (self.y, self.dx)}
         cast = both.pop()
         return (not both and cast is not None and cast.transposes
@@ -208,13 +214,13 @@ class Recipe(Row):
 
     @property
     def history(self) -> int:
-        """Amaxes that are remembered of each of a Linear's three tensors; 0: none."""
+        """The number of remembered amaxes for each of a Linear's three tensors; 0: none."""
         return self.delayed.history if self.delayed else 0
 
 
 def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str:
-    """Says why a Linear with these sizes (of M, K and N, those known) cannot run; empty: it can.
-    Rows of its operands and of its result must be multiples of `alignment` bytes."""
+    """Return why a Linear with these known sizes (of M, K and N) cannot run; "": it can. Rows of
+    its operands and of its result must be multiples of `alignment` bytes."""
     for name, casts in recipe.products.items():
         for i, (cast, sides) in enumerate(zip(casts, SIDES[name])):
             if cast is None:
@@ -233,7 +239,7 @@ def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str
 # Rows.
 
 def _cast_recipe(settings: CastSettings, x: Cast, w: Cast, g: Cast, *, dtype: str) -> Recipe:
-    """Makes a recipe of the casts of activations, weights and gradients."""
+    """Return a recipe from the casts of activations, weights and gradients."""
     g = replace(g, rounding=settings.gradient_rounding)
     dw = (replace(g, transform=settings.transform), replace(x, transform=settings.transform))
     return Recipe(compute="bfloat16", dtype=dtype, y=(x, w), dx=(g, w), dw=dw, pad=settings.pad,
@@ -252,7 +258,7 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
 
 def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
     x = Cast(format="e2m1", block=(1, 16), scale=scale)
-    square = replace(x, block=(16, 16))     # the same values in y and in dx
+    square = replace(x, block=(16, 16))     # square blocks give the same values in y and in dx
     return _cast_recipe(settings, x, square, x, dtype="fp4")
 
 
@@ -265,7 +271,7 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def add(name: str, make: Callable[[Settings], Recipe], settings: Settings, source: str) -> None:
-    """Put a row into RECIPES: `make(settings)` is the recipe, `settings` its defaults."""
+    """Add a row to RECIPES: `make(settings)` is the recipe, `settings` are its defaults."""
     settings = replace(settings, name=name)
     RECIPES[name] = replace(make(settings), source=source, settings=settings, make=make)
 
@@ -306,8 +312,8 @@ add("int8", _int8, CastSettings(),
     "Wortsman et al. 2023, https://arxiv.org/abs/2304.13013")
 
 
-# Who multiplies, `precision.backend`: an implementation is a `lpkit.precision.backends.Backend`.
-# With `auto` the first that can is taken, if it may be.
+# `precision.backend` multiplies; the implementation is a `lpkit.precision.backends.Backend`. With
+# `auto`, the first backend that can and may do it is used.
 BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for name, where, why in (
     ("pytorch", "backends:PYTORCH", "recipes that cast nothing: nn.Linear under autocast"),
     ("scaled_mm", "scaled_mm:SCALED_MM", "torch._scaled_mm and F.scaled_mm: tensor cores of Ada, "
@@ -317,13 +323,13 @@ BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for na
      "NVIDIA's te.Linear under one te.autocast, when installed"),
     ("torchao", "libraries:TORCHAO", "its Float8Linear and INT8 Linear, when installed"))}
 
-# RECIPES and `auto`, as a Config may name them; rows that are added later are there too.
+# The names that a Config may use: RECIPES, with rows that are added later, and `auto`.
 AUTO = Row(why="bf16 where this machine does it fast, else fp32; the run records why")
 ASKABLE = ChainMap(RECIPES, {"auto": AUTO})
 
 
 def resolve(settings: Settings | str, **changes: object) -> Recipe:
-    """The recipe of these settings, or of a name with `changes`. Raises ConfigError."""
+    """Return the recipe of these settings, or of a name with `changes`. Raises ConfigError."""
     row = pick(RECIPES, getattr(settings, "name", settings), "precision.recipe")
     if isinstance(settings, str):
         settings = replace(row.settings, **changes)
@@ -332,14 +338,15 @@ def resolve(settings: Settings | str, **changes: object) -> Recipe:
     return replace(row.make(settings), source=row.source, settings=settings, make=row.make)
 
 
-# Which Linears stay in high precision.
+# Linears that stay in high precision.
 
 ENDS = re.compile(r"(?P<end>first|last)(:(?P<count>[1-9]\d*)(/(?P<of>[1-9]\d*))?)?")
 
 
 def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
-    """Returns some of `blocks`, in their order: `first` and `last` are one, `last:4` are four,
-    `last:8/62` are that share of them, rounded, and may be none. None: the pattern is another."""
+    """Return the part of `blocks` that `pattern` names, in their order. `first` and `last` are one
+    block, `last:4` is four, `last:8/62` is this share of them, rounded (it may be 0). None: the
+    pattern has another form."""
     if (match := ENDS.fullmatch(pattern)) is None:
         return None
     count = int(match["count"] or 1)
@@ -349,9 +356,9 @@ def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
-    """Returns those of `names`, Linears in the order of the model, that `layers` says stay: by
-    `at_end` of the numbered blocks, or by patterns: `head`, `blocks.0.*`. Raises ConfigError for
-    one that matches nothing."""
+    """Return the `names` of Linears, in model order, that `layers` keeps in high precision, by
+    `at_end` of the numbered blocks or by patterns such as `head`, `blocks.0.*`. Raises ConfigError
+    for a pattern that matches nothing."""
     names = list(names)
     numbered = {name: match[0] for name in names if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))
@@ -361,7 +368,7 @@ def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
             hit = {name for name in names if fnmatchcase(name, pattern)}
         else:
             hit = {name for name in names if numbered.get(name) in stay}
-        if not hit and "/" not in pattern:      # a share may be none of a small model
+        if not hit and "/" not in pattern:      # a share may be 0 blocks of a small model
             raise ConfigError(f"precision.recipe.high_precision_layers={pattern} matches no Linear "
                               f"of this model; {nearest(pattern, ['first', 'last', *names])}")
         found |= hit

@@ -1,7 +1,7 @@
-"""Learning-rate schedules as rows: step, counted from 0 -> multiplier of the peak rate.
+"""Learning-rate schedules as rows: f(step, counted from 0) -> multiplier of the peak rate.
 
-Each starts with a linear warm-up, if it has one; then a shape runs from progress 0 to 1 at the
-last step.
+A schedule starts with a linear warm-up, if it has one. Then its shape runs from progress 0 to
+progress 1 at the last step.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ SCHEDULES = {
 
 
 def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
-    """The multiplier of every step of a run of `steps`."""
+    """Return the function from a step to its multiplier, for a run of `steps`."""
     shape = SCHEDULES[settings.name].shape
     warmup = min(getattr(settings, "warmup_steps", 0), steps)
 

@@ -1,14 +1,15 @@
-"""The layers of each stage of a pipeline: a cut whose slowest rank is as fast as it can be.
+"""The layers of each pipeline stage: a cut that minimises the time of the slowest rank.
 
-Layers are alike, the embedding multiplies nothing, and the head takes as many products as some
-layers: 5 of GPT-2's, 2 of Llama 3 8B's, 0.6 of its 405B's. So each layer goes to the rank that has
-the least so far, to the stage there that has the least, and to the later one of two that have as
-little, since earlier ones hold more micro-batches. No cut of layers that are alike beats that. It
-is Llama 3's own of 126 layers over 16 ranks, one fewer in the first and in the last
-(https://arxiv.org/abs/2407.21783, section 3.3.2). Stages of as many layers stay where that would
-gain less than GAIN: an order made for stages that are alike may lose as much (the clock, of a V).
+Layers are alike, the embedding multiplies nothing, and the head takes as many FLOPs as some layers:
+5 of GPT-2's, 2 of Llama 3 8B's, 0.6 of its 405B's. So each layer goes to the rank with the least
+work so far, and there to the stage with the least. Of equal stages it goes to the later one, since
+earlier stages hold more micro-batches. No other cut of equal layers is better. For 126 layers over
+16 ranks the result is that of Llama 3, with one layer fewer in the first and the last rank
+(https://arxiv.org/abs/2407.21783, section 3.3.2). Stages of equal size stay if another cut gains
+less than GAIN, because a schedule made for equal stages may lose as much (the simulated clock shows
+this for a V).
 
-FLOPs of the model alone decide, so that all ranks and each start of a run have the same cut.
+Only the model's FLOPs decide, so that all ranks and every start of a run have the same cut.
 """
 
 import functools
@@ -21,19 +22,19 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.pipelines import PIPELINES
 
-GAIN = 0.02     # of the slowest rank's seconds
-LEAST = 1e-6    # layers: a head that only says which of two stages gets a layer
+GAIN = 0.02     # share of the slowest rank's seconds
+LEAST = 1e-6    # layers: a tiny head, which only decides between two equal stages
 
 def stage_layers(m: Any, layout: Layout) -> list[range]:
-    """Those of each stage, or chunk; of a model that is not cut, all."""
+    """Return the layers of each stage or chunk; all layers if the model is not cut."""
     counts = stage_counts(m, layout.schedule, layout.pipeline, layout.interleave)
     return [range(*cut) for cut in itertools.pairwise((0, *itertools.accumulate(counts)))]
 
 
 @functools.lru_cache(maxsize=1024)
 def rank_layers(m: Any, layout: Layout, balanced: bool = True) -> tuple[int, ...]:
-    """How many each rank has, and last of all that with the head. Without `balanced` as other stacks
-    cut: all as many, or the first and the last one fewer."""
+    """Return the number of layers of each rank; the last entry is the rank with the head. Not
+    `balanced`: as other stacks cut, in equal parts or with one layer fewer at both ends."""
     counts = stage_counts(m, layout.schedule, layout.pipeline, layout.interleave, balanced)
     by_rank = PIPELINES[layout.schedule].by_rank(layout.pipeline, layout.interleave)
     return tuple(sum([counts[stage] for stage in stages])
@@ -43,11 +44,11 @@ def rank_layers(m: Any, layout: Layout, balanced: bool = True) -> tuple[int, ...
 @functools.lru_cache(maxsize=1024)
 def stage_counts(m: Any, schedule: str, ranks: int, chunks: int,
                  balanced: bool = True) -> tuple[int, ...]:
-    """How many layers each stage has."""
+    """Return the number of layers of each stage."""
     last, by_rank = ranks * chunks - 1, PIPELINES[schedule].by_rank(ranks, chunks)
-    # the ends may have the embedding and the head alone
+    # the first and the last stage may have only the embedding and the head
     counts = [int(m.L > last or 0 < stage < last) for stage in range(last + 1)]
-    seconds = [*map(float, counts)]         # in those of a layer
+    seconds = [*map(float, counts)]         # in units of a layer's seconds
     seconds[last] += (head := head_layers(m) if balanced else LEAST)
     load = lambda rank: (sum([seconds[one] for one in by_rank[rank]]), -rank)
     heapq.heapify(loads := [load(rank) for rank in range(ranks)])
@@ -64,7 +65,7 @@ def stage_counts(m: Any, schedule: str, ranks: int, chunks: int,
 
 
 def head_layers(m: Any) -> float:
-    """The FLOPs of the head, over those of a layer."""
+    """Return the FLOPs of the head, divided by those of a layer."""
     ops, tokens = operations(s := MicroBatch(model=m)), s.tokens
     pairs = sum(op.pairs_share * one.M * one.N * one.K * one.group
                 for op in ops.block for one in op.pairs)
