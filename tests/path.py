@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import lpkit
+from tests.size import size_of
 
 ROOT = Path(lpkit.__file__).parent
 
@@ -61,12 +62,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def imported_by(name: str) -> dict[str, int]:
-    """The modules that are there once `name` is imported, packages included, and their lines."""
+    """The modules that are there once `name` is imported, packages included, and their code
+    tokens, without comments and docstrings."""
     found, ahead = {}, [name]
     while ahead:
         one = ahead.pop()
         if one not in found:
-            found[one] = len(MODULES[one].read_text().splitlines())
+            found[one] = size_of(MODULES[one]).tokens
             ahead += [*imports(lazy=False)[one], *filter(None, [one.rpartition(".")[0]])]
     return found
 
@@ -101,9 +103,9 @@ def entered() -> Counter:
 
 if __name__ == "__main__":
     modules, files = imported_by("lpkit.training.loop"), entered()
-    for name, lines in sorted(modules.items(), key=lambda one: -one[1]):
-        print(f"{lines:6} {name}")
-    print(f"{sum(modules.values()):6} lines in {len(modules)} modules that lpkit.training.loop "
+    for name, tokens in sorted(modules.items(), key=lambda one: -one[1]):
+        print(f"{tokens:6} {name}")
+    print(f"{sum(modules.values()):6} code tokens in {len(modules)} modules that lpkit.training.loop "
           f"imports")
     for name, count in files.most_common():
         print(f"{count:6} {name}")
