@@ -100,7 +100,7 @@ class Reader:
 
     # 01
 
-    @printed("memory-formula-0", "the last row is 0")
+    @printed("memory-formula-0", "then the last term is 0")
     def parameters(self) -> float:
         rows = self.terms("memory-formula-1")
         return sum(rows.values()) - (rows["head"] if self.q["tied"] and self.q["style"] == "llama"
@@ -113,7 +113,7 @@ class Reader:
     def states(self) -> float:
         return 4 * self.N + 4 * self.N + 4 * self.slots * self.N
 
-    @printed("memory-formula-4", "A block's rows count `L` times, the others once",
+    @printed("memory-formula-4", "A block's rows count `L` times, the other rows once",
              "`2 B T K` bytes for each Linear", "`4 B T D`")
     def kept(self) -> float:
         q, (first, name) = self.q, {"gpt2": (0, "bf16"), "llama": (2, "bf16")}[self.q["style"]]

@@ -928,8 +928,8 @@ def test_01_says_to_the_byte_above_rows_that_are_equal(recipe):
             and len(cells) == 6), "two single numbers"
     book = numbered("01")
     above = book.cells[[cell.source for cell in book.cells].index(cells[-1].source) - 1]
-    assert ("On a CPU, in 32 or 16 bits, they agree to the byte, but for two single numbers that "
-            "the loss\nkeeps" in above.source)
+    assert ("On a CPU, in 32 or 16 bits, they agree to the byte, except for two single numbers "
+            "that the loss\nkeeps" in above.source)
 
 
 def test_14_names_what_trains_in_place_of_the_papers_zero_2():
