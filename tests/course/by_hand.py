@@ -137,7 +137,7 @@ class Reader:
 
     # 02
 
-    @printed("time-formula-0", "a step is three times the sum")
+    @printed("time-formula-0", "a step takes three times the sum")
     def flops(self) -> float:
         return 3 * sum(self.terms("time-formula-1").values())
 
