@@ -149,8 +149,8 @@ class Reader:
              r"d(x) = 2^{\max( \lfloor \log_2 |x| \rfloor, \; e_{\min}) - m}",
              r"s = 2^{e_{\min} - m}",
              r"\sigma = \frac{\text{largest}}{\text{crest}}", "sqrt(2 ln n)",
-             "E4M3 has `m` = 3 mantissa bits, a least exponent of -6 and 448",
-             "E5M2 has 2, -14 and 57,344")
+             "| E4M3 | 3 | -6 | 448 |",
+             "| E5M2 | 2 | -14 | 57,344 |")
     def cast_noise(self, fmt: str, crest: float) -> float:
         m, least, largest = {"e4m3fn": (3, -6, 448), "e5m2": (2, -14, 57_344)}[fmt]
         sigma, smallest, steps, total = largest / crest, 2.0 ** (least - m), 4000, 0.0
