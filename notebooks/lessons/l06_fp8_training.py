@@ -212,12 +212,12 @@ def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
     first, *rest = rivals(last, within=band or 0)
     if band is None:
         return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%), in "
-                f"one run each: without a second seed nobody knows whether that is noise.")
+                f"one run each: without a second seed, this may be noise.")
     noise = f"two seeds of {BASE} differ by {band:.2f}%"
     if len(rest) + 1 == len(last) > 1:
         return (f"After {steps} steps no recipe can be told from the others: they lie within "
                 f"{max(last.values()) - min(last.values()):.2f} points, and {noise}.")
-    also = f"; within that noise of it: {', '.join(rest)}" if rest else ""
+    also = f"; within that noise: {', '.join(rest)}" if rest else ""
     return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%); "
             f"{noise}{also}.")
 
@@ -228,12 +228,12 @@ def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) ->
     apart = max(max(seeds) - min(seeds) for seeds in by_seed.values())
     first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=apart)
     question.scored(first)
-    said = f" (you said: {question.answer})" if question.answer else ""
+    said = f" (your guess: {question.answer})" if question.answer else ""
     named = "no recipe can be told from the others"
     if len(first) < len(by_seed):
         named = f"{' or '.join(first)} ended farthest above {BASE}"
-    return (f"After 300 steps {named}{said}: seeds of one recipe lie up to {apart:.2f} points "
-            f"apart, and a difference of means has to be larger than that.")
+    return (f"After 300 steps {named}{said}: seeds of one recipe differ by up to {apart:.2f} "
+            f"points, and only a larger difference of means counts.")
 
 
 def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
@@ -332,7 +332,7 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         for tensor, cast in zip(PRODUCTS[product], casts) if cast))
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
-            f"a scale for: {share}<br>the thick side is summed over", 0, 170, align="left",
+            f"a scale for: {share}<br>the product sums over the thick side", 0, 170, align="left",
             font={"color": FAINT})],
         margin={"l": 12, "r": 12, "t": 48, "b": 12},
         xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},

@@ -198,11 +198,11 @@ class Reader:
     @printed("fp8-formula-1", r"\frac{1}{\text{share}} \sum_{y, \, dx, \, dw} t_{\text{product}} + "
                               r"\sum_{\text{passes}}",
              r"\max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
-             "`x` (M, K) and `dy` (M, N) are read with 2 bytes a number,\n`w` (N, K) with 4",
+             "`x` (M, K) and `dy` (M, N) read 2 bytes per number, and the cast of\n`w` (N, K) reads 4",
              "One cast for both layouts reads once and writes twice",
-             "If more than 65,536 numbers share a scale", "one of\n  0 bytes",
+             "If more than 65,536 numbers share a scale", "one pass of\n  0 bytes",
                               "32 times the length of a block",
-             "operands are a byte a number, their results two")
+             "Operands take one byte per number, results two")
     def fp8_linear(self, K: int, N: int) -> float:
         M, recipe = self.q["B"] * self.q["T"], self.recipe()
         passes = []
