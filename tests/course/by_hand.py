@@ -223,9 +223,8 @@ class Reader:
                 + casts)
 
     @printed("rent-formula-0", "`4 B T² D` FLOPs over half of the pairs, `(T + 1) / 2 T`",
-             "backward 2.5 times that",
-             "of each block that runs again, products, attention and passes of its forward once "
-             "more",
+             "backward takes 2.5 times that",
+             "the products, attention and passes of the forward pass of each recomputed block",
              "backward moves 1.5 times as much",
              "`2 (2 + 4)` bytes a weight", "`12 + 8 s` bytes a parameter")
     def seconds(self, *, fp8: bool) -> float:
