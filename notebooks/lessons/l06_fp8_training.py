@@ -561,7 +561,7 @@ def _whole_steps(losses: Sequence[float], seconds: float, base_losses: Sequence[
 
 @exercise("06.speedup", ([4.0, 3.0], 0.5, [4.0, 3.0], 1.0), draw=_losses, minutes=10, stars=2,
           mistakes={"compare times at an equal loss": _at_equal_steps,
-                    "it gets there between two steps": _whole_steps})
+                    "it reaches the loss between two steps": _whole_steps})
 def speedup(losses: Sequence[float], seconds: float, base_losses: Sequence[float],
             base_seconds: float) -> float:
     target = base_losses[-1]
@@ -598,9 +598,9 @@ def _operands(r: Random, backward: bool = False) -> tuple:
           mistakes={UNCLAMPED: lambda x, w, sx, sw: fp8_forward(
                         *(t.masked_fill(t.abs() > 464 * s, math.nan) for t, s in ((x, sx), (w, sw))),
                         sx, sw),
-                    "the product is to be scaled back": lambda x, w, sx, sw:
+                    "scale the product back": lambda x, w, sx, sw:
                         to_fp8(x, sx) @ to_fp8(w, sw).T,
-                    "the operands are to be cast": lambda x, w, sx, sw: x @ w.T})
+                    "cast the operands": lambda x, w, sx, sw: x @ w.T})
 def fp8_forward(x: Tensor, w: Tensor, x_scale: float, w_scale: float) -> Tensor:
     x8 = (x / x_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     w8 = (w / w_scale).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -778,7 +778,7 @@ def _noisy(r: Random) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 @exercise("07.sqnr_db", ((1.0, 0.0), (0.9, 0.0)), ((3.0, -1.0, 0.5), (3.25, -1.0, 0.5)),
           ((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 3.5)), draw=_noisy,
-          mistakes={"it is a ratio of energies: squares": _of_magnitudes})
+          mistakes={"it is a ratio of energies: use squares": _of_magnitudes})
 def sqnr_db(x: Sequence[float], y: Sequence[float]) -> float:
     noise = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
     return 10 * math.log10(sum(a * a for a in x) / noise)
@@ -792,7 +792,7 @@ def _grown(r: Random) -> tuple[tuple[float, ...], float]:
 
 @exercise("07.saturated", ((1.0, 2.0), 1.0), ((1.02, -3.0, 0.5), 1.0), ((0.0, 0.0, 4.0, -1.0), 2.0),
           draw=_grown,
-          mistakes={"up to 464 it is rounded to 448":
+          mistakes={"values up to 464 are rounded to 448":
                         lambda x, amax: sum(abs(a) > amax for a in x) / sum(a != 0 for a in x),
                     "of the non-zero elements":
                         lambda x, amax: sum(abs(a) > amax * 464 / 448 for a in x) / len(x)})

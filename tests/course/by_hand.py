@@ -198,7 +198,8 @@ class Reader:
     @printed("fp8-formula-1", r"\frac{1}{\text{share}} \sum_{y, \, dx, \, dw} t_{\text{product}} + "
                               r"\sum_{\text{passes}}",
              r"\max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
-             "`x` (M, K) and `dy` (M, N) read 2 bytes per number, and the cast of\n`w` (N, K) reads 4",
+             "`x` (M, K) and `dy` (M, N) read 2 bytes per number, and the cast of\n"
+             "`w` (N, K) reads 4",
              "One cast for both layouts reads once and writes twice",
              "If more than 65,536 numbers share a scale", "one pass of\n  0 bytes",
                               "32 times the length of a block",
