@@ -179,7 +179,7 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     refused = html_table(heads, rows) if rows else ""
     if found.options:
         return option_figure(found.options[0], found), _ranked(found) + refused
-    title = f"None of {found.counted} layouts fits; the table has the nearest misses"
+    title = f"None of {found.counted} layouts meets every limit; the table has the nearest misses"
     hidden = {"visible": False}
     return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
 
@@ -282,7 +282,7 @@ def _ranked(found: Plan) -> str:
              between(option.bill.range_of(option.bill.seconds), duration), _dollars(option),
              "predicts" if option.why_untrained else "trains")
             for option in found.options[:SHOWN]]
-    caption = f"{len(found.options)} of {found.counted} layouts fit; {found.order}"
+    caption = f"{len(found.options)} of {found.counted} layouts meet every limit; {found.order}"
     energy = found.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
