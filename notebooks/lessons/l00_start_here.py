@@ -42,7 +42,7 @@ exercise = adding_to(EXERCISES)
 # Exercises: what a loss means, and what a step costs.
 
 @exercise("00.uniform_loss", (2,), (256,), (50_304,), draw=lambda r: (r.randint(2, 300_000),),
-          mistakes={"those are bits; nats come from the natural logarithm": math.log2})
+          mistakes={"this is in bits; nats come from the natural logarithm": math.log2})
 def uniform_loss(vocab: int) -> float:
     return math.log(vocab)
 

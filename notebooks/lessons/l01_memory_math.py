@@ -108,14 +108,14 @@ def state_bytes(parameters: int, devices: int, stage: int) -> float:
 
 @exercise("01.loss_bytes", (1, 1, 256), (16, 1024, 50_304),
           draw=lambda r: (r.randint(1, 64), r.randint(1, 8192), r.randint(2, 200_000)),
-          mistakes={"there are three of them": lambda B, T, V: 4 * B * T * V})
+          mistakes={"count three tensors": lambda B, T, V: 4 * B * T * V})
 def loss_bytes(sequences: int, context: int, vocab: int) -> int:
     return 3 * 4 * sequences * context * vocab
 
 
 @exercise("01.score_bytes", (1, 1, 8, 4), (2, 12, 1024, 2),
           draw=lambda r: (r.randint(1, 64), r.randint(1, 64), r.randint(8, 8192), r.choice((2, 4))),
-          mistakes={"each head has its own":
+          mistakes={"each head has its own scores":
                         lambda B, H, T, itemsize: B * T * (T * itemsize - 4),
                     "a flash kernel keeps a number per token and head":
                         lambda B, H, T, itemsize: B * H * T * T * itemsize})
@@ -134,7 +134,7 @@ def _views(r: Random) -> tuple[list[Tensor]]:
 
 @exercise("01.saved_bytes", ([torch.zeros(2, 3)],), ([torch.zeros(2, 8)[:1]],),
           ([(x := torch.zeros(4)), x, x[1:]],), draw=_views, tolerance=0, minutes=6, stars=2,
-          mistakes={"what shares a storage is there once":
+          mistakes={"tensors that share a storage count once":
                         lambda tensors: sum(t.numel() * t.element_size() for t in tensors),
                     "a slice keeps the whole storage alive":
                         lambda tensors: sum({t.untyped_storage().data_ptr():
@@ -157,7 +157,7 @@ def _freed_late(lives: list[tuple[int, int, int]]) -> int:
 @exercise("01.peak_bytes", ([(0, 1, 8)],), ([(0, 2, 8), (2, 3, 4), (1, 2, 1)],), draw=_lives,
           minutes=6, stars=2,
           mistakes={"not all of them at once": lambda lives: sum(n for _, _, n in lives),
-                    "what ends at a moment makes room for what begins": _freed_late})
+                    "free tensors that end at a moment before others begin": _freed_late})
 def peak_bytes(lives: list[tuple[int, int, int]]) -> int:
     changes = sorted([(begin, n) for begin, _, n in lives] + [(end, -n) for _, end, n in lives])
     return max(accumulate(n for _, n in changes))

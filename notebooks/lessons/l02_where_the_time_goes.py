@@ -203,7 +203,7 @@ def smallest_square(peak_flops: float, bytes_per_second: float, itemsize: int) -
 
 @exercise("02.attention_share", (256, 256), (4096, 8192),
           draw=lambda r: (r.randint(32, 16384), r.randint(1, 200_000)),
-          mistakes={"a share of all, themselves included":
+          mistakes={"the share is of all FLOPs, attention's included":
                         lambda width, context: context / (6 * width)})
 def attention_share(width: int, context: int) -> float:
     return context / (6 * width + context)      # 4 T D of 2 * 12 D^2 + 4 T D FLOPs a token
@@ -222,7 +222,7 @@ def _factors(r: Random) -> tuple[Tensor, Tensor]:
           (torch.zeros(2, 3), torch.zeros(5, 3, 4)), draw=_factors, minutes=8, stars=2,
           mistakes={"a multiplication and an addition":
                         lambda a, b: (a @ b).numel() * a.shape[-1],
-                    "what is in front broadcasts": lambda a, b: 2 * a.numel() * b.shape[-1]})
+                    "the axes in front broadcast": lambda a, b: 2 * a.numel() * b.shape[-1]})
 def flops(a: Tensor, b: Tensor) -> int:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
     return 2 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]

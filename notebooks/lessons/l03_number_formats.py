@@ -54,7 +54,7 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     By role, one float32 tensor a layer: its weights, its input, and the gradient of its output.
     """
     if steps < 1:
-        raise ConfigError(f"a model that has not trained has not its tensors yet: steps must be 1 "
+        raise ConfigError(f"the model must train before its tensors are recorded: steps must be 1 "
                           f"or more, got {steps}")
     for step in range(steps):
         training.update(step)
@@ -169,7 +169,7 @@ def landings(x: float) -> dict[str, Landing]:
     """A Landing in each format that can hold the sign of x, saturating. Raises ConfigError for a
     number that is not finite."""
     if not math.isfinite(x):
-        raise ConfigError(f"a number lands in a format when it is finite, got {x}")
+        raise ConfigError(f"only a finite number can be rounded to a format, got {x}")
     one, found = torch.tensor([x], dtype=torch.float64), {}
     for name, fmt in FORMATS.items():
         nearest = round_to(one, fmt)
@@ -505,7 +505,7 @@ GRIDS = ((4, 3, 448.0), (5, 2, 57344.0), (2, 1, 6.0), (3, 2, 28.0))
                         _cast(x, e, m, largest, even=False),
                     "below the smallest normal number the spacing stays":
                         lambda x, e, m, largest: _cast(x, e, m, largest, subnormals=False),
-                    "what is too large becomes the largest":
+                    "values that are too large become the largest":
                         lambda x, e, m, largest: cast(x, e, m, math.inf)})
 def cast(x: Tensor, exponent_bits: int, mantissa_bits: int, largest: float) -> Tensor:
     exponent = torch.frexp(x.double())[1] - 1           # frexp's fraction is in [1/2, 1)
@@ -531,7 +531,7 @@ def _scaled_up(x: Tensor) -> Tensor:
           mistakes={UNCLAMPED: lambda x: mx_cast(x).masked_fill(     # 464 in units of the scale
                         x.abs() > 464 * 2.0 ** (torch.frexp(x.abs().amax())[1] - 9), math.nan),
                     "the scale is a power of two": _nearest_scale,
-                    "OCP rounds the scale down, and what exceeds 448 then saturates": _scaled_up})
+                    "OCP rounds the scale down, and values above 448 then saturate": _scaled_up})
 def mx_cast(x: Tensor) -> Tensor:
     scale = 2.0 ** (torch.frexp(x.abs().amax())[1] - 1 - 8.0)   # 2^8 <= amax / scale < 2^9
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale

@@ -262,7 +262,7 @@ def block_scales(x: Tensor, block: int) -> Tensor:
           mistakes={"today's amax is not known before the cast": lambda amaxes, length:
                         [max(amaxes[max(0, i + 1 - length):i + 1]) / LARGEST
                          for i in range(len(amaxes))],
-                    "what is older than `length` steps is forgotten": lambda amaxes, length:
+                    "steps older than `length` are forgotten": lambda amaxes, length:
                         [max(amaxes[:i], default=LARGEST) / LARGEST for i in range(len(amaxes))]})
 def delayed(amaxes: list[float], length: int) -> list[float]:
     scales = []

@@ -193,7 +193,7 @@ def _update(r: Random) -> tuple[float, float]:
 
 @exercise("05.is_lost", (1.0, 1e-3), (1.0, 5e-3), (0.01953125, 1e-5), (0.01953125, 1e-4),
           draw=_update,
-          mistakes={"from half the gap on it is rounded up":
+          mistakes={"from half the gap on, the weight is rounded up":
                         lambda w, update: update < 2.0 ** (math.floor(math.log2(w)) - 7),
                     "half the gap, not a quarter":
                         lambda w, update: update < 2.0 ** (math.floor(math.log2(w)) - 9)})
@@ -260,7 +260,7 @@ def _without_masters(weight: Tensor, updates: list[Tensor]) -> Tensor:
           draw=lambda r: (normal(r, 8).bfloat16(),
                           [normal(r, 8, size=1e-3) for _ in range(r.randint(1, 20))]),
           tolerance=0, minutes=5,
-          mistakes={"each update is rounded away in 16 bits: add them in float32":
+          mistakes={"each update is rounded away in 16 bits: add the updates in float32":
                         _without_masters})
 def with_masters(weight: Tensor, updates: list[Tensor]) -> Tensor:
     master = weight.float()

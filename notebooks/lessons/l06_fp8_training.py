@@ -212,12 +212,12 @@ def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
     first, *rest = rivals(last, within=band or 0)
     if band is None:
         return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%), in "
-                f"one run each: without a second seed nobody knows whether that is noise.")
+                f"one run each: without a second seed, this may be noise.")
     noise = f"two seeds of {BASE} differ by {band:.2f}%"
     if len(rest) + 1 == len(last) > 1:
         return (f"After {steps} steps no recipe can be told from the others: they lie within "
                 f"{max(last.values()) - min(last.values()):.2f} points, and {noise}.")
-    also = f"; within that noise of it: {', '.join(rest)}" if rest else ""
+    also = f"; within that noise: {', '.join(rest)}" if rest else ""
     return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%); "
             f"{noise}{also}.")
 
@@ -228,12 +228,12 @@ def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) ->
     apart = max(max(seeds) - min(seeds) for seeds in by_seed.values())
     first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=apart)
     question.scored(first)
-    said = f" (you said: {question.answer})" if question.answer else ""
+    said = f" (your guess: {question.answer})" if question.answer else ""
     named = "no recipe can be told from the others"
     if len(first) < len(by_seed):
         named = f"{' or '.join(first)} ended farthest above {BASE}"
-    return (f"After 300 steps {named}{said}: seeds of one recipe lie up to {apart:.2f} points "
-            f"apart, and a difference of means has to be larger than that.")
+    return (f"After 300 steps {named}{said}: seeds of one recipe differ by up to {apart:.2f} "
+            f"points, and only a larger difference of means counts.")
 
 
 def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
@@ -332,7 +332,7 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         for tensor, cast in zip(PRODUCTS[product], casts) if cast))
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
-            f"a scale for: {share}<br>the thick side is summed over", 0, 170, align="left",
+            f"a scale for: {share}<br>the product sums over the thick side", 0, 170, align="left",
             font={"color": FAINT})],
         margin={"l": 12, "r": 12, "t": 48, "b": 12},
         xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},
@@ -561,7 +561,7 @@ def _whole_steps(losses: Sequence[float], seconds: float, base_losses: Sequence[
 
 @exercise("06.speedup", ([4.0, 3.0], 0.5, [4.0, 3.0], 1.0), draw=_losses, minutes=10, stars=2,
           mistakes={"compare times at an equal loss": _at_equal_steps,
-                    "it gets there between two steps": _whole_steps})
+                    "it reaches the loss between two steps": _whole_steps})
 def speedup(losses: Sequence[float], seconds: float, base_losses: Sequence[float],
             base_seconds: float) -> float:
     target = base_losses[-1]
@@ -598,9 +598,9 @@ def _operands(r: Random, backward: bool = False) -> tuple:
           mistakes={UNCLAMPED: lambda x, w, sx, sw: fp8_forward(
                         *(t.masked_fill(t.abs() > 464 * s, math.nan) for t, s in ((x, sx), (w, sw))),
                         sx, sw),
-                    "the product is to be scaled back": lambda x, w, sx, sw:
+                    "scale the product back": lambda x, w, sx, sw:
                         to_fp8(x, sx) @ to_fp8(w, sw).T,
-                    "the operands are to be cast": lambda x, w, sx, sw: x @ w.T})
+                    "cast the operands": lambda x, w, sx, sw: x @ w.T})
 def fp8_forward(x: Tensor, w: Tensor, x_scale: float, w_scale: float) -> Tensor:
     x8 = (x / x_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     w8 = (w / w_scale).clamp(-448, 448).to(torch.float8_e4m3fn)

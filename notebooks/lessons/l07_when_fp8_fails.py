@@ -173,54 +173,57 @@ _TE = ("Transformer Engine, FP8 primer, https://docs.nvidia.com/deeplearning/"
 _NVFP4 = "NVIDIA 2025, section 4, https://arxiv.org/abs/2509.25149"
 FAULTS: dict[str, Fault] = {
     "stale-amax": Fault(
-        what=f"delayed scaling whose history no longer moves, from a time when the tensors were "
-             f"{STALE:g} times smaller",
+        what=f"delayed scaling whose history is no longer updated; it is from a time when the "
+             f"tensors were {STALE:g} times smaller",
         recipe="fp8-delayed", put=_stale, shows=("x", "saturated", +1), source=_TE,
-        symptom="much saturates, at once and in every role; the amax itself is as ever",
-        cure="fp8-tensorwise", remedy="the scale of the tensor at hand needs no history"),
+        symptom="many elements saturate, from the first step and in every role; the amax itself "
+                "does not change",
+        cure="fp8-tensorwise", remedy="a scale from the current tensor needs no history"),
     "short-history": Fault(
         what="delayed scaling that remembers one micro-batch",
         recipe="fp8-delayed", put=_forgetful, shows=("dy", "saturated", +1), source=_TE,
-        symptom="a little saturates whenever a tensor has grown since the last step",
-        cure="fp8-tensorwise", remedy="the scale of the tensor at hand needs no history",
+        symptom="a few elements saturate whenever a tensor has grown since the last step",
+        cure="fp8-tensorwise", remedy="a scale from the current tensor needs no history",
         unseen="from step to step a tensor hardly grows"),
     "swapped-roles": Fault(
         what="E5M2 for activations and weights, E4M3 for gradients",
         recipe="fp8-delayed", put=_recast("format", x="e5m2", w="e5m2", g="e4m3fn"),
         shows=("x", "sqnr_db", -1),
-        symptom="6 dB less for x and w, one mantissa bit; more of dy underflows, for want of range",
+        symptom="x and w have 6 dB less (one mantissa bit); more of dy underflows, because E4M3 "
+                "has less range",
         cure="fp8-delayed", remedy="E4M3 for x and w, E5M2 for dy",
         unseen="25 dB of signal over noise in one layer are enough",
         source="Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433"),
     "outlier-channel": Fault(
-        what=f"one input feature 2^{math.log2(OUTLIER):.0f} times as large as it was, its weights "
-             f"so much smaller",
+        what=f"one input feature is 2^{math.log2(OUTLIER):.0f} times as large, and its weights are "
+             f"smaller by the same factor",
         recipe="fp8-delayed", put=_outlier, shows=("x", "underflow", +1),
-        symptom="one scale for the tensor: what is not the outlier underflows; blocks keep the "
-                "damage to one of them",
-        cure="bf16", remedy="an exponent of 8 bits has room for both",
+        symptom="with one scale for the tensor, everything except the outlier underflows; blocks "
+                "would confine the damage to one block",
+        cure="bf16", remedy="an exponent of 8 bits covers both magnitudes",
         source="Dettmers et al. 2022, https://arxiv.org/abs/2208.07339"),
     "no-stochastic-rounding": Fault(
         what="gradients in FP4 rounded to nearest", recipe="nvfp4",
         put=_recast("rounding", x="nearest-even", w="nearest-even", g="nearest-even"),
         shows=("dy", "sqnr_db", +1), source=_NVFP4,
-        symptom="the SQNR of dy rises, and that is the trap: the error is smaller, but no longer "
-                "zero on average, so over many steps it adds up",
-        cure="nvfp4", remedy="rounding at random is right on average",
+        symptom="the SQNR of dy rises, which misleads: the error is smaller, but its mean is no "
+                "longer zero, so it adds up over many steps",
+        cure="nvfp4", remedy="stochastic rounding is right on average",
         unseen="a bias takes thousands of steps to add up"),
     "no-hadamard": Fault(
-        what="the operands of the weight gradient in FP4 cast unmixed", recipe="nvfp4",
+        what="operands of the weight gradient cast to FP4 without the rotation that mixes them",
+        recipe="nvfp4",
         put=_recast("transform", x="none", w="none", g="none"),
         shows=("dy.T", "worst_block_db", -1), source=_NVFP4,
-        symptom="blocks of the weight gradient's operands that hold an outlier lose everything "
+        symptom="blocks of the weight gradient's operands that have an outlier lose everything "
                 "else",
-        cure="nvfp4", remedy="mixed, an outlier is shared by the sixteen of a block",
+        cure="nvfp4", remedy="the rotation spreads an outlier over the sixteen elements of a block",
         unseen="a tiny model has no outliers yet"),
     "zero-amax-block": Fault(
-        what="a block of weights that is all zero, and a cast that divides by its amax",
+        what="a block of weights that are all zero, and a cast that divides by the block's amax",
         recipe="mxfp8", put=_zero_block, shows=("w", "zero_blocks", +1),
-        symptom="0 / 0: NaN in everything that comes after, from the first step",
-        cure="fp8-tensorwise", remedy="a whole tensor is not zero",
+        symptom="0 / 0: NaN in all later layers, from the first step",
+        cure="fp8-tensorwise", remedy="with one scale per tensor, the amax is not zero",
         source="OCP Microscaling 1.0, section 6.3, leaves the scale of a zero block to the "
                "implementation"),
 }
@@ -597,9 +600,9 @@ class Case:
         row, cost = self.fault, self._mean(ill) - self._mean(well)
         if row.unseen:
             return (f"{self.injection.fault} costs {cost:+.1g} nats per token here, which is "
-                    f"chance: {row.unseen}. There is nothing that a cure could bring back.")
+                    f"chance: {row.unseen}. So a cure has nothing to recover.")
         return (f"{self.injection.fault} costs {cost:.3f} nats per token. With {self.layer} in "
-                f"{row.cure}, {self.recovered(well, ill, cured):.0%} of that comes back: "
+                f"{row.cure}, {self.recovered(well, ill, cured):.0%} of this is recovered: "
                 f"{row.remedy}.")
 
     def _mean(self, run: Run) -> float:
@@ -667,7 +670,7 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
 
 # ---- Figures
 
-NOBODY, NOTHING = "Click a row of the map", "what was done"      # answers that are none
+NOBODY, NOTHING = "Click a row of the map", "which fault"      # placeholders, not answers
 
 
 def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
@@ -775,7 +778,7 @@ def _noisy(r: Random) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 @exercise("07.sqnr_db", ((1.0, 0.0), (0.9, 0.0)), ((3.0, -1.0, 0.5), (3.25, -1.0, 0.5)),
           ((1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 3.5)), draw=_noisy,
-          mistakes={"it is a ratio of energies: squares": _of_magnitudes})
+          mistakes={"it is a ratio of energies: use squares": _of_magnitudes})
 def sqnr_db(x: Sequence[float], y: Sequence[float]) -> float:
     noise = sum((a - b) ** 2 for a, b in zip(x, y, strict=True))
     return 10 * math.log10(sum(a * a for a in x) / noise)
@@ -789,7 +792,7 @@ def _grown(r: Random) -> tuple[tuple[float, ...], float]:
 
 @exercise("07.saturated", ((1.0, 2.0), 1.0), ((1.02, -3.0, 0.5), 1.0), ((0.0, 0.0, 4.0, -1.0), 2.0),
           draw=_grown,
-          mistakes={"up to 464 it is rounded to 448":
+          mistakes={"values up to 464 are rounded to 448":
                         lambda x, amax: sum(abs(a) > amax for a in x) / sum(a != 0 for a in x),
                     "of the non-zero elements":
                         lambda x, amax: sum(abs(a) > amax * 464 / 448 for a in x) / len(x)})

@@ -215,11 +215,11 @@ def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
                          yaxis=f"y{panel}", showlegend=shown,
                          hover="%{y}: " + name + ", %{base} to %{x}"))
 
-    stairs("all that the block saved", COLOURS[2], list(zip(begun, done)), "", 0.7)
-    stairs("its input alone", COLOURS[1], list(zip(begun, redone)), "2", 0.14)
-    stairs("all of it, made again", COLOURS[2],
+    stairs("all activations of the block", COLOURS[2], list(zip(begun, done)), "", 0.7)
+    stairs("only its input", COLOURS[1], list(zip(begun, redone)), "2", 0.14)
+    stairs("all activations, recomputed", COLOURS[2],
            [(end - again, end) for end in redone], "2", 0.7, shown=False)
-    stairs("its forward pass, again", COLOURS[0],
+    stairs("its forward pass, repeated", COLOURS[0],
            [(end - again, end - BACKWARD) for end in redone], "2", 0.3)
     end = forward_ends + layers * again
     names_axis = {"range": [layers - 0.5, -0.5], "showgrid": False, "ticks": ""}
@@ -277,7 +277,7 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
     None without a formula: such a prediction is at the measured time. Edge: what no other technique
     beats in both, as measured. Raises ConfigError without "plain"."""
     if PLAIN not in predicted or PLAIN not in measured:
-        raise ConfigError(f"what is bought is counted from {PLAIN!r}, and it is missing")
+        raise ConfigError(f"savings are relative to {PLAIN!r}, which is missing")
     most = measured[PLAIN][0]
     at = {name: (100 * (time - 1), most - size) for name, (size, time) in measured.items()
           if name != PLAIN}
@@ -335,7 +335,7 @@ def _without_the_block(layers: int, block: int, kept: int, budget: int) -> int:
 
 @exercise("08.every", (4, 10, 1, 12), (4, 10, 1, 22), (4, 10, 1, 25), minutes=10, stars=2,
           draw=lambda r: (r.randint(1, 40), r.randint(4, 40), r.randint(1, 3), r.randint(5, 900)),
-          mistakes={"at the peak the last block is there whole": _without_the_block})
+          mistakes={"at the peak the whole last block is alive": _without_the_block})
 def every(layers: int, block: int, kept: int, budget: int) -> int:
     fits = [n for n in range(1, layers + 1)
             if sum(kept if i % n == 0 else block for i in range(layers - 1)) + block <= budget]

@@ -175,11 +175,11 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     found = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
     rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
             for name, refusal in found.refusals.items() if refusal.layouts]
-    heads = ("left out by", "layouts", "the nearest of them")
+    heads = ("excluded by", "layouts", "the nearest layout")
     refused = html_table(heads, rows) if rows else ""
     if found.options:
         return option_figure(found.options[0], found), _ranked(found) + refused
-    title = f"None of {found.counted} layouts will do; the nearest misses stand in the table"
+    title = f"None of {found.counted} layouts meets every limit; the table has the nearest misses"
     hidden = {"visible": False}
     return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
 
@@ -215,7 +215,7 @@ def option_figure(option: Option, found: Plan) -> dict:
             kinds[kind].append((row.name, start, row.seconds, row.formula))
         if row.hidden_seconds:
             hidden.append((row.name, max(0.0, start - row.hidden_seconds), row.hidden_seconds,
-                           f"hidden behind other rows. {row.formula}"))
+                           f"overlaps other rows. {row.formula}"))
     data += [_stairs(stairs, "seconds", name=kind, colour=KINDS[kind], **right)
              for kind, stairs in kinds.items() if stairs]
     if hidden:
@@ -282,7 +282,7 @@ def _ranked(found: Plan) -> str:
              between(option.bill.range_of(option.bill.seconds), duration), _dollars(option),
              "predicts" if option.why_untrained else "trains")
             for option in found.options[:SHOWN]]
-    caption = f"{len(found.options)} of {found.counted} layouts will do; {found.order}"
+    caption = f"{len(found.options)} of {found.counted} layouts meet every limit; {found.order}"
     energy = found.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
@@ -527,9 +527,9 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
                         line={"width": 3}, hover=None))
     errors = [abs(one["error"]) for one in taken if one["held_out"]]
     return figure(
-        data, f"{len(errors)} runs that nothing was fitted to: {statistics.median(errors):.0%} off "
-        f"at the median", height=150 + 42 * len(names),
-        xaxis=axis("said over published speed", type="log",
+        data, f"{len(errors)} held-out runs: {statistics.median(errors):.0%} off at the median",
+        height=150 + 42 * len(names),
+        xaxis=axis("predicted over published speed", type="log",
                    tickvals=[0.5, 0.7, 1, 1.4, 2, 3, 10, 30, 100]),
         yaxis={"tickvals": list(range(len(names))), "ticktext": names, "ticks": "",
                "showgrid": False, "zeroline": False, "range": [len(names) - 0.4, -0.6]},
@@ -556,7 +556,7 @@ def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dic
     data.append(_ratios("calibrated by one measured step", calibrated,
                         {"color": INK, "size": 11, "symbol": "diamond-open", "line": {"width": 2}}))
     return figure(
-        data, "Published runs: right of 1, the formula is too hopeful", showlegend=False,
+        data, "Published runs: right of 1, the formula is too optimistic", showlegend=False,
         height=110 + 21 * len(names), annotations=notes,
         xaxis=axis("predicted speed / published speed", tickformat=".1f", dtick=0.1),
         yaxis={"ticks": "", "type": "category", "categoryarray": names,

@@ -109,8 +109,8 @@ def reads_figure(reads: Sequence[Sequence[tuple[int, bool]]]) -> dict:
                         marker={"size": 20, "symbol": ["square" if read else "square-open"
                                                        for _, read in one]})
                 for at, one in enumerate(reads)]
-    return figure(programs, "What each program reads of x; hollow: beyond the end, so the mask "
-                  "leaves it out", height=260, xaxis=axis("element", dtick=1),
+    return figure(programs, "What each program reads of x; hollow: beyond the end, where the mask "
+                  "is false", height=260, xaxis=axis("element", dtick=1),
                   yaxis=axis("program", dtick=1, autorange="reversed", zeroline=False))
 
 
@@ -228,7 +228,7 @@ def _amax(x: Tensor) -> Tensor:
         launch=lambda x: by_blocks(x, {"out": torch.zeros(1)}),
         mistakes={"the largest magnitude: a negative number has one, too":
                       ("tl.abs(v)", "v"),
-                  "programs run at the same time: what they share takes an atomic":
+                  "programs run at the same time: a shared result needs an atomic":
                       ("tl.atomic_max(out, tl.max(tl.abs(v), 0))",
                        "tl.store(out, tl.maximum(tl.load(out), tl.max(tl.abs(v), 0)))"),
                   "mask the last block": (", mask=i < n, other=0.0", "")})
@@ -255,14 +255,14 @@ def _residual(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         large=lambda n: _residual(*matrix(n)),
         launch=lambda x, r, w: by_rows(x, "hy", r=r, w=w, eps=EPS),
         mistakes={"the norm is of the sum": ("tl.sum(v * v, 0)", "tl.sum((v - b) * (v - b), 0)"),
-                  "the next block adds to h, which has no norm yet":
+                  "the next block adds to h, before the norm":
                       ("tl.store(h + row * columns + i, v,",
                        "tl.store(h + row * columns + i, v * tl.rsqrt(tl.sum(v * v, 0) / columns "
                        "+ eps),"),
-                  "the rows of x lie x_stride apart, those of r without gaps":
+                  "the rows of x are x_stride apart, the rows of r have no gaps":
                       ("r + row * columns", "r + row * x_stride"),
                   "the mean is over the columns, and BLOCK may be more": ("/ columns", "/ BLOCK"),
-                  "eps stands inside of the root":
+                  "eps is inside the root":
                       ("tl.rsqrt(tl.sum(v * v, 0) / columns + eps)",
                        "1 / (tl.sqrt(tl.sum(v * v, 0) / columns) + eps)")})
 def add_norm(x, r, w, h, y, x_stride, columns, eps, BLOCK: tl.constexpr):
@@ -294,12 +294,12 @@ BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
         minutes=25, stars=3, draw=_with_scale, large=lambda n: (*vector(n), ONE),
         launch=lambda x, scale: by_blocks(x, {"codes": blank(len(x), dtype=torch.uint8)}, 32,
                                           scale=scale),
-        mistakes={"to the nearest, half way to the even one: the bits that go decide":
+        mistakes={"round to nearest, half way to even: the bits that are dropped decide":
                       ("magic = (field + (20 << 23)).to(tl.float32, bitcast=True)\n"
                        "    size = (size + magic) - magic",
                        "size = (size.to(tl.int32, bitcast=True) & -(1 << 20))"
                        ".to(tl.float32, bitcast=True)"),
-                  "what is too large saturates at 448: 0x7F is NaN":
+                  "values that are too large saturate at 448: 0x7F is NaN":
                       ("tl.minimum(tl.abs(v), 448.0)", "tl.minimum(tl.abs(v), 480.0)"),
                   "below 2^-6 the spacing stays 2^-9: these are subnormal":
                       ("tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)",
@@ -337,7 +337,7 @@ def _both_launch(x: Tensor, scale: Tensor) -> Launch:
         spec=_cast_both, minutes=15, stars=3, launch=_both_launch,
         draw=lambda r: (rows(r, size=10), torch.tensor([r.choice((1.0, 0.3, 7.0))])),
         large=lambda n: (*matrix(n), ONE),
-        mistakes={"the turned one has R columns":
+        mistakes={"the transposed layout has R columns":
                       ("turned + c[None, :] * R", "turned + c[None, :] * C"),
                   "the next amax is of x, without its scale":
                       ("tl.max(tl.max(tl.abs(v), 1), 0)",
@@ -367,10 +367,10 @@ ROWS = [(x,) for x in (*MATRICES, torch.tensor([[1e4, 1e4 - 1, -1e4]]), -200 - M
 
 @puzzle("10.softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
         draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
-        mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
-                  "what lies outside is -inf, so that its exp is nothing":
+        mistakes={"exp overflows: subtract the row's largest first": (" - tl.max(v, 0)", ""),
+                  "masked elements are -inf, so that their exp is 0":
                       ('other=float("-inf")', "other=0.0"),
-                  "the rows of x lie x_stride apart": ("row * x_stride", "row * columns")})
+                  "the rows of x are x_stride apart": ("row * x_stride", "row * columns")})
 def softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     v = tl.load(x + row * x_stride + i, mask=i < columns, other=float("-inf"))

@@ -100,7 +100,7 @@ class Reader:
 
     # 01
 
-    @printed("memory-formula-0", "the last row is 0")
+    @printed("memory-formula-0", "then the last term is 0")
     def parameters(self) -> float:
         rows = self.terms("memory-formula-1")
         return sum(rows.values()) - (rows["head"] if self.q["tied"] and self.q["style"] == "llama"
@@ -113,7 +113,7 @@ class Reader:
     def states(self) -> float:
         return 4 * self.N + 4 * self.N + 4 * self.slots * self.N
 
-    @printed("memory-formula-4", "A block's rows count `L` times, the others once",
+    @printed("memory-formula-4", "A block's rows count `L` times, the other rows once",
              "`2 B T K` bytes for each Linear", "`4 B T D`")
     def kept(self) -> float:
         q, (first, name) = self.q, {"gpt2": (0, "bf16"), "llama": (2, "bf16")}[self.q["style"]]
@@ -137,7 +137,7 @@ class Reader:
 
     # 02
 
-    @printed("time-formula-0", "a step is three times the sum")
+    @printed("time-formula-0", "a step takes three times the sum")
     def flops(self) -> float:
         return 3 * sum(self.terms("time-formula-1").values())
 
@@ -149,8 +149,8 @@ class Reader:
              r"d(x) = 2^{\max( \lfloor \log_2 |x| \rfloor, \; e_{\min}) - m}",
              r"s = 2^{e_{\min} - m}",
              r"\sigma = \frac{\text{largest}}{\text{crest}}", "sqrt(2 ln n)",
-             "E4M3 has `m` = 3 mantissa bits, a least exponent of -6 and 448",
-             "E5M2 has 2, -14 and 57,344")
+             "| E4M3 | 3 | -6 | 448 |",
+             "| E5M2 | 2 | -14 | 57,344 |")
     def cast_noise(self, fmt: str, crest: float) -> float:
         m, least, largest = {"e4m3fn": (3, -6, 448), "e5m2": (2, -14, 57_344)}[fmt]
         sigma, smallest, steps, total = largest / crest, 2.0 ** (least - m), 4000, 0.0
@@ -198,11 +198,12 @@ class Reader:
     @printed("fp8-formula-1", r"\frac{1}{\text{share}} \sum_{y, \, dx, \, dw} t_{\text{product}} + "
                               r"\sum_{\text{passes}}",
              r"\max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
-             "`x` (M, K) and `dy` (M, N) are read with 2 bytes a number,\n`w` (N, K) with 4",
+             "`x` (M, K) and `dy` (M, N) read 2 bytes per number, and the cast of\n"
+             "`w` (N, K) reads 4",
              "One cast for both layouts reads once and writes twice",
-             "If more than 65,536 numbers share a scale", "one of\n  0 bytes",
+             "If more than 65,536 numbers share a scale", "one pass of\n  0 bytes",
                               "32 times the length of a block",
-             "operands are a byte a number, their results two")
+             "Operands take one byte per number, results two")
     def fp8_linear(self, K: int, N: int) -> float:
         M, recipe = self.q["B"] * self.q["T"], self.recipe()
         passes = []
@@ -223,9 +224,8 @@ class Reader:
                 + casts)
 
     @printed("rent-formula-0", "`4 B T² D` FLOPs over half of the pairs, `(T + 1) / 2 T`",
-             "backward 2.5 times that",
-             "of each block that runs again, products, attention and passes of its forward once "
-             "more",
+             "backward takes 2.5 times that",
+             "the products, attention and passes of the forward pass of each recomputed block",
              "backward moves 1.5 times as much",
              "`2 (2 + 4)` bytes a weight", "`12 + 8 s` bytes a parameter")
     def seconds(self, *, fp8: bool) -> float:

@@ -71,7 +71,7 @@ def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
 @pytest.mark.parametrize("band, named, unnamed", [
     (None, ["fp8-rowwise", "+0.90%", "without a second seed"], ["mxfp8"]),
     (0.1, ["fp8-rowwise ended farthest", "differ by 0.10%"], ["mxfp8", "within that noise"]),
-    (0.5, ["fp8-rowwise ended farthest", "within that noise of it: mxfp8."], ["nvfp4"]),
+    (0.5, ["fp8-rowwise ended farthest", "within that noise: mxfp8."], ["nvfp4"]),
     (2.0, ["no recipe can be told", "within 1.20 points", "differ by 2.00%"], ["fp8-rowwise"])])
 def test_a_recipe_is_named_as_the_farthest_only_where_the_noise_allows_it(band, named, unnamed):
     last = {"mxfp8": 0.5, "fp8-rowwise": 0.9, "nvfp4": -0.3}
@@ -89,7 +89,7 @@ def test_recipes_closer_than_the_seeds_of_one_are_not_named(highest, right, word
     question.value = right
     question.lock()
     said = recipe_race.farthest_of_seeds(by_seed, question)
-    assert words in said and f"(you said: {right})" in said and "up to 1.00 points" in said
+    assert words in said and f"(your guess: {right})" in said and "by up to 1.00 points" in said
 
 
 def test_who_runs_on_a_cpu_and_what_is_trained():

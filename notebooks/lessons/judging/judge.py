@@ -335,7 +335,7 @@ class Unsaturated(TorchDispatchMode):
                            kwargs: Mapping[str, Any] | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func in CASTS and made.dtype == torch.float8_e4m3fn:
-            source = args[CASTS[func]].float()      # up to 464 it is rounded to 448
+            source = args[CASTS[func]].float()      # values up to 464 are rounded to 448
             made.view(torch.uint8).masked_fill_(source.abs() > 464, 0x7F)
         return made
 
