@@ -2,10 +2,10 @@
 
 A stand-in replaces each parameter. It has the parameter's shape and almost no memory: each row
 begins one number after the row before, so rows overlap. Its numbers are the first ones of the
-parameter, enough to run a forward for inspection. An initializer fills one whole parameter at a time.
-All of that parameter is drawn, so that the random generator advances as in one process; then this
-rank keeps its rows. Peak memory is therefore this rank's rows plus the largest parameter. PyTorch's
-meta device is no substitute: it draws nothing, so later weights would differ.
+parameter, which is enough to run a forward for inspection. An initializer fills one whole parameter
+at a time. All of that parameter is drawn, so that the random generator advances as in one process;
+then this rank keeps its rows. Peak memory is therefore this rank's rows plus the largest parameter.
+PyTorch's meta device is no substitute: it draws nothing, so later weights would differ.
 """
 
 from __future__ import annotations

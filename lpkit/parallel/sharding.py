@@ -1,5 +1,6 @@
 """How the model states of a run are divided over its ranks. Each of ZeRO's stages has a class,
-named by `lpkit.techniques.layouts.STAGES`; the class `Sharding` here is for one device.
+named by `lpkit.techniques.layouts`: STAGES, or REDUCTIONS for ZeRO 0. The class `Sharding` here is
+for one device.
 
 An optimizer is given plain tensors that this rank owns: whole parameters, or its rows of each. So
 every optimizer, moment format and rounding works as on one device. Rows are cut as FSDP2 cuts them:
