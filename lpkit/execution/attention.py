@@ -37,7 +37,7 @@ from lpkit.techniques.attention_backends import (
 )
 from lpkit.techniques.layouts import CONTEXT
 
-if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
+if TYPE_CHECKING:   # imported only for a race, which a short run on a CPU does not need
     from lpkit.kernels.kernel import Kernel
 
 ON_A_CPU = ("sdpa", "blocked")      # backends that are raced on a CPU; neither keeps scores

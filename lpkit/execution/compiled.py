@@ -1,4 +1,4 @@
-"""torch.compile: what it compiles, and whether this machine uses it.
+"""Chooses whether a run uses torch.compile, and on which parts of the model.
 
     blocks  each block, by one compiled function. Its graph takes parameters as inputs, so the graph
             of the first block serves all blocks, and a deep model compiles as fast as a shallow one

@@ -31,7 +31,7 @@ LOGITS = 32                 # tokens of them whose loss in chunks is compared wi
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Transform):
-    """Chooses the kernels of a model. What the first of `ranks` finds holds for all ranks. Raises
+    """Chooses the kernels of a model. The first of `ranks` chooses for all ranks. Raises
     ConfigError for a kernel that no layer calls.
 
     asked:    `system.kernels`
@@ -102,8 +102,8 @@ class Kernels(Transform):
     def _seen(self, model: nn.Module, B: int, T: int
               ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
         """Returns the calls by kernel and by kind (all but tensor sizes), and the logits. The calls
-        are those of the first block's forward and backward, and those that only the model's
-        forward makes, without gradients."""
+        come from the first block's forward and backward, and from the model's forward without
+        gradients."""
         everywhere: dict[str, dict[tuple, tuple]] = {}
         trained: dict[str, dict[tuple, tuple]] = {}
         tokens = torch.arange(B * T, device=next(model.parameters()).device) % model.config.V

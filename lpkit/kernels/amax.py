@@ -39,6 +39,7 @@ def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constex
         at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         most = tl.maximum(most, magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
     top = tl.max(most, 0)
+    # one atomic for each program, not for each element
     tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
     if top >= 0x7F800000:
         bad = tl.zeros((BLOCK,), tl.int32)

@@ -178,6 +178,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
                                        p.cap)
             dq[place] = torch.bmm(d, near).view(q[place].shape)
             start = 0
+            # a key belongs to several blocks of queries, so its gradients are sums
             for begin, end in spans:
                 some = slice(start, start := start + end - begin)
                 d_keys[:, begin:end].baddbmm_(d[:, :, some].mT, queries)

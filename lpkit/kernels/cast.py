@@ -49,7 +49,7 @@ from lpkit.kernels.operator import operator
 from lpkit.techniques.formats import FORMATS, Format, format_of
 from lpkit.techniques.recipes import HADAMARD, MX_BLOCK
 
-# those of Transformer Engine
+# the signs of Transformer Engine
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 MAX_BLOCK = 2048    # consecutive elements: a tile of the C kernel
 
@@ -179,7 +179,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
 #
-# Arguments are those of the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` is a
+# Arguments are as in the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` is a
 # name, noise is `Noise.words`. If x is `turned`, its elements are numbered down its columns.
 
 def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -246,6 +246,7 @@ def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tenso
     size = y.abs()
     exponent = (size.view(torch.int32) & 0x7F800000).clamp(min=(grid.min_exponent + 127) << 23)
     if noise is None:
+        # the last bit of size + magic is worth one step of the grid
         magic = (exponent + ((23 - grid.mantissa_bits) << 23)).view(torch.float32)
         size = torch.where(y.isnan(), y, (size + magic) - magic)
     else:

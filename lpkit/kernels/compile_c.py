@@ -140,6 +140,7 @@ def _compile(command: list[str], cache: Path, stem: str) -> str:
         wrong, output = _ran(check, SECONDS_TO_ANSWER)
         if wrong:
             return f"its library fails its check: {' '.join([wrong, *output[-1:]])}"
+        # written under a temporary name and renamed: another process finds a whole file or none
         with whole_file(cache / _named(stem, sha256(library)), 0o600) as temporary:
             shutil.copyfile(library, temporary)
     return ""

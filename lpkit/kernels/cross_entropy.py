@@ -60,6 +60,7 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
         higher = tl.maximum(top, tl.max(v, 0))
         # while all logits were -inf, a shift by -inf would give NaN
         shift = tl.where(higher == float("-inf"), 0.0, higher)
+        # rescale the sum so far to the new maximum, so that no exponential overflows
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(v - shift), 0)
         top = higher
     known = (target >= 0) & (target < V)
@@ -161,7 +162,7 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield logits, targets, torch.rand(M, generator=rng).to(device)
     logits = torch.randn(6, 48, generator=rng).to(device)
     targets = torch.tensor([0, 47, IGNORED, 48, 3, -1], device=device)
-    # one target is ignored, and two are outside of the vocabulary
+    # a target is ignored, and two are outside of the vocabulary
     yield logits, targets
     yield logits * 1e4, targets                 # all exponentials but one are 0
     masked = logits.clone()

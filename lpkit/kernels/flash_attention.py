@@ -66,7 +66,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 # ---- the kernels
 
-# What decides which pairs of a sequence b count, and how they score. None: the rule has none.
+# Facts that decide which pairs of a sequence b count, and how they score. None: not in this rule.
 Told = namedtuple("Told", "b T documents window global_tokens table block across scale cap")
 
 
@@ -215,6 +215,7 @@ def _over(step: tl.constexpr, state, own, tile, repeats, told, bound, tiles, cou
           BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
           BLOCK_K: tl.constexpr):
     """Returns `state` after all tiles that this tile is computed with: first those with a mask."""
+    # MASKED is a constant of the kernel: the loop without a mask has no code for one
     met = _met(tile, told, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
     state = _part(step, state, own, met, tile, repeats, told, tiles, listed, True, BY_KEYS, E,
                   BLOCK_E, BLOCK_Q, BLOCK_K)
@@ -241,6 +242,7 @@ def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOC
     # while all scores were -inf, a shift by -inf would give NaN
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     p = tl.exp2(scores - shift[:, None])
+    # what was summed under the old maximum is rescaled to the new one: the online softmax
     before = tl.exp2(top - shift)
     values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
     total = tl.dot(p.to(values.dtype), values, total * before[:, None], input_precision="ieee")
@@ -303,6 +305,8 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
     rows, ids = _places(place, told, BLOCK_Q)
     grads = _tile(d_out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
     made = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    # D = sum(d_out out) is sum(p dp) over all keys, known before the first key (Dao et al.
+    # 2022, appendix B.2)
     delta = tl.sum(grads.to(tl.float32) * made.to(tl.float32), 1)
     tl.store(deltas + head * T + rows, delta, mask=rows < T)
     sums = _sums(lse + head * T, rows, T)
@@ -509,6 +513,7 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
             kernel[heads, tiles](**given, **own, d_out=d_out, lse=lse, deltas=deltas,
                                  slope=1 / math.sqrt(E))
     if sinks is not None:
+        # a sink's value is 0, so dp is 0 and ds = -p D, summed over sequences and queries
         shares = torch.exp(sinks.float()[:, None] - lse)
         dsinks.copy_(-(shares * deltas).sum((0, 2)))
     return dq, dk, dv, dsinks
@@ -540,7 +545,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = 
     return _Flash.apply(q, k, v, documents, sinks, rule.words)
 
 
-# ---- what judges it
+# ---- examples, with which versions are verified
 
 def _examples(rng: torch.Generator, device: torch.device):
     def arguments(B: int, H: int, G: int, T: int, E: int, dtype: torch.dtype, rule: Rule) -> tuple:

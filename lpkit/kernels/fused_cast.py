@@ -57,7 +57,7 @@ WHOLE, ROW, BLOCK, SQUARE, NVFP4, NVFP4_SQUARE = (
     (ALL, ALL), (1, ALL), (1, 128), (128, 128), (1, 16), (16, 16))
 FP8_SCALES = ("float32", "power-of-two", "power-of-two-floor")
 
-# What a program processes of x: rows, columns, and warps.
+# The tile of x that a program processes, in rows and columns, and its warps.
 TILE = {"BM": 128, "BN": 64, "num_warps": 8}
 TALL = {"BM": 256, "BN": 64, "num_warps": 8}        # for the amaxes of columns
 HELD = 2048         # the fewest elements of rows that a program casts
@@ -165,6 +165,7 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
             # otherwise the pass for the amax has counted them
             tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))
     q = rounded(v, s, at, words, TO)
+    # the tile was read once, and is stored both ways
     if TO.rows:
         tl.store(rows + at, stored(q, TO), mask=inside)
     if TO.columns:

@@ -40,7 +40,7 @@ class Kernel:
                all errors, and the largest error
     grain:     errors below this share of the largest result are ignored, since terms may cancel
     exact:     whether a version must be bit-equal to the definition
-    offered:   what a race uses instead of the definition and `versions`, the definition first
+    offered:   the candidates of a race, the definition first; empty: it and `versions`
     """
 
     definition: Version

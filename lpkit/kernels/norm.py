@@ -84,6 +84,8 @@ def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BI
     inside = at < N
     weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     of_weight, of_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    # dw and db stay in registers over all rows of a program: no atomic additions, whose order would
+    # depend on timing
     for row in range(program, M, tl.num_programs(0)):
         where = tl.cast(row, tl.int64) * N + at
         n = tl.load(s + where, mask=inside, other=0.0).to(tl.float32)

@@ -22,11 +22,12 @@ from lpkit.kernels.jit import jit, tl
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import MX_BLOCK, named
 
-PROGRAMS = 1056     # of kernels that walk over a tensor: eight for each multiprocessor of an H100
+# programs of a kernel that walks over a tensor: eight for each multiprocessor of an H100
+PROGRAMS = 1056
 
 
 class Plan(str):
-    """A cast as one constant of a kernel. It is a string, so that Triton can tell constants apart.
+    """A cast as one constant of a kernel. It is a string, by which Triton distinguishes constants.
 
     up:       added to the bits of an amax, it carries into the exponent if the amax has a larger
               mantissa than the format's largest value
@@ -78,6 +79,7 @@ def nonfinite(v):
 def quotient(v, m, y):
     """Returns v / m, rounded once, if y is 1 / m rounded once. The remainder is negated, and v is
     multiplied by -1, because Triton computes -v as 0 - v, which would lose -0."""
+    # each fma computes the remainder exactly, and corrects q by it
     q = v * y
     q = tl.fma(tl.fma(m, q, v * -1.0), -y, q)
     return tl.fma(tl.fma(m, q, v * -1.0), -y, q)

@@ -60,8 +60,8 @@ def _floor(amax: Tensor, to: Format) -> Scales:
 
 def _e4m3(amax: Tensor, to: Format) -> Scales:
     """Returns E4M3 scales, which may be subnormal or 0, and a float32 scale of the tensor (NVIDIA
-    2025, https://arxiv.org/abs/2509.25149, appendix B). The order of operations, and so every bit,
-    is that of Transformer Engine's kernels."""
+    2025, https://arxiv.org/abs/2509.25149, appendix B). Operations have the order of Transformer
+    Engine's kernels, so the bits are the same."""
     largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
     encode = torch.full_like(top, to.largest * largest) / top
     scale = amax * (encode * (1 / to.largest))
@@ -80,7 +80,7 @@ def _none(amax: Tensor, to: Format) -> Scales:
     return torch.ones_like(amax), None
 
 
-# by the names of `lpkit.techniques.recipes.SCALES`
+# rules by their names in `lpkit.techniques.recipes.SCALES`
 MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
     "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3,
     "e4m3-normal": _e4m3_normal, "none": _none}
@@ -138,8 +138,8 @@ class Scaled:
 def decide(found: Tensor, amax: Tensor | None, rule: str,
            to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the divisor of blocks with the largest magnitudes `found`, and its two levels. amax:
-    () of a history. While the history is empty (0), `found` is used. A history does not hide a NaN
-    that is there now."""
+    () of a history. While the history is empty (0), `found` is used. A NaN in the current blocks
+    makes the scale NaN, whatever the history."""
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
     scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # this makes an infinity NaN
     if tensor is None:

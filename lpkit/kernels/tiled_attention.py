@@ -4,7 +4,8 @@ never stores the (T, T) scores.
 Forward: a tile of queries is multiplied with the keys, tile by tile. For each query, it keeps the
 largest score so far, m, the sum of exp(score - m), l, and the same sum weighted by values, acc. If
 a tile has a larger score, l and acc so far are multiplied by exp(m - m_new): an online softmax. At
-the end, acc / l is the output. Of the scores only m + log(l), one number per query, is kept.
+the end, acc / l is the output. Only m + log(l), one number per query, is kept instead of the
+scores.
 
 Backward: this number gives a tile of probabilities again, p = exp(score - lse). The recomputation
 costs one more product and saves T^2 numbers. With o the output, and do its gradient:
@@ -120,8 +121,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
               documents: Tensor | None, sinks: Tensor | None, rule: Rule,
               d_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v and sinks. Those of k and v are sums over tiles of queries,
-    in float32. A gradient of lse adds p d_lse to ds."""
+    """Returns the gradients of q, k, v and sinks. dk and dv are sums over tiles of queries, in
+    float32. A gradient of lse adds p d_lse to ds."""
     at = Tiles(q, k, documents, rule)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))

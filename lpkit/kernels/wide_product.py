@@ -34,6 +34,7 @@ def multiply_now(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None
     start = wide.new_zeros(()) if bias is None else bias.float()
     scale = {"alpha": 1.0 if alpha is None else alpha.item(), "beta": float(bias is not None)}
     out = a.new_empty(len(a), len(b))
+    # only b is widened as a whole; a and the result are, a few rows at a time, in the cache
     for rows, result in zip(a.split(ROWS), out.split(ROWS)):
         result.copy_(torch.addmm(start, rows.float(), wide, **scale))
     return out

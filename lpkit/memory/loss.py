@@ -117,6 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # take the memory of the last chunk's logits, and the next logits would not fit there.
         nats, dh = _nats(h), torch.empty_like(h)
         dp = [torch.zeros_like(p, dtype=nats.dtype) for p in parameters]
+        # Backward only multiplies these gradients by a number, which is why they can be computed
+        # here, before the gradient of the loss is known.
         for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
             d_part.copy_(_gradients(head, part, each, at, w, dp, nats_))
         ctx.save_for_backward(dh, *dp)

@@ -35,7 +35,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor | None, base: "QuantisedLinear") -> Tensor:
-        ctx.base = base
+        ctx.base = base         # saves the codes by reference, and no decoded matrix
         return F.linear(x, base.made(x.dtype), bias)
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Chooses the memory techniques of a run: those that its Config requests, if the device supports
-them, with the reason."""
+"""Chooses the memory techniques of a run, with reasons. The Config requests techniques, and the
+device may not support all of them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class SavedTensorRef:
     it that this operation saved."""
 
     parcel: Away
-    order: tuple[int, ...]      # of the dimensions, slowest first
+    order: tuple[int, ...]      # order of the dimensions, slowest first
     shape: torch.Size           # in this order
 
 
@@ -101,7 +101,7 @@ class SavedTensorOffloader(Transform):
 
     def __init__(self, kind: type[Away], **settings: Any):
         self.kind, self.settings = kind, settings
-        # by storage and view
+        # parcels by storage and view
         self.parcels: dict[int, weakref.WeakValueDictionary[tuple, Away]] = {}
         self.storages: dict[int, weakref.ref] = {}
         self.last: Callable[[], Away | None] = lambda: None

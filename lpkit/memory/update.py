@@ -53,7 +53,7 @@ class InBackward:
     the gradients of a model never exist at the same time (LOMO, Lv et al. 2023,
     https://arxiv.org/abs/2306.09782).
 
-    Updates and norm are those of `after`, bit for bit.
+    Updates and norm are bit-equal to those of `after`.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
@@ -68,6 +68,7 @@ class InBackward:
     def _update(self, p: nn.Parameter) -> None:
         self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         all_groups = self.optimizer.param_groups
+        # the optimizer then steps only this parameter, with its group's settings
         self.optimizer.param_groups = [{**self.group[p], "params": [p]}]
         try:
             self.optimizer.step()

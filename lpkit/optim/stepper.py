@@ -138,6 +138,7 @@ class Stepper(torch.optim.Optimizer):
                        for j in range(i + len(coming), min(i + 2, len(stored)))]
             used = coming.pop(0)()
             yield used
+            # after the caller's update, because a generator continues at the next request
             self.placement.write_back(tensors, used)
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:

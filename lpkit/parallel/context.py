@@ -182,7 +182,7 @@ class _Ring(torch.autograd.Function):
                 parts = torch.autograd.grad((o, l), given, ((w * dy).type_as(o), d_l.type_as(l)))
                 for total, some in zip((dq[:, :, rows], *d[:, :, :, columns]), parts):
                     total += some
-            # dk and dv of this rank's keys wait here; those of other ranks travel on to their owner
+            # this rank's dk and dv wait here; other dk and dv travel on to the rank of their keys
             if source == ring.rank:
                 own_d = d
             else:

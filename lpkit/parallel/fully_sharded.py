@@ -66,7 +66,7 @@ class Shard(Transform):
                 shards[name].detach().to_local().copy_(drawn.pop(stand_in))
             module.set_custom_all_gather(Gather(ranks.waits))
             module.set_custom_reduce_scatter(Scatter(ranks.waits, replicas=layout.data > 1))
-            if layout.data > 1:
+            if layout.data > 1:         # `Scatter` has entered the context
                 module.set_all_reduce_hook(ranks.waits.__exit__)
         if self.sharding.entry:
             register_fsdp_forward_method(model, self.sharding.entry)

@@ -1,7 +1,7 @@
 """Rendezvous of ranks: each rank verifies that its peers are the ranks that were started with it.
 
-gloo connects ranks by TCP. It accepts the first connection as the expected rank, whoever made it,
-and every user of the machine can read in /proc/net/tcp on which port a rank listens. So
+gloo connects ranks by TCP, and accepts the first connection as the expected rank. Every user of the
+machine can read in /proc/net/tcp on which port a rank listens, and can connect first. So
 
     loopback    ranks of one machine listen only on its loopback interface, which other machines
                 cannot reach

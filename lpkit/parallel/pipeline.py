@@ -130,6 +130,7 @@ class Pipeline:
                 self._give(message(action, self.stages, 1), None if x is None else x.grad)
                 del x
             got = made = None       # free the last references now, before the next action allocates
+        # a sent tensor must stay in memory until its message has left
         with self.waits:
             while self.going:
                 wait_for(*self.going.popleft())

@@ -54,7 +54,7 @@ class Messages:
         row = REDUCTIONS[reduction]
         self.buckets = list(buckets(parameters[::-1], row.bucket_bytes))
         self.send, self.listening = send, False
-        # by bucket: parameters whose gradients are missing
+        # parameters whose gradients are missing, by bucket
         self.waiting: dict[int, set[nn.Parameter]] = {}
         # the next bucket to send; messages that have not arrived
         self.next, self.under_way = 0, list[Finish]()
@@ -75,8 +75,8 @@ class Messages:
             self._send()
 
     def _send(self) -> None:
-        """Sends the next bucket. Of the messages before it, only the last may still be on its way,
-        because each holds memory."""
+        """Sends the next bucket, after all but the last of the earlier messages have arrived: each
+        message on its way holds memory."""
         while len(self.under_way) > 1:
             self.under_way.pop(0)()
         self.under_way.append(self.send(self.buckets[self.next]))

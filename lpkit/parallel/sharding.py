@@ -195,9 +195,9 @@ def local(t: Tensor) -> Tensor:
 
 
 def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
-    if not ranks.groups:        # one process that reads a run of several ranks
+    if not ranks.groups:        # a single process that reads a run of several ranks
         return Sharding(ranks=ranks, **of_run)
-    # one rank would only send messages to itself
+    # a single rank would only send messages to itself
     alone = layout.replicas == 1 and not layout.stage
     kind = Sharding if alone else (STAGES[layout.stage] if layout.stage else
                                    REDUCTIONS[layout.reduction]).load()

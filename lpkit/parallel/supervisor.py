@@ -108,7 +108,7 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 @dataclass
 class Rank:
-    """What the supervisor knows of a rank."""
+    """The state of a rank, as the supervisor knows it."""
 
     number: int
     pid: int
@@ -272,6 +272,7 @@ class Supervisor:
         if failed := [rank for rank in self.ranks if rank.trouble_at]:
             self.trouble = min(self.trouble, now)
             if now - self.trouble > SETTLE_SECONDS or not working:
+                # prefer ranks that failed by themselves over ranks that only lost a peer
                 own = [rank for rank in failed if not (rank.failed and rank.failed["peer"])]
                 self._blame(min(own or failed, key=lambda rank: rank.trouble_at))
         elif not working:
@@ -305,6 +306,7 @@ class Supervisor:
         """Collects the stacks of hung ranks, then kills them: SIGTERM would not reach them."""
         stopped = [rank for rank in ranks if rank.stopped]
         for rank in ranks:
+            # a rank that is stopped by a signal writes its stack only after SIGCONT
             rank.ask_for_stack()
             rank.send(signal.SIGCONT)
         sizes, before, deadline = [], [0], time.monotonic() + STACK_SECONDS
@@ -355,6 +357,7 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
     """Forks ranks and watches them until no process of them is left."""
     end_with_parent()
     adopt_orphans()
+    # the warm parent's handler waits for supervisors, which are not children of this process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     messages: list[tuple[str, Any]] = []
     while not messages:
@@ -370,6 +373,7 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
         stacks = folder / f"stacks-{number}"
         stacks.touch()
         if not (pid := os.fork()):
+            # A rank must hold only its own end: a channel ends when its last holder has closed it.
             for channel in (caller, ours, *(rank.channel for rank in ranks)):
                 channel.close()
             place = Place(number, world, number, world, f"file://{folder}/store", page, theirs)

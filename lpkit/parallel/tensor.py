@@ -178,7 +178,7 @@ class _Nats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
         # Forward computes the gradient for a weight of 1, so that backward only multiplies.
-        gradient = logits.clone()
+        gradient = logits.clone()       # `cross_entropy_` overwrites its argument
         nats = vocabulary.cross_entropy_(gradient, targets)
         ctx.save_for_backward(gradient)
         return nats

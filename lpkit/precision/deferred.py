@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from lpkit.kernels.wide_product import multiply, wide_linear
 
 Queue = list[Callable[[], None]]
-# of the forward that is running
+# the queue of the forward that is running
 QUEUE: ContextVar[Queue | None] = ContextVar("queue", default=None)
 # functions f(x, weight, bias), and how to compute a @ b.T for their gradients
 PRODUCTS = {F.linear: lambda a, b: a @ b.T, wide_linear: partial(multiply, bias=None, alpha=None)}

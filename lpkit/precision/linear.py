@@ -87,6 +87,7 @@ class ScaledMatmul(torch.autograd.Function):
         layer, dtype, saved = ctx.layer, ctx.dtype, iter(ctx.saved_tensors)
         product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
         g = g.contiguous()      # it may be an expanded or transposed view
+        # forward saved the casts of w.T and x.T, so backward casts only g
 
         def saved_operand() -> Scaled:
             return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
@@ -235,7 +236,8 @@ class Scaling(nn.Module):
         """Returns x as the operand `role` of `product`, and a function that returns x.T as that of
         `other`. A separate second cast is made only when the function is called, to save memory
         during the first product. `both`: the function will be called."""
-        if role == "w" and self.gathered is not None:       # one cast, which can be transposed
+        # the cast exists already, and can be transposed
+        if role == "w" and self.gathered is not None:
             operand = self.cast(product, role, x, dtype, first=True)
             return operand, lambda: self.cast(product, role, x, dtype, both=True).T
         one, two = self.recipe.cast_of[product, role], self.recipe.cast_of[other, role]

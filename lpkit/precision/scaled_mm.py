@@ -157,7 +157,7 @@ def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-# F.scaled_mm, as operators: Inductor (torch 2.13) lowers F.scaled_mm to torch._scaled_mm, which
+# F.scaled_mm in operators: Inductor (torch 2.13) lowers F.scaled_mm to torch._scaled_mm, which
 # infers kinds of scales from shapes, and has no swizzles.
 
 @operator("scaled_mm_128(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b) -> Tensor",

@@ -75,6 +75,7 @@ class WeightCache:
     def see(self, w: Tensor) -> None:
         """Called before casts of w are requested: drops casts of other numbers."""
         storage = w.untyped_storage()
+        # identity, address and version: w may be freed, moved by FSDP, or updated in place
         same = self.weight() is w and self.storage._cdata == storage._cdata
         if not same or self.version != w._version:
             self.weight, self.storage, self.version = weakref.ref(w), storage, w._version

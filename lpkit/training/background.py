@@ -193,7 +193,7 @@ class Series(Background):
             raise ConfigError("a series needs at least one config to train")
         self.configs = {one_name(name): config for name, config in configs.items()}
         self.path = Path(out or default_folder("series"))
-        self.handles: dict[str, Handle] = {}        # of the runs that have begun
+        self.handles: dict[str, Handle] = {}        # handles of the runs that have begun
         # observers of every run, also of runs that have not begun
         self._subscribed: list[Observer] = []
         self._lock = threading.Lock()

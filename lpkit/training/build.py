@@ -53,7 +53,7 @@ from lpkit.techniques.row import Settings
 from lpkit.training import graphs, seams
 from lpkit.training.start import Start, refuse_growth
 
-if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
+if TYPE_CHECKING:   # imported only by runs on GPUs, and by runs that request a kernel
     from lpkit.execution.kernels import Kernels
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lpkit.signals import heard_by
 
-GO_ON, PAUSE, STOP = range(3)       # what a loop may be asked to do
+GO_ON, PAUSE, STOP = range(3)       # requests to a loop
 
 
 class GivenUp(KeyboardInterrupt):

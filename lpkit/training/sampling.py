@@ -39,8 +39,8 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     spell special tokens. End tokens end texts.
 
     If the context is full, rotary positions lose the oldest token for each new one. Learned
-    positions and block-sparse attention start again from the newer half. Of a prompt that is longer
-    than the context, only its end is read.
+    positions and block-sparse attention start again from the newer half. If a prompt is longer than
+    the context, only its end is read.
 
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
     """
@@ -139,8 +139,8 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
 
 
 def _read(training: Training, ids: list[int], cache: Cache) -> None:
-    """Reads all but the last token of a sequence into its row. Of a sequence longer than the
-    context, it reads as many tokens as fit, or half as many if the cache cannot drop keys."""
+    """Reads all but the last token of a sequence into its row. If the sequence is longer than the
+    context, only its end is read: as much as fits, or half of it if the cache cannot drop keys."""
     cache.clear()
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids

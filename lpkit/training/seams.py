@@ -101,7 +101,7 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
             rule(w, g.clone(), slots, settings, update)
         return w
 
-    # a rule that is told of its parameter asks for other parts itself, which halves cannot answer
+    # a rule with `told` asks its Parameter for the other parts, which halves do not have
     halves = () if row.told else map(updated, w.chunk(2, dim), g.chunk(2, dim))
     near = {"rtol": 1e-6, "atol": 1e-7}
     if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):

@@ -108,6 +108,7 @@ def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
     for name in by_size:
         here, owners = _pieces(tensors[name])
+        # all owners go through the same names in the same order, so they agree without a message
         turns[owners] += 1
         if owners[turns[owners] % len(owners)] == rank:
             for more, (offsets, piece) in enumerate(here):

@@ -42,6 +42,7 @@ class LossScaler(nn.Module):
         scale, parameters = self.scale.item(), list(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(grads, ranks.layout.replicas / scale)
+        # a finite sum proves that all are finite; an infinite sum may itself have overflowed
         overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
                           or all(g.isfinite().all() for g in grads))
         dropped = ranks.largest(self.scale.new_tensor(overflowed)).item() and scale > self.least
@@ -114,7 +115,8 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
             part = loss(model, piece) / whole_over_piece
         with phases("backward"):
             sharding.backward(last=i == parts - 1)
-            # With several ranks, each micro-batch is a larger part of its rank's batch, and so would
+            # With several ranks, each micro-batch is a larger part of its rank's batch, and so
+            # would
             # overflow earlier than on one device: the scale is divided by the number of replicas.
             (part if scaler is None else part * (scaler.scale / ranks.layout.replicas)).backward()
             advance(model, ranks.largest if ranks.world > 1 else None)

@@ -284,8 +284,8 @@ class Training:
             self._set_owned(trained)
 
     def _evaluated(self) -> dict[str, Tensor]:
-        """Returns the weights that evaluation reads in place of owned parameters, by name; only
-        those that differ."""
+        """Returns the weights that evaluation reads instead of owned parameters, by name. It leaves
+        out parameters that evaluation reads themselves."""
         if not isinstance(self.optimizer, Stepper):
             return {}
         found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
@@ -311,7 +311,7 @@ class Training:
         # in one deepcopy, because the parts share parameters
         return replace(self, **copy.deepcopy(parts), watchers=[], executor=self.executor.fresh())
 
-    # ---- what a checkpoint holds
+    # ---- the content of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Returns tensors and numbers by their names in a checkpoint."""
