@@ -150,7 +150,7 @@ def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[N
         setattr(module, attribute, call)
     yield
     for module, attribute, name in all_sites:
-        delattr(module, attribute)      # the class's attribute shows again
+        delattr(module, attribute)      # uncovers the class's attribute
         if not seen.get(name, True):
             del seen[name]
 

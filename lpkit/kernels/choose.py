@@ -3,7 +3,7 @@ machine.
 
 First each candidate is compared with the definition on this machine, forward and backward, on the
 kernel's examples and on the current run's tensors ("at hand"). A candidate that differs is refused,
-and named. The others are raced forward and backward, and the definition, too. If the blocks of a
+and named. The other candidates and the definition are raced, forward and backward. If the blocks of a
 training are compiled, each candidate is raced inside of a compiled function. The result is stored
 in a folder that only this user can write to. Its key is the machine, the limits of its processor,
 its driver, the versions of PyTorch and Triton, the kernel's source, the shapes, and whether blocks
@@ -48,7 +48,7 @@ REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
 TRUSTED = (REFERENCE, PYTORCH)
 PEERS = (PYTORCH, "sdpa")         # replace a definition for whose memory the device has no room
 ROUNDS, WARM_UP = 7, 1
-# how many times as fast as code that fuses with its neighbours a version must be, alone
+# a version must be this many times as fast as the compiled one, which fuses with its neighbours
 FUSES = 1.25
 # candidates that take this many times the fastest's first call are raced no further
 HOPELESS = 3.0
@@ -96,7 +96,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
            definition: str = "", in_block: bool = False, captured: bool = False,
            cache: Path | None = None) -> Chosen:
     """Chooses the version for calls like those `at_hand`, each a tuple of arguments. asked: "auto"
-    or a version's name, as given to `setting`, which calls the definition `definition`.
+    or a version's name. Errors name the option `setting`, and call the definition `definition`.
 
     offered:  the candidates, the definition first; None: the kernel's
     raced:    the calls of the race, at a step's size; None: those at hand. The race takes

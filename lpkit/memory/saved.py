@@ -1,10 +1,10 @@
 """Activations that are stored elsewhere until backward needs them.
 
-Autograd passes the tensors that a block's operations save to hooks
-(torch.autograd.graph.saved_tensors_hooks), and requests them again in backward. Weights and their
-casts stay, because they exist anyway. Tensors with less than a 32nd of the numbers of the block's
-input stay, too: statistics of norms and log-sums of attention take few bytes, and other results
-depend on them. A tensor that several operations save is moved once.
+Hooks (torch.autograd.graph.saved_tensors_hooks) receive each tensor that an operation of a block
+saves, and must return the tensor in backward. Weights and their casts stay, because they exist
+anyway. Tensors with less than a 32nd of the numbers of the block's input stay, too: statistics of
+norms and log-sums of attention take few bytes, and other results depend on them. A tensor that
+several operations save is moved once.
 
 On the host, only the time changes. A kind of `Away` with `rounds` returns other numbers, as in
 `lessons.rows.activations`.

@@ -1,4 +1,5 @@
-"""Update rules. A rule changes w and its slots, both float32, in place. Each is a definition.
+"""Update rules. A rule changes w and its slots, both float32, in place. It is the definition of its
+row's update.
 
     rule(w, g, slots, settings, update)
 

@@ -38,7 +38,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     """Returns the optimizer `settings.name` for trained parameters, by their names.
 
     placement: where state is stored; None for the device
-    seed:      of stochastic rounding
+    seed:      seed of stochastic rounding
     kernels:   `system.kernels`
     by_first:  `Ranks.by_first`, which calls a choice of kernels on one rank
     told:      `Sharding.told`; None: no parameter is cut

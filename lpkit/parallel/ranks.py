@@ -74,7 +74,7 @@ class Ranks:
     waits: Waits = field(default_factory=Waits, compare=False)
 
     def __deepcopy__(self, _: Any) -> Ranks:
-        """A copy of an object that trains belongs to the same ranks."""
+        """Returns itself: a copy of a Training has the same ranks."""
         return self
 
     @property
