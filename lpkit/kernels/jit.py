@@ -88,7 +88,7 @@ def jit(function: Callable) -> Callable:
             mend_calls()
         else:
             keep_privately()
-        vars(kernel).pop("run", None)       # if two threads get here, one of them was first
+        vars(kernel).pop("run", None)       # another thread may have removed it already
         return kernel.run(*given, **how)
 
     kernel.run = first
