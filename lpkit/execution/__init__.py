@@ -1,1 +1,1 @@
-"""Choices that a machine makes for a run: its kernels, its attention, and what is compiled."""
+"""Choices that are made on the machine: a run's kernels, its attention, and what is compiled."""

@@ -1,10 +1,11 @@
 """`system.attention` chooses the attention backend of a run.
 
-Asked for by name, one that needs a library is held against the definition before it is used. With
-auto, backends are verified, and those that are right are raced (`lpkit.kernels.choose`): on a GPU
-all that can, on a CPU those of IN_16_BITS, for a run whose attention takes half a minute or more. A
-race takes about a second, once for a machine. A shorter run keeps the rule that predictions have
-(`choose_attention`), and so the same numbers on every machine of its kind.
+A backend that is requested by name and comes from a library is compared with the definition before
+it is used. With auto, backends are verified, and the correct ones are raced
+(`lpkit.kernels.choose`): on a GPU all backends that can run, on a CPU the backends in IN_16_BITS,
+and only if the run's attention takes half a minute or more. A race takes about a second, once per
+machine. A shorter run uses the rule of predictions (`choose_attention`), and so has the same
+numbers on every machine of its kind.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ from lpkit.techniques.attention_backends import (
 )
 from lpkit.techniques.layouts import CONTEXT
 
-if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
+if TYPE_CHECKING:   # imported only for a race, which a short run on a CPU does not need
     from lpkit.kernels.kernel import Kernel
 
-ON_A_CPU = ("sdpa", "blocked")      # are raced there; none keeps scores
+ON_A_CPU = ("sdpa", "blocked")      # backends that are raced on a CPU; neither keeps scores
 IN_16_BITS = (*ON_A_CPU, "blocked-wide")
-RACE_FLOPS = 1e12       # of a run's attention: half a minute of a CPU
-RACED_FLOPS = 4e9       # about, of one call forward and backward in a race on a CPU
-CPU_SECONDS, GPU_SECONDS = 1.0, 10.0      # seven rounds; half of them flip what is 5% apart
-AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of two groups of heads: float64's scores are small
-SLACK = 3.0, 6.0        # online softmax rounds other sums: right ones were seen at 1.6 and 2.5
-GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
+RACE_FLOPS = 1e12       # of a run's attention: about half a minute on a CPU
+RACED_FLOPS = 4e9       # of one call, forward and backward, in a race on a CPU (approximate)
+# 1 s is seven rounds, of which half reverse a difference of 5%
+CPU_SECONDS, GPU_SECONDS = 1.0, 10.0
+# most tokens of two groups of heads; the scores of this check in float64 must fit
+AT_HAND = {"cpu": 256, "gpu": 1024}
+# online softmax rounds other sums; correct backends had up to 1.6 and 2.5 times the error
+SLACK = 3.0, 6.0
+GRAIN = 2.0**-19        # the exp of PyTorch's CPU flash kernel has 20 bits
 WHERE = "system.attention"
 
 
 def of_parts(config: Config) -> Choice | None:
-    """The choice of ranks that attend to parts of the keys; None: they do not."""
+    """Returns the choice for ranks that attend to parts of the keys; None if ranks do not."""
     layout, asked = config.parallel, config.system.attention
     if layout.context == 1 or not CONTEXT[layout.attention].partial:
         return None
@@ -61,8 +65,8 @@ def of_parts(config: Config) -> Choice | None:
 
 def choose(asked: str, config: Config, device: torch.device, *, compute: str | None,
            before: str | None = None) -> Choice:
-    """`compute`: the dtype of its autocast; `before`: what a run that goes on was begun with. Raises
-    ConfigError for what cannot be."""
+    """Chooses the attention backend. `compute`: the dtype of autocast. `before`: the backend that a
+    resumed run began with. Raises ConfigError for a backend that cannot run."""
     if combines := of_parts(config):
         return combines
     model, on_gpu = attended(config.model), device.type != "cpu"
@@ -87,23 +91,24 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
 
 
 def flops(model: ModelConfig) -> float:
-    """Counts the FLOPs of attention to one sequence, forward and backward, causal."""
+    """Returns the FLOPs of causal attention to one sequence, forward and backward."""
     return 6 * model.L * model.H * model.E * model.T**2
 
 
 def race(given: Attending, batch: int, device: torch.device) -> Choice:
-    """The fastest of those that are right, forward and backward at a run's shapes; on a CPU, of
-    as many sequences, groups of heads and at last tokens as make RACED_FLOPS."""
+    """Returns the fastest correct backend, forward and backward, at the run's shapes. On a CPU the
+    race uses fewer sequences, then fewer groups of heads, then fewer tokens, for RACED_FLOPS."""
     from lpkit.kernels.choose import choose as raced
 
     m, within = given.model, GPU_SECONDS
     kernel, offered, groups, T = of_backends(given), candidates(given), m.G, m.T
     if given.device == "cpu":
-        share = RACED_FLOPS * m.L / flops(m)        # of a layer's attention to one sequence
+        # RACED_FLOPS, in units of one layer's attention to one sequence
+        share = RACED_FLOPS * m.L / flops(m)
         batch, groups = min(batch, max(1, round(share))), min(m.G, max(1, round(share * m.G)))
         T = min(T, max(1, math.isqrt(int(share * m.G * T**2))))
         within, may = CPU_SECONDS, ON_A_CPU if given.dtype == "float32" else IN_16_BITS
-        if m.T <= m.E:          # scores are no more numbers than q
+        if m.T <= m.E:          # then scores have no more numbers than q
             may = (*may, "plain")
         offered = {name: offered[name] for name in may if name in offered}
     found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
@@ -114,8 +119,8 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
 
 
 def verified(name: str, given: Attending, batch: int, device: torch.device) -> None:
-    """Raises ConfigError where `name` differs from the definition, or fails; on a GPU, at a run's
-    shapes too."""
+    """Raises ConfigError if the backend `name` fails or differs from the definition. On a GPU it is
+    also tried at the run's shapes."""
     from lpkit.kernels.choose import choose as raced
 
     m, on_gpu = given.model, given.device == "gpu"
@@ -125,7 +130,7 @@ def verified(name: str, given: Attending, batch: int, device: torch.device) -> N
 
 
 def candidates(given: Attending) -> dict[str, Any]:
-    """The definition, and all that may be the fastest."""
+    """Returns the definition and all backends that may be the fastest."""
     rows = {name: row for name, row in ATTENTION.items()
             if name == "plain" or not why_not(name, given)}
     return {name: _told(name, given.rule) for name in rows}
@@ -141,7 +146,7 @@ def _name(given: Attending) -> str:
 
 
 def of_backends(given: Attending) -> Kernel:
-    """Attention under a rule as a kernel: arguments q, k, v, documents, sinks."""
+    """Returns attention under a rule as a Kernel with arguments q, k, v, documents, sinks."""
     from lpkit.kernels.kernel import Kernel
 
     return Kernel(definition=_told("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
@@ -149,10 +154,14 @@ def of_backends(given: Attending) -> Kernel:
 
 
 def examples(given: Attending, draw: torch.Generator, device: torch.device) -> Iterator[tuple]:
-    """One token, a few more than kernels' tiles have, and where the rule has an edge; each twice in
-    other numbers, so that nothing stale is right; and large scores. Two groups of heads, where
-    there are as many, and three sequences, so that neither stands for another. For one token Triton
-    would build each kernel anew, which takes seconds on a GPU."""
+    """Yields inputs that expose wrong backends.
+
+    Their sizes are a few tokens, some more tokens than a kernel's tile, and as many as reach the
+    edge of the rule's window. Each size comes twice with different numbers, so that a stale result
+    is wrong, and one size also with large scores. There are two groups of heads, if possible, and
+    three sequences, so that a mixed-up index shows. On a GPU the fewest tokens are three: for one
+    token Triton would compile each kernel again, which takes seconds.
+    """
     most, groups = min(given.model.T, AT_HAND[given.device]), min(given.model.G, 2)
     few, edge = {"cpu": 1, "gpu": 3}[given.device], (given.rule.window or 1) + 1
     for T in sorted({min(one, most) for one in (few, 65, 130, edge)}):
@@ -168,7 +177,8 @@ def at_hand(given: Attending, device: torch.device) -> list[tuple]:
 
 def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T: int,
           draw: torch.Generator | None = None) -> tuple:
-    """q, k, v as they lie in a model, documents and sinks, if the rule has them."""
+    """Draws q, k, v with the strides that a model gives them, and documents and sinks if the rule
+    has them."""
     m, rule = given.model, given.rule
     draw = draw or torch.Generator().manual_seed(1)
 
@@ -183,8 +193,9 @@ def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T:
 
 
 def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = False) -> str:
-    """Says how PyTorch here computes `used`, where it differs: which kernel sdpa is. Raises ConfigError if `refuse` and sdpa falls to PyTorch's formula,
-    which holds all scores, where it was to be a fused kernel."""
+    """Returns which of PyTorch's kernels computes `used`, if that is sdpa; otherwise "". Raises
+    ConfigError if `refuse`, and sdpa would use PyTorch's formula, which stores all scores, instead
+    of a fused kernel."""
     m, rule = given.model, given.rule
     if used != "sdpa":
         return ""

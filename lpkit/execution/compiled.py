@@ -1,11 +1,11 @@
-"""torch.compile: what it is given, and what is used here.
+"""Chooses whether a run uses torch.compile, and on which parts of the model.
 
-    blocks  each block, by one compiled function. Its graph takes parameters as inputs, so the first
-            block's serves them all, and compiling a deep model takes no longer than a shallow one
-    model   `model.hidden` whole, which also fuses across blocks
+    blocks  each block, by one compiled function. Its graph takes parameters as inputs, so the graph
+            of the first block serves all blocks, and a deep model compiles as fast as a shallow one
+    model   the whole `model.hidden`, which also fuses operations across blocks
 
-Either way head and loss are one more graph, so that logits do not leave it: 8 bytes move for each
-of them, where a loss outside of the graph moves 36 to 44.
+In both cases head and loss are one more graph, so that logits do not leave it: a logit then moves 8
+bytes, instead of 36 to 44 with a loss outside of the graph.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from lpkit.contracts import Batch, Choice, Loss, Stage, Transform
 from lpkit.errors import ConfigError
 
 BLOCKS, MODEL, OFF = "blocks", "model", "off"
-NUMBERS = count()       # of compiled functions
+NUMBERS = count()       # number of compiled functions
 HOW = {BLOCKS: "each block is compiled once for all of them, and head and loss together",
        MODEL: "all blocks in one graph, head and loss in another"}
 
 
 def choose(asked: bool | str, device: torch.device) -> Choice:
-    """Raises ConfigError where compiling was asked for, and nothing here can."""
+    """Chooses what is compiled. Raises ConfigError if compiling was requested and cannot work here.
+    """
     if asked == "auto" and device.type != "cuda":
         return Choice(asked="auto", used=OFF,
                       why="on a CPU, compiling takes longer than a short run")
@@ -50,13 +51,14 @@ def choose(asked: bool | str, device: torch.device) -> Choice:
 
 
 def compiled(function: Callable[..., Any], backend: str | Callable = "inductor") -> Callable:
-    """`function`, compiled for whoever asked alone. PyTorch keeps what it compiled by code object,
-    and runs the ninth variant eagerly; by file, line and name it remembers sizes, and makes them
-    dynamic where a second model brings others."""
+    """Returns `function`, compiled for this caller alone. PyTorch stores compiled code by code
+    object, and runs a function's ninth variant eagerly. It also remembers sizes by file, line and
+    name, and makes them dynamic if a second model has other sizes. So each call gets a new code
+    object with a new name."""
     from lpkit.kernels import jit
 
-    # Nor does its cache on disk know the vectors that a graph was generated for: what a processor
-    # with AVX-512 has left there computes NaN on one without.
+    # PyTorch's cache on disk does not record for which vector instructions a graph was generated:
+    # code from a processor with AVX-512 computes NaN on a processor without it.
     caches = torch.compiler.config
     caches.cache_key_tag = caches.cache_key_tag or torch.backends.cpu.get_cpu_capability()
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
@@ -70,7 +72,7 @@ def _call(forward: Callable[..., Tensor], *given: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
-    """Compiles a model in place: parameter names stay. `what`: a key of HOW."""
+    """Compiles a model in place; parameter names do not change. `what`: a key of HOW."""
 
     what: str = BLOCKS
     backend: str | Callable = "inductor"
@@ -88,7 +90,7 @@ class Compile(Transform):
 
 
 class _HiddenKnown:
-    """Stands for a model whose hidden states are known, for a loss to call."""
+    """Replaces a model whose hidden states are already computed, for a loss to call."""
 
     def __init__(self, h: Tensor, head: nn.Module):
         self.h, self.head = h, head
@@ -102,7 +104,7 @@ class _HiddenKnown:
 
 def with_head(loss: Loss, autocast: AbstractContextManager,
               backend: str | Callable = "inductor") -> Loss:
-    """`loss`, compiled together with the head of the model that it is given."""
+    """Returns `loss`, compiled together with the head of the model that it is given."""
     def tail(h: Tensor, head: nn.Module, batch: Batch) -> Tensor:
         return loss(_HiddenKnown(h, head), batch)
 

@@ -1,10 +1,10 @@
 """`system.kernels` chooses the version of each kernel that a model runs.
 
-A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does what casts
-for it (`lpkit.precision.scaled_mm.ScaledMM`). On a GPU each is verified and raced on the tensors
-that its first layer is given (`lpkit.kernels.choose`), as a compiled block runs it where blocks are
-compiled, and what won stands in every layer. On a CPU PyTorch's own stay, unless others are asked
-for.
+A layer lists the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does the object
+that casts for it (`lpkit.precision.scaled_mm.ScaledMM`). On a GPU, all versions of a kernel are
+verified and raced on the tensors that its first layer receives (`lpkit.kernels.choose`). If blocks
+are compiled, versions are raced as a compiled block runs them. The winner is set in every layer. On
+a CPU PyTorch's kernels stay, unless the config requests others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,24 @@ from lpkit.kernels.choose import candidates, choose, version
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.kernels import KERNELS, LOSS, OF_KERNEL, asked_of, by_name
 
-FEW = 256                   # tokens: a definition in float64 holds 50 times what it is given
-LOGITS = 32                 # tokens of them that the loss in pieces is held against
+FEW = 256                   # tokens: a definition in float64 takes 50 times the memory of its input
+LOGITS = 32                 # tokens of them whose loss in chunks is compared with the definition
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Transform):
-    """asked: `system.kernels`; besides: a kernel that is chosen elsewhere, the optimizer's; before:
-    what a run that goes on was begun with, by kernel; in_block: blocks are compiled, which a loss in
-    pieces is not; batch: a micro-batch's sequences and tokens; piece: tokens of which the loss has
-    logits at a time, 0: it calls no kernel. What the first of `ranks` finds holds for all.
-    `choices` fills up when it is called. Raises ConfigError for a kernel that no layer calls."""
+    """Chooses the kernels of a model. The first of `ranks` chooses for all ranks. Raises
+    ConfigError for a kernel that no layer calls.
+
+    asked:    `system.kernels`
+    besides:  a kernel that is chosen elsewhere: the optimizer's
+    batch:    sequences and tokens of a micro-batch
+    piece:    tokens of a chunk of the loss; 0: the loss calls no kernel
+    before:   the kernels that a resumed run began with, by name
+    in_block: whether blocks are compiled (a loss in chunks is not)
+    captured: whether a CUDA graph launches the kernels
+    choices:  filled when the transform is called
+    """
 
     asked: str
     besides: str = ""
@@ -45,14 +52,14 @@ class Kernels(Transform):
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
     in_block: bool = False
-    captured: bool = False      # what starts them, too
+    captured: bool = False      # also whatever launches them
     choices: dict[str, Choice] = field(default_factory=dict)
     stage = Stage.KERNELS
 
     def __call__(self, model: nn.Module) -> nn.Module:
         first, named = next(model.parameters()), by_name(self.asked)
         on_cpu = first.device.type != "cuda"
-        if isinstance(first, FakeTensor):       # a trace runs nothing that could be raced
+        if isinstance(first, FakeTensor):       # a trace runs nothing, so there is nothing to race
             return model
         at_hand = self._at_hand(model)
         for name in named.keys() - at_hand.keys() - {"", self.besides}:
@@ -82,8 +89,8 @@ class Kernels(Transform):
         return choices
 
     def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
-        """Collects what each kernel is given in a training forward and backward, by its name: of a
-        few tokens, which float64 has room for, and of a micro-batch."""
+        """Returns the arguments of each kernel in a training forward and backward, by its name: for
+        a few tokens, for which float64 has room, and for a micro-batch."""
         B, T = self.batch
         (few, some), (many, logits) = self._seen(model, 1, min(T, FEW)), self._seen(model, B, T)
         found = {name: (list(few[name].values()), list(calls.values()))
@@ -94,16 +101,16 @@ class Kernels(Transform):
 
     def _seen(self, model: nn.Module, B: int, T: int
               ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
-        """Returns calls by name and by what is no tensor's size, and the logits: calls of the first
-        block, forward and backward, and those that only the model's forward makes, which keeps
-        nothing."""
+        """Returns the calls by kernel and by kind (all but tensor sizes), and the logits. The calls
+        come from the first block's forward and backward, and from the model's forward without
+        gradients."""
         everywhere: dict[str, dict[tuple, tuple]] = {}
         trained: dict[str, dict[tuple, tuple]] = {}
         tokens = torch.arange(B * T, device=next(model.parameters()).device) % model.config.V
         state = [(one, one.clone()) for one in model.buffers()]
         block, given = model.blocks[0], []
         hook = block.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
-        model.eval()        # the state of recipes stays
+        model.eval()        # does not change the state of recipes
         with self.autocast, hook, watched(model, everywhere), torch.no_grad():
             h = model.hidden(tokens.view(B, T)).flatten(0, 1)
             logits = model.head(h[:self.piece or len(h)])
@@ -123,7 +130,7 @@ class Kernels(Transform):
 
 
 def _of_loss(logits: Tensor) -> list[tuple]:
-    """Makes the loss's arguments from logits, without weights of tokens and with them."""
+    """Returns arguments of the loss for these logits, without and with weights of tokens."""
     rows = torch.arange(len(logits), device=logits.device)
     targets = rows * 7 % logits.shape[1]
     return [(logits, targets), (logits, targets, (rows % 3).float())]
@@ -136,14 +143,14 @@ def offered(name: str) -> Mapping[str, Callable[..., Any]]:
 
 @contextmanager
 def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[None]:
-    """Fills `seen` with the first call of each kind within the block."""
+    """Fills `seen` with the first call of each kind in the block."""
     all_sites = list(sites(model))
     for module, attribute, name in all_sites:
         call = partial(_watched, getattr(module, attribute), seen.setdefault(name, {}))
         setattr(module, attribute, call)
     yield
     for module, attribute, name in all_sites:
-        delattr(module, attribute)      # the class's own shows again
+        delattr(module, attribute)      # uncovers the class's attribute
         if not seen.get(name, True):
             del seen[name]
 

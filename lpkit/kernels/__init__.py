@@ -1,8 +1,10 @@
-"""One kernel per file: `reference` in plain PyTorch, the fast one, tested against each other.
+"""Kernels, one per file: a `reference` in plain PyTorch and a fast version, tested against each
+other.
 
-`kernel` says what a kernel is, `choose` which version runs, `pytorch` what stands in layers until
-one was chosen. Kernels are operators, so that torch.compile and a trace see them. On a CPU some are
-C (`rows.c`, `cast.c`, by `compile_c`). `tests/pages/kernels.py` compiles every Triton kernel for
-four generations of GPUs without one: tests hold them to no spills, no calls, wide accesses and the
-shared memory there is.
+`kernel` defines what a kernel is, `choose` decides which version runs, and `pytorch` has the
+versions that layers use until another one is chosen. Kernels are operators, so that torch.compile
+and a trace see them. On a CPU some are C (`rows.c`, `cast.c`, by `compile_c`).
+`tests/pages/kernels.py` compiles every Triton kernel for four generations of GPUs without having a
+GPU; tests check that there are no spills and no calls, that accesses are wide, and that shared
+memory suffices.
 """

@@ -1,8 +1,8 @@
 """The largest magnitude of a tensor, and how many of its elements are NaN or Inf.
 
-Programs walk over the tensor side by side, and each asks for one atomic maximum at its end: of
-integers, so that the order does not matter. What is not finite is counted in a second look, which a
-program takes where its maximum says that there is something.
+Programs walk over the tensor in parallel. Each ends with one atomic maximum. It is a maximum of
+integers (the bits of magnitudes), so the order does not matter. A program counts non-finite
+elements in a second pass over its elements, and only if its maximum shows that there are any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ BLOCK, WARPS = 8192, 8
 
 
 def definition(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, N) -> () float32, not finite where an element is not, and () int64."""
+    """x (M, N) -> () float32, which is not finite if any element is not; and their count, () int64.
+    """
     check(x)
     values, nonfinite = reference_amax(x, 1, 1)
     return values.view(()), nonfinite
@@ -29,13 +30,16 @@ def definition(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @jit
 def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
-    if HISTORY:     # one that is not empty decides, and there is nothing to look for
+    if HISTORY:     # a history that is not empty decides the scale, and no maximum is needed
         blocks = tl.where(tl.load(history) > 0, 0, blocks)
     most = tl.zeros((BLOCK,), tl.int32)
+    # The bits of non-negative floats, read as integers, have the order of the floats; the bits of
+    # Inf and NaN are above all others, so that one integer maximum finds both.
     for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         most = tl.maximum(most, magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
     top = tl.max(most, 0)
+    # one atomic for each program, not for each element
     tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
     if top >= 0x7F800000:
         bad = tl.zeros((BLOCK,), tl.int32)
@@ -47,19 +51,20 @@ def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constex
 
 
 def launch(x: Tensor, found: Tensor, history: Tensor | None = None) -> None:
-    """found: `nothing_found()`. history: () float32; above 0, nothing is looked for."""
+    """found: `nothing_found()`. history: () float32; if it is above 0, nothing is computed."""
     blocks = triton.cdiv(x.numel(), BLOCK)
     _amax[(min(blocks, PROGRAMS),)](x, history, found, x.numel(), blocks,
                                     HISTORY=history is not None, BLOCK=BLOCK, num_warps=WARPS)
 
 
 def nothing_found(x: Tensor) -> Tensor:
-    """(64,) int64: a largest magnitude's bits, a count; a scale's, where cuBLASLt 13.0 takes it."""
+    """(64,) int64: the largest magnitude's bits; a count; and in the second half a scale, at an
+    address that cuBLASLt 13.0 accepts."""
     return x.new_zeros(64, dtype=torch.int64)
 
 
 def numbers(found: Tensor) -> Tensor:
-    """The largest magnitude and the scale, (2,) float32."""
+    """Returns the largest magnitude and the scale, (2,) float32."""
     return found.view(torch.float32)[::64]
 
 

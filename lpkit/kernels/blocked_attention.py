@@ -1,16 +1,16 @@
-"""Attention for CPUs: blocks of queries, so that what a rule leaves out is skipped, not masked.
+"""Attention for CPUs by blocks of queries, which skips hidden keys instead of masking them.
 
-PyTorch's CPU flash kernel visits masked blocks too. Here a block of queries meets only the keys
-that it may see, as whole batched products: in the inputs' own dtype, so that bf16 hardware is used,
-or, if `wide`, widened to float32, which CPUs without bf16 products have faster; a CPU that would
-multiply in a loop (`wide_product.in_a_loop`) always widens. All scores of a query are there at
-once, so their softmax is one pass (`rows.attention_`). As a flash kernel (Dao et al. 2022,
-https://arxiv.org/abs/2205.14135) it keeps a log-sum for each query and makes the scores anew in
-backward: memory is linear in T.
+PyTorch's CPU flash kernel also computes masked blocks. Here a block of queries is multiplied only
+with the keys that it may see, as whole batched products. The products are in the inputs' dtype, to
+use bf16 hardware, or, if `wide`, in float32, which is faster on CPUs without bf16 products. CPUs
+that would multiply in a loop (`wide_product.in_a_loop`) always use float32. All scores of a query
+are in memory at once, so their softmax is one pass (`rows.attention_`). Like a flash kernel (Dao et
+al. 2022, https://arxiv.org/abs/2205.14135), it keeps one log-sum per query and recomputes the
+scores in backward, so memory is linear in T.
 
 Shapes: q and the output (B, H, T, E), k and v (B, G, T, E). The queries of the H / G heads that
-share a key are rows of one product. FLOPs are counted as PyTorch counts them for its own attention
-and `lpkit.predict.flops` does: the whole square of scores, five products in backward.
+share a key are rows of one product. FLOPs are counted as PyTorch counts its own attention, and as
+`lpkit.predict.flops` does: the full square of scores, and five products in backward.
 """
 
 import math
@@ -29,14 +29,15 @@ from lpkit.techniques.attention_backends import FULL, at_once, limited, masked, 
 
 
 class _Pieces:
-    """Sequences and heads whose scores fit a core's cache, and their blocks of queries."""
+    """Slices of sequences and heads whose scores fit a core's cache, and their blocks of queries.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule, wide: bool):
         (B, H, self.T, self.E), G = q.shape, k.shape[1]
         self.repeats, self.rule, self.documents, self.device = H // G, rule, documents, q.device
         self.sequence, self.near = -1, query_blocks(rule, self.T)
         b, g = at_once(rule, self.T, B, G, self.repeats)
-        # of sequences, of groups and of their heads of queries
+        # slices of sequences, of groups, and of the groups' query heads
         self.slices = [(slice(i, min(i + b, B)), slice(j, min(j + g, G)),
                         slice(j * self.repeats, min(j + g, G) * self.repeats))
                        for i in range(0, B, b) for j in range(0, G, g)]
@@ -48,17 +49,17 @@ class _Pieces:
         self.masks: dict[int, Tensor | None] = {}
 
     def own(self, t: Tensor, groups: int) -> Tensor:
-        """A copy (b, heads, rows, E) as (b * groups, rows of all heads of a group, E)."""
+        """Copies (b, heads, rows, E) to (b * groups, rows of all heads of a group, E)."""
         copy = torch.empty(t.shape, dtype=self.work, device=t.device).copy_(t)
         return copy.view(len(t) * groups, -1, t.shape[-1])
 
     def by_head(self, scores: Tensor) -> Tensor:
-        """(groups, rows of all heads of a group, keys) as (heads, rows, keys)."""
+        """(groups, rows of all heads of a group, keys) -> (heads, rows, keys)."""
         return scores.unflatten(1, (self.repeats, -1)).flatten(0, 1)
 
     def blocks(self, sequence: int) -> Iterator[tuple[slice, list[tuple[int, int]], Tensor | None]]:
-        """Queries, the spans of keys that they meet, and which of these count, from the first on
-        where one may not; None: all."""
+        """Yields slices of queries, the spans of keys that they see, and a mask (None: all keys are
+        seen). A mask covers the keys from the first hidden one on."""
         if self.rule.documents and sequence != self.sequence:
             self.sequence, self.masks = sequence, {}
             self.near = _near(query_blocks(self.rule, self.T), self.documents[sequence])
@@ -82,14 +83,15 @@ class _Pieces:
 
 
 def _known(ids: Tensor) -> bool:
-    """True if they are there: where shapes alone are computed, all tokens count as one document."""
+    """Returns whether the ids have values. If only shapes are computed, all tokens count as one
+    document."""
     return not (ids.is_meta or isinstance(ids, FakeTensor))
 
 
 def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
           ids: Tensor) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """The blocks without the keys before the first of all documents of a block's queries, whatever
-    the order of `ids` (T,)."""
+    """Returns the blocks without the keys that are before every document of a block's queries, for
+    any order of `ids` (T,)."""
     if not _known(ids):
         return blocks
     (found, which), places = ids.unique(return_inverse=True), torch.arange(len(ids)).to(ids.device)
@@ -100,12 +102,12 @@ def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
 
 
 def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:
-    """True if all of these are one document."""
+    """Returns whether all tokens of these spans are of one document."""
     return not _known(ids) or all(bool((ids[a:b] == ids[spans[0][0]]).all()) for a, b in spans)
 
 
 def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """The keys of all spans, side by side in dimension 1."""
+    """Returns the keys of all spans, joined along dimension 1."""
     if len(spans) == 1:
         [(a, b)] = spans
         return t[:, a:b]
@@ -113,7 +115,7 @@ def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
 
 
 def _shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """The shapes of the results, for any sizes: blocks are of sizes that are known."""
+    """Returns fake results, for symbolic sizes, too: the sizes of blocks must be known."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -130,7 +132,7 @@ def _shapes_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: 
 @torch.autocast("cpu", enabled=False)
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: str, wide: bool) -> tuple[Tensor, Tensor]:
-    """The output, and log-sums (B, H, T) of the exponentials of each query's scores."""
+    """Returns the output, and log-sums (B, H, T) of the exponentials of each query's scores."""
     p = _Pieces(q, k, documents, in_words(rule), wide)
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
@@ -146,7 +148,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
                                .repeat(len(queries)))
             sums[b, h, rows] = total.view(queries.shape[:3])
             out[b, h, rows] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
-            del weights     # before the next: they are the most there is
+            del weights     # before the next block allocates: these take the most memory
     return out, sums
 
 
@@ -158,7 +160,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
               sinks: Tensor | None, sums: Tensor,
               rule: str, wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and the sinks, which is empty where there are none."""
+    """Returns the gradients of q, k, v and sinks; the last one is empty without sinks."""
     p = _Pieces(q, k, documents, in_words(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])
@@ -176,6 +178,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
                                        p.cap)
             dq[place] = torch.bmm(d, near).view(q[place].shape)
             start = 0
+            # a key belongs to several blocks of queries, so its gradients are sums
             for begin, end in spans:
                 some = slice(start, start := start + end - begin)
                 d_keys[:, begin:end].baddbmm_(d[:, :, some].mT, queries)
@@ -192,8 +195,8 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
 class BlockedAttention(torch.autograd.Function):
     """`BlockedAttention.apply(q, k, v, documents, sinks, rule, wide)`.
 
-    Not `torch.library.register_autograd`, for which the log-sums would be an output that needs a
-    gradient of its own.
+    It does not use `torch.library.register_autograd`, which would make the log-sums an output that
+    needs a gradient of its own.
     """
 
     @staticmethod
@@ -214,8 +217,8 @@ class BlockedAttention(torch.autograd.Function):
 @limited("blocked")
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             sinks: Tensor | None = None, *, rule: Rule = FULL, wide: bool = False) -> Tensor:
-    """The backend `blocked`: blocks of queries and what they see of the keys. `wide`: its products
-    are float32's and are rounded once."""
+    """The backend `blocked`: blocks of queries, and the keys that they see. `wide`: products are
+    computed in float32 and rounded once."""
     return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, wide)
 
 

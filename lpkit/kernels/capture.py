@@ -1,8 +1,8 @@
-"""A CUDA graph: kernels that were queued once are queued again by one call, which takes the host
-microseconds where PyTorch takes 5 to 20 for each of them.
+"""CUDA graphs: kernels that were queued once are queued again by one call. The call takes the host
+microseconds, where PyTorch takes 5 to 20 for each kernel.
 
-It holds what was queued and not what Python did: a kernel reads and writes where it did then, and a
-number that Python knew stays what it was.
+A graph contains the kernels that were queued, and not Python's work: each kernel reads and writes
+the same addresses again, and numbers that came from Python are constants.
 Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
@@ -15,10 +15,11 @@ T = TypeVar("T")
 
 
 def captured(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """Queues what `function` queues without running it. Returns what runs it, and what `function`
-    returned, whose tensors are filled by each run. RuntimeError where it waits for the GPU."""
+    """Captures the kernels that `function` queues, without running them. Returns a function that
+    runs them, and the result of `function`, whose tensors each run fills. Raises RuntimeError if
+    `function` waits for the GPU."""
     graph = torch.cuda.CUDAGraph()
-    # of this thread alone: others prepare batches meanwhile
+    # only this thread is captured; other threads prepare batches meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = function()
     return graph.replay, found

@@ -5,29 +5,28 @@
     mx(x, fmt, rule="floor")       -> Blocks(values, scales, nonfinite)  32 share a power of two
     hadamard(x)                    -> Tensor                             mixes every 16 elements
 
-How a cast is fast. Add a number so large that the last bit of the sum is the grid's spacing, and
-take it away again: the addition's own rounding to nearest-even is the rounding, for every format at
-once and without a branch. `_round` is that in PyTorch, `rounded` in cast.c the same in C.
+Why a cast is fast: it adds a number so large that the last bit of the sum is the grid's spacing,
+and subtracts it again. The addition itself rounds to nearest-even, for every format and without a
+branch. `_round` does this in PyTorch, `rounded` in cast.c does the same in C.
 
-x is float32 or bf16, of any shape and strides. A transposed matrix is read as it lies, and so lie
-the results; any other view that is not contiguous is copied first. x counts as a matrix (R, C): the
-last axis, and the others. `fmt` has a sign and at most 8 bits. `block=(r, c)` says which elements
-share a scale or an amax; 0 stands for the whole axis, so (1, 0) is per row and None the whole
-tensor.
-Values come in `dtype`: None for x's own, float32, bf16, or torch.uint8 for the bit patterns before
-rescaling.
+x is float32 or bf16, of any shape and strides. A transposed matrix is read in place, and its
+results are transposed, too. Any other view that is not contiguous is copied first. x counts as a
+matrix (R, C): its last axis, and all others. `fmt` has a sign and at most 8 bits. `block=(r, c)`:
+which elements share a scale or an amax. 0 stands for the whole axis, so (1, 0) is per row, and None
+is the whole tensor. Values have the dtype `dtype`: None for x's own, float32, bf16, or torch.uint8
+for the bit patterns before rescaling.
 
 Rounding is to nearest-even and saturates. With `noise=Noise(seed=..., counter=...)` it is
-stochastic, from a generator that is a pure function of seed and element: advance the counter by
-x.numel() and a run can be repeated and resumed. NaN stays NaN, with any payload. Bit patterns
-of a format without NaN have none, so look at `nonfinite`, which counts what is not finite (elements
+stochastic. The random generator is a pure function of seed and element: if the counter advances by
+x.numel(), a run can be repeated and resumed. NaN stays NaN, with any payload. The bit patterns of a
+format without NaN cannot show one, so check `nonfinite`, the count of what is not finite (elements
 for amax, blocks for mx; a 0-dim int64 tensor).
 
 Each function checks its arguments and calls an operator (`lpkit.kernels.operator`), so fake tensors
 and torch.compile see one operation. Its kernel is C, compiled on first use (`compile_c`); without a
 compiler it is the definition. On other devices the definition runs instead of the operator, so that
-torch.compile can fuse it; `compile_c.choice("cast")` says which it is here and why. Nothing here is
-differentiable.
+torch.compile can fuse it. `compile_c.choice("cast")` reports which of the two is used here, and
+why. Nothing here is differentiable.
 """
 
 from __future__ import annotations
@@ -50,16 +49,18 @@ from lpkit.kernels.operator import operator
 from lpkit.techniques.formats import FORMATS, Format, format_of
 from lpkit.techniques.recipes import HADAMARD, MX_BLOCK
 
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)      # Transformer Engine's
-MAX_BLOCK = 2048    # elements that lie together: a tile of the C kernel
+# the signs of Transformer Engine
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+MAX_BLOCK = 2048    # consecutive elements: a tile of the C kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     """Stochastic rounding: element i of the tensor uses number `counter + i` of the stream `seed`.
 
-    24 random bits decide, so the chance to round up is right to 2^-25. As tensors where x is, a
-    counter () and a seed's `seed_words` (2,), they are no constants of a compiled graph.
+    24 random bits decide, so the probability of rounding up is exact to 2^-25. If the counter ()
+    and the `seed_words` (2,) of a seed are tensors on x's device, they are not constants of a
+    compiled graph.
     """
 
     seed: int | Tensor
@@ -67,13 +68,13 @@ class Noise:
 
     @property
     def words(self) -> Tensor:
-        """(3,) int64: the counter, and the words of the seed."""
+        """(3,) int64: the counter, and the two words of the seed."""
         seed = self.seed if isinstance(self.seed, Tensor) else seed_words(self.seed)
         return torch.cat((torch.as_tensor(self.counter).view(1), torch.as_tensor(seed)))
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """A seed spread over two words of 32 bits (splitmix64)."""
+    """Returns two 32-bit words that depend on all bits of a seed (splitmix64)."""
     z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -82,23 +83,24 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 class Amax(NamedTuple):
-    values: Tensor      # float32: 0-dim, or (R / r, C / c); not finite where the block is not
+    values: Tensor      # float32: 0-dim, or (R / r, C / c); not finite if the block is not
     nonfinite: Tensor
 
 
 class Blocks(NamedTuple):
     values: Tensor      # like x, or its bit patterns
-    scales: Tensor      # uint8, an E8M0 code for each block along the last axis
+    scales: Tensor      # uint8, the E8M0 code of each block along the last axis
     nonfinite: Tensor
 
 
-# How an amax becomes a power of two: some bits are added to its float32, the mantissa is cut, and
-# the exponent of the format's largest value taken off.
-SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits that are added
-    "floor": lambda fmt: 0,             # OCP MX 1.0, section 6.3; the largest may saturate
-    "ceil": lambda fmt: 0x7FFFFF,       # up whenever the mantissa is not zero: never saturates
+# How an amax becomes a power of two: add some bits to its float32, drop the mantissa, and subtract
+# the exponent of the format's largest value.
+SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits to add
+    "floor": lambda fmt: 0,             # OCP MX 1.0, section 6.3; the largest element may saturate
+    # rounds up unless the mantissa is zero, so that nothing saturates
+    "ceil": lambda fmt: 0x7FFFFF,
     "even": lambda fmt: 1 << (22 - fmt.mantissa_bits),  # half of an element's last bit
-    # up where the mantissa is above the largest value's: the least under which nothing overflows,
+    # rounds up if the mantissa is above the largest value's: the smallest scale without overflow,
     # cuBLAS's 1D block scaling, https://docs.nvidia.com/cuda/cublas
     "rceil": lambda fmt: (1 << 24) - 1 - int(math.ldexp(fmt.largest, 23 - fmt.max_exponent)),
 }
@@ -107,7 +109,7 @@ SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits that are adde
 # ---- public operations ---------------------------------------------------------------------------
 
 def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
-    """Largest magnitudes. Raises ConfigError when the blocks do not tile."""
+    """Returns largest magnitudes. Raises ConfigError when the blocks do not tile."""
     _check_input(x)
     on_cpu = x.device.type == "cpu"
     matrix, *tiles, turned = in_tiles(x, block)
@@ -120,11 +122,12 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
 def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
         block: tuple[int, int] | None = None, rescale: Tensor | bool = True,
         dtype: torch.dtype | None = None, noise: Noise | None = None) -> Tensor:
-    """round(x / scale) on the grid of `fmt`, times the scale again.
+    """Returns round(x / scale) on the grid of `fmt`, multiplied by the scale again, like x.
 
-    scale: one number or 0-dim tensor, not negative; with `block`, float32 (R / r, C / c). Under a
-    scale of 0 everything is 0. `rescale`: False leaves the values on the grid; a tensor like
-    `scale` multiplies them in its place. Returns a tensor like x. Raises ConfigError.
+    scale:   a number or a 0-dim tensor, not negative; with `block`, float32 (R / r, C / c). A scale
+             of 0 makes every element 0
+    rescale: False leaves the values on the grid; a tensor like `scale` replaces it as the factor
+    Raises ConfigError.
     """
     dtype = _check(x, fmt, dtype)
     matrix, *tiles, turned = in_tiles(x, block)
@@ -142,12 +145,12 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
 
 def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None = None,
        noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK) -> Blocks:
-    """The elements of a block share a power of two (E8M0, in `scales`).
+    """Casts blocks whose elements share a scale that is a power of two (E8M0, in `scales`).
 
-    As torchao's to_mx and to_dtype (0.18), bit for bit, except for three kinds of blocks: scales of
-    2^-127 (torchao quantises with another number than it dequantises with), "rceil" within rounding
-    of a power of two (torchao's quotient and logarithm are rounded to float32, this is exact), and
-    infinities. A block with a NaN or an infinity has the scale 255 and is NaN.
+    Bit-equal to torchao's to_mx and to_dtype (0.18), except for three kinds of blocks: scales of
+    2^-127 (torchao quantises and dequantises with different numbers), "rceil" close to a power of
+    two (torchao rounds a quotient and a logarithm to float32, this is exact), and infinities. A
+    block with a NaN or an infinity has the scale 255 and is NaN.
     """
     added, dtype = pick(SCALE_RULES, rule, "rule of the scale")(fmt), _check(x, fmt, dtype)
     matrix, *tiles, turned = in_tiles(x, block)
@@ -166,7 +169,7 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
 
 def hadamard(x: Tensor) -> Tensor:
     """Multiplies every 16 elements of the last axis, with SIGNS, by a Hadamard matrix / 4, in
-    float32: outliers are shared out (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
+    float32. This spreads outliers (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
     _check_input(x)
     matrix, *_, turned = in_tiles(x, (1, HADAMARD))
     on_cpu = x.device.type == "cpu"
@@ -176,17 +179,17 @@ def hadamard(x: Tensor) -> Tensor:
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
 #
-# Arguments are those of the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` a name,
-# noise is `Noise.words`; where x is `turned`, its elements are numbered down its columns.
+# Arguments are as in the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` is a
+# name, noise is `Noise.words`. If x is `turned`, its elements are numbered down its columns.
 
 def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The largest of each block."""
+    """Returns the largest magnitude of each block."""
     return _blocks(x, rows, columns).abs().amax((1, 3)).float(), (~x.isfinite()).sum()
 
 
 def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor | None,
               turned: bool, dtype: torch.dtype) -> Tensor:
-    """`qdq` with scales and `back` (rows, columns)."""
+    """`qdq` with `scales` and `back` of the shape (rows, columns)."""
     grid = format_of(fmt)
     divisors = torch.where(scales == 0, torch.inf, scales)[:, None, :, None]
     y = _round(_blocks(x, *scales.shape).float() / divisors, grid, noise, turned)
@@ -216,9 +219,9 @@ def reference_mx(x: Tensor, rows: int, columns: int, added: int, exponent: int, 
 
 
 def reference_hadamard(x: Tensor, turned: bool) -> Tensor:
-    """`hadamard`, of the columns where `turned`, float32. Four stages of sums and differences: 4
-    additions an element instead of a product's 16, and in one order, so the same bits
-    everywhere."""
+    """`hadamard`, of the columns if `turned`, in float32. Four stages of sums and differences need
+    4 additions per element instead of a product's 16, and have a fixed order, so that all machines
+    compute the same bits."""
     v = (x.T if turned else x).float().unflatten(-1, (-1, HADAMARD))
     v = v * x.new_tensor(SIGNS, dtype=torch.float32)
     for half in (1, 2, 4, 8):
@@ -233,16 +236,17 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _power(code: Tensor) -> Tensor:
-    """2^(code - 127) for codes from 0; at 0 float32 is subnormal."""
+    """Returns 2^(code - 127) for codes from 0 on; at 0 it is a subnormal float32."""
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
 def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tensor:
-    """float32 on the grid, saturating; see the top of this file."""
+    """Rounds float32 to the grid and saturates; see the top of this file."""
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
     exponent = (size.view(torch.int32) & 0x7F800000).clamp(min=(grid.min_exponent + 127) << 23)
     if noise is None:
+        # the last bit of size + magic is worth one step of the grid
         magic = (exponent + ((23 - grid.mantissa_bits) << 23)).view(torch.float32)
         size = torch.where(y.isnan(), y, (size + magic) - magic)
     else:
@@ -255,7 +259,7 @@ def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tenso
 
 
 def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
-    """Numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
+    """Returns numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
     word, (counter, k0, k1) = 0xFFFFFFFF, noise
     i = torch.arange(like.numel(), device=like.device)
     if turned:
@@ -271,7 +275,7 @@ def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
 
 
 def _codes(y: Tensor, grid: Format) -> Tensor:
-    """Bit patterns of values on the grid, uint8."""
+    """Returns the bit patterns of values on the grid, uint8."""
     size, m = y.abs(), grid.mantissa_bits
     normal = (size.view(torch.int32) >> (23 - m)) - ((127 - grid.bias) << m)
     subnormal = (size * 2.0**(m - grid.min_exponent)).int()
@@ -284,9 +288,9 @@ def _codes(y: Tensor, grid: Format) -> Tensor:
 
 # ---- checks --------------------------------------------------------------------------------------
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}      # as cast.c numbers them
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}      # numbered as in cast.c
 _INPUTS = (torch.float32, torch.bfloat16)
-_PLAIN = (FakeTensor, FunctionalTensor)     # wrappers that PyTorch unwraps before a kernel runs
+_PLAIN = (FakeTensor, FunctionalTensor)     # PyTorch unwraps these before a kernel runs
 
 
 def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
@@ -294,7 +298,7 @@ def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
                           f"most 8 bits")
-    if FORMATS.get(fmt.name) is not fmt:    # operators take the name of a format, and no object
+    if FORMATS.get(fmt.name) is not fmt:    # operators take the name of a format, not the object
         raise ConfigError(f"{fmt.name} is not what lpkit.techniques.formats.FORMATS has under that "
                           f"name; add it there")
     dtype = dtype or x.dtype
@@ -304,11 +308,12 @@ def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_plain(x: Tensor) -> None:
-    """A wrapper such as DTensor has no memory of its own."""
-    # what is traced has been checked, and may not be asked for its layout
+    """Refuses wrappers such as DTensor, which have no memory of their own."""
+    # traced tensors were checked before, and their layout may not be available
     if torch.compiler.is_compiling():
         return
-    if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:     # nearly always
+    # the usual case, first
+    if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
         return
     kind = type(x).__name__
     if not isinstance(x, Tensor):
@@ -330,8 +335,8 @@ def _check_input(x: Tensor) -> None:
 
 
 def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
-    """x as a matrix (R, C), contiguous, how many blocks its axes have, and whether it is the
-    transpose: that of a transposed view is contiguous."""
+    """Returns x as a contiguous matrix (R, C), how many blocks its axes have, and whether the
+    matrix is x's transpose (the transpose of a transposed view is contiguous)."""
     x = x.detach() if x.requires_grad else x
     turned = x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
     x = x.T if turned else x.contiguous()
@@ -385,7 +390,7 @@ def _grid(name: str) -> _Grid:
 
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
 _HOW = (ctypes.POINTER(_Grid), ctypes.POINTER(_Noise))
-_ARGUMENTS = {      # as cast.c declares them
+_ARGUMENTS = {      # as declared in cast.c
     "lp_amax": (_P, _I, _L, _L, _L, _L, _P, _P, _I),
     "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _P, *_HOW, _I),
     "lp_mx": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _I, _I, *_HOW, _P, _I),
@@ -398,11 +403,11 @@ def _library() -> ctypes.CDLL | None:
     return compile_c.load("cast", _ARGUMENTS)
 
 
-# The functions above have checked their arguments. `torch.ops.lpkit` is open to everybody, and a
-# tensor may have lost its storage (FSDP frees it), so here is a last look: C does not take another.
+# The functions above check their arguments. But anybody may call `torch.ops.lpkit`, and a tensor
+# may have lost its storage (FSDP frees it), so operators check again before C reads an address.
 
 def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
-    """The address at which C finds `count` elements of x, and their kind."""
+    """Returns the address of x's `count` elements for C, and their kind."""
     address = x.data_ptr()
     if not address or x.numel() != count or x.dtype not in dtypes or not x.is_contiguous():
         raise TypeError(f"a cast needs {count} elements that lie together in memory, got "
@@ -445,7 +450,8 @@ def _qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor
     _check_tiles(x, rows, columns)
     shape = (R, C, R // rows, C // columns)
     if scales.numel() == 1 and not (noise is not None and turned):
-        shape = (1, size, 1, size)      # it does not matter, and threads like equal pieces
+        # the shape does not matter here, and threads then get equal parts
+        shape = (1, size, 1, size)
     scales_at, _ = _address(scales, rows * columns, (torch.float32,))
     back_at = None if back is None else _address(back, rows * columns, (torch.float32,))[0]
     drawn_by = None if noise is None else _Noise(*noise.tolist(), turned)

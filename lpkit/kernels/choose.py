@@ -1,16 +1,19 @@
-"""Which version of a kernel runs here: those that compute the same are raced, once for a machine.
+"""Chooses which version of a kernel runs: versions that compute the same are raced, once per
+machine.
 
-First each candidate is held against the definition on this machine, forward and backward, on the
-kernel's own examples and on the tensors at hand. One that differs is refused, and is named. Those
-that pass are raced forward and backward, with the definition among them; where a training's blocks
-are compiled, each within a compiled function. What was found is kept in a folder of this user
-alone, under the machine, what limits its processor, its driver, the versions of PyTorch and Triton,
-the kernel's source, the shapes at hand and whether blocks are compiled, and for another of these it
-is found out anew. That takes up to a minute on a GPU, so few shapes are compiled.
+First each candidate is compared with the definition on this machine, forward and backward, on the
+kernel's examples and on the current run's tensors ("at hand"). A candidate that differs is refused,
+and named. The other candidates and the definition are raced, forward and backward. If the blocks of a
+training are compiled, each candidate is raced inside of a compiled function. The result is stored
+in a folder that only this user can write to. Its key is the machine, the limits of its processor,
+its driver, the versions of PyTorch and Triton, the kernel's source, the shapes, and whether blocks
+are compiled; another key needs another race. A race takes up to a minute on a GPU, so few shapes
+are compiled.
 
-A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
-where it could have been written now: it names the candidates that there are, and its winner is
-right on an example, at hand and at the run's size. Any other is passed over; the choice says why.
+A wrong backend is worse than a slow one, because wrong numbers look like numbers. So a stored
+result is used only if this machine could produce it today: it names the current candidates, and its
+winner is correct on an example, at hand and at the run's size. Otherwise it is ignored, and the
+choice says why.
 """
 
 from __future__ import annotations
@@ -41,21 +44,24 @@ from lpkit.machine_facts import cpu_flags, cpu_limits, cpu_name, versions
 from lpkit.timing import interleaved_seconds
 
 REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
-TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in between
-PEERS = (PYTORCH, "sdpa")         # stand for a definition that a device has no room for
+# widely used in training, and rounded in between, so not compared with the definition
+TRUSTED = (REFERENCE, PYTORCH)
+PEERS = (PYTORCH, "sdpa")         # replace a definition for whose memory the device has no room
 ROUNDS, WARM_UP = 7, 1
-FUSES = 1.25        # times as fast must one be, alone, as what the compiler fuses with its neighbours
-HOPELESS = 3.0      # times the fastest, after one call each: raced no further
+# a version must be this many times as fast as the compiled one, which fuses with its neighbours
+FUSES = 1.25
+# candidates that take this many times the fastest's first call are raced no further
+HOPELESS = 3.0
 LIBRARIES = ("torch", "triton", "flash-attn")
 RACED, MOST_BYTES = "raced", 1 << 20
 WRONG = ("differs from its definition", "fails")
-LACKS = "lacks memory now"      # is of the moment, and not kept
-CALLS = 32          # of a version at hand: some go wrong once in a while
+LACKS = "lacks memory now"      # it depends on the moment, so it is not stored
+CALLS = 32          # of a version at hand: some versions are wrong only now and then
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """`refused`: why, by the names of candidates that differ or cannot run here."""
+    """A choice. `refused`: the reasons, by candidate, of those that differ or cannot run here."""
 
     choice: Choice
     refused: Mapping[str, str]
@@ -67,8 +73,9 @@ def candidates(kernel: Kernel) -> dict[str, Version]:
 
 
 def compiled(definition: Version, *arguments: Any, only: Collection[tuple] = ()) -> Any:
-    """The definition, compiled for these shapes; where it is for `only` some, as it is for others,
-    since each takes seconds to compile. Within what is compiled around it, it is a part of that."""
+    """Calls the definition, compiled for these shapes. With `only`, other shapes run uncompiled,
+    because each compilation takes seconds. Inside of another compiled function, the definition
+    becomes a part of that function's graph."""
     if torch.compiler.is_compiling():
         return definition(*arguments)
     key = shapes(arguments)
@@ -88,15 +95,16 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
            within_seconds: float = math.inf, setting: str = "system.kernels",
            definition: str = "", in_block: bool = False, captured: bool = False,
            cache: Path | None = None) -> Chosen:
-    """The version for calls like those `at_hand`, each a tuple of arguments. asked: "auto" or a
-    version's name, by `setting`, where `definition` is the definition's.
+    """Chooses the version for calls like those `at_hand`, each a tuple of arguments. asked: "auto"
+    or a version's name. Errors name the option `setting`, and call the definition `definition`.
 
-    offered:  the candidates, the definition first; None: the kernel's.
-    raced:    the calls of the race, at a step's size; None: those at hand. It takes
-              `within_seconds` or one round.
-    in_block: a compiled block calls it, so each candidate is raced as a compiled block runs it.
-    captured: so is a CUDA graph, in which a host's time to start it does not count.
-    Raises ConfigError for an unknown version, and for one that differs or cannot run here.
+    offered:  the candidates, the definition first; None: the kernel's
+    raced:    the calls of the race, at a step's size; None: those at hand. The race takes
+              `within_seconds` or one round
+    in_block: a compiled block calls the kernel, so each candidate is raced as a compiled block runs
+              it
+    captured: a CUDA graph contains the kernel, so the host's time to launch it does not count
+    Raises ConfigError for an unknown version, and for a version that differs or cannot run here.
     """
     offered = offered or candidates(kernel)
     raced = at_hand if raced is None else raced
@@ -115,7 +123,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         private_folder(path.parent)
         record = _kept(path)
         _check(record, kernel, offered, at_hand, raced)
-    except FileNotFoundError:       # none yet
+    except FileNotFoundError:       # there is no record yet
         pass
     except (OSError, ConfigError) as error:
         record, passed_over = None, f"; an earlier record was not used: {error}"
@@ -124,7 +132,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
             print(f"lpkit: {name}: verifies and times {', '.join(offered)}, once for this "
                   f"machine", file=sys.stderr, flush=True)
         record = _find(kernel, offered, at_hand, raced, within_seconds, in_block, captured)
-        # a lack of memory is of this moment; no room, no right to write: anew next time
+        # lack of memory may be over, and a record that cannot be written is made again, next time
         if not any(why.startswith(LACKS) for why in record["refused"].values()):
             with contextlib.suppress(OSError, ConfigError):
                 private_folder(path.parent)
@@ -145,7 +153,8 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
 
 
 def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -> Version:
-    """Returns the version `used`; compiled, for calls like those `raced` alone."""
+    """Returns the version `used`. If it is the compiled one, it is compiled only for calls like
+    `raced`."""
     call = offered[used]
     return functools.partial(call, only=frozenset(map(shapes, raced))) if used == COMPILE else call
 
@@ -185,7 +194,7 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
             refused[key] = _failed(error, "cannot be compiled with a block" if in_block else "")
-    if not seconds:     # a right version runs all the same
+    if not seconds:     # none could be timed, but a correct version may still run
         usable = [key for key in right if not refused[key].startswith(WRONG[0])]
         if not usable:
             raise ConfigError("no version is right on this machine: " + "; ".join(
@@ -207,8 +216,8 @@ def _winner(seconds: Mapping[str, float], in_block: bool) -> str:
 
 def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
                    ) -> tuple[Kernel, list[tuple], dict[str, Version]]:
-    """Joins all calls into one, and makes each version of that one graph, which may not break. Of
-    one kernel it is the two or three graphs that a first start has the time for."""
+    """Joins all calls into one function, and compiles each version of it into one graph, which may
+    not break. A kernel then needs two or three graphs, for which a first start has time."""
     ends = list(itertools.accumulate(map(len, raced)))
     begins = [0, *ends[:-1]]
 
@@ -227,8 +236,8 @@ def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, V
 
 
 def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: tuple) -> str:
-    """Says where it differs, at a step's size, from the first of `known` that this device has room
-    for."""
+    """Returns how a version differs, at a step's size, from the first of `known` for which this
+    device has room; "" if it does not."""
     for other in known:
         if other is call:
             break
@@ -245,8 +254,8 @@ def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: 
 def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
                     at_hand: Sequence[tuple], raced: Sequence[tuple],
                     examples: int | None = None) -> str:
-    """Says why a candidate that is not trusted is `wrong`, here or at a step's size, where there is
-    room to see it; Triton's interpreter would take minutes."""
+    """Returns why a candidate that is not trusted is `wrong`, at hand or at a step's size, if there
+    is room to see it. Triton's interpreter is not tried at a step's size: it would take minutes."""
     call = offered[key]
     if key in TRUSTED or call is kernel.definition:
         return ""
@@ -262,7 +271,7 @@ def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
 
 
 def why_not(version: str, at_hand: Sequence[tuple]) -> str:
-    """Says why `version` is no candidate on this device, in one clause, or empty."""
+    """Returns why `version` is no candidate on this device, in one clause, or ""."""
     on_cpu = _device(at_hand).type == "cpu"
     if version == "triton" and (why := why_no_triton()):
         return why
@@ -277,9 +286,10 @@ def why_not(version: str, at_hand: Sequence[tuple]) -> str:
 
 def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
           examples: int | None = None) -> str:
-    """Says why `call` is wrong, on so many examples (None: all, and at hand CALLS calls of each).
-    An example that it says not to take, by a ConfigError, is passed over. Another shape compiled is
-    another program, so what is compiled by shape is held to what is at hand alone."""
+    """Returns why `call` is wrong, or "". Tries `examples` examples (None: all of them, and CALLS
+    calls of each call at hand). An example that a version refuses by a ConfigError is skipped. A
+    version that compiles by shape is another program for each shape, so it is tried only at hand.
+    """
     draw = torch.Generator().manual_seed(0)
     drawn: Iterable[tuple] = kernel.examples(draw, _device(at_hand))
     if getattr(getattr(call, "func", call), "by_shape", False):
@@ -320,7 +330,8 @@ def _device(calls: Sequence[tuple]) -> torch.device:
 
 
 def _kept(path: Path) -> dict:
-    """A record of the form that this module writes. Raises ConfigError, OSError."""
+    """Returns a stored record, if it has the form that this module writes. Raises ConfigError,
+    OSError."""
     record = records.unsealed(read_private(path, MOST_BYTES), path)
     forms = {"seconds": lambda s: isinstance(s, float) and 0 <= s < math.inf,
              "refused": lambda why: isinstance(why, str) and why == printable(why)}
@@ -332,7 +343,7 @@ def _kept(path: Path) -> dict:
 
 def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
            at_hand: Sequence[tuple], raced: Sequence[tuple]) -> None:
-    """Raises DamagedError for what this machine would not have written now."""
+    """Raises DamagedError for a record that this machine would not write today."""
     seconds, refused = found["seconds"], found["refused"]
     if not seconds or sorted([*seconds, *refused]) != sorted(offered):
         raise DamagedError(f"it is of {shown(', '.join([*seconds, *refused]))}, and the candidates "
@@ -340,15 +351,16 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
     for key in seconds:
         if why := why_not(key, at_hand):
             raise DamagedError(f"it has raced {key}, which {why}")
-    winner = min(seconds, key=seconds.__getitem__)      # whichever it was, it had to be right
+    # under either rule of `_winner`, it had to be correct
+    winner = min(seconds, key=seconds.__getitem__)
     if winner != COMPILE and (
             why := _wrong_anywhere(kernel, winner, offered, at_hand, raced, examples=1)):
         raise DamagedError(f"its winner, {winner}, {why}")
 
 
 def refused_here() -> dict[str, dict[str, str]]:
-    """Returns, by kernel and version, why all that were tried on this machine were found wrong; and
-    why a record of that is passed over."""
+    """Returns, by kernel and version, why versions that were tried on this machine are wrong, or
+    why a record of a race is ignored."""
     reasons: dict[str, dict[str, str]] = {}
     for path in sorted(own_cache(RACED).glob(f"*-{_machine()}-*.json")):
         name = path.name.partition(f"-{_machine()}-")[0]
@@ -375,7 +387,7 @@ def shapes(arguments: tuple) -> tuple:
 
 
 def _machine() -> str:
-    """Returns a digest of the machine, its libraries and whether it can compile for a GPU."""
+    """Returns a digest of the machine, its libraries, and whether it can compile for a GPU."""
     machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *cpu_limits()]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties()
@@ -397,7 +409,7 @@ def _driver() -> str:
 
 
 def _source(*calls: Callable) -> str:
-    """Returns digests of the files that they are in, and what they are told."""
+    """Returns digests of the files that define these functions, and their keyword arguments."""
     files = {inspect.getsourcefile(inspect.unwrap(getattr(one, "func", one))) for one in calls}
     told = repr([getattr(one, "keywords", {}) for one in calls])
     return told + "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest()

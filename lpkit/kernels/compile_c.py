@@ -1,17 +1,19 @@
-"""C kernels, compiled on first use by the system's compiler and kept in the user's cache.
+"""C kernels, compiled on first use by the system's compiler, and stored in the user's cache.
 
-`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes. Where
-that fails it returns None, and `choice("cast")` says what happened and why. Nothing raises: the
-caller has the same numbers in PyTorch.
+`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes. If that
+fails it returns None, and `choice("cast")` has the reason. It never raises: the caller computes the
+same numbers in PyTorch.
 
-A library's name holds two hashes. The first is of its source, the flags, the compiler's version and
-the processor, so an old one is never met. The second is of its content: what was cut off or changed
-is no longer what its name says, and is compiled again. It gets that name after `lp_check`, which
-every kernel has, returned 0 in a process of its own: one that dies there harms nobody.
+A library's name contains two hashes. The first one is of its source, the flags, the compiler's
+version and the processor, so an outdated library is never found. The second one is of its content:
+a truncated or changed library no longer matches its name, and is compiled again. A library gets its
+name only after `lp_check`, a function of every kernel, has returned 0 in a process of its own,
+where a crash does no harm.
 
-To load a library is to run it, so one that another user could have written is refused: the file and
-its folder must belong to this user, and nobody else may write there or replace it. Each user has a
-folder, so that many can share a cache. What was looked at is what is loaded: the open file.
+Loading a library runs its code, so a library that another user could have written is refused. The
+file and its folder must belong to this user, and nobody else may write there or replace it. Each
+user has a folder of their own, so that many users can share a cache. The file that was checked is
+the file that is loaded, because it stays open.
 """
 
 from __future__ import annotations
@@ -38,22 +40,22 @@ from lpkit.files import open_own, own_cache, private_folder, refuse_others, sha2
 from lpkit.machine_facts import cpu_facts
 
 COMPILERS = ("cc", "gcc", "clang")
-# No contraction: a multiply-add rounds once where the definition rounds twice.
+# No contraction to a fused multiply-add: it rounds once where the definition rounds twice.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
-ATTEMPTS = {    # the first that compiles is taken; not every compiler knows every flag
+ATTEMPTS = {    # the first that compiles is used; not every compiler supports every flag
     "for this processor, with OpenMP": ("-march=native", "-fopenmp"),
     "for this processor, without OpenMP and so on one thread": ("-march=native",),
     "for this kind of processor, without OpenMP and so on one thread": (),
 }
 CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).lp_check())"
-SECONDS = 120                       # for one compilation
-SECONDS_TO_ANSWER = 20              # for its version, and for a library's check
-MOST_SAID = 2**24                   # bytes; who says more is stopped
+SECONDS = 120                       # limit of one compilation
+SECONDS_TO_ANSWER = 20              # limit of a version query, and of a library's check
+MOST_SAID = 2**24                   # bytes; a process that writes more is stopped
 
 
 def load(name: str, arguments: Mapping[str, Sequence[Any]] | None = None) -> ctypes.CDLL | None:
-    """The library of `name`.c in this folder. `arguments`: their types, by function, as it declares
-    them."""
+    """Returns the library of `name`.c in this folder, or None. `arguments`: the argument types of
+    its functions, as the source declares them."""
     library = _opened(name)[0]
     for function, types in (arguments or {}).items() if library else ():
         getattr(library, function).argtypes, getattr(library, function).restype = types, None
@@ -71,7 +73,7 @@ def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
 
 def open_library(source: Path, cache: Path,
                  compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
-    """Open the library of `source`, from `cache` or newly compiled."""
+    """Opens the library of `source`, from `cache` or newly compiled."""
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, "
@@ -99,11 +101,11 @@ def _torch(why: str) -> Choice:
     return Choice(asked="native", used="torch", why=why)
 
 
-# ---- whom to trust
+# ---- which library may be loaded
 
 def _trusted(cache: Path, stem: str) -> ctypes.CDLL | None:
-    """The library of that name if it is what was compiled. Raises ConfigError for one that may not
-    be loaded; OSError."""
+    """Returns the library of that name if its content matches its name. Raises ConfigError for a
+    library that may not be loaded, and OSError."""
     for path in sorted(cache.glob(f"{stem}-*")):
         with open_own(path, "rb") as file:
             refuse_others(os.fstat(file.fileno()), path)
@@ -117,7 +119,7 @@ def _named(stem: str, digest: str) -> str:
 
 
 def _loaded(file: IO, path: Path) -> ctypes.CDLL:
-    # never closed: the loader takes a name that it has met for the library that it met under it
+    # never closed: for a known name, the loader returns the library that it loaded under that name
     name = f"/proc/self/fd/{os.dup(file.fileno())}"
     return ctypes.CDLL(name if os.path.exists(name) else str(path))
 
@@ -125,8 +127,8 @@ def _loaded(file: IO, path: Path) -> ctypes.CDLL:
 # ---- compiling
 
 def _compile(command: list[str], cache: Path, stem: str) -> str:
-    """Leave a library that passed its check in `cache`, or say in one line why not. Raises
-    OSError."""
+    """Stores a library that passed its check in `cache`; otherwise returns one line with the
+    reason. Raises OSError."""
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         library = Path(scratch, "made.so")
         wrong, output = _ran([*command, "-o", str(library)], SECONDS)
@@ -138,6 +140,7 @@ def _compile(command: list[str], cache: Path, stem: str) -> str:
         wrong, output = _ran(check, SECONDS_TO_ANSWER)
         if wrong:
             return f"its library fails its check: {' '.join([wrong, *output[-1:]])}"
+        # written under a temporary name and renamed: another process finds a whole file or none
         with whole_file(cache / _named(stem, sha256(library)), 0o600) as temporary:
             shutil.copyfile(library, temporary)
     return ""
@@ -151,10 +154,10 @@ def _version(compiler: str) -> str:
 
 def _ran(command: list[str], limit: float, *,
          stderr: int = subprocess.STDOUT) -> tuple[str, list[str]]:
-    """Says how a command ended, if not well, and its lines, cut where nobody reads on.
+    """Runs a command. Returns how it failed, or "", and the first lines of its output.
 
-    It says them to a file: a pipe is held open by whatever the command leaves behind. Raises
-    OSError for one that does not end in `limit` seconds or has no end of things to say.
+    The output goes to a file: a pipe would stay open as long as any process that the command
+    started. Raises OSError for a command that takes more than `limit` seconds or writes too much.
     """
     code, end, name = None, time.monotonic() + limit, Path(command[0]).name
     with tempfile.TemporaryFile() as out:
@@ -169,7 +172,7 @@ def _ran(command: list[str], limit: float, *,
                 if code is None and time.monotonic() > end:
                     raise TimeoutError(f"{name} did not end in {limit} seconds")
         finally:
-            if code is None:        # and all that it began
+            if code is None:        # kill also the processes that it started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         out.seek(0)
@@ -179,7 +182,7 @@ def _ran(command: list[str], limit: float, *,
 
 
 def _processor() -> str:
-    """The facts that -march=native depends on."""
+    """Returns the facts on which -march=native depends."""
     facts = cpu_facts()
     keys = ("model name", "flags", "Features", "CPU part")
     known = (facts.get(key, "") for key in keys)

@@ -1,16 +1,17 @@
-"""Cross-entropy that leaves its gradient where the logits were.
+"""Cross-entropy that overwrites the logits by their gradient.
 
     nats = logsumexp(logits) - logits[target]           for each row, float32
     logits <- (softmax(logits) - onehot(target)) * weight
 
-Triton's program takes a row in pieces: the first pass finds the largest logit and the sum of
-exponentials as it goes (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867), the second
-writes the gradient over the logits. So a row is read twice and written once, and nothing of its
-size is made (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). On a CPU C does it (rows.c).
+Triton's program processes a row in pieces. Its first pass computes the largest logit and the sum of
+exponentials together (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). Its second
+pass writes the gradient over the logits. So a row is read twice and written once, and no tensor of
+its size is allocated (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). On a CPU, C does the same
+(rows.c).
 
-The nats and the gradient of a target of IGNORED are 0. Any other target outside the vocabulary
-makes the row NaN, nats and gradient: to raise an error, the host would wait for the GPU. Under a
-weight of 0 the gradient is 0, even if the row holds a NaN or an infinity.
+A target of IGNORED has nats and a gradient of 0. Any other target outside of the vocabulary makes
+the row's nats and gradient NaN: to raise an error, the host would have to wait for the GPU. With a
+weight of 0 the gradient is 0, even if the row contains a NaN or an infinity.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
     counts, known = targets != IGNORED, (targets >= 0) & (targets < len(entries))
     log_probabilities = torch.where(known, torch.log_softmax(wide(logits), -1), torch.nan)
     nats = -log_probabilities.gather(1, torch.where(known, targets, 0).long())
-    # a comparison, which torch.compile fuses where it does not fuse a write to some places
+    # a comparison, because torch.compile fuses it, and does not fuse a scatter
     gradient = log_probabilities.exp() - (entries == targets).to(nats.dtype)
     weight = counts.to(nats.dtype) if weights is None else weights[:, None].to(nats.dtype) * counts
     gradient = gradient.mul_(weight).masked_fill_(weight == 0, 0.0)
@@ -57,8 +58,9 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
         at = first + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(v, 0))
-        # while all were -inf there is nothing to shift by
+        # while all logits were -inf, a shift by -inf would give NaN
         shift = tl.where(higher == float("-inf"), 0.0, higher)
+        # rescale the sum so far to the new maximum, so that no exponential overflows
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(v - shift), 0)
         top = higher
     known = (target >= 0) & (target < V)
@@ -69,7 +71,8 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
     if WEIGHTED:
         weight *= tl.load(weights + row)
     pieces = tl.cdiv(V, PIECE)
-    for piece in range(pieces):      # the last first: it was read last, and may be in a cache
+    # in reverse, because the last piece was read last and may still be in a cache
+    for piece in range(pieces):
         at = (pieces - 1 - piece) * PIECE + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
         g = (tl.exp(v - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
@@ -77,7 +80,7 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
         tl.store(start + at, g.to(logits.dtype.element_ty), mask=at < V)
 
 
-# ---- in place: nats <- f(logits, targets, weights), and logits become the gradient
+# ---- in place: nats = f(logits, targets, weights), and logits become the gradient
 
 def _by_definition(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     nats, gradient = cross_entropy(logits, targets, weights)
@@ -126,8 +129,9 @@ BY = {"reference": _by_definition, "cpu": _by_c, "triton": _by_triton}
           "-> Tensor", key=EVERY_DEVICE, fake=_nats)
 def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
                    by: str = "") -> Tensor:
-    """`cross_entropy`: returns nats, and `logits` becomes the gradient. `by`: of BY; empty: what
-    this device has. Raises ConfigError for targets or weights that are not one for each row."""
+    """Returns the nats of `cross_entropy`, and overwrites `logits` by the gradient. `by`: a key of
+    BY; empty for this device's default. Raises ConfigError if there is not one target and one
+    weight for each row."""
     M, V = logits.shape
     each = [one for one in (targets, weights) if one is not None]
     if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
@@ -158,8 +162,9 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield logits, targets, torch.rand(M, generator=rng).to(device)
     logits = torch.randn(6, 48, generator=rng).to(device)
     targets = torch.tensor([0, 47, IGNORED, 48, 3, -1], device=device)
-    yield logits, targets                       # one does not count, and two of them are none
-    yield logits * 1e4, targets                 # the exponential of all but one is 0
+    # a target is ignored, and two are outside of the vocabulary
+    yield logits, targets
+    yield logits * 1e4, targets                 # all exponentials but one are 0
     masked = logits.clone()
     masked[:, 7:40] = -torch.inf
     yield masked, targets

@@ -1,22 +1,23 @@
-"""Attention that never holds the scores: FlashAttention-2 (Dao 2023,
+"""Attention that never stores the scores: FlashAttention-2 (Dao 2023,
 https://arxiv.org/abs/2307.08691) for every `techniques.attention.Rule`, forward and backward.
 
     s = cap(q k^T / sqrt(E))    p = exp(s - lse)    lse = log sum exp(s) over the keys that are seen
     out = p v                   D = sum(d_out out)  ds = p (d_out v^T - D) cap'
     dq = ds k / sqrt(E)         dk = ds^T q / sqrt(E)           dv = p^T d_out
 
-Forward: a program takes a tile of queries and goes over tiles of keys with the online softmax of
-Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867); exponentials are of base 2, whose
-factor is in the scale. Backward makes the scores again, twice: one kernel over tiles of queries has
-dq, one over tiles of keys has dk and dv, summed over the queries' heads that share them. Nobody
-adds to what another wrote, so that the same input gives the same bits.
+Forward: a program has a tile of queries and iterates over tiles of keys, with the online softmax of
+Milakov and Gimelshein (2018, https://arxiv.org/abs/1805.02867). Exponentials are to base 2, and the
+scale contains the factor log2(e). Backward recomputes the scores twice. One kernel iterates per
+tile of queries and computes dq. The other one iterates per tile of keys and computes dk and dv,
+summed over the query heads that share the keys. No two programs add to the same numbers, so the
+same input gives the same bits.
 
-Tiles in which nothing is seen are left out, not masked: by the bounds of the loops for the past, a
-window and documents (from the least and the greatest id of each tile), by lists for blocks. Those
-in which all is seen have no mask.
+Tiles without a visible pair are skipped, not masked. For causality, windows and documents, the
+loops' bounds skip them (for documents by the smallest and the largest id of each tile); for tables
+of blocks, lists do. Tiles in which all pairs are visible are computed without a mask.
 
-Shapes: q (B, H, T, E), k and v (B, G, T, E), each with its own strides; results lie as (B, T, H, E),
-so that heads merge without a copy.
+Shapes: q (B, H, T, E), k and v (B, G, T, E), each with its own strides. Results are stored as
+(B, T, H, E), so that heads merge without a copy.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CAUSAL = Rule()
 
 def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
               sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
-    """The definition, in float32, or in float64 where q is, and rounded once; holds the scores. A
+    """The definition, in float32 (float64 if q is float64), rounded once. It stores the scores. A
     query that sees nothing gets zeros."""
     H, T, E = q.shape[-3:]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -58,22 +59,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     if sinks is not None:
         sink = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
         scores, seen = torch.cat((scores, sink), -1), F.pad(seen, (0, 1), value=True)
-    # no row is all -inf, whose softmax would be NaN and its gradient too
+    # hidden scores are finite: a row of -inf has a NaN softmax, and a NaN gradient
     weights = torch.where(seen, scores, torch.finfo(wide).min).softmax(-1) * seen
     return (weights[..., :T] @ v).to(q.dtype)
 
 
 # ---- the kernels
 
-# Of a batch's sequence b: which pairs count, and how they score; None: not asked for.
+# Facts that decide which pairs of a sequence b count, and how they score. None: not in this rule.
 Told = namedtuple("Told", "b T documents window global_tokens table block across scale cap")
 
 
 @jit
 def _tile(start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
           INSIDE: tl.constexpr):
-    """Rows `place`, place + 1, ... of a matrix (T, E), and zeros beside it. INSIDE: none is below
-    it."""
+    """Loads rows `place`, place + 1, ... of a matrix (T, E), and zeros outside of it. INSIDE: no
+    row is below the matrix."""
     row, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
     where = start + tl.cast(place, tl.int64) * stride + (row[:, None] * stride + e[None, :])
     if INSIDE and E == BLOCK_E:
@@ -97,7 +98,7 @@ def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 @jit
 def _places(place, told, ROWS: tl.constexpr):
-    """The places of a tile, and the document of each."""
+    """Returns the places of a tile's tokens, and the document of each."""
     places = place + tl.arange(0, ROWS)
     ids = places
     if told.documents is not None:
@@ -107,7 +108,7 @@ def _places(place, told, ROWS: tl.constexpr):
 
 @jit
 def _sums(lse, rows, T):
-    """Log-sums to base 2; beside the matrix exp(s - inf) is 0."""
+    """Loads log-sums, to base 2. Outside of the matrix they are inf, so that exp(s - inf) is 0."""
     return tl.load(lse + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
 
 
@@ -127,7 +128,7 @@ def _seen(rows, columns, row_ids, column_ids, told, MASKED: tl.constexpr):
 
 @jit
 def _score(products, told):
-    """Times log2(e). And the share of the cap that is reached."""
+    """Returns the scores times log2(e), and their tanh if the rule caps them."""
     scores = products * told.scale
     reached = scores
     if told.cap is not None:
@@ -138,7 +139,7 @@ def _score(products, told):
 
 @jit
 def _slope(products, sums, values, deltas, seen, told, MASKED: tl.constexpr):
-    """(p, ds) from q k^T and d_out v^T, or from both transposed."""
+    """Returns (p, ds) from q k^T and d_out v^T, or from their transposes."""
     scores, reached = _score(products, told)
     p = tl.exp2(scores - sums)
     if MASKED:
@@ -152,9 +153,10 @@ def _slope(products, sums, values, deltas, seen, told, MASKED: tl.constexpr):
 @jit
 def _met(tile, told, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr,
          BLOCK_K: tl.constexpr):
-    """The tiles that one of queries meets, or one of keys: of those before `far` (with global
-    tokens), from `low` to `near` and from `whole` to `end` some pairs are left out, from `near` to
-    `whole` none. Where there are lists, these are places in them."""
+    """Returns which tiles of keys a tile of queries is computed with (BY_KEYS: which tiles of
+    queries a tile of keys), as five bounds. Tiles before `far` (global tokens), from `low` to
+    `near`, and from `whole` to `end` have hidden pairs and need a mask. Tiles from `near` to
+    `whole` have none. With lists, the bounds are places in the lists."""
     if counts is not None:
         far, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
         low, near, whole = far, far, end
@@ -194,7 +196,7 @@ def _part(step: tl.constexpr, state, own, met, tile, repeats, told, tiles, liste
           BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     far, low, near, whole, end = met
     count = far + near - low + end - whole if MASKED else whole - near
-    # the heads of a group one after the other, in one loop, so that loads go on between them
+    # all heads of a group in one loop, so that loads of the next head overlap with the current one
     for n in range(repeats * count):
         i, h = (n % count, n // count) if BY_KEYS else (n, 0)
         at = near + i
@@ -212,7 +214,8 @@ def _part(step: tl.constexpr, state, own, met, tile, repeats, told, tiles, liste
 def _over(step: tl.constexpr, state, own, tile, repeats, told, bound, tiles, counts, listed,
           BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
           BLOCK_K: tl.constexpr):
-    """`state` after each tile that this one meets: those with a mask, then those without."""
+    """Returns `state` after all tiles that this tile is computed with: first those with a mask."""
+    # MASKED is a constant of the kernel: the loop without a mask has no code for one
     met = _met(tile, told, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
     state = _part(step, state, own, met, tile, repeats, told, tiles, listed, True, BY_KEYS, E,
                   BLOCK_E, BLOCK_Q, BLOCK_K)
@@ -225,7 +228,7 @@ def _over(step: tl.constexpr, state, own, tile, repeats, told, bound, tiles, cou
 @jit
 def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One tile of keys."""
+    """Adds one tile of keys to the online softmax of a tile of queries."""
     total, top, weight = state
     queries, rows, ids, k, v, k_t, v_t = own
     place = at * BLOCK_K
@@ -236,9 +239,10 @@ def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOC
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    # while all were -inf there is nothing to shift by
+    # while all scores were -inf, a shift by -inf would give NaN
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     p = tl.exp2(scores - shift[:, None])
+    # what was summed under the old maximum is rescaled to the new one: the online softmax
     before = tl.exp2(top - shift)
     values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
     total = tl.dot(p.to(values.dtype), values, total * before[:, None], input_precision="ieee")
@@ -250,7 +254,7 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
              k_h, k_t, v_b, v_h, v_t, T, H, repeats, window, global_tokens, block, across, listed,
              scale, cap, E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
              BLOCK_E: tl.constexpr):
-    # the tiles with the most keys first
+    # the tiles with the most keys start first, so that the last programs to finish are short
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place = h // repeats, tile * BLOCK_Q
@@ -260,7 +264,7 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
     total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_Q,), tl.float32)
-    if sinks is not None:       # a key without a value
+    if sinks is not None:       # a sink acts as a key without a value
         top = tl.zeros_like(top) + tl.load(sinks + h).to(tl.float32) * 1.4426950408889634
         weight += 1.0
     own = queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t
@@ -268,14 +272,14 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
                                counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
     _put(total, out + (b * T * H + h) * E, place, H * E, T, E, BLOCK_E, BLOCK_Q)
-    # weight is 0 where nothing was seen, and its logarithm -inf
+    # where nothing was seen, weight is 0 and the log-sum -inf
     tl.store(lse + head * T + rows, (top + tl.log2(weight)) * 0.6931471805599453, mask=rows < T)
 
 
 @jit
 def _to_queries(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr,
                 BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """dq of one tile of keys."""
+    """Adds the share of one tile of keys to dq."""
     queries, rows, ids, k, v, k_t, v_t, grads, sums, deltas = own
     place = at * BLOCK_K
     columns, column_ids = _places(place, told, BLOCK_K)
@@ -293,7 +297,7 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
                       q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, T, H, repeats, window,
                       global_tokens, block, across, listed, scale, cap, slope, E: tl.constexpr,
                       BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
-    """dq, and D on its way, which the other kernel reads."""
+    """Computes dq. Also stores D, which the other kernel reads."""
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place, at_head = h // repeats, tile * BLOCK_Q, (b * T * H + h) * E
@@ -301,6 +305,8 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
     rows, ids = _places(place, told, BLOCK_Q)
     grads = _tile(d_out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
     made = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    # D = sum(d_out out) is sum(p dp) over all keys, known before the first key (Dao et al.
+    # 2022, appendix B.2)
     delta = tl.sum(grads.to(tl.float32) * made.to(tl.float32), 1)
     tl.store(deltas + head * T + rows, delta, mask=rows < T)
     sums = _sums(lse + head * T, rows, T)
@@ -315,7 +321,7 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
 @jit
 def _to_keys(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
              BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """dk and dv of one tile of queries; scores are transposed, (keys, queries)."""
+    """Adds one tile of queries to dk and dv. Scores are transposed, (keys, queries)."""
     dk, dv = state
     keys, values, columns, ids, q, d_out, lse, deltas, q_h, q_t, out_t = own
     place, h = at * BLOCK_Q, tl.cast(h, tl.int64)
@@ -356,8 +362,8 @@ def _backward_keys(q, k, v, documents, bound, tiles, counts, table, lse, d_out, 
 
 # ---- the operators
 
-# Queries, keys, warps and stages of a program by width, for numbers of 16 bits: none spills on Hopper
-# or Blackwell, whatever the kind (docs/kernels.md).
+# BLOCK_Q, BLOCK_K, warps and stages of a program, by width, for 16-bit numbers. None of these
+# spills registers on Hopper or Blackwell, for any rule (docs/kernels.md).
 SHAPES = {
     "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2),
                 512: (64, 32, 8, 1)},
@@ -365,12 +371,12 @@ SHAPES = {
                 512: (32, 32, 4, 1)},
     "keys": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 32, 8, 1), 512: (32, 32, 8, 1)},
 }
-# with documents or a table of blocks, which take registers
+# smaller tiles for rules with documents or a table of blocks, which need more registers
 NARROWER = {"forward": {128: (128, 32, 8, 1)}, "keys": {64: (32, 64, 4, 2)}}
 
 
 def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, int]:
-    """The tiles, warps and stages of a program."""
+    """Returns the tile sizes, warps and stages of a program."""
     block = max(16, triton.next_power_of_2(E))
     at = max(64, block * itemsize // 2)
     shape = (narrower and NARROWER.get(which, {}).get(at)) or SHAPES[which][at]
@@ -381,8 +387,8 @@ def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, i
 @functools.lru_cache(maxsize=64)
 def _lists(rule: Rule, T: int, queries: int, keys: int, by_keys: bool,
            device: torch.device) -> dict[str, Any]:
-    """Lists the tiles that each tile of queries, or of keys, meets, (tiles, listed): first those
-    with a mask; and how many have one, and are there, (tiles, 2)."""
+    """Returns the tiles that each tile of queries (by_keys: of keys) is computed with, (tiles,
+    listed), those with a mask first; and the counts (tiles, 2): with a mask, and in all."""
     down, over = -(-T // queries), -(-T // keys)
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
     for i in range(down):
@@ -402,7 +408,7 @@ def _lists(rule: Rule, T: int, queries: int, keys: int, by_keys: bool,
 
 
 def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
-    """True where a tile of queries and one of keys may share a document, (B, down, over)."""
+    """Returns whether tiles of queries and keys may share a document, (B, down, over)."""
     def ends(size: int) -> tuple[Tensor, Tensor]:
         T = documents.shape[1]
         places = torch.arange(-(-T // size) * size, device=documents.device).clamp(max=T - 1)
@@ -413,13 +419,13 @@ def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
 
 def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rule: Rule,
            which: str) -> dict[str, Any]:
-    """The arguments that all kernels take; each has tensors of its own besides."""
+    """Returns the arguments that all kernels have in common."""
     (_, H, T, E), G, by_keys = q.shape, k.shape[1], which == "keys"
     shape = _shape(which, E, rule.documents or rule.blocks is not None, q.itemsize)
     queries, keys = shape["BLOCK_Q"], shape["BLOCK_K"]
     log2e, cap, soft_cap = math.log2(math.e), None, rule.soft_cap
     scale = 1 / math.sqrt(E) * log2e
-    if soft_cap is not None:    # cap tanh(s / cap), whose tanh is made of exp2(2 log2e s / cap)
+    if soft_cap is not None:    # cap tanh(s / cap); tanh is computed from exp2(2 log2e s / cap)
         scale, cap = 2 * scale / soft_cap, soft_cap * log2e
     given = {"q": q, "k": k, "v": v, "documents": documents, "T": T, "H": H, "repeats": H // G,
              "window": rule.window, "global_tokens": rule.global_tokens, "block": rule.block,
@@ -475,8 +481,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
           flops=over_pairs(2))
 def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
             rule: str) -> tuple[Tensor, Tensor]:
-    """(out, lse): lse (B, H, T) float32, the logarithm of the sum of exponentials of a query's
-    scores, -inf for one that sees nothing. Raises ConfigError for what `_check` finds."""
+    """Returns (out, lse). lse (B, H, T) float32: the logarithm of the sum of exponentials of a
+    query's scores, -inf for a query that sees nothing. Raises ConfigError (`_check`)."""
     _check(q, k, v)
     out, lse = _results(q)
     if out.numel():
@@ -493,7 +499,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Te
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
              sinks: Tensor | None, out: Tensor, lse: Tensor,
              rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
+    """Returns (dq, dk, dv, dsinks); dsinks is empty without sinks."""
     _check(q, k, v)
     (B, H, T, E), G = q.shape, k.shape[1]
     dq, dk, dv, dsinks = _gradients(d_out, q, k, v, documents, sinks)
@@ -507,6 +513,7 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
             kernel[heads, tiles](**given, **own, d_out=d_out, lse=lse, deltas=deltas,
                                  slope=1 / math.sqrt(E))
     if sinks is not None:
+        # a sink's value is 0, so dp is 0 and ds = -p D, summed over sequences and queries
         shares = torch.exp(sinks.float()[:, None] - lse)
         dsinks.copy_(-(shares * deltas).sum((0, 2)))
     return dq, dk, dv, dsinks
@@ -524,7 +531,7 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out: Tensor):
         q, k, v, documents, sinks, out, lse = ctx.saved_tensors
-        d_out = d_out.transpose(1, 2).contiguous().transpose(1, 2)      # as `out` lies
+        d_out = d_out.transpose(1, 2).contiguous().transpose(1, 2)      # the layout of `out`
         dq, dk, dv, dsinks = backward(d_out, q, k, v, documents, sinks, out, lse, ctx.rule)
         return dq, dk, dv, None, None if sinks is None else dsinks, None
 
@@ -532,18 +539,18 @@ class _Flash(torch.autograd.Function):
 @limited("triton")
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                     sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
-    """`attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""
+    """Computes `attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     documents = documents.contiguous() if rule.documents else None
     return _Flash.apply(q, k, v, documents, sinks, rule.words)
 
 
-# ---- what judges it
+# ---- examples, with which versions are verified
 
 def _examples(rng: torch.Generator, device: torch.device):
     def arguments(B: int, H: int, G: int, T: int, E: int, dtype: torch.dtype, rule: Rule) -> tuple:
         q, k, v = (torch.randn(B, T, heads, E, generator=rng).to(device, dtype).transpose(1, 2)
-                   for heads in (H, G, G))      # as a product has them
+                   for heads in (H, G, G))      # the strides of q, k and v after their product
         ids = torch.arange(T).expand(B, T) * 3 // max(T, 1) + torch.arange(B)[:, None]
         sinks = torch.randn(H, generator=rng).to(device) if rule.sinks else None
         return q, k, v, ids.to(device) if rule.documents else None, sinks, rule
@@ -557,13 +564,15 @@ def _examples(rng: torch.Generator, device: torch.device):
         yield arguments(1, 1, 1, 65, 16, dtype, Rule(soft_cap=2.0))
         yield arguments(1, 1, 1, 45, 16, dtype, some)
         yield arguments(0, 2, 2, 8, 16, dtype, CAUSAL)
-    # D is of a rounded `out`: a sink's gradient, the difference of large sums, shows it in 16 bits
+    # D is a sum over a rounded `out`. A sink's gradient, a difference of large sums, would show it
+    # in 16 bits.
     yield arguments(1, 2, 1, 9, 16, torch.float32, Rule(sinks=True))
-    nothing = Rule(block=4, blocks=((True, False), (False, False)))      # the last 4 see no key
+    # the last 4 queries see no key
+    nothing = Rule(block=4, blocks=((True, False), (False, False)))
     yield arguments(1, 1, 1, 8, 16, torch.float32, nothing)
 
 
 FLASH_ATTENTION = Kernel(
     definition=attention, versions={"triton": flash_attention}, examples=_examples,
-    # p and ds are rounded for their products; p is of the sum that was kept, D of a rounded output
+    # p and ds are rounded for their products, and D is a sum over a rounded output
     gradients=(0, 1, 2, 4), slack=(4.0, 4.0))

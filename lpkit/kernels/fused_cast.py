@@ -1,18 +1,18 @@
-"""One fused cast in Triton: a matrix to 8 or 4 bits, as it lies and transposed, with its scales.
+"""One fused cast in Triton: a matrix to 8 or 4 bits, as stored and transposed, with its scales.
 
     kernel       blocks that share a scale      bytes that move for an element of bf16
     cast-tensor  the whole                      amax 2, cast 2 + 1 + 1; with a history 2 + 1 + 1
-    cast-rows    a row                          2 + 1, where a program holds it; of x.T 2 + 2 + 1
+    cast-rows    a row                          2 + 1 if a program holds it; for x.T 2 + 2 + 1
     cast-blocks  1 x 128, 128 x 128             2 + 1 + 1, and the scales
     cast-mx      1 x 32                         2 + 1 + 1, and the scales in a byte
     cast-nvfp4   1 x 16, 16 x 16, two levels    amax 2, cast 2 + 1/2 + 1/2, and 1/16 for scales
 
-Each has the same definition, `definition`, and the same operator, which looks up in FUSED what
-casts blocks of such a shape. Tensor cores read operands whose contracted axis is last, so a tensor
-that serves two products is needed both ways, and one read serves both where it can.
+All have one definition, `definition`, and one operator, which looks up in FUSED the kernel for
+blocks of a shape. Tensor cores read operands with the contracted axis last, so a tensor that serves
+two products is needed as stored and transposed. If possible, one read serves both.
 
-Scales lie where the product wants them: those of 1 x 128 column by column (cuBLAS 12.9, "scaling
-factors layouts"), those of one byte, where `swizzled`, in tiles of 128 x 4.
+Scales are stored in the layout that the product reads: scales of 1 x 128 column by column (cuBLAS
+12.9, "scaling factors layouts"), one-byte scales, if `swizzled`, in tiles of 128 x 4.
 """
 
 from __future__ import annotations
@@ -57,29 +57,32 @@ WHOLE, ROW, BLOCK, SQUARE, NVFP4, NVFP4_SQUARE = (
     (ALL, ALL), (1, ALL), (1, 128), (128, 128), (1, 16), (16, 16))
 FP8_SCALES = ("float32", "power-of-two", "power-of-two-floor")
 
-# What a program takes of x: rows, columns, and warps.
+# The tile of x that a program processes, in rows and columns, and its warps.
 TILE = {"BM": 128, "BN": 64, "num_warps": 8}
-TALL = {"BM": 256, "BN": 64, "num_warps": 8}        # of the amaxes of columns
-HELD = 2048         # elements of rows that a program casts at least
-HOLDS = 16384       # of a row in registers
-PIECE = 8192        # of a longer one, which is read again, from L2
+TALL = {"BM": 256, "BN": 64, "num_warps": 8}        # for the amaxes of columns
+HELD = 2048         # the fewest elements of rows that a program casts
+HOLDS = 16384       # the most elements of a row that fit into registers
+# elements per step of a longer row, which is read a second time from the L2 cache
+PIECE = 8192
 WIDE, NARROW = {"BM": 64, "BN": 128, "num_warps": 8}, {"BM": 128, "BN": 64, "num_warps": 8}
 BOTH = {"BM": 128, "BN": 128, "num_warps": 16}
-SMALL = {"BM": 64, "BN": 64, "num_warps": 8}        # both ways in blocks of 32 and of 16
-SIXTEENS = {"BG": 8, "BN": 128, "num_warps": 4}         # 16 rows each
-SIXTEENS_CAST = {"BG": 8, "BN": 64, "num_warps": 4}     # with 128 columns too few programs fit
+SMALL = {"BM": 64, "BN": 64, "num_warps": 8}        # for both ways with blocks of 32 or 16
+SIXTEENS = {"BG": 8, "BN": 128, "num_warps": 4}         # BG groups of 16 rows each
+# with 128 columns, too few programs fit on a multiprocessor
+SIXTEENS_CAST = {"BG": 8, "BN": 64, "num_warps": 4}
 
 
 # ---- the definition
 
 def definition(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
                history: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
-    """x (M, N) -> its values and scales, then those of x.T, as asked for; then one more number,
-    () float32: the amax of a tensor under one scale, or the second level of two; then how many
-    elements are not finite, () int64.
+    """x (M, N) -> the values and scales of x, then those of x.T, each only if requested. Then, for
+    a whole tensor, its amax, or for two levels of scales the second one, () float32. At last, the
+    number of elements that are not finite, () int64.
 
-    swizzled: scales of one byte are the bytes of their tiles. history: of a whole tensor, the amax
-    that its scale follows from, () float32. noise: `Noise.words`, (3,) int64.
+    swizzled: one-byte scales are returned as the bytes of their tiles
+    history:  () float32, the amax that the scale of a whole tensor follows from
+    noise:    `Noise.words`, (3,) int64
     """
     _check(x, cast, rows, columns)
 
@@ -102,7 +105,8 @@ def definition(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
 
 
 def _scales(scale: Tensor, cast: Cast, swizzled: bool) -> Tensor:
-    """The scales as the product reads them; a square's of two levels once for each of its rows."""
+    """Returns the scales as the product reads them. A 16 x 16 block's scale is repeated for each of
+    its rows."""
     dtype = _scale_dtype(cast)
     if dtype == torch.float8_e4m3fn:
         scale = scale.repeat_interleave(cast.block[0], 0)
@@ -117,7 +121,7 @@ def _scale_dtype(cast: Cast) -> torch.dtype:
 
 
 def _check(x: Tensor, cast: Cast, rows: bool, columns: bool) -> None:
-    """Raises ConfigError where x, or x.T, does not tile."""
+    """Raises ConfigError if x, or x.T, does not tile."""
     (down, across) = cast.block
     scales.check(x, (max(rows * down, columns * across), max(rows * across, columns * down)))
 
@@ -126,7 +130,8 @@ def _check(x: Tensor, cast: Cast, rows: bool, columns: bool) -> None:
 
 @jit
 def _load(x, m, n, M, N):
-    """x (M, N) at rows m and columns n, where that is, and which of it there is."""
+    """Loads x (M, N) at rows m and columns n. Also returns offsets, and a mask of what is inside.
+    """
     inside = (m < M)[:, None] & (n < N)[None, :]
     at = m[:, None].to(tl.int64) * N + n[None, :]
     return tl.load(x + at, mask=inside, other=0.0), at, inside
@@ -135,11 +140,12 @@ def _load(x, m, n, M, N):
 @jit
 def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
           TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """A history that is still empty decides nothing: then, and only then, the pass for the amax
-    has read the tensor. A NaN or an Inf turns the scale to NaN, and so all that is made of it."""
+    """Casts a tile under the tensor's one scale. With a history, the scale follows from it, and the
+    cast itself computes the new amax. Only while the history is still empty has the pass for the
+    amax read the tensor. A NaN or an Inf makes the scale NaN, and so all values that use it."""
     tile, bits = tl.program_id(0), found.to(tl.pointer_type(tl.int32))
     top = tl.load(bits)
-    if TO.history:      # the top is being written to, unless history is empty
+    if TO.history:      # other programs may already be writing to it, unless the history is empty
         past = tl.load(history)
         top = tl.where(past > 0, magnitude(past), top)
     s = scale_of(top, TO)
@@ -156,18 +162,20 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         if met >= 0x7F800000:
             tl.atomic_max(bits + 64, 0x7FC00000)
             bad = nonfinite(tl.load(x + at, mask=inside, other=0.0))
-            tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))    # else they are counted
+            # otherwise the pass for the amax has counted them
+            tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))
     q = rounded(v, s, at, words, TO)
+    # the tile was read once, and is stored both ways
     if TO.rows:
         tl.store(rows + at, stored(q, TO), mask=inside)
     if TO.columns:
         there = n[:, None].to(tl.int64) * M + m[None, :]
-        # 1.0, which no compiler knows: ptxas 12.8 loses bytes that are stored both ways (docs/log.md)
+        # 1.0, which the compiler cannot know: ptxas 12.8 loses bytes stored both ways (docs/log.md)
         again = tl.trans(q * (1.0 - (N >> 31)))
         tl.store(columns + there, stored(again, TO), mask=tl.trans(inside))
 
 
-# ---- a scale for each row: a program holds it, or reads it again
+# ---- a scale for each row: a program holds the row, or reads it a second time
 
 @jit
 def _write(read, s, data, at, inside, words, TO: tl.constexpr):
@@ -180,7 +188,8 @@ def _rows(x, rows, row_scale, columns, column_scale, found, history, words, M, N
           TO: tl.constexpr, HOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.arange(0, BN)
-    read, at, inside = _load(x, m, n, M, N)     # held as it is: half the registers
+    # kept in its own dtype, which takes half the registers for bf16
+    read, at, inside = _load(x, m, n, M, N)
     most = magnitude(read.to(tl.float32))
     if not HOLD:
         for start in range(BN, N, BN):
@@ -202,8 +211,8 @@ def _rows(x, rows, row_scale, columns, column_scale, found, history, words, M, N
             _write(read, s, rows, at + start, within, words, TO)
 
 
-# Rows of a transposed view are columns in memory, too long to be held: one pass finds their amaxes,
-# a second casts and transposes.
+# Rows of a transposed view are columns in memory, and are too long to be held in registers: one
+# pass computes their amaxes, and a second one casts and transposes.
 
 @jit
 def _column_amax(x, rows, row_scale, columns, column_scale, found, tops, words, M, N,
@@ -231,13 +240,13 @@ def _columns(x, rows, row_scale, columns, column_scale, found, tops, words, M, N
     tl.store(columns + tl.trans(there), tl.trans(q), mask=tl.trans(inside))
 
 
-# ---- a scale for each block: a program casts the rows of its tile, and its columns anew
+# ---- a scale for each block: a program casts the rows of its tile, and separately its columns
 
 @jit
 def _operand(v, data, scale, words, r, c, R, C, TO: tl.constexpr, BR: tl.constexpr,
              BC: tl.constexpr):
-    """v (BR, BC) are rows r and columns c of an operand (R, C). Gives the largest magnitude's bits
-    in each block."""
+    """Casts v (BR, BC), rows r and columns c of an operand (R, C). Returns the bits of the largest
+    magnitude in each block."""
     SIDE: tl.constexpr = TO.side
     w = tl.reshape(v, (BR, BC // SIDE, SIDE))
     top = tl.max(magnitude(w), 2)
@@ -270,7 +279,9 @@ def _blocks(x, rows, row_scale, columns, column_scale, found, history, words, M,
     if TO.columns:
         top = _operand(tl.trans(v), columns, column_scale, words, n, m, N, M, TO, BN, BM)
     if TO.rows:
-        if TO.columns:      # from L1: what is held until here would cost half the programs
+        # a second read, from L1: holding v would take so many registers that half as many programs
+        # run
+        if TO.columns:
             v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         top = _operand(v, rows, row_scale, words, m, n, M, N, TO, BM, BN)
     if tl.max(tl.max(top, 1), 0) >= 0x7F800000:
@@ -280,7 +291,7 @@ def _blocks(x, rows, row_scale, columns, column_scale, found, history, words, M,
 @jit
 def _square(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
             TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """A program is a block, and sides are multiples of it."""
+    """Casts one block per program. The sides of x are multiples of the block's."""
     i, j = tl.program_id(0), tl.program_id(1)
     m, n = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
     at = m[:, None].to(tl.int64) * N + n[None, :]
@@ -299,11 +310,11 @@ def _square(x, rows, row_scale, columns, column_scale, found, history, words, M,
         tl.store(column_scale + j.to(tl.int64) * (M // BM) + i, s)
 
 
-# ---- blocks of 16 under two levels of scales, in codes of 4 bits
+# ---- blocks of 16 under two levels of scales, in 4-bit codes
 
 @jit
 def _pack(code, R: tl.constexpr, C: tl.constexpr):
-    """(R, C) codes -> (R, C / 2) bytes."""
+    """Packs codes: (R, C) -> (R, C / 2) bytes."""
     low, high = tl.split(tl.reshape(code.to(tl.uint8), (R, C // 2, 2)))
     return low | (high << 4)
 
@@ -311,7 +322,7 @@ def _pack(code, R: tl.constexpr, C: tl.constexpr):
 @jit
 def _operand4(code, s, data, scale, r0, c0, R, C, TO: tl.constexpr, BR: tl.constexpr,
               BC: tl.constexpr):
-    """Store codes (BR, BC) and scales (BR, BC / 16) of an operand (R, C) at r0, c0."""
+    """Stores codes (BR, BC) and scales (BR, BC / 16) of an operand (R, C) at r0, c0."""
     r = r0 + tl.arange(0, BR)
     half = c0 // 2 + tl.arange(0, BC // 2)
     tl.store(data + r[:, None].to(tl.int64) * (C // 2) + half[None, :], _pack(code, BR, BC),
@@ -354,14 +365,14 @@ def _tiles(x, rows, row_scale, columns, column_scale, found, history, words, M, 
         _operand4(code, s, rows, row_scale, m0, n0, M, N, TO, BM, BN)
 
 
-# Operands of the weight gradient are transposed, and may pass a random Hadamard transform on the
-# way: 16 rows of x are 16 registers of a thread, so sums and differences of registers are all it
-# takes, in the amax's pass and in the cast's.
+# Operands of the weight gradient are transposed, and may need a random Hadamard transform first. A
+# thread holds 16 rows of x in 16 registers, so the transform is only sums and differences of
+# registers, computed both in the pass for the amax and in the cast.
 
 @jit
 def _sixteen(x, g, n, G, N, TO: tl.constexpr):
-    """Rows 16 g to 16 g + 15 of x, as 16 tensors, transformed; and the bits of each 16's largest
-    magnitude."""
+    """Loads rows 16 g to 16 g + 15 of x as 16 tensors, and transforms them. Also returns the bits
+    of the largest magnitude of each 16."""
     inside = (g < G)[:, None] & (n < N)[None, :]
     at = g[:, None].to(tl.int64) * (16 * N) + n[None, :]
     v = ()
@@ -407,7 +418,7 @@ def _mixed_amax(x, rows, row_scale, columns, column_scale, found, history, words
 @jit
 def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, words, G, N,
                      TO: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
-    """Blocks of 1 x 16 of x.T (N, 16 G); the 16 codes of each leave as one word."""
+    """Casts 1 x 16 blocks of x.T (N, 16 G). The 16 codes of a block are stored as one word."""
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     bits = found.to(tl.pointer_type(tl.int32))
@@ -431,14 +442,15 @@ def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, 
     tl.store(column_scale + tl.trans(there), tl.trans(s), mask=tl.trans(inside))
 
 
-# ---- what launches them
+# ---- launching
 
 class Launch(NamedTuple):
-    """A cast of x (M, N). `ways`: values and scales of x, and of x.T, None where they are not asked
-    for. found: `amax.nothing_found`."""
+    """A cast of x (M, N). `ways`: tensors for values and scales of x, and of x.T; None if they are
+    not requested. found: `amax.nothing_found`."""
 
     x: Tensor
-    sides: tuple[int, int]      # M and N, or how many rows a kernel takes as one, and N
+    # M and N; or M in groups of the rows that a kernel processes as one, and N
+    sides: tuple[int, int]
     ways: Sequence[Tensor | None]
     found: Tensor
     history: Tensor | None
@@ -469,7 +481,7 @@ def _cast_rows(one: Launch) -> None:
 
 @functools.cache
 def row_shape(N: int) -> dict[str, int]:
-    """The tile of a program, for rows of N elements."""
+    """Returns the tile of a program, for rows of N elements."""
     block = PIECE if N > HOLDS else triton.next_power_of_2(N)
     return {"BM": max(1, HELD // block), "BN": block, "HOLD": block >= N,
             "num_warps": max(4, block // 1024)}
@@ -501,14 +513,14 @@ def _cast_nvfp4(one: Launch) -> None:
 
 
 class OfBlock(NamedTuple):
-    """A kernel, what launches it, and what it knows for a block."""
+    """A kernel, the function that launches it, and the casts that it supports for a block."""
 
     kernel: str
     launch: Callable[[Launch], None]
     formats: tuple[str, ...] = ("e4m3fn", "e5m2")
     scales: tuple[str, ...] = FP8_SCALES
-    both: bool = True       # ways by one read
-    mixes: bool = False     # transforms the operands of x.T itself
+    both: bool = True       # whether one read casts both ways
+    mixes: bool = False     # whether it transforms the operands of x.T itself
 
 
 _OF_NVFP4 = OfBlock("cast-nvfp4", _cast_nvfp4, formats=("e2m1",), scales=("e4m3", "e4m3-normal"),
@@ -528,14 +540,15 @@ FUSED: dict[tuple[int, int], OfBlock] = {
 
 @functools.cache
 def _dtypes(words: str) -> tuple[Cast, torch.dtype, torch.dtype]:
-    """A cast, and the dtypes of its values and of its scales."""
+    """Returns a cast, and the dtypes of its values and of its scales."""
     cast = named(words)
     return cast, scales.stored_dtype(format_of(cast.format)), _scale_dtype(cast)
 
 
 def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
              *_: object) -> list[Tensor]:
-    """Values and scales of each way, and `Launch.found`, which has the scale of a whole tensor."""
+    """Returns empty values and scales for each way, and `Launch.found`, which contains the scale of
+    a whole tensor."""
     (cast, values, kind), results = _dtypes(words), []
     for R, C in [x.shape] * rows + [x.shape[::-1]] * columns:
         down, across = R // (cast.block[0] or R), C // (cast.block[1] or C)
@@ -543,7 +556,8 @@ def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
             down = R
         if cast.block == WHOLE:
             scale = x.new_empty(0)
-        elif swizzled and kind.itemsize == 1:   # what the tiles have beyond the tensor is read too
+        # zeros: the product also reads the parts of tiles outside of the tensor
+        elif swizzled and kind.itemsize == 1:
             scale = x.new_zeros(scales.swizzled_bytes(down, across), dtype=torch.uint8).view(kind)
         elif cast.block == BLOCK:
             scale = x.new_empty(across, down, dtype=kind).T     # column by column
@@ -579,10 +593,10 @@ def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     return *made, found[1]
 
 
-# ---- an operand of a recipe's product
+# ---- operands of a recipe's product
 
 def why_not(cast: Cast, *, both: bool = False) -> str:
-    """The reason why no kernel does this cast; empty: one does."""
+    """Returns the reason why no kernel does this cast, or ""."""
     row = FUSED.get(cast.block)
     if row is None or cast.format not in row.formats or cast.scale not in row.scales:
         return (f"no kernel casts to {cast.format} in blocks of {cast.block} with scales "
@@ -595,13 +609,17 @@ def why_not(cast: Cast, *, both: bool = False) -> str:
 def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
                  noise: Noise | None = None, both: bool = False, swizzled: bool = True,
                  by: Callable[[str], Version]) -> scales.Scaled:
-    """Cast x (M, K), the contracted axis last, for a backend; a transposed view x.T is not copied.
-    both: the result has its `.T`, the operand of x.T, by one read. amax: () float32, for delayed
-    scaling of a whole tensor. noise: for stochastic rounding. by: the version of the kernel of a
-    name of `KERNELS`. swizzled: scales of one byte are the bytes of the tiles that Blackwell reads.
+    """Casts x (M, K), whose contracted axis is last. A transposed view x.T is not copied.
 
-    The numbers are those of `lpkit.precision.scaled.quantise`, but for a Hadamard transform, whose
-    sums have one order here (`lpkit.kernels.cast.hadamard`), and under a scale that is NaN.
+    both:     the result's `.T` is the operand of x.T, from the same read
+    amax:     () float32, for delayed scaling of a whole tensor
+    noise:    for stochastic rounding
+    by:       returns the version of a kernel, by its name in `KERNELS`
+    swizzled: one-byte scales are the bytes of the tiles that Blackwell reads
+
+    The numbers are those of `lpkit.precision.scaled.quantise`, with two exceptions: a Hadamard
+    transform, whose sums have a fixed order here (`lpkit.kernels.cast.hadamard`), and values under
+    a scale that is NaN.
 
     Raises ConfigError for a cast that no kernel does, and for x that does not tile.
     """
@@ -609,15 +627,16 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
         raise ConfigError(f"{problem}; use lpkit.precision.scaled.quantise")
     row, whole = FUSED[cast.block], cast.block == WHOLE
     columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
-    # the noise of a whole tensor is numbered by rows, however it lies
+    # the noise of a whole tensor is numbered by rows, whatever its strides
     columns = columns and not (noise is not None and whole)
-    if cast.transform != "none" and not (row.mixes and columns):    # no kernel does both
+    # no kernel transforms and casts x as stored
+    if cast.transform != "none" and not (row.mixes and columns):
         return cast_operand(hadamard(x), replace(cast, transform="none"), amax=amax,
                             noise=noise, swizzled=swizzled, by=by)
     ways = both or not columns, both or columns
     *pairs, bad = by(row.kernel)((x.T if columns else x).contiguous(), cast, *ways, swizzled, amax,
                                  words(noise, x.device))
-    # torch 2.11 compiles what a star leaves as a tuple, which has no pop
+    # torch 2.11 compiles a starred result to a tuple, which has no pop
     *pairs, top = (*pairs[:-1], pairs[-1].view(1, 1)) if whole else (*pairs, None)
     *pairs, level = pairs if SCALES[cast.scale].levels == 2 else (*pairs, None)
     operands = [scales.Scaled(data=data, scale=scale, tensor=level, amax=top, nonfinite=bad)
@@ -628,10 +647,10 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
     return replace(straight, turned=turned)
 
 
-# ---- what judges them
+# ---- examples, with which versions are verified
 
 def _x(rng: torch.Generator, device: torch.device, M: int, N: int) -> Tensor:
-    """Magnitudes from 2^-40 to 2^40, and what is hard in some blocks."""
+    """Returns magnitudes from 2^-40 to 2^40, with blocks that are hard to cast."""
     x = torch.randn(M, N, generator=rng) * torch.exp2(torch.randint(-40, 40, (M, 1), generator=rng))
     x[:, :16] *= 1e-4
     x[1] = 0
@@ -645,7 +664,7 @@ Examples = Iterator[tuple]
 
 def _given(x: Tensor, cast: Cast, ways: str = "both", *, swizzled: bool = False,
            history: Tensor | None = None, noise: Tensor | None = None) -> tuple:
-    """The arguments of a cast by rows, by columns or both ways."""
+    """Returns the arguments of a cast by rows, by columns or both ways."""
     return x, cast, ways != "columns", ways != "rows", swizzled, history, noise
 
 
@@ -667,7 +686,7 @@ def _whole_examples(rng: torch.Generator, device: torch.device) -> Examples:
     for scale in (0.0, 1e-40, 1e-30, 1e38):
         yield _given(x[:7] * scale, e5m2)
     yield _given(x[:1, :1], e4m3)
-    whole = torch.randn(256, 192, generator=rng).to(device)         # tiles that nothing masks
+    whole = torch.randn(256, 192, generator=rng).to(device)         # tiles without a mask
     for one, drawn_by in itertools.product((whole, whole.bfloat16()), (None, noise)):
         yield _given(one, e4m3, noise=drawn_by)
 

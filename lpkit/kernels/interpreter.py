@@ -1,10 +1,11 @@
-"""Triton's interpreter, with PyTorch's conversions in place of its own.
+"""Replaces the conversions of Triton's interpreter by PyTorch's.
 
-As it is (3.6 to 3.9) it truncates where hardware rounds to nearest-even: float32 to bf16 loses half
-a bit, and a carry in FP8 is lost, so that 127.4 becomes 64 in E4M3. It also multiplies and adds the
-bit patterns of bf16 in `tl.dot`, and rounds `tl.fma` twice. Stores out of bounds it does not see.
-It looks for what it must replace at every call of a function inside a kernel, and 3.6 takes no
-number of a kernel for a loop's bound from numpy 2.4 on (triton-lang/triton#9171).
+The interpreter (3.6 to 3.9) truncates where hardware rounds to nearest-even: float32 to bf16 loses
+half a bit, and FP8 loses a carry, so that 127.4 becomes 64 in E4M3. It also multiplies and adds the
+bit patterns of bf16 in `tl.dot`, and rounds `tl.fma` twice. It does not detect stores out of
+bounds. At every function call in a kernel, it searches for functions to replace, which is slow. And
+from numpy 2.4 on, 3.6 does not accept a kernel's number as a loop's bound
+(triton-lang/triton#9171).
 """
 
 from functools import cache
@@ -16,7 +17,7 @@ import triton.language as tl
 
 @cache
 def mend_calls() -> None:
-    """Mend loops and calls, which changes no number, once for this process."""
+    """Mends loops and calls, once for this process. This changes no number."""
     from triton.runtime import interpreter
 
     builtins: dict[object, list[str]] = {}
@@ -40,8 +41,8 @@ def mend_calls() -> None:
 
 @cache
 def mend() -> None:
-    """Mend all of it, once for this process. A conversion to FP8 saturates, as `cvt.rn.satfinite`
-    does."""
+    """Mends everything, once for this process. A conversion to FP8 then saturates, as
+    `cvt.rn.satfinite` does."""
     from triton.runtime import interpreter
 
     mend_calls()
@@ -60,7 +61,7 @@ def mend() -> None:
         ours, theirs = dtypes.get(source.dtype.scalar), dtypes.get(kind.scalar)
         if ours is None and theirs is None:
             return plain_cast(self, source, kind)
-        if ours is None:        # an integer, or a boolean
+        if ours is None:        # an integer or a boolean
             values = torch.from_numpy(np.asarray(source.data).astype(np.float64))
         else:
             values = tensor(source.data, ours)
@@ -69,7 +70,7 @@ def mend() -> None:
         else:
             if theirs.itemsize == 1:
                 values = values.float().clamp(-torch.finfo(theirs).max, torch.finfo(theirs).max)
-                values[values.isnan()] = torch.nan      # a GPU's has no sign
+                values[values.isnan()] = torch.nan      # a GPU's NaN has no sign
             whole = {1: torch.uint8, 2: torch.int16}.get(theirs.itemsize, theirs)
             made = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
         return interpreter.TensorHandle(made.reshape(np.shape(source.data)), kind.scalar)
@@ -77,7 +78,7 @@ def mend() -> None:
     def dot(self, a, b, total, *how):
         return plain_dot(self, *(cast(self, one, tl.float32) for one in (a, b)), total, *how)
 
-    def fma(self, x, y, z):     # float64 holds the product of two float32
+    def fma(self, x, y, z):     # float64 holds the product of two float32 exactly
         with np.errstate(all="ignore"):
             made = np.asarray(x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
         return interpreter.TensorHandle(np.where(np.isnan(made), np.float32(np.nan), made),

@@ -1,13 +1,14 @@
-"""Triton, where it is installed: it exists for Linux alone, and a kernel's file also holds its
+"""Triton, if it is installed. It exists only for Linux, and the file of a kernel also contains its
 definition, which everybody imports.
 
-`jit` marks a kernel; without Triton it leaves a function that nobody launches. `INTERPRETED` says
-that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. What that
-interpreter converts wrongly `lpkit.kernels.interpreter` mends, so kernels are written for a GPU.
+`jit` marks a kernel; without Triton the kernel stays a function that is never launched.
+`INTERPRETED`: kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
+`lpkit.kernels.interpreter` mends its wrong conversions, so kernels are written for a GPU.
 
-PyTorch and Triton execute again what they have compiled, from folders in /tmp that everybody knows.
-So each place that compiles begins at `compiled`, `jit` or `keep_privately`: it is then kept in
-folders of this user alone. A folder that the user chose must be such a one, or is refused.
+PyTorch and Triton execute code that they compiled earlier, from folders in /tmp whose names
+everybody knows. So all code that compiles goes through `compiled`, `jit` or `keep_privately`, which
+use folders that only this user can write to. If the user chose another folder, it must be such a
+folder, or it is refused.
 """
 
 import os
@@ -23,24 +24,25 @@ from lpkit.files import lockable, own_cache, private_folder
 try:
     import triton
     import triton.language as tl
-except ImportError:     # the definition serves
+except ImportError:     # the definition is used
     triton = tl = None
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 
-# By device; or what the first, a variable, names
+# by device: a variable that names the compiler, and compilers
 COMPILERS = {"cuda": ("CC", "gcc", "clang"), "cpu": ("CXX", "g++", "clang++")}
-# What libraries keep to execute it again, by default in folders that everybody knows, /tmp's too.
+# Caches whose content libraries execute, by default in folders with known names, also in /tmp.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
           "CUTE_DSL_CACHE_DIR": "cute"}
 
 
 def keep_privately() -> None:
-    """Makes PyTorch and Triton keep what they compile, and execute again, in folders of this user
-    alone, here and in processes that begin here. Raises ConfigError for a folder that he chose and
-    in which another user could have planted what is executed; OSError."""
-    by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")    # when it is imported
+    """Makes PyTorch and Triton store compiled code in folders that only this user can write to, in
+    this process and in processes that it starts. Raises ConfigError if the user chose a folder in
+    which another user could have planted code; OSError."""
+    # PyTorch sets this value when it is imported
+    by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")
     for variable, room in CACHES.items():
         chosen = os.environ.get(variable)
         if not chosen or chosen.startswith(by_torch):
@@ -51,21 +53,21 @@ def keep_privately() -> None:
 
 
 def compiled(function: Callable, **how: Any) -> Callable:
-    """torch.compile(function, **how), whose caches are this user's."""
+    """Returns torch.compile(function, **how), with caches that only this user can write to."""
     keep_privately()
     import torch
     from torch._inductor import codecache
 
-    # the one thing that it keeps in /tmp whatever the variable says: headers, included when it
-    # compiles for a CPU
+    # Headers are the one thing that PyTorch keeps in /tmp whatever the variable says. It includes
+    # them when it compiles for a CPU.
     codecache._HEADER_DIR = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "headers")
     codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
     return torch.compile(function, **how)
 
 
 def fresh(function: Callable) -> Callable:
-    """It, with a code object of its own. PyTorch compiles one for eight shapes and runs the ninth
-    eagerly, without a word; so each shape needs its own."""
+    """Returns a function that calls `function`, with its own code object. PyTorch compiles a code
+    object for eight shapes, and silently runs the ninth eagerly, so each shape needs its own."""
     def one(*given: Any, **how: Any) -> Any:
         return function(*given, **how)
 
@@ -74,7 +76,8 @@ def fresh(function: Callable) -> Callable:
 
 
 def jit(function: Callable) -> Callable:
-    """triton.jit(function), whose first launch looks after its cache, or mends the interpreter."""
+    """Returns triton.jit(function). Its first launch secures the cache, or mends the interpreter.
+    """
     if triton is None:
         return function
     kernel = triton.jit(function)
@@ -85,7 +88,7 @@ def jit(function: Callable) -> Callable:
             mend_calls()
         else:
             keep_privately()
-        vars(kernel).pop("run", None)       # of two threads, one was first
+        vars(kernel).pop("run", None)       # another thread may have removed it already
         return kernel.run(*given, **how)
 
     kernel.run = first
@@ -93,21 +96,22 @@ def jit(function: Callable) -> Callable:
 
 
 def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
-    """Programs along both axes, where one takes the first two sides of `shape`."""
+    """Returns the number of programs along both axes, if a program takes the first two sides of
+    `shape`."""
     down, across = list(shape.values())[:2]
     return triton.cdiv(M, down), triton.cdiv(N, across)
 
 
 def why_no_triton() -> str:
-    """The reason, in one clause; empty: Triton is there."""
+    """Returns the reason why Triton is missing, in one clause, or ""."""
     if triton is None:
         return "Triton is not installed (pip install 'triton>=3.6', on Linux)"
     return ""
 
 
 def why_no_compiler(device: str) -> str:
-    """The reason, in one clause; empty: a compiler is there. Triton's launchers for a GPU, and all
-    that is generated for a CPU, are built where they run."""
+    """Returns the reason why there is no compiler, in one clause, or "". Triton's launchers for a
+    GPU, and all code that is generated for a CPU, are compiled on this machine."""
     variable, *names = COMPILERS[device]
     names = os.environ.get(variable, "").split()[:1] or names
     if not any(map(shutil.which, names)):

@@ -1,10 +1,11 @@
-"""A kernel is a definition in PyTorch's operations, and other ways to compute the same.
+"""A kernel: a definition in PyTorch's operations, and other versions that compute the same.
 
-A file of this folder holds one, as `KERNEL`: its definition, its Triton kernel, the operator around
-that one, and what is needed to judge it: examples, and how exact it must be.
-`lpkit.techniques.kernels.KERNELS` lists them.
+A file of this folder has one kernel, as `KERNEL`: its definition, its Triton version, the operator
+around that version, and the means to verify versions: examples, and how exact a version must be.
+`lpkit.techniques.kernels.KERNELS` lists all kernels.
 
-`difference` is the judge. The tests, the bench and the choice of a version on this machine ask it.
+`difference` verifies a version. It is used by tests, by the bench, and by the choice of a version
+on this machine.
 """
 
 from __future__ import annotations
@@ -21,23 +22,25 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
-LONGEST_ROW = 65536     # elements that one program holds
-SLACK = 2.0             # rounding in another order
-CALL_SECONDS = 0.5
-ROW = 0.1               # of a row's, in which less averages out
-GRAIN = 2.0**-24        # of float32, in which sums are; their order is a version's own
+LONGEST_ROW = 65536     # the most elements that one program holds
+SLACK = 2.0             # for rounding in another order
+CALL_SECONDS = 0.5      # limit of the repeated calls of `difference`
+# largest error of a row, as a share of its length; smaller errors average out
+ROW = 0.1
+GRAIN = 2.0**-24        # precision of float32, in which sums are computed, in any order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """`definition` and each of `versions` take the same arguments and return the same.
+    """`definition` and all `versions` take the same arguments and return the same results.
 
-    examples:    of arguments, for a generator and a device: random, awkward and adversarial ones.
-    gradients:   places of the arguments that have a gradient.
-    slack:       times as far from float64 as the definition, all together and the farthest; grain:
-                 of numbers that cancel, relative to the largest result.
-    exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
-    offered:     what a race takes instead of the definition and `versions`, the definition first.
+    examples:  yields arguments, for a generator and a device: random, awkward and adversarial ones
+    gradients: positions of the arguments that have a gradient
+    slack:     a version's error from float64 may be this many times the definition's: the norm of
+               all errors, and the largest error
+    grain:     errors below this share of the largest result are ignored, since terms may cancel
+    exact:     whether a version must be bit-equal to the definition
+    offered:   the candidates of a race, the definition first; empty: it and `versions`
     """
 
     definition: Version
@@ -51,8 +54,8 @@ class Kernel:
 
 
 def floats(*tensors: Tensor) -> None:
-    """Check what an element-wise kernel takes. Raises ConfigError for a dtype that is not float32,
-    bf16 or fp16, and for a tensor whose elements do not lie one after the other."""
+    """Checks the tensors of an element-wise kernel. Raises ConfigError for a dtype other than
+    float32, bf16 or fp16, and for a tensor that is not contiguous."""
     for one in tensors:
         if one.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {one.dtype}")
@@ -62,13 +65,13 @@ def floats(*tensors: Tensor) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in the dtype in which definitions compute: float64 where it is, else float32."""
+    """Returns x in the dtype in which definitions compute: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a definition: `version` of wide numbers, whose result is rounded to the dtype of the
-    first."""
+    """Returns a definition that calls `version` with wide numbers, and rounds its result once to
+    the dtype of the first argument."""
     @functools.wraps(version)
     def definition(x: Tensor, *others: Any) -> Tensor:
         v = wide(x)
@@ -78,8 +81,8 @@ def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def row_length(x: Tensor, *others: Tensor) -> int:
-    """Elements of the last axis of x (..., N), for a kernel whose program holds a row. Raises
-    ConfigError as `floats` does, and for a row that no program holds."""
+    """Returns the length of the last axis of x (..., N), for a kernel whose program holds a row.
+    Raises ConfigError as `floats` does, and for a row that no program can hold."""
     floats(x, *others)
     if x.shape[-1] > LONGEST_ROW:
         raise ConfigError(f"rows of {x.shape[-1]:,} elements do not fit into one program; at most "
@@ -88,18 +91,18 @@ def row_length(x: Tensor, *others: Tensor) -> int:
 
 
 def spoiled(x: Tensor, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Tensor:
-    """An example: a copy of x with a NaN and an infinity at these places."""
+    """Returns an example: a copy of x with a NaN and an infinity at these places."""
     bad = x.clone()
     bad[nan], bad[infinite] = torch.nan, torch.inf
     return bad
 
 
 def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 1) -> str:
-    """The first place where `version` differs from the definition on these arguments, forward or
-    backward, in one of so many calls, or of those that CALL_SECONDS have room for, in one clause;
-    empty: there is none."""
+    """Returns the first difference between `version` and the definition on these arguments, forward
+    or backward, in one clause; "" if there is none. Calls the version up to `calls` times, for at
+    most CALL_SECONDS."""
     want = gradients_of(kernel, kernel.definition, arguments)
-    # a gradient may be the small difference of large terms
+    # compare with float64, because a gradient may be the small difference of large terms
     true = [] if kernel.exact else gradients_of(kernel, kernel.definition, _wide(arguments))
     scale, right = max((_farthest(one) for one in true), default=0.0), None
     until = time.monotonic() + CALL_SECONDS
@@ -120,9 +123,10 @@ def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 
 
 
 def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
-    """`difference`, for results too large for float64: each row (..., N) within ROW of its length
-    or of the rows' mean, whichever is more. A right version may sum in another order and round in
-    between; what forgets a tile, a head or a sequence is off by a row."""
+    """`difference` for results that are too large for float64. The error of each row (..., N) must
+    be at most ROW of the row's length, or of the mean row's length if that is larger. A correct
+    version may sum in another order, and may round in between. A version that forgets a tile, a
+    head or a sequence has rows that are wrong altogether."""
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
         said = _bits_differ(ours, theirs) if kernel.exact else _unlike(ours, theirs)
         if not said and not kernel.exact and ours.numel():
@@ -139,7 +143,8 @@ def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
 
 def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
                  weights: list[Tensor] | None = None) -> list[Tensor]:
-    """The results of forward, then the gradients of their sum under `weights`, None: some."""
+    """Returns the results of forward, then the gradients of their sum weighted by `weights` (None:
+    `weights_of`)."""
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
@@ -152,7 +157,7 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
 
 
 def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """Numbers without a pattern, the same each time and in every dtype: -1, -0.75 ... 1."""
+    """Returns numbers without a pattern, equal each time and in every dtype: -1, -0.75 ... 1."""
     return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
             .to(one.dtype) for one in results]
 
@@ -173,7 +178,7 @@ def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
     if unlike := _unlike(ours, theirs):
         return unlike
     wrong = (_bits(ours) != _bits(theirs)).any(-1)
-    if ours.is_floating_point():        # a NaN is one with any payload
+    if ours.is_floating_point():        # any two NaN are equal, whatever their payload
         wrong &= ~(ours.isnan() & theirs.isnan())
     return _first(ours, theirs, wrong)
 

@@ -1,19 +1,19 @@
-"""RMSNorm and LayerNorm over the last axis, alone or with the residual addition before them.
+"""RMSNorm and LayerNorm over the last axis, alone or after a residual addition.
 
     rms_norm(x, w, eps)             x / sqrt(mean(x^2) + eps) * w       (arXiv:1910.07467)
     layer_norm(x, w, b, eps)        the same of x - mean(x), + b        (arXiv:1607.06450)
     add_rms_norm(x, delta, w, eps), add_layer_norm(x, delta, w, b, eps)
-                                    s = x + delta, and the norm of s: both are needed further on
+                                    s = x + delta, and the norm of s: both are results
 
-A program takes a row and holds it: each number is read once and written once. Backward needs s, and
-of each row 1 / rms and the mean. With n = (s - mean) * r and g = w dy,
+A program holds a row in registers, so each number is read once and written once. Backward needs s,
+and for each row 1 / rms and the mean. With n = (s - mean) * r and g = w dy,
 
-    ds = r * (g - mean(g) - n * mean(g n)) + what comes down the residual stream
+    ds = r * (g - mean(g) - n * mean(g n)) + the gradient of the residual stream
     dw, db = the sums over rows of dy n and dy
 
-where RMSNorm lacks mean(g). A program of backward takes rows in strides and sums dw and db of its
-own, (programs, N) float32; the sum over programs is PyTorch's. Sums are in float32, in an order
-that does not depend on timing, so that the same input gives the same bits.
+RMSNorm has no term mean(g). A program of backward processes every P-th row and sums its own dw and
+db, (programs, N) float32; PyTorch sums over programs. Sums are in float32, in an order that does
+not depend on timing, so that the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lpkit.kernels.pytorch import (
     rms_norm_pytorch,
 )
 
-SLACK = 2.0, 3.0    # a GPU's 1 / sqrt is off by up to 2^-22.9 (PTX ISA 9.0, rsqrt.approx.f32)
+SLACK = 2.0, 3.0    # a GPU's 1 / sqrt has an error of up to 2^-22.9 (PTX ISA 9.0, rsqrt.approx.f32)
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
 
 
@@ -63,7 +63,7 @@ def _forward(x, delta, w, b, s, y, mean, r, N, eps, CENTRED: tl.constexpr, BIAS:
         v += tl.load(delta + where, mask=inside, other=0.0).to(tl.float32)
         rounded = v.to(s.dtype.element_ty)
         tl.store(s + where, rounded, mask=inside)
-        v = rounded.to(tl.float32)
+        v = rounded.to(tl.float32)      # the norm is of the rounded sum, as in PyTorch
     if CENTRED:
         middle = tl.sum(v, 0) / N
         tl.store(mean + row, middle)
@@ -84,6 +84,8 @@ def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BI
     inside = at < N
     weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     of_weight, of_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    # dw and db stay in registers over all rows of a program: no atomic additions, whose order would
+    # depend on timing
     for row in range(program, M, tl.num_programs(0)):
         where = tl.cast(row, tl.int64) * N + at
         n = tl.load(s + where, mask=inside, other=0.0).to(tl.float32)
@@ -110,12 +112,13 @@ def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BI
 
 
 def _shape(N: int, *, backward: bool = False) -> dict[str, int]:
-    """Returns a program's shape: the fastest on an H200, of those in docs/log.md."""
+    """Returns the shape of a program: the fastest of those in docs/log.md on an H200."""
     block = triton.next_power_of_2(max(N, 1))
     shape = {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
     if backward or block < 8192:
         return shape
-    return shape | ({"num_warps": 8} if block == 8192 else {"maxnreg": 64})     # two rows at a time
+    # so that two rows fit at a time
+    return shape | ({"num_warps": 8} if block == 8192 else {"maxnreg": 64})
 
 
 # ---- the operators
@@ -131,7 +134,7 @@ def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: flo
           "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_like)
 def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
             centred: bool) -> tuple[Tensor, ...]:
-    """(s, y, mean, r); s is empty without delta, and mean where nothing is centred."""
+    """Returns (s, y, mean, r). s is empty without delta, and mean is empty unless `centred`."""
     N = row_length(*(t for t in (x, delta, w, b) if t is not None))
     s, y, mean, r = _like(x, delta, w, b, eps, centred)
     _forward[(r.numel(),)](x, delta, w, b, s, y, mean, r, N, eps, CENTRED=centred,
@@ -145,7 +148,7 @@ def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: f
               torch.empty_like(s), torch.empty_like(w), w.new_empty(w.shape[0] if bias else 0)))
 def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, r: Tensor,
              centred: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, db); db is empty without a bias."""
+    """Returns (dx, dw, db); db is empty without a bias."""
     N, M = row_length(*(t for t in (s, w, dy, ds) if t is not None)), r.numel()
     programs = max(1, min(M, PROGRAMS if N > 2048 else 4 * PROGRAMS))
     dx = torch.empty_like(s)
@@ -171,7 +174,7 @@ class _Norm(torch.autograd.Function):
         ds, dy = (None, *gradients) if len(gradients) == 1 else gradients
         dx, dw, db = backward(s, w, dy.contiguous(), ds if ds is None else ds.contiguous(),
                                  mean, r, ctx.centred, ctx.bias)
-        # both parts of a sum have its gradient
+        # both terms of a sum have its gradient
         return dx, dx if ds is not None else None, dw, db if ctx.bias else None, None, None
 
 
@@ -185,7 +188,7 @@ def _in_triton(bias: bool, add: bool) -> Version:
     return norm
 
 
-# ---- what judges them
+# ---- examples, with which versions are verified
 
 def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool):
     def like(x: Tensor, *shape: int) -> Tensor:
@@ -203,7 +206,7 @@ def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bo
     x = torch.randn(4, 48, generator=rng).to(device)
     yield arguments(x, None)
     yield arguments(x.T.contiguous().T)         # strided
-    yield arguments(x * 1e-30)                  # squares vanish beside eps
+    yield arguments(x * 1e-30)                  # squares are negligible compared with eps
     yield arguments(x * 1e15)
     yield arguments(spoiled(x, (1, 3), (2, 5)))
 

@@ -1,5 +1,5 @@
-"""PyTorch's own version of each kernel that a layer calls, and of a product. It stands in the layer
-until another version is chosen (`lpkit.execution.kernels`), whose module is imported then.
+"""PyTorch's version of each kernel that a layer calls, and of a product. A layer uses it until
+another version is chosen (`lpkit.execution.kernels`), whose module is imported only then.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def after_addition(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """x, delta -> x + delta, and the norm of that."""
+    """Returns a function: x, delta -> x + delta, and its norm."""
     def add_norm(x: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         s = x + delta
         return s, norm(s, *others)
@@ -31,7 +31,7 @@ add_layer_norm_pytorch = after_addition(layer_norm_pytorch)
 
 
 def product_pytorch(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """alpha * a @ b.T + bias, (M, N) like a (M, K) and b (N, K), rounded once."""
+    """Returns alpha * a @ b.T + bias, (M, N), for a (M, K) and b (N, K), rounded once."""
     start = a.new_zeros(()) if bias is None else bias
     return torch.addmm(start, a, b.T, beta=float(bias is not None),
                        alpha=1.0 if alpha is None else alpha.item())
@@ -44,7 +44,7 @@ def swiglu_pytorch(x: Tensor) -> Tensor:
 
 
 def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, E), cos and sin (T, E) -> like x. Computes in the dtype of the angles, which
-    under autocast is wider than x's."""
+    """x (B, H, T, E), cos and sin (T, E) -> like x. Computes in the dtype of the angles, which is
+    wider than x's under autocast."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

@@ -1,10 +1,10 @@
-"""Rotary positions: pairs (i, i + E/2) of each head turned by an angle of its position (Su et al.
-2021, https://arxiv.org/abs/2104.09864).
+"""Rotary positions: pairs (i, i + E/2) of each head are rotated by an angle that depends on their
+position (Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
     y = x cos + (-right, left) sin          for x = (left, right)
 
-Each number is read once and written once; backward is the same turn the other way. cos and sin are
-(T, E), as `lpkit.nn` has them, with both halves alike: the first half is read.
+Each number is read once and written once. Backward rotates by the opposite angle. cos and sin are
+(T, E), as in `lpkit.nn`; both halves are equal, and only the first half is read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from lpkit.kernels.kernel import Kernel, floats, rounded_once, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.pytorch import rotate_pytorch
 
-ROWS = 16           # of E numbers, that a program turns
+ROWS = 16           # rows of E numbers per program
 
 
 @jit
 def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
             ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)      # a 64-bit remainder would be a call
+    # 32-bit: a 64-bit remainder would be a function call
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, HALF)
     inside = (row < rows)[:, None] & (at < E // 2)[None, :]
     where = row[:, None].to(tl.int64) * E + at[None, :]
@@ -41,7 +42,7 @@ def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: 
 @operator("rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", key=EVERY_DEVICE,
           fake=lambda x, *_: torch.empty_like(x))
 def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """`sign` -1 turns back."""
+    """Rotates x; `sign` -1 rotates back."""
     floats(x, cos, sin)
     T, E = x.shape[-2:]
     if E % 2 or any(t.shape != (T, E) for t in (cos, sin)):
@@ -78,7 +79,8 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield torch.randn(shape, generator=rng).to(device, dtype), cos, sin
     x, (cos, sin) = torch.randn(2, 9, 4, 16, generator=rng), angles(9, 16)
     cos, sin = cos.to(device), sin.to(device)
-    yield x.to(device).transpose(1, 2), cos, sin        # heads beside tokens, as a product has them
+    # heads inside of tokens, as in a product's result
+    yield x.to(device).transpose(1, 2), cos, sin
     heads = x.transpose(1, 2).contiguous().to(device)
     yield spoiled(heads, (1, 2, 3, 4), (0, 0, 0, 0)), cos, sin
 

@@ -1,12 +1,13 @@
 """Parts of the fused casts in Triton: scales, exact division, stochastic rounding, layouts.
 
-A division that rounds once is a call of twenty instructions on a GPU. These casts divide many
-numbers by few, so the reciprocal is found once, and a product with it is corrected twice by its own
-remainder: five instructions, and the bits of a division (Markstein 1990,
-https://doi.org/10.1147/rd.341.0111). Powers of two need one.
+On a GPU, a division that rounds once is a function call of twenty instructions. These casts divide
+many numbers by few divisors. So the reciprocal is computed once per divisor, and the product with
+it is corrected twice by its own remainder. This takes five instructions, and gives the bits of a
+division (Markstein 1990, https://doi.org/10.1147/rd.341.0111). For powers of two, one
+multiplication suffices.
 
-Magnitudes are compared as the integers that their bits are: an infinity is larger than every
-number, and a NaN than that, so a maximum loses neither.
+Magnitudes are compared as integers with the same bits. An infinity is larger than all numbers, and
+a NaN is larger than an infinity, so a maximum loses neither.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from lpkit.kernels.jit import jit, tl
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import MX_BLOCK, named
 
-PROGRAMS = 1056     # of what walks over a tensor: eight for each multiprocessor of an H100
+# programs of a kernel that walks over a tensor: eight for each multiprocessor of an H100
+PROGRAMS = 1056
 
 
 class Plan(str):
-    """A cast as one constant of a kernel: a string, by which Triton tells it from others. `up`:
-    added to the bits of an amax, carries where the amax has a larger mantissa than the format's
-    largest. `negative`: the elements of 16 that a Hadamard transform negates, by bits."""
+    """A cast as one constant of a kernel. It is a string, by which Triton distinguishes constants.
+
+    up:       added to the bits of an amax, it carries into the exponent if the amax has a larger
+              mantissa than the format's largest value
+    negative: a bit for each of 16 elements that the Hadamard transform negates
+    """
 
     def __new__(cls, words: str, rows: bool, columns: bool, swizzled: bool, history: bool,
                 noise: bool) -> Plan:
@@ -59,21 +64,22 @@ def words(noise: Noise | None, device: torch.device) -> Tensor | None:
 
 @jit
 def magnitude(v):
-    """Bits of |v|, int32."""
+    """Returns the bits of |v|, int32."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def nonfinite(v):
-    """The number of elements of v (M, N) that are NaN or Inf, int64."""
+    """Returns how many elements of v (M, N) are NaN or Inf, int64."""
     bad = tl.where(magnitude(v.to(tl.float32)) >= 0x7F800000, 1, 0)
     return tl.sum(tl.sum(bad, 1), 0).to(tl.int64)
 
 
 @jit
 def quotient(v, m, y):
-    """v / m, rounded once, for y = 1 / m rounded once. By the negative remainder, and -1 times v
-    because Triton's -v is 0 - v: so -0 stays."""
+    """Returns v / m, rounded once, if y is 1 / m rounded once. The remainder is negated, and v is
+    multiplied by -1, because Triton computes -v as 0 - v, which would lose -0."""
+    # each fma computes the remainder exactly, and corrects q by it
     q = v * y
     q = tl.fma(tl.fma(m, q, v * -1.0), -y, q)
     return tl.fma(tl.fma(m, q, v * -1.0), -y, q)
@@ -81,23 +87,25 @@ def quotient(v, m, y):
 
 @jit
 def divisor(s):
-    """s > 0 as m * 2^e, 1 <= m < 2 -> 2^-e, m, 1 / m. v / s is quotient(v * 2^-e, m, 1 / m), which
-    neither overflows nor loses bits on the way. A NaN stays one, by infinity everything is 0."""
+    """Splits s > 0 into m * 2^e, 1 <= m < 2, and returns 2^-e, m, 1 / m. v / s is then
+    quotient(v * 2^-e, m, 1 / m), which neither overflows nor loses bits. NaN stays NaN, and a
+    division by infinity gives 0."""
     bits = s.to(tl.int32, bitcast=True)
     turn = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
     turn = tl.where(bits == 0x7F800000, 0.0, tl.where(s == s, turn, s))
     m = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     y = 1.0 / m
+    # Two Newton steps make y the correctly rounded 1 / m (Markstein).
     y = tl.fma(tl.fma(-m, y, 1.0), y, y)
     return turn, m, tl.fma(tl.fma(-m, y, 1.0), y, y)
 
 
 @jit
 def divided(v, s, TO: tl.constexpr):
-    """v / s, rounded once, for s > 0 whose shape spreads over v's."""
+    """Returns v / s, rounded once, for s > 0 whose shape broadcasts over v's."""
     turn, m, y = divisor(s)
     v = v * turn
-    if TO.history:      # far beyond the largest a remainder would overflow
+    if TO.history:      # a history's scale may be far too small: then a remainder would overflow
         v = tl.clamp(v, -4 * TO.largest, 4 * TO.largest, propagate_nan=tl.PropagateNan.ALL)
     if TO.divides:
         v = quotient(v, m, y)
@@ -106,7 +114,7 @@ def divided(v, s, TO: tl.constexpr):
 
 @jit
 def rounded(v, s, at, words, TO: tl.constexpr):
-    """v / s, and on the grid where noise decides; else `stored` rounds."""
+    """Returns v / s, rounded to the grid if there is noise; otherwise `stored` rounds."""
     v = divided(v, s, TO)
     if TO.noise:
         v = drawn(v, at, words, TO)
@@ -115,7 +123,7 @@ def rounded(v, s, at, words, TO: tl.constexpr):
 
 @jit
 def code_of(top, TO: tl.constexpr):
-    """The E8M0 code for an amax of bits `top`: no division, and no logarithm."""
+    """Returns the E8M0 code for an amax with the bits `top`, without division or logarithm."""
     if TO.rule == "power-of-two":
         code = tl.where(top == 0, 127, tl.maximum(((top + TO.up) >> 23) - TO.max_exponent, 0))
     else:
@@ -126,7 +134,7 @@ def code_of(top, TO: tl.constexpr):
 
 @jit
 def scale_of(top, TO: tl.constexpr):
-    """The scale for an amax of bits `top`, float32; NaN where that is not finite."""
+    """Returns the scale for an amax with the bits `top`, float32; NaN if the amax is not finite."""
     if TO.divides:
         amax = tl.maximum(top.to(tl.float32, bitcast=True), 2.0**-100)
         s = quotient(amax, TO.largest, 1.0 / TO.largest)
@@ -152,7 +160,7 @@ def uniform(at, words):
 
 @jit
 def drawn(q, at, words, TO: tl.constexpr):
-    """q on the grid, up with the probability of the remainder. Steps are powers of two."""
+    """Rounds q to the grid, up with the probability of the remainder. Steps are powers of two."""
     exponent = tl.maximum(magnitude(q) & 0x7F800000, (TO.min_exponent + 127) << 23)
     step = (exponent - (TO.mantissa << 23)).to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - exponent + (TO.mantissa << 23)).to(tl.float32, bitcast=True)
@@ -165,24 +173,26 @@ def drawn(q, at, words, TO: tl.constexpr):
 
 @jit
 def stored(q, TO: tl.constexpr):
-    """q rounded to nearest-even, saturating, by the hardware's conversion where it has one."""
+    """Rounds q to nearest-even, and saturates. Uses the hardware's conversion if there is one."""
     if TO.kind == tl.int8:
-        q = (q + 12582912.0) - 12582912.0       # 1.5 * 2^23: the addition rounds
+        # 1.5 * 2^23: the addition itself rounds to an integer
+        q = (q + 12582912.0) - 12582912.0
         return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
     return q.to(TO.kind)
 
 
 @jit
 def swizzle(r, c, C):
-    """The place of the scale of row r, column c of C; see `lpkit.kernels.scales.swizzled`."""
+    """Returns the offset of the scale in row r, column c of C; see
+    `lpkit.kernels.scales.swizzled`."""
     tile = (r // 128).to(tl.int64) * tl.cdiv(C, 4) + c // 4
     return tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
 
 
 @jit
 def two_levels(amax, top, TO: tl.constexpr):
-    """Gives, for blocks with largest magnitudes `amax` in a tensor whose has the bits `top`, the
-    scale in E4M3, the divisor, and the tensor's own scale."""
+    """Returns the scale in E4M3, the divisor, and the tensor's scale, for blocks with the largest
+    magnitudes `amax` in a tensor whose largest magnitude has the bits `top`."""
     most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
     if TO.rule == "e4m3":
         most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
@@ -204,7 +214,8 @@ def two_levels(amax, top, TO: tl.constexpr):
 
 @jit
 def e2m1(q):
-    """The 4-bit code of q, to nearest-even and saturating; of NaN 0: E2M1 has none."""
+    """Returns the 4-bit code of q, rounded to nearest-even and saturated. The code of NaN is 0,
+    because E2M1 has no NaN."""
     size = tl.abs(q)
     code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0)
     code += tl.where(size > 1.25, 1, 0) + tl.where(size >= 1.75, 1, 0)

@@ -1,17 +1,17 @@
-"""A training step's work between its products, each in one pass over memory on a CPU:
+"""Operations between the products of a training step, each in one pass over memory on a CPU:
 
     gelu(x)                                         -> Tensor      tanh approximation
     attention_(scores, ...)                         -> Tensor      scores become weights, in place
     attention_backward_(scores, d, sums, ...)       -> Tensor      both become gradients, in place
 
 Each has a definition in PyTorch, `reference_*` with the same arguments, and an operator
-(`lpkit.kernels.operator`) whose kernel is C (rows.c), or the definition where there is no compiler.
-PyTorch's own ways take several passes, or, in 16 bits, twice as long as float32 would. bf16 is read
-and written, computed is in float32: a result is the float32 one, rounded once. The library has
-`cross_entropy`'s rows too.
+(`lpkit.kernels.operator`) whose kernel is C (rows.c), or the definition if there is no compiler.
+PyTorch's operations need several passes, or in 16 bits twice as long as in float32. The C kernels
+read and write bf16 and compute in float32: a result is the float32 result, rounded once. The
+library also has the rows of `cross_entropy`.
 
-`gelu` is differentiable and keeps its input alone, as PyTorch's own. On other devices, for other
-dtypes and under torch.compile, which fuses it, the definition runs.
+`gelu` is differentiable and keeps only its input, as PyTorch's does. On other devices, for other
+dtypes, and under torch.compile, which fuses it, the definition runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lpkit.kernels import compile_c
 from lpkit.kernels.operator import operator
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
-_ARGUMENTS = {      # as rows.c declares them
+_ARGUMENTS = {      # as declared in rows.c
     "lp_gelu": (_P, _P, _L, _I), "lp_gelu_backward": (_P, _P, _P, _L, _I),
     **dict.fromkeys(("lp_attention_bf16", "lp_attention_fp32"),
                     (_P, _P, _P, _P, _L, _L, _L, _L, _F, _F, _I)),
@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def served(*given: Tensor, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> bool:
-    """True if C reads these as they are; else the definition takes them."""
+    """Returns whether C can read these tensors; otherwise the definition is used."""
     for x in given:
         if x.dtype not in dtypes or not x.is_contiguous() or x.data_ptr() == 0:
             return False
@@ -95,7 +95,8 @@ class _Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Tanh approximation (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415)."""
+    """GELU by its tanh approximation (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415).
+    """
     fast = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous()
     if not fast or torch.compiler.is_compiling():
         return reference_gelu(x)
@@ -104,12 +105,12 @@ def gelu(x: Tensor) -> Tensor:
 
 # ---- attention's weights
 
-# Of scores (N, queries, keys): the products q k^T, of which `seen` (queries, the last of the keys)
-# says which count; without it all do. They are scaled, and capped where `cap` is not 0; `sinks`
-# (N,) float32 is a score more for each of the N.
+# `scores` (N, queries, keys) are the products q k^T. `seen` (queries, last keys) masks the last
+# keys; without it, and before them, all keys are seen. Scores are scaled, and capped unless `cap`
+# is 0. `sinks` (N,) float32 is one more score for each of the N.
 
 def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Scores as they enter softmax, in float32 or wider."""
+    """Returns the scores that enter softmax, in float32 or wider."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if cap:
         s = cap * torch.tanh(s / cap)
@@ -119,7 +120,8 @@ def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Te
 
 
 def _weights(s: Tensor, sums: Tensor) -> Tensor:
-    """Weights of scores; where nothing is seen, not even a sink, the sum is -inf and each is 0."""
+    """Returns the weights of scores. If nothing is seen, not even a sink, the sum is -inf and the
+    weights are 0."""
     return (s - sums[..., None].clamp(min=torch.finfo(s.dtype).min)).exp()
 
 
@@ -184,15 +186,16 @@ def _sums_like(scores: Tensor) -> Tensor:
 
 def attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float = 0.0,
                sinks: Tensor | None = None) -> Tensor:
-    """Scores become softmax's weights of the keys that are seen, 0 for the others, and for a row
-    that sees none. Log-sums of exponentials (N, queries) in float32."""
+    """Overwrites scores by softmax's weights of the keys that are seen; other keys, and rows that
+    see no key, get 0. Returns log-sums of exponentials (N, queries) in float32."""
     call = _attention if scores.device.type == "cpu" else reference_attention_
     return call(scores, seen, scale, cap, sinks)
 
 
 def attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None, scale: float,
                         cap: float = 0.0) -> Tensor:
-    """Scores become weights, and `d`, the gradients of the weights, those of the products. Sums
-    (N, queries) of weight times gradient, by which a sink has its own."""
+    """Overwrites scores by weights, and `d`, the weights' gradients, by the gradients of the
+    products. Returns sums (N, queries) of weight times gradient, from which a sink's gradient
+    follows."""
     call = _attention_backward if scores.device.type == "cpu" else reference_attention_backward_
     return call(scores, d, sums, seen, scale, cap)

@@ -1,10 +1,13 @@
-"""A block's scale follows from its largest magnitude by a rule; a cast divides by it and rounds.
+"""Scales and casts by blocks: a rule computes a block's scale from its largest magnitude, and a
+cast divides by the scale and rounds.
 
-A rule takes amax (R, C) float32, NaN where a block has a NaN or an Inf, and so is the scale: never
-silent. It gives a scale per block, (R, C) float32, and the second level of it, () float32 or None.
+A rule takes amax (R, C) float32, which is NaN if a block has a NaN or an Inf. The scale is then NaN
+as well, so that the error cannot go unnoticed. A rule returns a scale per block, (R, C) float32,
+and the scale of the second level, () float32 or None.
 
 `cast` is the definition of every fused cast: an amax, a rule, and x / scale rounded to the grid.
-`swizzled` and `packed` are how Blackwell's tensor cores want scales and 4-bit values to lie.
+`swizzled` and `packed` convert scales and 4-bit values to the layouts that Blackwell's tensor cores
+read.
 """
 
 from __future__ import annotations
@@ -21,29 +24,29 @@ from lpkit.kernels.cast import qdq, reference
 from lpkit.kernels.kernel import floats
 from lpkit.techniques.formats import Format, format_of
 
-TINY = 2.0**-100      # an all-zero block gets a finite scale
+TINY = 2.0**-100      # smallest amax, so that a block of zeros has a finite scale
 
 Scales = tuple[Tensor, Tensor | None]
 
 
 def _over(amax: Tensor, number: float) -> Tensor:
-    """amax / number, rounded once. By a plain number CUDA multiplies with its reciprocal instead
-    (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which is another number in the last bit."""
+    """Returns amax / number, rounded once. For a plain number CUDA would multiply by its reciprocal
+    (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which can differ in the last bit."""
     return amax / torch.full_like(amax, number)
 
 
 def _float32(amax: Tensor, to: Format) -> Scales:
-    """The block's largest magnitude lands on the format's."""
+    """Maps the block's largest magnitude to the format's."""
     return _over(amax.clamp(min=TINY), to.largest), None
 
 
 def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
-    """The range of E8M0, 2^-127 to 2^127. NaN * 0 is NaN."""
+    """Returns 2^exponent, clamped to E8M0's range, 2^-127 to 2^127. `amax * 0` passes NaN on."""
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None
 
 
 def _up(amax: Tensor, to: Format) -> Scales:
-    """The least power of two under which nothing overflows (Mishra et al. 2025,
+    """Returns the smallest power of two without overflow (Mishra et al. 2025,
     https://arxiv.org/abs/2506.08027)."""
     mantissa, exponent = torch.frexp(amax)
     above = (mantissa > to.largest / 2.0**(to.max_exponent + 1)).int()
@@ -51,14 +54,14 @@ def _up(amax: Tensor, to: Format) -> Scales:
 
 
 def _floor(amax: Tensor, to: Format) -> Scales:
-    """Exponent against exponent (OCP Microscaling 1.0, section 6.3): the largest may saturate."""
+    """Subtracts exponents (OCP Microscaling 1.0, section 6.3): the largest element may saturate."""
     return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
 
 
 def _e4m3(amax: Tensor, to: Format) -> Scales:
-    """A scale in E4M3 over one of the tensor in float32 (NVIDIA 2025,
-    https://arxiv.org/abs/2509.25149, appendix B), subnormals and 0 too. In the order of
-    Transformer Engine's kernels: the same bits."""
+    """Returns E4M3 scales, which may be subnormal or 0, and a float32 scale of the tensor (NVIDIA
+    2025, https://arxiv.org/abs/2509.25149, appendix B). Operations have the order of Transformer
+    Engine's kernels, so the bits are the same."""
     largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
     encode = torch.full_like(top, to.largest * largest) / top
     scale = amax * (encode * (1 / to.largest))
@@ -66,7 +69,7 @@ def _e4m3(amax: Tensor, to: Format) -> Scales:
 
 
 def _e4m3_normal(amax: Tensor, to: Format) -> Scales:
-    """The same, but never below E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
+    """As `_e4m3`, but at least E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
     e4m3 = format_of("e4m3fn")
     tensor = _over(amax.amax(), to.largest * e4m3.largest).clamp(min=TINY)
     scale = (_over(amax, to.largest) / tensor).clamp(min=e4m3.smallest_normal)
@@ -77,39 +80,40 @@ def _none(amax: Tensor, to: Format) -> Scales:
     return torch.ones_like(amax), None
 
 
-# by the names of `lpkit.techniques.recipes.SCALES`
+# rules by their names in `lpkit.techniques.recipes.SCALES`
 MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
     "float32": _float32, "power-of-two": _up, "power-of-two-floor": _floor, "e4m3": _e4m3,
     "e4m3-normal": _e4m3_normal, "none": _none}
 
 
 def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeat each scale over its block, so that it lines up with the data."""
+    """Repeats each scale over its block, so that it has the shape of the data."""
     (M, K), (R, C) = shape, scale.shape
     return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """An operand as it was cast: value = data * scale * tensor, each entry of `scale` spread over
-    its block of `data`.
+    """An operand after its cast: value = data * scale * tensor, where each entry of `scale` applies
+    to a block of `data`.
 
-    As tensor cores read it, 4-bit data is uint8, two to a byte, the first in the low half, and
-    scales of one byte may be the bytes of their tiles; float32 scales of 1 x 128 lie column by
-    column.
+    In the layouts of tensor cores, 4-bit data is uint8, with two numbers per byte, the first one in
+    the low half. One-byte scales may be the bytes of their tiles, and float32 scales of 1 x 128 are
+    stored column by column.
     """
 
-    data: Tensor                    # (M, K), values of the format, in a dtype that holds them
+    # (M, K), values of the format, in a dtype that holds them exactly
+    data: Tensor
     scale: Tensor                   # (M / block rows, K / block columns), float32 or of one byte
     tensor: Tensor | None = None    # () float32, the second level of a two-level scale
-    # float32, per block: the largest magnitude of what was cast; not finite if any was
+    # float32, per block: the largest magnitude before the cast; not finite if any element is not
     amax: Tensor | None = None
-    nonfinite: Tensor | None = None     # () int64: how many were NaN or Inf
-    turned: Scaled | None = None        # the cast of x.T, where one read has made both
+    nonfinite: Tensor | None = None     # () int64: how many elements were NaN or Inf
+    turned: Scaled | None = None        # the cast of x.T, if one read has cast both
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The tensors that its value is made of."""
+        """The tensors that its values are made of."""
         return self.data, self.scale, self.tensor
 
     @property
@@ -120,11 +124,11 @@ class Scaled:
                        amax=None if self.amax is None else self.amax.T)
 
     def transposed(self) -> Scaled:
-        """`T`, copied as products on hardware read it."""
+        """Returns `T` as a copy, in the layout that products on hardware read."""
         return replace(self, data=self.data.T.contiguous(), scale=self.scale.T.contiguous())
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(M, K). In float64 exact."""
+        """Returns the values (M, K); exact in float64."""
         values, (R, C) = self.data.to(dtype, copy=True), self.scale.shape
         blocks = values.unflatten(0, (R, -1)).unflatten(2, (C, -1))
         blocks.mul_(self.scale.to(dtype)[:, None, :, None])
@@ -133,34 +137,37 @@ class Scaled:
 
 def decide(found: Tensor, amax: Tensor | None, rule: str,
            to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The divisor of blocks with these largest magnitudes, and its two levels. amax: () of a
-    history. One that is still empty decides nothing, and none hides a NaN that is there now."""
+    """Returns the divisor of blocks with the largest magnitudes `found`, and its two levels. amax:
+    () of a history. While the history is empty (0), `found` is used. A NaN in the current blocks
+    makes the scale NaN, whatever the history."""
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
-    scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # NaN of an infinity
+    scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # this makes an infinity NaN
     if tensor is None:
         return scale, scale, None
-    # under a scale that rounded to 0 everything is 0
+    # a scale that rounded to 0 makes every value 0
     return torch.where(scale == 0, torch.inf, scale * tensor), scale, tensor
 
 
 def stored_dtype(to: Format) -> torch.dtype:
-    """The dtype that holds its values; uint8 for two of 4 bits."""
+    """Returns the dtype of a format's values; uint8 for two 4-bit values."""
     return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
 
 
 def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
          history: Tensor | None = None, noise: Tensor | None = None) -> Scaled:
-    """The definition: x (M, K), the contracted axis last; 0 in `block` is the whole axis. noise:
-    `Noise.words`. history: () float32, the amax that the scale follows from unless it is 0; that x
-    is not finite is known too late for the values, and the scale says it."""
+    """The definition of a cast of x (M, K), whose contracted axis is last. 0 in `block` stands for
+    the whole axis. noise: `Noise.words`. history: () float32, the amax that decides the scale
+    unless it is 0. With a history, a non-finite x is noticed too late for the values, so only the
+    scale becomes NaN."""
     found, nonfinite = kernel.amax(x, block)
     used = found if history is None else torch.where(history > 0, history, found)
     both, scale, tensor = decide(used, None, rule, to)
     dtype = stored_dtype(to)
-    if noise is None and dtype != torch.uint8:      # PyTorch's own casts, which torch.compile fuses
+    # PyTorch's own casts, which torch.compile can fuse
+    if noise is None and dtype != torch.uint8:
         data = x.float() / spread(both, x.shape)
         if not dtype.is_floating_point:
-            data = data.round().nan_to_num(0.0)     # the scale says it, and no value can
+            data = data.round().nan_to_num(0.0)     # NaN has no integer value; the scale is NaN
         data = data.clamp(-to.largest, to.largest).to(dtype)
     else:
         data = reference(x.contiguous(), both, None, to.name, noise, False, torch.uint8)
@@ -172,7 +179,7 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
 
 
 def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:
-    """Raises ConfigError for what a fused cast does not take."""
+    """Raises ConfigError for a matrix that a fused cast does not accept."""
     if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
                           f"not {x.dtype} {tuple(x.shape)}")
@@ -180,7 +187,7 @@ def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:
     kernel.in_tiles(x, block)
 
 
-# How Blackwell's tensor cores read scales and values.
+# Layouts of scales and values that Blackwell's tensor cores read.
 
 def swizzled_bytes(R: int, C: int) -> int:
     return -(-R // 128) * -(-C // 4) * 512
@@ -193,11 +200,11 @@ def swizzled(scale: Tensor) -> Tensor:
     R, C = scale.shape
     padded = torch.zeros(-(-R // 128) * 128, -(-C // 4) * 4, dtype=torch.uint8, device=scale.device)
     padded[:R, :C] = scale.view(torch.uint8)
-    # tile row, r // 32, r % 32, tile column, c
+    # axes: tile row, r // 32, r % 32, tile column, c
     tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1).view(scale.dtype)
 
 
 def packed(codes: Tensor) -> Tensor:
-    """4-bit codes (M, K) -> two to a byte, the first in the low half, (M, K / 2) uint8."""
+    """4-bit codes (M, K) -> two per byte, the first in the low half, (M, K / 2) uint8."""
     return codes[:, ::2] | codes[:, 1::2] << 4

@@ -1,8 +1,8 @@
-"""SwiGLU: silu(gate) * up, of gate and up side by side in one tensor (Shazeer 2020,
+"""SwiGLU: silu(gate) * up, with gate and up side by side in one tensor (Shazeer 2020,
 https://arxiv.org/abs/2002.05202).
 
-Forward reads 2 N numbers a row and writes N. Backward computes sigmoid(gate) again, reads the input
-and dy, and writes both gradients: nothing is kept but the input. With s = sigmoid(gate),
+Forward reads 2 N numbers per row and writes N. Backward recomputes sigmoid(gate), reads the input
+and dy, and writes both gradients, so only the input is kept. With s = sigmoid(gate),
 
     d up = dy gate s        d gate = dy up s (1 + gate (1 - s))
 """
@@ -93,7 +93,7 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield (torch.randn(shape, generator=rng).to(device, dtype),)
     x = torch.randn(4, 48, generator=rng).to(device)
     yield (x.T.contiguous().T,)
-    yield (x * 40,)                 # sigmoid is 0 or 1
+    yield (x * 40,)                 # the sigmoid is 0 or 1
     yield (spoiled(x, (1, 3), (2, 30)),)
 
 

@@ -1,24 +1,25 @@
-"""FlashAttention in PyTorch, to be read: attention over tiles of queries and keys that never holds
-the (T, T) scores.
+"""FlashAttention in PyTorch, written to be read: attention over tiles of queries and keys that
+never stores the (T, T) scores.
 
-Forward: a tile of queries meets the keys tile by tile. For each query it knows the largest score so
-far, m, the sum of exp(score - m), l, and that sum with values, acc. When a tile has a larger score,
-what was added shrinks by exp(m - m_new), and goes on: an online softmax. At the end acc / l is the
-answer, and m + log(l), one number of a query, is kept instead of its T scores.
+Forward: a tile of queries is multiplied with the keys, tile by tile. For each query, it keeps the
+largest score so far, m, the sum of exp(score - m), l, and the same sum weighted by values, acc. If
+a tile has a larger score, l and acc so far are multiplied by exp(m - m_new): an online softmax. At
+the end, acc / l is the output. Only m + log(l), one number per query, is kept instead of the
+scores.
 
-Backward: from that number a tile of probabilities is made again, p = exp(score - lse), which costs
-one product more and saves T^2 numbers. With o the answer, and do its gradient:
+Backward: this number gives a tile of probabilities again, p = exp(score - lse). The recomputation
+costs one more product and saves T^2 numbers. With o the output, and do its gradient:
 
     dv = p^T do     dp = do v^T     ds = p (dp - sum(do o))     dq = ds k     dk = ds^T q
 
-with q divided by sqrt(E) before all else, and dq at the end.
+where q is first divided by sqrt(E), and dq is divided by it at the end.
 
 Sources: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867 (the softmax); Dao et al.
 2022, https://arxiv.org/abs/2205.14135, and Dao 2023, https://arxiv.org/abs/2307.08691 (the rest).
 
-Shapes: q (B, H, T, E), k and v (B, G, T, E). The queries of the H / G heads of a group lie below
-each other in a tile, (B, G, H / G * queries, E), and share its keys. A tile is calculated in
-float32, or wider, whatever it comes in.
+Shapes: q (B, H, T, E), k and v (B, G, T, E). In a tile, the queries of a group's H / G heads are
+stacked, (B, G, H / G * queries, E), since they share their keys. A tile is computed in float32 or
+wider, whatever its dtype.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from lpkit.techniques.attention_backends import FULL, TILE, limited
 
 def tiles(rule: Rule, T: int, tile: int = TILE,
           keys: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
-    """Yields each tile of T queries, and the tiles of keys of which it sees any. `keys`: their
-    number, where it is not T."""
+    """Yields each tile of T queries, and the tiles of keys of which it sees any. `keys`: the number
+    of keys, if it is not T."""
     for first in range(0, T, tile):
         last = min(first + tile, T)
         yield slice(first, last), [slice(start, min(start + tile, end))
@@ -46,8 +47,8 @@ def tiles(rule: Rule, T: int, tile: int = TILE,
 
 
 class Tiles:
-    """Forward and backward load, store and score a tile alike. Of `documents`, the first are those
-    of the queries, and the last those of the keys."""
+    """Loads, stores and scores tiles, for forward and backward alike. The first T of `documents`
+    belong to the queries, and the last ones to the keys."""
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
         self.G, self.scale = k.shape[1], 1 / math.sqrt(q.shape[-1])
@@ -56,18 +57,18 @@ class Tiles:
         self.T, self.places = k.shape[2], torch.arange(max(q.shape[2], k.shape[2]), device=q.device)
 
     def rows(self, t: Tensor, queries: slice) -> Tensor:
-        """(B, H, T, X) -> (B, G, H / G * queries, X), in the dtype that is calculated in."""
+        """(B, H, T, X) -> (B, G, H / G * queries, X), in the dtype of the computation."""
         return t[:, :, queries].to(self.wide).unflatten(1, (self.G, -1)).flatten(2, 3)
 
     def heads(self, tile: Tensor, queries: slice) -> Tensor:
-        """The tile as heads again: (B, H, queries, X)."""
+        """Converts a tile back to heads: (B, H, queries, X)."""
         return tile.unflatten(2, (-1, queries.stop - queries.start)).flatten(1, 2)
 
     def keys(self, t: Tensor, keys: slice) -> Tensor:
         return t[:, :, keys].to(self.wide)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor, queries: slice, keys: slice) -> Tensor:
-        """(B, G, H / G * queries, keys), capped, and -inf where the rule hides a key."""
+        """Returns scores (B, G, H / G * queries, keys), capped, and -inf where a key is hidden."""
         scores = q_tile @ k_tile.mT
         cap, rule = self.rule.soft_cap, self.rule
         if cap is not None:
@@ -86,18 +87,19 @@ class Tiles:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: Rule, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """The answer, like q, and the log of each query's sum, (B, H, T) in float32: +inf where it sees
-    nothing, and the answer is zeros."""
+    """Returns the output, like q, and the log-sum of each query, (B, H, T) in float32. A query that
+    sees nothing has zeros and +inf."""
     B, H, T, E = q.shape
     at = Tiles(q, k, documents, rule)
-    out = q.new_empty(B, T, H, E).transpose(1, 2)       # heads side by side, as they are read
+    # in memory (B, T, H, E), as the output projection reads it
+    out = q.new_empty(B, T, H, E).transpose(1, 2)
     lse = q.new_empty(B, H, T, dtype=at.wide)
     for queries, seen in tiles(rule, T, tile, k.shape[2]):
         q_tile = at.rows(q, queries) * at.scale
         acc = torch.zeros_like(q_tile)
         l = acc.new_zeros(*acc.shape[:3], 1)
         m = torch.full_like(l, torch.finfo(at.wide).min)
-        if sinks is not None:       # a score that comes first, and has no value
+        if sinks is not None:       # a sink is a first score, without a value
             m = at.rows(sinks[:, None, None].expand(B, -1, T, 1), queries)
             l = torch.ones_like(m)
         for keys in seen:
@@ -110,7 +112,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
             m = m_new
         nothing = l == 0
         out[:, :, queries] = at.heads(acc / l.masked_fill(nothing, 1), queries)
-        log_sum = (m + l.log()).masked_fill(nothing, torch.inf)     # exp(score - inf) is 0
+        # exp(score - inf) is 0 in backward
+        log_sum = (m + l.log()).masked_fill(nothing, torch.inf)
         lse[:, :, queries] = at.heads(log_sum, queries)[..., 0]
     return out, lse
 
@@ -118,8 +121,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
               documents: Tensor | None, sinks: Tensor | None, rule: Rule,
               d_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and sinks. Those of k and v are sums over tiles of queries, in float32.
-    A gradient of lse adds p d_lse to ds."""
+    """Returns the gradients of q, k, v and sinks. dk and dv are sums over tiles of queries, in
+    float32. A gradient of lse adds p d_lse to ds."""
     at = Tiles(q, k, documents, rule)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))
@@ -138,7 +141,8 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
             p = (scores - of_sum).exp_()
             dv[:, :, keys] += p.mT @ dy
             ds = (dy @ at.keys(v, keys).mT).sub_(weight).mul_(p)
-            if rule.soft_cap is not None:   # tanh' = 1 - tanh^2; what is hidden is -inf, and p is 0
+            # tanh' = 1 - tanh^2; hidden scores are -inf, and their p is 0
+            if rule.soft_cap is not None:
                 ds.mul_(scores.div_(rule.soft_cap).clamp_(min=-1).square_().neg_().add_(1))
             dq_tile += ds @ k_tile
             dk[:, :, keys] += ds.mT @ q_tile
@@ -151,13 +155,14 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
 
 
 class TiledAttention(torch.autograd.Function):
-    """`TiledAttention.apply(q, k, v, documents, sinks, rule)` gives the answer and lse. Keeps q, k,
-    v, the answer, and a number for each query and head."""
+    """`TiledAttention.apply(q, k, v, documents, sinks, rule)` returns the output and lse. It keeps
+    q, k, v, the output, and one number for each query and head."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
                 sinks: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)        # mostly nobody asks for lse
+        # lse usually has no gradient: then d_lse is None instead of zeros
+        ctx.set_materialize_grads(False)
         with torch.autocast(q.device.type, enabled=False):
             out, lse = attend(q, k, v, documents, sinks, rule)
         ctx.save_for_backward(q, k, v, out, lse, documents, sinks)
@@ -175,7 +180,7 @@ class TiledAttention(torch.autograd.Function):
 @limited("tiled")
 def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
-    """The backend `tiled`: FlashAttention, to be read."""
+    """The backend `tiled`: FlashAttention, written to be read."""
     return TiledAttention.apply(q, k, v, documents, sinks, rule)[0]
 
 

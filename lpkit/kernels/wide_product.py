@@ -1,10 +1,10 @@
-"""Products of 16-bit matrices by float32's, for CPUs that have it faster.
+"""Products of 16-bit matrices computed in float32, for CPUs on which this is faster.
 
-A bf16 product is defined as exact products, sums in float32 and one rounding, which is what a
-float32 product of the same operands gives before it is rounded. On a Xeon without AMX, oneDNN's
-bf16 product runs at 75 GFLOP/s a core and float32's at 130, its casts included at 115; without
-AVX512-BF16 bf16 runs at 28, with AVX2 at 8. With AMX it is the other way round, so it is tried:
-held against PyTorch's own, and raced, once for a machine (`kernels.choose`).
+A bf16 product is defined as exact products, sums in float32 and one rounding. A float32 product of
+the same operands, rounded once, gives the same. On a Xeon without AMX, oneDNN's bf16 product runs
+at 75 GFLOP/s per core; float32's runs at 130, or at 115 with its casts. Without AVX512-BF16, bf16
+runs at 28, and with AVX2 at 8. With AMX, bf16 is faster. So both are tried: float32's product is
+compared with PyTorch's, and the two are raced, once per machine (`kernels.choose`).
 """
 
 import functools
@@ -21,11 +21,11 @@ from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import operator
 from lpkit.kernels.pytorch import product_pytorch
 
-ROWS = 1024             # widened at a time: they stay in a core's cache
-SIZE = 512              # of the race
-# of a product; below either, casts and calls take what is won
+ROWS = 1024             # rows that are widened at a time, and stay in a core's cache
+SIZE = 512              # side of the matrices in the race
+# limits of a product; below either, casts and calls take longer than the product saves
 SMALL_FLOPS, SMALL_SIDE = 5e7, 256
-LOOP_FLOPS = 1e5        # the same where it is multiplied in a loop, at 0.5 GFLOP/s
+LOOP_FLOPS = 1e5        # the limit where bf16 is multiplied in a loop, at 0.5 GFLOP/s
 
 
 @torch.autocast("cpu", enabled=False)
@@ -34,13 +34,14 @@ def multiply_now(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None
     start = wide.new_zeros(()) if bias is None else bias.float()
     scale = {"alpha": 1.0 if alpha is None else alpha.item(), "beta": float(bias is not None)}
     out = a.new_empty(len(a), len(b))
+    # only b is widened as a whole; a and the result are, a few rows at a time, in the cache
     for rows, result in zip(a.split(ROWS), out.split(ROWS)):
         result.copy_(torch.addmm(start, rows.float(), wide, **scale))
     return out
 
 
 def _operator(name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """alpha * a @ b.T + bias in the dtype of a; a (M, K), b (N, K)."""
+    """Registers alpha * a @ b.T + bias in the dtype of a, for a (M, K), b (N, K)."""
     return operator(f"{name}(Tensor a, Tensor b, Tensor? bias, Tensor? alpha) -> Tensor",
                     product=True, fake=lambda a, b, *_: a.new_empty(len(a), len(b)),
                     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0])(kernel)
@@ -51,11 +52,11 @@ addmm = _operator("addmm", product_pytorch)
 
 
 class WideProduct(torch.autograd.Function):
-    """x @ w.T + bias for 16-bit x (M, K), w (N, K) and bias (N,), all three products so."""
+    """x @ w.T + bias for 16-bit x (M, K), w (N, K) and bias (N,). All three products are wide."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        needs_x, needs_w, _ = ctx.needs_input_grad      # a frozen weight needs no x
+        needs_x, needs_w, _ = ctx.needs_input_grad      # a frozen weight does not need x
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         return multiply(x, w, bias, None)
 
@@ -70,19 +71,19 @@ class WideProduct(torch.autograd.Function):
 
 @functools.cache
 def in_a_loop() -> bool:
-    """True if PyTorch multiplies bf16 number by number, because this CPU has AVX2 alone."""
+    """Returns whether PyTorch multiplies bf16 number by number, because this CPU has only AVX2."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def large(M: int, K: int, N: int) -> bool:
-    """Enough for a wide product of (M, K) and (K, N) to win more than its casts take."""
+    """Returns whether a wide product of (M, K) and (K, N) saves more time than its casts take."""
     if in_a_loop():
         return 2 * M * K * N >= LOOP_FLOPS
     return 2 * M * K * N >= SMALL_FLOPS and min(M, N) >= SMALL_SIDE
 
 
 def wins(a: Tensor, b: Tensor) -> bool:
-    """True if a @ b.T is of a kind and a size that a wide product may serve."""
+    """Returns whether a @ b.T has a device and a size for which a wide product may be faster."""
     return (a.device.type == "cpu" and not torch.compiler.is_compiling()
             and large(*a.shape, len(b)))
 
@@ -96,12 +97,13 @@ def _examples(rng: torch.Generator, device: torch.device) -> Iterable[tuple]:
 
 
 KERNEL = Kernel(definition=product_pytorch, versions={"float32": multiply_now}, examples=_examples)
-NAMES = {"bf16": REFERENCE, "float32": "float32"}       # of `system.products`, there
+# the names of `system.products`, and the versions
+NAMES = {"bf16": REFERENCE, "float32": "float32"}
 
 
 def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = None) -> Choice:
-    """The choice for a model whose largest product has these sizes, in any order. `before`: the
-    choice of a run that goes on."""
+    """Chooses the products of a model whose largest product has these sizes, in any order.
+    `before`: the choice of a resumed run."""
     if asked == "auto" and before in NAMES:
         return Choice(asked=asked, used=before, why="as when this run began")
     if asked == "auto" and not any(large(*each) for each in itertools.permutations(sizes)):
@@ -112,8 +114,8 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
 
 @functools.cache
 def choice(asked: str, threads: int) -> Choice:
-    """Decides which products multiply bf16 operands here, "bf16" or "float32": right ones, and of
-    two the faster. Raises ConfigError for those that were asked for and are wrong."""
+    """Chooses how bf16 operands are multiplied here, "bf16" or "float32": the faster correct one.
+    Raises ConfigError if the requested one is wrong."""
     rng = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIZE, SIZE, generator=rng).bfloat16() for _ in range(2))
     chosen = choose("product", KERNEL, NAMES.get(asked, asked), [(a, b, None, None)],
@@ -123,7 +125,7 @@ def choice(asked: str, threads: int) -> Choice:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear under autocast, x (M, K); as that it may be overridden."""
+    """F.linear under autocast, for x (M, K). Like F.linear, it can be overridden by a mode."""
     if has_torch_function_unary(x):
         return handle_torch_function(wide_linear, (x,), x, weight, bias)
     dtype = torch.get_autocast_dtype("cpu")
@@ -132,13 +134,14 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WideLinear(nn.Linear):
-    """nn.Linear under bf16 autocast on a CPU where wide products are faster. A copy of the weight
-    lives until its backward, where autocast's own stays to the end of forward too."""
+    """nn.Linear under bf16 autocast, on a CPU where wide products are faster. A cast of the weight
+    lives until its backward; autocast would also keep it in its cache until the end of forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         if not (torch.is_autocast_enabled("cpu") and wins(flat, self.weight)):
             return super().forward(x)
         y = wide_linear(flat, self.weight, self.bias)
-        # as F.linear does: nobody else has the flat one, and FSDP2 would warn of a view
+        # as in F.linear: no other reference to the flat result exists, and FSDP2 would warn of a
+        # view
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))

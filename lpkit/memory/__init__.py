@@ -1,6 +1,6 @@
-"""Techniques decide what a step keeps, where and in how many bits: one file per family of
+"""Techniques that decide what a step keeps, where and in how many bits: one file per family of
 techniques, one row per name of `MemoryConfig`.
 
-Each leaves the gradient as it was, bit for bit or within the error that docs/memory.md states, and
-takes or moves bytes.
+Each technique takes or moves bytes. The gradient stays the same, bit for bit or within the error
+that docs/memory.md states.
 """

@@ -1,19 +1,21 @@
-"""Cross-entropy from hidden states, a piece of the tokens at a time, for fewer logits at once.
+"""Cross-entropy from hidden states, for a chunk of tokens at a time, so that fewer logits are in
+memory.
 
-Backward needs of the logits only what it does to the hidden states and to the head, so both
-gradients are made in the forward pass, while a piece's logits are there: (n, D) and the head's own
-shape are kept instead of (n, V). As in Liger Kernel (Hsu et al. 2024,
-https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 go further
-and keep the logits out of memory altogether.
+Backward needs from the logits only the gradients of the hidden states and of the head. So forward
+computes both gradients while it has the logits of a chunk, and saves tensors of the shapes (n, D)
+and of the head's weight instead of (n, V). Liger Kernel does the same (Hsu et al. 2024,
+https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 never write
+logits to memory.
 
-A piece of n tokens holds n V c bytes, c those of a number in the head's product: its logits become
-their gradient in place, by the kernel that the device has (`kernels.cross_entropy`).
-The head's own forward runs, so whatever it is (tied, cast to low precision) stays what it is; a
-plain Linear's gradients are two products. The weight's adds to a float32 sum of pieces, in 16 bits
-on a GPU within the product: 8 bytes a weight and piece, where a product beside the sum moves 12.
-Gradients are those of the sum over tokens, divided by their number in backward:
-in float16 a mean would underflow before the loss scale meets it. They equal the whole loss's up to
-float32 rounding: of the exponential, and of the head's gradient, a sum over pieces.
+A chunk of n tokens takes n V c bytes, if a number of the head's product has c bytes: a kernel
+replaces its logits by their gradient in place (`kernels.cross_entropy`). The head's own forward
+runs, so any head works (tied, or cast to low precision). For a plain Linear the two gradients are
+two products. The weight's gradient is added to a float32 sum over chunks. On a GPU in 16 bits the
+product itself adds it, which moves 8 bytes per weight and chunk instead of 12.
+
+These are gradients of the sum over tokens. Backward divides them by the number of tokens: in
+float16 a mean would underflow before it is multiplied by the loss scale. They equal the gradients
+of the whole loss up to float32 rounding, of the exponential and of the head's sum over chunks.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from lpkit.precision.deferred import deferring
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
 
-# logits, targets, weights -> nats; logits become the gradient (`kernels.cross_entropy`)
+# logits, targets, weights -> nats; overwrites logits by the gradient (`kernels.cross_entropy`)
 NatsOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-# Of the rows of `lpkit.techniques.memory.CROSS_ENTROPY`.
+# Functions that the rows of `lpkit.techniques.memory.CROSS_ENTROPY` name.
 
 def full(settings: Settings, autocast: AbstractContextManager) -> Loss:
     return partial(full_cross_entropy, autocast=autocast)
@@ -52,8 +54,8 @@ def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
                        autocast: AbstractContextManager) -> Tensor:
-    """Mean nats per token that counts, weighted where the batch has weights. The gradient is NaN
-    if the logits of a token that does not count are, since the model's activations are, too."""
+    """Returns mean nats per token that counts, weighted if the batch has weights. If a token that
+    does not count has NaN logits, the gradient is NaN, because the model's activations are, too."""
     with autocast:
         logits = model(batch.tokens, **batch.beside)
     targets = batch.targets
@@ -72,7 +74,7 @@ def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def labels(logits: Tensor, at: Tensor) -> Tensor:
-    """Draws tokens by quantiles (...) in [0, 1) of the model's logits (..., V)."""
+    """Draws tokens from the model's logits (..., V), by quantiles (...) in [0, 1)."""
     sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
     found = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
     return found.clamp_(max=logits.shape[-1] - 1)
@@ -80,8 +82,8 @@ def labels(logits: Tensor, at: Tensor) -> Tensor:
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
                           chunk: int, by: str = "") -> Tensor:
-    """The same from `model.hidden` and `model.head`, `chunk` tokens at a time. `by`: the version of
-    the kernel; empty: what the device has."""
+    """The same loss from `model.hidden` and `model.head`, with `chunk` tokens at a time. `by`: the
+    version of the kernel; empty for the device's default."""
     vocabulary = getattr(model, "vocabulary", None)
     nats_ = vocabulary.cross_entropy_ if vocabulary else partial(cross_entropy_, by=by)
     with autocast:
@@ -111,10 +113,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, total: Tensor, head: nn.Module,
                 chunk: int, nats_: NatsOf, *parameters: Tensor) -> Tensor:
-        # all that outlives a piece is there before the first: else the allocator finds no room for
-        # the next piece's logits where the last one's were
+        # Allocate all tensors that outlive a chunk before the first chunk. Otherwise they would
+        # take the memory of the last chunk's logits, and the next logits would not fit there.
         nats, dh = _nats(h), torch.empty_like(h)
         dp = [torch.zeros_like(p, dtype=nats.dtype) for p in parameters]
+        # Backward only multiplies these gradients by a number, which is why they can be computed
+        # here, before the gradient of the loss is known.
         for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
             d_part.copy_(_gradients(head, part, each, at, w, dp, nats_))
         ctx.save_for_backward(dh, *dp)
@@ -132,8 +136,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor], nats_: NatsOf) -> Tensor:
-    """The gradient of `part`. Those of the head are added to `dp`, each token's nats go to
-    `nats`."""
+    """Returns the gradient of `part`. Adds the gradients of the head to `dp`, and writes each
+    token's nats to `nats`."""
     with torch.enable_grad(), deferring(None):
         part = part.detach().requires_grad_()
         logits = head(part)
@@ -141,13 +145,13 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
     y = labels(g, y) if y.is_floating_point() else y
     nats.copy_(nats_(g, y, weights))
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
-        # as any backward: under autocast the gradients' products would be cast once more
+        # as in any backward; under autocast, the products of gradients would be cast once more
         with torch.autocast(g.device.type, enabled=False):
             d_part, *d = torch.autograd.grad(logits, (part, *_trained(head)), g)
         if d:
             torch._foreach_add_(dp, d)
         return d_part
-    for hook in (logits._backward_hooks or {}).values():    # telemetry looks at this gradient
+    for hook in (logits._backward_hooks or {}).values():    # telemetry reads this gradient
         hook(g)
     if not dp:
         return g @ head.weight
@@ -158,11 +162,12 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
         _add_product(dw, g.T, part.to(g.dtype))
     else:
         dw += g.T @ part
-    return g @ head.weight      # autocast has its copy still
+    return g @ head.weight      # autocast has cached the weight's cast
 
 
 def _adds_wide(g: Tensor) -> bool:
-    """True if this device adds a product in 16 bits to float32 without rounding it: cuBLAS does."""
+    """Returns whether this device adds a 16-bit product to float32 without rounding it first, as
+    cuBLAS does."""
     sixteen = g.dtype in (torch.bfloat16, torch.float16)
     return g.device.type == "cuda" and sixteen and torch.version.hip is None
 
@@ -170,7 +175,8 @@ def _adds_wide(g: Tensor) -> bool:
 @operator("add_product_(Tensor(a!) total, Tensor a, Tensor b) -> ()", key=EVERY_DEVICE,
           fake=lambda *_: None, flops=lambda _, a, b, **__: 2 * a[0] * a[1] * b[1])
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. An operator, because fake tensors before torch 2.13 have none of addmm's."""
+    """total += a @ b. It is an operator because fake tensors before torch 2.13 do not support this
+    form of addmm."""
     torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
@@ -184,7 +190,7 @@ def _pieces(*of_tokens: Tensor | int | None) -> zip:
 
 
 def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
-    """Returns sum(weights x nats) / total. Under a weight of 0 even a NaN is 0."""
+    """Returns sum(weights x nats) / total. With a weight of 0 even NaN counts as 0."""
     return (nats if weights is None else (nats * weights).where(weights != 0, 0)).sum() / total
 
 

@@ -1,10 +1,9 @@
-"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each
-block.
+"""A frozen base model in few bits, for training adapters (QLoRA): codes, and a scale per block.
 
-A matrix is made of them for its product in forward and once more in backward; between them nothing
-of it is kept. NF4 has 16 quantiles of a normal distribution, zero among them, so that each is used
-about as often. `double` stores scales, less their mean, as moments are: in 8 bits. Source: Dettmers
-et al. 2023, section 3 and appendix E, https://arxiv.org/abs/2305.14314
+A matrix is decoded for its product in forward, and again in backward; it is not kept in between.
+NF4 has 16 quantiles of a normal distribution, with zero among them, so that each value is used
+about equally often. `double` also stores scales, minus their mean, in 8 bits as moments are stored.
+Source: Dettmers et al. 2023, section 3 and appendix E, https://arxiv.org/abs/2305.14314
 """
 
 import torch
@@ -23,7 +22,7 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 
 def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """(blocks, numbers) float32 -> codes, uint8, and the scale of each block, float32."""
+    """(blocks, numbers) float32 -> codes (uint8), and the scale of each block (float32)."""
     if fmt := FORMATS.get(format):
         found = cast(blocks, fmt, (1, 0), "float32")
         return found.data.view(torch.uint8), found.scale.flatten()
@@ -32,11 +31,11 @@ def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 class Product(torch.autograd.Function):
-    """y = x @ w.T + bias, x (..., in) in the compute dtype; w has no gradient."""
+    """y = x @ w.T + bias, x (..., in) in the compute dtype. w has no gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor | None, base: "QuantisedLinear") -> Tensor:
-        ctx.base = base
+        ctx.base = base         # saves the codes by reference, and no decoded matrix
         return F.linear(x, base.made(x.dtype), bias)
 
     @staticmethod
@@ -45,8 +44,8 @@ class Product(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Module):
-    """Stands for a Linear. `codes` (bytes): of 4 bits two to a byte, the first in the low half; a
-    last block is filled up with zeros. `table` (256, codes in a byte): their values."""
+    """Replaces a Linear. `codes` are bytes: a byte has two 4-bit codes, the first one in the low
+    half, and the last block is padded with zeros. `table` (256, codes in a byte): their values."""
 
     def __init__(self, linear: nn.Linear, settings: QuantisedBaseSettings, table: Tensor):
         super().__init__()
@@ -55,16 +54,17 @@ class QuantisedLinear(nn.Module):
         codes, scales = encode(blocks, settings.format)
         codes = packed(codes) if table.shape[1] == 2 else codes
         stored = {"codes": codes.flatten(), "scales": scales}
-        if settings.double:     # the mean has the same bits on any number of threads
+        if settings.double:     # the mean in float64 is bit-equal for any number of threads
             stored["scales_mean"] = mean = scales.mean(dtype=torch.float64).float()
             stored["scales"], stored["scales_scale"] = to_blocks(scales - mean, signed=True)
-        self.from_base = tuple(stored)      # in no checkpoint of a run that began from another
+        # not in checkpoints of a run that starts from another run
+        self.from_base = tuple(stored)
         for name, t in stored.items():
             self.register_buffer(name, t)
         self.register_buffer("table", table, persistent=False)
 
     def made(self, dtype: torch.dtype) -> Tensor:
-        """The matrix, (out, in), rounded once from float32."""
+        """Returns the matrix (out, in), rounded once from float32."""
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = from_blocks(scales, self.scales_scale, signed=True).add_(self.scales_mean)
@@ -86,7 +86,7 @@ class QuantisedLinear(nn.Module):
 
 
 def values(fmt: Format) -> Tensor:
-    """Returns the value of each code, float32."""
+    """Returns the value of each code, in float32."""
     codes, half = torch.arange(2**fmt.bits), 2**(fmt.bits - 1)
     if fmt.exponent_bits:
         return codes.to(torch.uint8).view(stored_dtype(fmt)).float()

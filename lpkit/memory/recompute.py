@@ -1,8 +1,8 @@
-"""Activations that backward makes again instead of keeping them (Chen et al. 2016,
+"""Recomputes activations in backward instead of keeping them (Chen et al. 2016,
 https://arxiv.org/abs/1604.06174).
 
-The second forward pass meets the same numbers as the first, so gradients are the same bit for bit:
-dropout draws the same masks again, and the state of a ScaledLinear does not move inside a
+The second forward computes the same numbers as the first, so gradients are the same bit for bit:
+dropout draws the same masks again, and the state of a ScaledLinear is constant within a
 micro-batch.
 """
 
@@ -26,9 +26,9 @@ from lpkit.techniques.memory import EveryBlock
 from lpkit.techniques.row import Settings
 
 aten = torch.ops.aten
-# Products of weights and fused attention. Batched products are not kept: they are attention in
-# pieces, whose scores are T numbers a token and head, many bytes for few FLOPs (Korthikanti et al.
-# 2022, section 5).
+# Operations whose results selective recomputation keeps: products with weights, and fused
+# attention. Batched products are not kept: they are unfused attention, whose scores have T numbers
+# per token and head, many bytes for few FLOPs (Korthikanti et al. 2022, section 5).
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default,
             aten._scaled_mm_v2.default, aten._int_mm.default)
 ATTENTION = (
@@ -44,7 +44,7 @@ def _flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * packed * b.shape[1]
 
 
-# FlopCounterMode, and a budget of what a compiled model keeps, count what has a formula
+# FlopCounterMode, and the memory budget of a compiled model, count operations that have a formula
 for product in (aten._scaled_mm_v2, aten._int_mm):
     if product not in flop_registry:
         register_flop_formula(product, get_raw=True)(_flops)
@@ -52,14 +52,14 @@ for product in (aten._scaled_mm_v2, aten._int_mm):
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Transform):
-    """Blocks 0, every, 2 * every, ... keep their input and what the operations `keep` gave."""
+    """Blocks 0, every, 2 * every, ... keep only their input and the results of `keep`."""
 
     every: int = 1
     keep: tuple = ()
     stage = Stage.RECOMPUTE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        contexts = draws(model)     # torch.compile understands the one below and no other
+        contexts = draws(model)     # torch.compile supports only the context_fn below
         if self.keep:
             keep = partial(create_selective_checkpoint_contexts, list(self.keep))
             contexts["context_fn"] = keep
@@ -69,21 +69,22 @@ class Recompute(Transform):
 
 
 def draws(model: nn.Module) -> dict[str, Any]:
-    """Makes the generator's state come back for the second time, where a model has dropout."""
+    """Returns arguments that restore the generator's state for the second forward, if the model has
+    dropout."""
     return {"preserve_rng_state": any(isinstance(one, nn.Dropout) for one in model.modules())}
 
 
 def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], x: Tensor | None = None,
                  *rest, **named) -> Any:
-    # transformers' caches; Dynamo would make a graph for each number of a layer that it looks at
+    # transformers' caches; Dynamo would make a graph for each layer's number that it looks at
     looked = named.values() if torch.compiler.is_compiling() else (*rest, *named.values())
     if torch.is_grad_enabled() and any(hasattr(one, "get_seq_length") for one in looked):
         raise ConfigError("a block that runs again in backward would fill its cache of keys and "
                           "values twice; call the model with use_cache=False")
-    if x is None:       # checkpoint finds the device by a tensor that it is given
+    if x is None:       # checkpoint finds the device from a tensor argument
         key = next(key for key, one in named.items() if isinstance(one, Tensor))
         return _twice(lambda x: forward(**named, **{key: x}), contexts, named.pop(key))
-    # a layer's number that checkpoint is given makes two graphs in torch 2.11: for 0, for others
+    # if checkpoint received a layer's number, torch 2.11 would compile two graphs: for 0 and others
     return _twice(lambda x: forward(x, *rest, **named), contexts, x)
 
 
@@ -91,13 +92,14 @@ def _twice(forward: Callable[..., Tensor], contexts: dict[str, Any], *given) -> 
     if not torch.is_grad_enabled():
         return forward(*given)
     if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
-        forward = deferring(queue)(forward)     # also the second time, outside the context
+        # also in the second forward, which runs outside of the context
+        forward = deferring(queue)(forward)
     return checkpoint(forward, *given, use_reentrant=False, **contexts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreAttention(Transform):
-    """Attention keeps q, k and v."""
+    """Attention keeps only q, k and v, and is recomputed."""
 
     stage = Stage.RECOMPUTE
 
@@ -109,7 +111,7 @@ class CoreAttention(Transform):
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """A way to recompute: the transforms of the model, and the backend that compiles it."""
+    """A way to recompute: transforms of the model, and the backend that compiles it."""
 
     transforms: tuple[Transform, ...] = ()
     compiler: str | Callable = "inductor"

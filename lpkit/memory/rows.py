@@ -1,5 +1,5 @@
-"""A run uses the memory techniques that its Config asks for as far as a device can, and says
-why."""
+"""Chooses the memory techniques of a run, with reasons. The Config requests techniques, and the
+device may not support all of them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lpkit.techniques.memory import Technique, check, rows_of
 from lpkit.techniques.recipes import Recipe
 
 PLAIN = MemoryConfig()
-# whose implementation says where it lies on a device
+# techniques whose implementation decides the place on a device
 PLACED = ("activation_offload", "optimizer_state")
 
 
 def asked(config: Config) -> dict[str, Technique]:
-    """Returns the rows that are not PyTorch's own way."""
+    """Returns the requested techniques that differ from PyTorch's default."""
     return {key: row for key, row in rows_of(config).items()
             if getattr(config.memory, key).name != getattr(PLAIN, key).name}
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
-    """Chooses what is used, and says why. Raises ConfigError for rows that cannot be beside one
-    another."""
+    """Returns the techniques that are used, with reasons. Raises ConfigError for techniques that
+    exclude each other."""
     check(config, recipe)
     chosen = {}
     for key, row in asked(config).items():
@@ -38,7 +38,8 @@ def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Ch
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
-    """`choice`, unless a row cannot be compiled. Raises ConfigError where both were asked for."""
+    """Returns `choice`, unless a technique cannot be compiled. Raises ConfigError if both were
+    requested."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"
         if row.eager and choice.used != "off":

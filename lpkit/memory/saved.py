@@ -1,13 +1,13 @@
-"""Activations that wait for backward elsewhere.
+"""Activations that are stored elsewhere until backward needs them.
 
-Autograd hands over what the operations of a block save (torch.autograd.graph.saved_tensors_hooks)
-and asks for it again in backward. Weights and their casts stay: they exist anyway. So do tensors
-with less than a 32nd of the numbers of the block's input: statistics of norms, log-sums of
-attention, a few of the bytes, and what the rest depends on. A tensor that several operations save
-goes once.
+Hooks (torch.autograd.graph.saved_tensors_hooks) receive each tensor that an operation of a block
+saves, and must return the tensor in backward. Weights and their casts stay, because they exist
+anyway. Tensors with less than a 32nd of the numbers of the block's input stay, too: statistics of
+norms and log-sums of attention take few bytes, and other results depend on them. A tensor that
+several operations save is moved once.
 
-On the host nothing changes but the time. A kind of `Away` that `rounds` gives other numbers back,
-as those of `lessons.rows.activations` do.
+On the host, only the time changes. A kind of `Away` with `rounds` returns other numbers, as in
+`lessons.rows.activations`.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from lpkit.contracts import Stage, Transform
 from lpkit.memory.state import Host
 
 MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
-PREFETCH_DEPTH = 4          # tensors that are brought while one is used
+PREFETCH_DEPTH = 4          # how many tensors are fetched ahead of the one in use
 PASSES_ON = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0",
              "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Away:
-    """A dense tensor that waits elsewhere."""
+    """A dense tensor that is stored elsewhere."""
 
-    before: Callable[[], Away | None]   # the one that went before it, which backward wants next
-    rounds = False      # it comes back as other numbers, by a generator `draws`
-    file_bytes = 0      # in a file: a `Tracker` sees tensors by itself
+    # the tensor that was sent before it, which backward needs next
+    before: Callable[[], Away | None]
+    rounds = False      # whether it returns rounded numbers, with a generator `draws`
+    file_bytes = 0      # bytes in a file, which a `Tracker` of tensors cannot see
 
     @staticmethod
     def takes(t: Tensor) -> bool:
         return True
 
     def expect(self) -> None:
-        """It will be asked for soon."""
+        """Called when the tensor will be needed soon."""
 
     def get(self) -> Tensor:
         raise NotImplementedError
 
 
 class CpuCopy(Away):
-    """Somewhere else in the memory of the CPU."""
+    """A copy in other memory of the CPU."""
 
     def __init__(self, t: Tensor):
         self.copy = t.clone()
@@ -60,12 +61,12 @@ class CpuCopy(Away):
 
 
 class OnHost(Away):
-    """Stores tensors in pinned memory of the CPU, by the stream of `host`, in order."""
+    """Stores a tensor in pinned memory of the CPU. The stream of `host` copies in order."""
 
     def __init__(self, t: Tensor, host: Host):
         self.host, self.device = host, t.device
         self.pinned = torch.empty_like(t, device="cpu", pin_memory=True)
-        self.back: Callable[[], list[Tensor]] | None = None     # waits for what is on its way
+        self.back: Callable[[], list[Tensor]] | None = None     # waits for the copy to the device
         host.write_back([self.pinned], [t])
 
     def expect(self) -> None:
@@ -78,27 +79,30 @@ class OnHost(Away):
         return t
 
 
-# ---- what goes, and once
+# ---- which tensors are moved, each only once
 
 @dataclass(frozen=True)
 class SavedTensorRef:
-    """The reference that autograd keeps: to a tensor that is away, and how this operation saw
-    it."""
+    """The reference that autograd saves: to a tensor that is stored elsewhere, and to the view of
+    it that this operation saved."""
 
     parcel: Away
-    order: tuple[int, ...]      # of the dimensions, the slowest first
-    shape: torch.Size           # in that order
+    order: tuple[int, ...]      # order of the dimensions, slowest first
+    shape: torch.Size           # in this order
 
 
 class SavedTensorOffloader(Transform):
-    """Sends what each block of one model saves away, as `kind(t, **settings)`."""
+    """Moves the tensors that each block of one model saves to `kind(t, **settings)`."""
 
-    stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes
-    masked = False      # blocks may have additive masks, of infinities: they are not rounded
+    # outermost, around recomputation: then only a block's input is moved
+    stage = Stage.RECOMPUTE
+    # whether blocks may have additive masks with infinities, which must not be rounded
+    masked = False
 
     def __init__(self, kind: type[Away], **settings: Any):
         self.kind, self.settings = kind, settings
-        self.parcels: dict[int, weakref.WeakValueDictionary[tuple, Away]] = {}  # by storage, view
+        # parcels by storage and view
+        self.parcels: dict[int, weakref.WeakValueDictionary[tuple, Away]] = {}
         self.storages: dict[int, weakref.ref] = {}
         self.last: Callable[[], Away | None] = lambda: None
 
@@ -111,7 +115,8 @@ class SavedTensorOffloader(Transform):
         if not torch.is_grad_enabled():
             return forward(*given, **named)
         x = next(one for one in (*given, *named.values()) if isinstance(one, Tensor))
-        if self.kind.rounds:            # its draws are none of a block's, which runs again alike
+        # a new generator: draws here must not change the block's random draws
+        if self.kind.rounds:
             seed = int(torch.randint(2**62, ()))
             self.settings["draws"] = torch.Generator(x.device).manual_seed(seed)
         with saved_tensors_hooks(partial(self.pack, x.numel()), self.unpack):
@@ -139,7 +144,7 @@ class SavedTensorOffloader(Transform):
         return kept.parcel.get().view(kept.shape).permute(back)
 
     def _parcel(self, t: Tensor) -> Away:
-        """Returns one parcel for a dense view of a storage, as long as both live."""
+        """Returns one parcel for each dense view of a storage, as long as both exist."""
         storage = t.untyped_storage()
         at = storage._cdata
         if at not in self.parcels:
@@ -161,7 +166,7 @@ class SavedTensorOffloader(Transform):
 
 
 def _of_weight(t: Tensor) -> bool:
-    """A parameter, a view or a cast of one."""
+    """Returns whether t is a parameter, or a view or a cast of a parameter."""
     if isinstance(t, nn.Parameter) or getattr(t, "of_weight", False):
         return True
     node = t.grad_fn
@@ -170,12 +175,12 @@ def _of_weight(t: Tensor) -> bool:
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-# Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: f(device) -> Place.
+# Functions f(device) -> Place that rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD` name.
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """`transforms`: none leaves activations where they were made. `used` and `why` are recorded;
-    empty: as the row says."""
+    """Where activations are stored. Without `transforms` they stay. `used` and `why` are recorded;
+    empty means as in the row."""
 
     transforms: tuple[Transform, ...] = ()
     used: str = ""

@@ -1,8 +1,8 @@
-"""The optimizer's state is stored between updates on the device or on the host (Ren et al. 2021,
+"""Stores the optimizer's state between updates on the device or on the host (Ren et al. 2021,
 ZeRO-Offload, https://arxiv.org/abs/2101.06840).
 
-The update itself runs on the device, on the same float32 numbers, so only the time changes: state
-is fetched a parameter at a time, the next one's while one is updated, and written back.
+The update itself runs on the device with the same float32 numbers, so only the time changes. State
+is fetched for one parameter at a time: the next parameter's while one is updated, and written back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lpkit.contracts import StatePlacement
 
 
 class Host(StatePlacement):
-    """Pinned memory of the CPU, copied on a stream of its own, in order: no fetch overtakes a
-    write-back."""
+    """Pinned memory of the CPU, copied by a stream of its own. The stream copies in order, so no
+    fetch can overtake a write-back."""
 
     name = "cpu"
 
@@ -35,6 +35,8 @@ class Host(StatePlacement):
 
         def wait() -> list[Tensor]:
             current = torch.cuda.current_stream(device)
+            # The current stream must not read before the copies have arrived, and the allocator
+            # must not reuse their memory before the current stream is done with it.
             current.wait_event(arrived)
             for t in copies:
                 t.record_stream(current)
@@ -50,7 +52,7 @@ class Host(StatePlacement):
                 new.record_stream(self.stream)
 
 
-# Rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name these, f(device).
+# Functions f(device) that rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name.
 
 def on_device(device: torch.device) -> StatePlacement:
     return StatePlacement()

@@ -1,7 +1,7 @@
-"""Parameters: their dtype, and when each is updated: after backward, or as soon as it has its
-gradient. An optimizer computes in float32 in any case.
+"""The dtype of parameters, and when each parameter is updated: after the whole backward, or as soon
+as its gradient is computed. An optimizer computes in float32 in both cases.
 
-Each way to update makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and
+Each of the two returns `optimizer_step() -> grad_norm`, which the trainer calls after forward and
 backward.
 """
 
@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 
 from lpkit.contracts import Stage, Transform
 
-OptimizerStep = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
-# norms of the gradients of one rank's parameters, and these -> the norm of all ranks' gradients
+OptimizerStep = Callable[[], Tensor]   # -> the global norm () of the gradients before clipping
+# norms of the gradients of one rank's parameters, and these parameters -> norm over all ranks
 OfAll = Callable[[Sequence[Tensor], Sequence[nn.Parameter]], Tensor]
 
 
 def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
           of_all: OfAll | None = None) -> OptimizerStep:
-    """Clip by the global norm, step, and free every gradient. clip=0: no clipping. A partial is
-    copied with a Training, where a closure would go on with the first one's parameters."""
+    """Clips by the global norm, steps, and frees every gradient. clip=0: no clipping. Returns a
+    partial, because deepcopy copies its parameters with a Training; a closure would keep the first
+    Training's parameters."""
     return partial(_after, optimizer, parameters, clip or math.inf, of_all or global_norm)
 
 
@@ -42,17 +43,17 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
 
 
 def global_norm(norms: Sequence[Tensor], _: Sequence[nn.Parameter] = ()) -> Tensor:
-    """Returns the global norm, from those of each gradient, float32 (); 0: none. clip_grad_norm_
-    answers bf16 in bf16."""
+    """Returns the global norm from the norm of each gradient, float32 (); 0 if there are none.
+    clip_grad_norm_ would return bf16 for bf16 gradients."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class InBackward:
-    """Each parameter is updated as soon as backward has its gradient, which is freed at once: a
-    model's gradients never exist all together (LOMO, Lv et al. 2023,
+    """Updates each parameter as soon as backward has its gradient, and frees the gradient at once:
+    the gradients of a model never exist at the same time (LOMO, Lv et al. 2023,
     https://arxiv.org/abs/2306.09782).
 
-    The updates and the norm are those of `after`, bit for bit.
+    Updates and norm are bit-equal to those of `after`.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
@@ -67,6 +68,7 @@ class InBackward:
     def _update(self, p: nn.Parameter) -> None:
         self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         all_groups = self.optimizer.param_groups
+        # the optimizer then steps only this parameter, with its group's settings
         self.optimizer.param_groups = [{**self.group[p], "params": [p]}]
         try:
             self.optimizer.step()
@@ -82,13 +84,14 @@ class InBackward:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDtype(Transform):
-    """Casts every parameter to `dtype`, in place; not those that a later transform adds."""
+    """Casts every parameter to `dtype`, in place, except parameters that later transforms add."""
 
     dtype: torch.dtype
     stage = Stage.STORAGE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        for p in model.parameters():        # not the object: tied ones stay tied
+        # changes the data, not the object, so that tied parameters stay tied
+        for p in model.parameters():
             p.data = p.data.to(self.dtype)
         return model
 

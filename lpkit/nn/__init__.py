@@ -1,4 +1,4 @@
 """The model: layers, attention, Transformer."""
 
-# Raised when the same config and the same weights give another function: a run says which it has.
+# Raised when the same config and weights compute another function. A run records its version.
 VERSION = 1

@@ -1,6 +1,8 @@
-"""Modules of adapters (`lpkit.techniques.adapters`). Each knows what Linear it equals: `merged`.
+"""Modules of adapters (`lpkit.techniques.adapters`). `merged` returns the Linear that an adapter is
+equal to.
 
-A parameter of a fused matrix lies by group of heads, as the matrix does: `side_by_side`.
+The rows of an adapter of a fused matrix are interleaved by group of heads, as the matrix's rows
+are: `side_by_side`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,21 +15,21 @@ from lpkit.techniques.operation import fused
 
 
 class Adapter(nn.Module):
-    """Stands around a Linear, which is frozen."""
+    """Wraps a Linear, which is frozen."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
 
     def merged(self) -> tuple[Tensor, Tensor | None] | None:
-        """Returns weight, in float32, and bias of the Linear that computes the same; None: none
-        does."""
+        """Returns the weight, in float32, and the bias of the Linear that computes the same; None
+        if there is no such Linear."""
         return None
 
 
 class Lora(Adapter):
-    """y = W x + scale B A x. `rows`: of the matrices that take turns in W; each has an A and a B of
-    its own."""
+    """y = W x + scale B A x. `rows`: rows per group of each matrix that is fused in W; each such
+    matrix has its own A and B."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, rows: Sequence[int] = ()):
         super().__init__(base)
@@ -37,15 +39,16 @@ class Lora(Adapter):
         self.A = nn.Linear(base.in_features, len(rows) * rank, **like)
         self.B = nn.ModuleList(nn.Linear(rank, self.groups * n, **like) for n in rows)
         for one in self.B:
-            nn.init.zeros_(one.weight)      # it begins as the model that it adapts
+            nn.init.zeros_(one.weight)      # at the start the model is unchanged
 
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
         thin = self.A(self.drop(x)) * self.scale
         parts = thin.chunk(len(self.B), dim=-1)
         delta = side_by_side([B(part) for B, part in zip(self.B, parts)], self.groups, -1)
-        if len(self.B) == 1:        # a product's own result, which selective recomputation keeps
+        # selective recomputation keeps a product's result, so the product must not be overwritten
+        if len(self.B) == 1:
             delta = delta.clone()
-        return delta.add_(self.base(x))     # in place: a third tensor of this size is not needed
+        return delta.add_(self.base(x))     # in place, which saves a third tensor of this size
 
     def delta(self) -> Tensor:
         parts = [B.weight.float() @ A for B, A in
@@ -57,7 +60,7 @@ class Lora(Adapter):
 
 
 def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
-    """One tensor in which the groups of `parts` along `dim` take turns."""
+    """Returns a tensor in which the groups of `parts` along `dim` are interleaved."""
     if len(parts) == 1:
         return parts[0]
     dim = dim % parts[0].ndim

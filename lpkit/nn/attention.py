@@ -1,8 +1,8 @@
-"""Attention: kinds (which keys a query sees) by backends (who computes it).
+"""Attention: a kind decides which keys a query sees, and a backend computes it.
 
-`lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.attention_backends` those
-of the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition,
-does. Here are the softmax kinds.
+`lpkit.techniques.attention` has the rows of kinds, `lpkit.techniques.attention_backends` the rows
+of backends. A backend is any `contracts.Attend` that computes the same as `plain`, the definition.
+This module has the softmax kinds.
 """
 
 import math
@@ -19,12 +19,12 @@ from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import EVERY_KEY, KINDS, Rule
 from lpkit.techniques.attention_backends import ATTENTION, FULL, Attending, limited, why_not
 
-CAUSAL = FULL       # the same object: what is kept of a rule is made for each
+CAUSAL = FULL       # the same object, because cached properties are computed for each object
 
 
 def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
-    """Says which keys at these places each query sees: bool, (Tq, Tk), or with documents (B, T)
-    int64 (B, 1, Tq, Tk)."""
+    """Returns which of the keys at these places each query sees: bool, (Tq, Tk); with documents
+    (B, T) int64, (B, 1, Tq, Tk)."""
     seen = rule.sees(queries[:, None], keys[None])
     if not rule.documents:
         return seen
@@ -35,15 +35,15 @@ def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) ->
 @limited("plain")
 def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = CAUSAL, dropout: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v over the tokens that the rule lets through. Holds the (B, H, T, T)
-    scores. A query that sees none gets zeros. `dropout`: of the probabilities."""
+    """Returns softmax(q k^T / sqrt(E)) v over the tokens that the rule allows. Stores the
+    (B, H, T, T) scores. A query that sees no token gets zeros. `dropout`: of the probabilities."""
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)    # grouped heads share k and v
     return F.dropout(probabilities(q, k, documents, sinks, rule=rule), dropout) @ v
 
 
 def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
                   sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """softmax(q k^T / sqrt(E)), (B, H, T, T), over the tokens that the rule lets through."""
+    """Returns softmax(q k^T / sqrt(E)), (B, H, T, T), over the tokens that the rule allows."""
     T, E = q.shape[-2:]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     places = torch.arange(T, device=q.device)
@@ -63,14 +63,14 @@ def capped(scores: Tensor, rule: Rule) -> Tensor:
 
 def plain_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None,
                   *, rule: Rule = CAUSAL) -> tuple[Tensor, Tensor]:
-    """A `contracts.Partial`, by the definition."""
+    """A `contracts.Partial`, computed by the definition."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     queries, keys = (torch.arange(t.shape[2], device=q.device) for t in (q, k))
     seen = rule.sees(queries[:, None], keys[None])
     if documents is not None:
         seen = seen & (documents[0][:, None, :, None] == documents[1][:, None, None])
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).to(torch.promote_types(q.dtype, torch.float32))
-    # no row is all -inf, whose softmax would be NaN and its gradient too
+    # hidden scores are finite: a row of -inf has a NaN softmax, and a NaN gradient
     scores = capped(scores, rule).masked_fill(~seen, torch.finfo(scores.dtype).min)
     weights = (scores.softmax(-1) * seen).type_as(v)
     return weights @ v, scores.logsumexp(-1).masked_fill(~seen.any(-1), -torch.inf)
@@ -79,7 +79,7 @@ def plain_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tens
 @limited("sdpa")
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """PyTorch's own choice of kernel (flash, memory-efficient, cuDNN or plain)."""
+    """Attention by PyTorch's choice of kernel (flash, memory-efficient, cuDNN or plain)."""
     grouped = q.shape[1] != k.shape[1]
     if rule in (CAUSAL, EVERY_KEY):
         return F.scaled_dot_product_attention(q, k, v, is_causal=rule.causal, enable_gqa=grouped)
@@ -89,7 +89,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 
 class Softmax(nn.Module):
-    """A softmax kind has the sinks' scores (H,) beside q, k and v, where it has sinks."""
+    """The part of a softmax kind: returns the scores of the sinks (H,), or None without sinks."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -101,26 +101,28 @@ class Softmax(nn.Module):
 
 
 def backend(name: str, model: ModelConfig) -> Attend:
-    """The backend that `model` attends by. Raises ConfigError where it cannot, or is unknown."""
+    """Returns the backend `name` for `model`. Raises ConfigError if it is unknown or cannot run."""
     row, rule = pick(ATTENTION, name, "system.attention"), model.attention.rule(model.T)
     if problem := why_not(name, Attending(model=model, dtype="bfloat16", device="gpu")):
         raise ConfigError(f"system.attention={name} {problem}")
     if rule is None:
         return getattr(KINDS[model.attention.name].load(), name)
     for one in (rule, CAUSAL, EVERY_KEY):
-        _ = one.words       # a graph finds it made: it cannot make it
-    call = row.load()       # of full attention there is nothing more to check
+        # computed now, because a compiled graph cannot compute this cached property
+        _ = one.words
+    # without the check of the rule, since every backend computes full attention
+    call = row.load()
     return getattr(call, "__wrapped__", call) if rule == CAUSAL else partial(call, rule=rule)
 
 
 def able_backend(model: ModelConfig) -> Attend:
-    """Return PyTorch's own attention, or the first backend that computes that of `model`."""
+    """Returns PyTorch's attention, or else the first backend that supports `model`."""
     asked = Attending(model=model)
     return backend(next(one for one in ("sdpa", *ATTENTION) if not why_not(one, asked)), model)
 
 
 def partial_of(name: str) -> Partial:
-    """The backend's own. Raises ConfigError for one that has none."""
+    """Returns a backend's `contracts.Partial`. Raises ConfigError if it has none."""
     row = pick(ATTENTION, name, "system.attention")
     if not row.partial:
         able = ", ".join(key for key, other in ATTENTION.items() if other.partial)

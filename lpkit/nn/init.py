@@ -12,7 +12,7 @@ from lpkit.techniques.row import Settings
 
 @torch.no_grad()
 def _normal(model: nn.Module, std: Callable[[str, Tensor], float]) -> None:
-    """Biases 0, gains 1, else N(0, std), by name and matrix."""
+    """Sets biases to 0 and gains to 1, and draws matrices from N(0, std(name, matrix))."""
     for name, p in model.named_parameters():
         if p.ndim < 2:
             nn.init.constant_(p, not name.endswith("bias"))
@@ -33,16 +33,16 @@ def llama(model: nn.Module) -> None:
 
 
 def fan_in(model: nn.Module) -> None:
-    """N(0, 1 / inputs) everywhere, so that a narrow model's scores are not all alike at the start.
+    """N(0, 1 / inputs) everywhere, so that the scores of a narrow model differ at the start.
     (LeCun et al. 1998, Efficient BackProp, section 4.6)."""
     _normal(model, lambda name, p: p.shape[-1] ** -0.5)
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, init: Settings) -> None:
-    """Fills `model` by the row that `init` names, then lets each part that has `reset(init)` set
-    what it starts from: an initialisation fills by name and shape, and knows no part from outside.
-    """
+    """Fills `model` by the row that `init` names. Then each part that has `reset(init)` sets its
+    own starting values: an initialisation fills by name and shape, and does not know parts from
+    outside."""
     INITS[init.name].load()(model)
     for module in model.modules():
         if (reset := getattr(module, "reset", None)) is not None:

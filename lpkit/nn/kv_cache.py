@@ -1,10 +1,10 @@
-"""A model keeps something of past tokens while it generates, so that a new one costs one position.
+"""Caches of past tokens for generation, so that a new token costs the work of one position.
 
 A `Cache` belongs to a kind of attention, whose row in `lpkit.techniques.attention` names it. It
-takes a prompt, which the run's own backend computes, and then one token at a time for each of its
-sequences, which may stand at different places. `KeysValues` is that of every softmax kind, in the
-formats of `lpkit.techniques.caches`; a kind that keeps a state has a `prompt` and a `step` of its
-own, and no more.
+first takes a prompt, which the run's own backend computes, and then one token at a time for each of
+its sequences, which may be at different positions. `KeysValues` is the cache of all softmax kinds,
+in the formats of `lpkit.techniques.caches`. A kind with a state needs only its own `prompt` and
+`step`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lpkit.techniques.operation import POSITIONS
 
 def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
               format: str = "same", dtype: torch.dtype, device: torch.device | str) -> Cache:
-    """Empty, for `batch` sequences of up to `tokens` each (None: of the context). `dtype` is that
-    of the products. Raises ConfigError for an unknown format."""
+    """Returns an empty cache for `batch` sequences of up to `tokens` tokens (None: the context).
+    `dtype`: of the products. Raises ConfigError for an unknown format."""
     refuse_keys_to_come(config)
     kind = resolve_name(KINDS[config.attention.name].cache)
     return kind(config, batch, min(tokens or config.T, config.T), pick(CACHES, format, "cache"),
@@ -40,7 +40,7 @@ def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
 
 
 class Cache(ABC):
-    """`lengths` (B,) int64, on the CPU, are the tokens that each sequence has had."""
+    """`lengths` (B,) int64, on the CPU: how many tokens each sequence has had."""
 
     def __init__(self, config: ModelConfig, batch: int, device: torch.device | str):
         self.config, self.device = config, device
@@ -49,14 +49,15 @@ class Cache(ABC):
 
     @property
     def goes_on(self) -> bool:
-        """Past the context. Rotary positions let it: scores depend on distances alone, and a key
-        stays as it was turned. Learned positions end with the context."""
+        """Whether generation may continue past the context. It may with rotary positions: scores
+        depend only on distances, and a key keeps its rotation. Learned positions end with the
+        context."""
         return POSITIONS[self.config.position].turns
 
     def begin(self, T: int) -> int | Tensor:
-        """The next T tokens of each sequence, a prompt or one: where the first of them stands, an
-        int, or where sequences differ (B, 1) int64. Raises ConfigError when they do not fit the
-        context."""
+        """Announces the next T tokens of each sequence: a prompt, or one token. Returns the
+        position of the first one: an int, or (B, 1) int64 if sequences differ. Raises ConfigError
+        if they do not fit the context."""
         lengths = self.lengths.tolist()
         if T != 1 and any(lengths):
             raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
@@ -76,19 +77,20 @@ class Cache(ABC):
     @abstractmethod
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
-        """Attends for the tokens that `begin` said, (B, H, T, E). `own`: as `contracts.Attend`."""
+        """Attends for the tokens that `begin` announced, (B, H, T, E). `own`: the argument `sinks`
+        of `contracts.Attend`."""
 
     @abstractmethod
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Attends for one token, if `stepping`: q (B, G, H / G, E), k, v (B, G, 1, E), like q."""
+        """Attends for one token, if `stepping`: q (B, G, H / G, E), k, v (B, G, 1, E); like q."""
 
     @abstractmethod
     def row(self, b: int) -> Self:
-        """Sequence b alone: a view, by which it takes its prompt, or is cleared."""
+        """Returns a view of sequence b, to give it its prompt or to clear it."""
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Forgets all tokens."""
         self.lengths.zero_()
 
     @property
@@ -97,7 +99,7 @@ class Cache(ABC):
 
 
 class KeysValues(Cache):
-    """A cache of two `Stored` for each layer, (B, G, slots, E). A prompt is one document."""
+    """Two `Stored` for each layer, (B, G, slots, E). A prompt is one document."""
 
     def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
                  dtype: torch.dtype, device: torch.device | str):
@@ -107,14 +109,14 @@ class KeysValues(Cache):
         shape, stored = (batch, config.G, self.slots.count, config.E), format.load()
         self.layers = [(stored(format, shape, dtype, device), stored(format, shape, dtype, device))
                        for _ in range(config.L)]
-        # which token is in a slot; -1: none
+        # the position of the token in each slot; -1 for an empty slot
         self.places = torch.full((batch, self.slots.count), -1, device=device)
         self.filled, self.mask = 0, None
 
     @property
     def goes_on(self) -> bool:
-        """Drops its oldest token, unless the rule is a table of blocks, which ends with the
-        context. No distance gets longer than in training, but those to global tokens."""
+        """The oldest token is dropped, unless the rule is a table of blocks, which ends with the
+        context. No distance is longer than in training, except distances to global tokens."""
         return super().goes_on and self.rule.blocks is None
 
     def place(self, lengths: list[int], T: int) -> None:
@@ -155,7 +157,8 @@ class KeysValues(Cache):
             stored.put(self.at, t)
         keys, values = (stored.read(self.filled) for stored in self.layers[layer])
         mask, count = self.mask, keys.shape[2]
-        if attention.prefix is not None:        # in no slot: it is the same for all
+        # the prefix is in no slot, because it is the same for all sequences
+        if attention.prefix is not None:
             keys, values = attention.prefix.before(keys, values)
             if mask is not None:
                 mask = F.pad(mask, (keys.shape[2] - count, 0), value=True)
@@ -173,19 +176,19 @@ class KeysValues(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values. Which token is where takes 8 bytes of a slot besides."""
+        """Bytes of keys and values. `places` takes another 8 bytes per slot."""
         return sum(stored.nbytes for pair in self.layers for stored in pair)
 
 
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
                rule: Rule) -> Tensor:
-    """The queries of a group's heads (B, G, H / G, E) meet its keys and values (B, G, S, E) in one
-    product, so that no key is repeated. On a CPU in float32, because products of 16-bit
-    numbers are slow where it has no instructions for them."""
+    """Attends for one token. One product of a group's queries (B, G, H / G, E) with the group's
+    keys (B, G, S, E) needs no repeated keys. On a CPU it computes in float32, because 16-bit
+    products are slow on CPUs without instructions for them."""
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":
         q, k, v = q.float(), k.float(), v.float()
-    if torch.is_autocast_enabled(q.device.type):    # which would cast them back
+    if torch.is_autocast_enabled(q.device.type):    # autocast would cast them back
         with torch.autocast(q.device.type, enabled=False):
             return _weighted(q, k, v, mask, sinks, rule).to(dtype)
     return _weighted(q, k, v, mask, sinks, rule).to(dtype)
@@ -203,13 +206,14 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
         scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
     weights = scores.softmax(-1)[..., :k.shape[2]]
     if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)       # NaN, where a query sees nothing
+        # a query that sees nothing has a NaN softmax
+        weights = weights.masked_fill(~mask, 0.0)
     return weights.type_as(v) @ v
 
 
 class Stored:
-    """Keys or values (B, G, S, E) as tensors (B, G, S, ...), zeros at first. A format says what
-    becomes of numbers (..., E), and back."""
+    """Keys or values (B, G, S, E), stored as tensors (B, G, S, ...), zeros at first. A format
+    defines how numbers (..., E) are encoded and decoded."""
 
     def __init__(self, format: CacheFormat, shape: tuple[int, ...], dtype: torch.dtype,
                  device: torch.device | str):
@@ -224,12 +228,12 @@ class Stored:
         return x
 
     def put(self, at: tuple, x: Tensor) -> None:
-        """x (B, G, n, E) at an index of the first three dimensions."""
+        """Stores x (B, G, n, E) at an index of the first three dimensions."""
         for part, t in zip(self.parts, self.encode(x)):
             part[at] = t.to(part.dtype)
 
     def read(self, slots: int) -> Tensor:
-        """The first ones, (B, G, slots, E)."""
+        """Returns the first slots, (B, G, slots, E)."""
         return self.decode(*(part[:, :, :slots] for part in self.parts))
 
     def row(self, b: int) -> Self:
@@ -243,14 +247,14 @@ class Stored:
 
 
 def _rounded(x: Tensor, scale: Tensor, least: float, most: float) -> Tensor:
-    """x (..., n) in units of its scale (...), rounded; 0 where the scale is 0."""
+    """Returns x (..., n) in units of its scale (...), rounded; 0 where the scale is 0."""
     units = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
     return units.round().clamp(least, most)
 
 
 class Int8(Stored):
-    """Codes (E,) int8 and a scale in bfloat16, which has float32's range. Off by at most half a
-    scale, 1/254 of the largest."""
+    """Codes (E,) int8, and a scale in bfloat16, which has the range of float32. The error is at
+    most half a scale, 1/254 of the largest number."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         most, x = FORMATS["int8"].largest, x.float()
@@ -262,13 +266,14 @@ class Int8(Stored):
 
 
 class Int4(Stored):
-    """Codes 0 to 15 above the least number of a group, two in a byte: E / 2 uint8, and of each
-    group a scale and that least number in bfloat16. Off by at most half a scale, 1/30 of the
-    group's range, and 2^-7 of its largest, where the least and the scale were rounded."""
+    """Codes from 0 to 15 above the smallest number of a group, two in a byte: E / 2 uint8, and for
+    each group a scale and the smallest number in bfloat16. The error is at most half a scale (1/30
+    of the group's range) plus 2^-7 of the group's largest number, from rounding the scale and the
+    smallest number."""
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Groups, and numbers in each but the last."""
+        """The number of groups, and the numbers in each group except the last."""
         groups = self.format.groups(self.E)
         return groups, -(-self.E // groups)
 

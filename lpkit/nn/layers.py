@@ -1,4 +1,4 @@
-"""Norms and positions: what rows of `lpkit.techniques` name."""
+"""Norms and positions that rows of `lpkit.techniques` name."""
 
 import math
 from dataclasses import replace
@@ -14,14 +14,14 @@ from lpkit.techniques.operation import FAST, SLOW, TRAINED, MicroBatch
 
 
 def linear(config: ModelConfig, name: str) -> nn.Linear:
-    """The Linear of an operation of the block: its sizes and its bias are those of the row."""
-    unchanged = MicroBatch(model=replace(config, changes=()))       # changes come afterwards
+    """Returns the Linear of a block's operation, with the sizes and the bias of its row."""
+    unchanged = MicroBatch(model=replace(config, changes=()))       # changes are applied afterwards
     op = next(op for op in operations(unchanged).block if op.name == name)
     return nn.Linear(*op.matmul, bias=op.params > op.weights)
 
 
-# A layer names the kernels that it calls (`lpkit.techniques.kernels`) in `kernels`, by attribute.
-# PyTorch's own stand there; `lpkit.execution.kernels` may put other versions in their place.
+# `kernels` maps a layer's attributes to the kernels that it calls (`lpkit.techniques.kernels`). The
+# attributes start as PyTorch's versions, which `lpkit.execution.kernels` may replace.
 
 class LayerNorm(nn.LayerNorm):
     kernels: ClassVar = {"normalise": "layer-norm", "add_normalise": "add-layer-norm"}
@@ -29,7 +29,7 @@ class LayerNorm(nn.LayerNorm):
     add_normalise = staticmethod(pytorch.add_layer_norm_pytorch)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(..., D) -> (..., D). With delta: x + delta, and the norm of that."""
+        """(..., D) -> (..., D). With delta it returns x + delta, and the norm of the sum."""
         if delta is None:
             return self.normalise(x, self.weight, self.bias, self.eps)
         return self.add_normalise(x, delta, self.weight, self.bias, self.eps)
@@ -41,14 +41,14 @@ class RMSNorm(nn.RMSNorm):
     add_normalise = staticmethod(pytorch.add_rms_norm_pytorch)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(..., D) -> (..., D). With delta: x + delta, and the norm of that."""
+        """(..., D) -> (..., D). With delta it returns x + delta, and the norm of the sum."""
         if delta is None:
             return self.normalise(x, self.weight, self.eps)
         return self.add_normalise(x, delta, self.weight, self.eps)
 
 
 def add_norm(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """x + delta, and its norm, by one kernel where the norm has one."""
+    """Returns x + delta, and its norm, by one kernel if the norm has one."""
     if isinstance(norm, (LayerNorm, RMSNorm)):
         return norm(x, delta)
     x = x + delta
@@ -64,8 +64,8 @@ def rmsnorm(config: ModelConfig) -> nn.Module:
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector to each token's embedding; leaves q and k alone. `start`: where the
-    first token stands; or the place of each, (T,) int64, or where sequences differ (B, T)."""
+    """Adds a learned vector to each token's embedding, and does not change q and k. `start`: the
+    position of the first token, or of each token, (T,) int64, or (B, T) if sequences differ."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -81,7 +81,7 @@ class LearnedPositions(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Turns pairs of q and k by an angle that grows with the position (Su et al. 2021,
+    """Rotates pairs of q and k by an angle that grows with the position (Su et al. 2021,
     https://arxiv.org/abs/2104.09864).
 
     Pairs are (i, i + E/2), as in the published Llama checkpoints for transformers. rope_factor:
@@ -91,21 +91,22 @@ class RotaryPositions(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.E, self.theta, self.T = config.E, config.rope_theta, config.T
-        self.factor, self.first = config.rope_factor, 0     # where the first token stands
+        # `first`: the position of the first token
+        self.factor, self.first = config.rope_factor, 0
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
 
     def rotation(self, T: int, start: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, E) each, as `like`: cheaper to compute again than to keep. Where places
-        differ by sequence, (B, 1, T, E), which kernels do not take."""
+        """Returns cos and sin, (T, E) each, like `like`; recomputing them is cheaper than keeping
+        them. If positions differ by sequence, the shapes are (B, 1, T, E), which kernels refuse."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
         if isinstance(start, Tensor):
             places = (start if start.ndim == 1 else start[:, None]).float() + self.first
         else:
             start += self.first
             places = torch.arange(start, start + T, device=like.device).float()
-        speeds = self.theta ** (-i / self.E)        # radians a token
+        speeds = self.theta ** (-i / self.E)        # radians per token
         if self.factor != 1:
             kept = ((TRAINED * speeds / (2 * math.pi) - SLOW) / (FAST - SLOW)).clamp(0, 1)
             speeds = speeds * (kept + (1 - kept) / self.factor)

@@ -1,10 +1,9 @@
 """Attention by libraries: PyTorch's kernels by name, FlexAttention, flash-attn.
 
-Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does;
-the row says what it cannot. A library is imported when it is called. Signatures are those of torch
-2.11 and newer (`tests/gpu/test_oldest_torch.py`), flash-attn at 0251105
-(`flash_attn_interface.py`).
-Packed documents lie one after the other.
+Each function is a row of `lpkit.techniques.attention_backends`, and computes the same as
+`attention.plain`. The row lists what it cannot compute. A library is imported when it is called.
+Signatures are those of torch 2.11 and newer (`tests/gpu/test_oldest_torch.py`), and of flash-attn
+at 0251105 (`flash_attn_interface.py`). Packed documents follow one another.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.
 """
@@ -26,13 +25,14 @@ from lpkit.nn.attention import CAUSAL, sdpa
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import limited
 
-EAGER_MASK = 1024       # tokens, up to which a mask is not worth the seconds of compiling it
+EAGER_MASK = 1024       # tokens; up to this size compiling the mask takes longer than it saves
 
 
 @limited("sdpa-cudnn")
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):       # PyTorch raises if this kernel cannot
+    # PyTorch raises if this kernel cannot compute it
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return sdpa(q, k, v, documents, sinks, rule=rule)
 
 
@@ -41,8 +41,8 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 @limited("flex")
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Attends by flex_attention. On a CPU forward alone, uncompiled: it makes all scores, to check
-    what a GPU is told."""
+    """Attends by flex_attention. On a CPU it is uncompiled, only forward, and stores all scores: it
+    is there to check the arguments that a GPU would be given."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     capped = None
@@ -57,16 +57,16 @@ def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
         return_aux=None if sinks is None else AuxRequest(lse=True))
     if sinks is None:
         return out
-    out, aux = out      # a sink adds exp(sink) to the sum that each row was divided by
+    out, aux = out      # a sink adds exp(sink) to the sum by which each row was divided
     return out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).type_as(out)
 
 
-flex.by_shape = True        # is compiled for each
+flex.by_shape = True        # it is compiled for each shape
 
 
 @functools.cache
 def _compiled(name: str, key: Any) -> Callable[..., Any]:
-    """Compiled for this key; None: as it is."""
+    """Returns a function of flex_attention, compiled for this key; uncompiled if key is None."""
     from torch.nn.attention import flex_attention
 
     call = getattr(flex_attention, name)
@@ -80,7 +80,8 @@ def _block_mask(rule: Rule, T: int, device: torch.device) -> Any:
 
 def _masked(rule: Rule, T: int, documents: Tensor | None,
             device: torch.device | None = None) -> Any:
-    """The block mask of a rule. What a mask reads besides places are tensors, made before it."""
+    """Returns the block mask of a rule. A mask function may read only places and tensors that were
+    made before it."""
     device = device or documents.device
     near = replace(rule, blocks=None)
     table = None if rule.blocks is None else torch.tensor(rule.blocks, device=device)
@@ -92,27 +93,29 @@ def _masked(rule: Rule, T: int, documents: Tensor | None,
         return seen if documents is None else seen & (documents[b, i] == documents[b, j])
 
     sequences = None if documents is None else len(documents)
-    large = device.type == "cuda" and T > EAGER_MASK     # it would make T x T
+    large = device.type == "cuda" and T > EAGER_MASK     # uncompiled, it would allocate T x T
     key = (rule, T, sequences) if large else None
     return _compiled("create_block_mask", key)(sees, sequences, None, T, T, device=device)
 
 
-# Packed sequences: (B x T, heads, E), cut where a document begins.
+# Packed sequences: (B x T, heads, E), divided where a document begins.
 
-_KEPT = WeakTensorKeyDictionary()       # what follows from a batch's documents, for all layers
+# tensors that depend only on a batch's documents, for all layers
+_KEPT = WeakTensorKeyDictionary()
 
 
 def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-    """`make()`, once for these documents as they are."""
+    """Returns `make()`, computed once for the current contents of these documents."""
     cached, key = _KEPT.setdefault(documents, {}), (key, documents._version)
     if key not in cached:
         cached[key] = make()
     return cached[key]
 
 
-@torch.compiler.disable     # how many documents there are is known when they are
+@torch.compiler.disable     # the number of documents is known only when the kernel runs
 def cuts(documents: Tensor) -> tuple[Tensor, int]:
-    """Returns where each of documents (B, T) begins in B x T, and the end: int32; the longest."""
+    """Returns where each of documents (B, T) begins in B x T, and the end, in int32; and the length
+    of the longest."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     ends = begins.flatten().nonzero().flatten()
@@ -126,7 +129,7 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     import flash_attn
 
     B, H, T, E = q.shape
-    # keys before its own that a query sees, as flash kernels count them; -1: all
+    # keys before its own that a query sees, as flash-attn counts them; -1: all
     how = {"causal": True, "softcap": rule.soft_cap or 0.0,
            "window_size": (rule.window - 1, 0) if rule.window else (-1, -1)}
     if not rule.documents:

@@ -1,4 +1,4 @@
-"""MLPs: what rows of `lpkit.techniques.blocks` name."""
+"""MLPs that rows of `lpkit.techniques.blocks` name."""
 
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from lpkit.nn.layers import linear
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))), tanh approximation as in GPT-2."""
+    """down(gelu(up(x))), with GPT-2's tanh approximation."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -22,7 +22,7 @@ class GeluMLP(nn.Module):
 
 
 class SwigluMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product (Shazeer, arXiv:2002.05202)."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one product (Shazeer, arXiv:2002.05202)."""
 
     kernels: ClassVar = {"activate": "swiglu"}
     activate = staticmethod(pytorch.swiglu_pytorch)

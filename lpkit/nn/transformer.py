@@ -1,6 +1,7 @@
-"""One decoder-only transformer, configured and not forked: GPT-2 and Llama are settings of it.
+"""One configurable decoder-only transformer: GPT-2 and Llama are settings of it.
 
-What it is given decides which technique sits where; it does not know what is quantised or sharded.
+Its arguments decide which technique is used where. The model does not know what is quantised or
+sharded.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:   # sampling alone makes one
 
 
 class Attention(nn.Module):
-    """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its
-    value), so that an even split of the rows over devices is an even split of the heads. With
-    `qk_norm`, each head's q and k have an RMSNorm of their own before rotation (Qwen3,
-    https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides. A
-    block may set `shape(v, result)`, which makes what is projected."""
+    """Attention with q, k and v in one product. The product's rows are grouped by key/value head
+    (its queries, its key, its value), so that an even split of the rows over devices is an even
+    split of the heads. With `qk_norm`, each head's q and k have an RMSNorm before rotation (Qwen3,
+    https://arxiv.org/abs/2505.09388). `kind` holds what the kind of attention needs in addition. A
+    block may set `shape(v, result)`, which returns the input of the output projection."""
 
     kernels: ClassVar = {"rotate": "rotary"}
     rotate = staticmethod(rotate_pytorch)
@@ -49,14 +50,14 @@ class Attention(nn.Module):
 
     # (B, T, D) -> (B, T, H, E), (B, T, G, E), (B, T, G, E)
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.qkv(x)      # x may be a part of the tokens, which its product gathers
+        rows = self.qkv(x)      # x may be a part of the tokens; its product gathers the others
         groups = rows.view(*rows.shape[:2], self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
         return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
 
     # (B, 1, D) -> (B, G, H / G + 1, E), (B, G, 1, E)
     def step_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: its heads lie by group as they are, and q and k turn together."""
+        """Returns one token's heads in groups: q and k together, which rotate together, and v."""
         groups = self.qkv(x).view(len(x), self.G, -1, self.E)
         return groups.split([self.queries + 1, 1], dim=2)
 
@@ -66,7 +67,7 @@ class Attention(nn.Module):
         if cache is not None and cache.stepping:
             return self.step(x, rotation, cache, layer)
         q, k, v = self.heads(x)
-        if self.q_norm is not None:     # under autocast their results may be wider than v
+        if self.q_norm is not None:     # under autocast, the norms' results may be wider than v
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
@@ -88,7 +89,7 @@ class Attention(nn.Module):
             q, k = qk.split([self.queries, 1], dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).type_as(v)
         if rotation is not None:
-            # kernels take angles (T, E); where sequences stand apart, each has its own
+            # kernels take angles (T, E); if positions differ, each sequence has its own angles
             rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
         q, k = qk.split([self.queries, 1], dim=2)
@@ -97,12 +98,12 @@ class Attention(nn.Module):
     # (B, G, H / G, E), twice (B, G, 1, E) -> (B, G, H / G, E)
     def read(self, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Returns what is projected of one token that meets the cache."""
+        """Returns the input of the output projection, for one token that attends to the cache."""
         return cache.step(layer, self, q, k, v, own)
 
 
 class Block(nn.Module):
-    """Pre-norm (Xiong et al. 2020, https://arxiv.org/abs/2002.04745)."""
+    """A pre-norm block (Xiong et al. 2020, https://arxiv.org/abs/2002.04745)."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -118,7 +119,8 @@ class Block(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Attention and MLP side by side (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311)."""
+    """A block with attention and MLP in parallel (Chowdhery et al. 2022,
+    https://arxiv.org/abs/2204.02311)."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -135,7 +137,7 @@ class Parallel(nn.Module):
 class Transformer(nn.Module):
     """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype.
 
-    vocabulary: how nats are found where the logits are a part of all
+    vocabulary: computes nats from logits of which this rank has only a part
                 (`lpkit.parallel.tensor.Vocabulary`)
     """
 
@@ -150,17 +152,17 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(block(config, attend) for _ in range(config.L))
         self.norm = NORMS[config.norm].load()(config)
         self.head = nn.Linear(config.D, config.V, bias=False)
-        self.prompt = None      # learned embeddings before those of the text
-        self.encoder = None     # runs the first layers, where these see some of the tokens
+        self.prompt = None      # learned embeddings before the text's embeddings
+        self.encoder = None     # runs the first layers, if these see only some of the tokens
         if config.tied:
             self.head.weight = self.embed.weight
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,
                places: Tensor | None = None, *, x: Tensor | None = None,
                layers: range | None = None) -> Tensor:
-        """(B, T) -> (B, T, D), normalised. `places`: where in the text each token stands, (T,)
-        int64; None: one after the other. `layers`: those of a stage of a pipeline, which reads `x`
-        of the stage before. Raises ConfigError when T exceeds the context."""
+        """(B, T) -> (B, T, D), normalised. `places`: the position of each token, (T,) int64; None
+        for consecutive tokens. `layers`: the layers of a pipeline's stage, which reads `x`, the
+        result of the stage before. Raises ConfigError when T exceeds the context."""
         T = tokens.shape[1]
         if T > self.config.T:
             raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
@@ -168,7 +170,7 @@ class Transformer(nn.Module):
             raise ConfigError(f"documents of {tuple(documents.shape)} do not fit tokens of "
                               f"{tuple(tokens.shape)}; give one id for each token")
         first, blocks = x is None, enumerate(self.blocks)
-        if layers is not None:      # others may be elsewhere
+        if layers is not None:      # other layers may be on other ranks
             blocks = ((layer, self.blocks.get_submodule(str(layer))) for layer in layers)
         x, start, P = self.embed(tokens) if first else x, 0 if places is None else places, 0
         if self.prompt is not None and not (cache is not None and cache.lengths.any()):
@@ -177,7 +179,7 @@ class Transformer(nn.Module):
         if cache is not None:
             start = cache.begin(P + T)
         if documents is None and KINDS[self.config.attention.name].reads_ids:
-            documents = torch.zeros_like(tokens)        # one, as a prompt is
+            documents = torch.zeros_like(tokens)        # one document, as a prompt is
         x = self.positions.add(x, start) if first else x
         rotation = self.positions.rotation(P + T, start, x)
         if self.encoder is not None:
@@ -194,6 +196,7 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per token that counts, in float32; NaN if none does (`contracts.Batch.to` gives
-    such a batch weights of 0). logits (B, T, V) in any dtype, targets (B, T), -100: ignored."""
+    """Returns mean nats per token that counts, in float32; NaN if none counts (`contracts.Batch.to`
+    gives such a batch weights of 0). logits (B, T, V) in any dtype; targets (B, T), where -100 is
+    ignored."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

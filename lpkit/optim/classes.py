@@ -1,8 +1,10 @@
-"""Rows as classes of PyTorch's kind: parameters, groups, closures, schedulers and state_dict are as
-in torch.optim, and settings the row's, with beta1 and beta2 as `betas`. All of a group decays.
+"""Rows as classes like those of torch.optim: parameters, groups, closures, schedulers and
+state_dict work in the same way. Settings are the row's, with beta1 and beta2 as `betas`. All
+parameters of a group decay.
 
-A group may name another row as its `rule`, whose defaults it then has, and the `layout` of weights
-to a rule of matrices: transposed, (in, out), or thirds, three matrices each."""
+A group may name another row as its `rule`, and then has that row's defaults. For a rule of
+matrices, a group may give the `layout` of its weights: "transposed" for (in, out), or "thirds" for
+three matrices in each weight."""
 
 from dataclasses import replace
 from functools import cache
@@ -46,7 +48,7 @@ class _OfRow(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         of = optimizer(param_group.get("rule", self.name))
         super().add_param_group({**(of.of_row if of.name != self.name else {}), **param_group})
-        group = self.param_groups.pop()     # back if nothing is wrong
+        group = self.param_groups.pop()     # appended again below if the group is valid
         of._settings(group)
         takes, sides = "tensors", range(99)
         if of.row.gathers:
@@ -63,12 +65,13 @@ class _OfRow(torch.optim.Optimizer):
 
     @classmethod
     def _settings(cls, group: dict) -> SimpleNamespace:
-        """The group's settings as they are now: schedulers change them."""
+        """Returns the group's current settings, since schedulers change them."""
         if len(group.get("betas", BETAS)) != 2:
             raise ValueError(f"betas must be two numbers, got {shown(group['betas'])}")
         own = {**group, **dict(zip(BETAS, group["betas"]) if "betas" in group else ())}
         own = {key: own[key] for key in own.keys() & vars(cls.row.settings)}
-        rate = {"name": cls.name, "lr": group["lr"] or 1.0}     # of a run it is never 0
+        # settings refuse 0, which a scheduler may set
+        rate = {"name": cls.name, "lr": group["lr"] or 1.0}
         checked = replace(cls.row.settings, **own | rate)
         return SimpleNamespace(**vars(checked) | {"lr": group["lr"]})
 

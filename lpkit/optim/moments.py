@@ -1,9 +1,9 @@
-"""Moments are stored between updates in float32, in bf16, or in 8 bits with a scale for each block.
+"""Storage formats of moments between updates: float32, bf16, or 8 bits with a scale per block.
 
-8 bits: each block of 256 is divided by its largest magnitude, each number becomes the nearest of
-256 values whose spacing grows with their size, so that seven decades are there with two digits at
-the top. The second moment is never negative and needs no sign (Dettmers et al. 2022,
-https://arxiv.org/abs/2110.02861, section 2).
+In 8 bits, each block of 256 numbers is divided by its largest magnitude, and each number is rounded
+to the nearest of 256 values. The spacing of the values grows with their size, so they span seven
+decades, with two digits in the largest decade. The second moment is never negative, so its values
+have no sign (Dettmers et al. 2022, https://arxiv.org/abs/2110.02861, section 2).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ DECADES = 7
 
 
 class Float32:
-    """The float32 format, whose methods every format has. A checkpoint names the tensors of a slot
-    with these `suffixes`."""
+    """The float32 format, whose methods every format has. `suffixes` end the names of a slot's
+    tensors in a checkpoint."""
 
     suffixes: tuple[str, ...] = ("",)
 
     def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
-        """The tensors of a slot of zeros, on the device of p."""
+        """Returns the tensors of a slot of zeros, on the device of p."""
         return [torch.zeros_like(p, dtype=torch.float32)]
 
     def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
-        """float32, to be updated in place."""
+        """Returns the moment in float32, to be updated in place."""
         return tensors[0]
 
     def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
-        """Write it back into `tensors`; here it is the tensor."""
+        """Writes the moment back into `tensors`. In float32 it is the stored tensor already."""
 
 
 class BFloat16(Float32):
@@ -65,7 +65,8 @@ class BlockwiseInt8(Float32):
 
 
 def to_blocks(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """float32 of any shape -> codes (uint8, like x), the largest magnitude of each block of 256."""
+    """float32 of any shape -> codes (uint8, like x), and the largest magnitude of each block of
+    256."""
     codes, scale = nearest(blocks_of(x.flatten(), BLOCK), midpoints(signed).to(x.device))
     return codes.flatten()[:x.numel()].view(x.shape), scale
 
@@ -77,13 +78,13 @@ def from_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def blocks_of(flat: Tensor, size: int) -> Tensor:
-    """(n,) -> (blocks, size). The last block is filled up with zeros."""
+    """(n,) -> (blocks, size). The last block is padded with zeros."""
     return F.pad(flat, (0, -len(flat) % size)).view(-1, size)
 
 
 def nearest(blocks: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each block (blocks, size) by its largest magnitude -> codes, uint8, of the nearest
-    values, and the magnitudes. `between`: the midpoints of the ascending values."""
+    """Divides each block of (blocks, size) by its largest magnitude. Returns the codes (uint8) of
+    the nearest values, and the magnitudes. `between`: the midpoints of the ascending values."""
     scale = blocks.abs().amax(1)
     ratio = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     return torch.bucketize(ratio, between, out_int32=True).to(torch.uint8), scale
@@ -91,8 +92,8 @@ def nearest(blocks: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def levels(signed: bool) -> Tensor:
-    """The 256 values, ascending, float32: for each decade the middles of evenly spaced pieces of
-    (0.1, 1), twice as many as for the decade below; and 0 and 1."""
+    """Returns the 256 values, ascending, in float32: 0, 1, and for each decade the midpoints of
+    equal parts of (0.1, 1). Each decade has twice as many parts as the decade below."""
     found = [0.0, 1.0]
     for i in range(DECADES):
         edges = torch.linspace(0.1, 1, 2**(i + (not signed)) + 1, dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""Muon: every direction of a matrix moves as far (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon; the numbers are those of
+"""Muon: an update moves all directions of a matrix equally far (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; the constants are those of
 https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py).
 """
 
@@ -11,13 +11,13 @@ from lpkit.errors import ConfigError
 from lpkit.optim.rules import Slots
 from lpkit.techniques.optimizers import NEWTON_SCHULZ, MomentumSettings
 
-A, B, C = 3.4445, -4.7750, 2.0315       # of x, x^3 and x^5 of a singular value x
-LEAST = 1e-7                            # norm of a matrix
+A, B, C = 3.4445, -4.7750, 2.0315       # coefficients of x, x^3 and x^5, for a singular value x
+LEAST = 1e-7                            # smallest norm of a matrix to divide by
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """(m, n), overwritten -> (m, n) with its singular vectors, and their values near 1: all but the
-    smallest between 0.7 and 1.2."""
+    """Overwrites (m, n) and returns (m, n) with the same singular vectors and singular values near
+    1: between 0.7 and 1.2, except for the smallest ones."""
     if x.shape[0] > x.shape[1]:
         return orthogonalised(x.mT).mT
     x.div_(x.norm().clamp(min=LEAST))
@@ -30,7 +30,8 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tuple[Tensor, ...]:
     """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k
-    and v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
+    and v, or the gate and the values that it gates. Raises ConfigError for a parameter that is not
+    a matrix."""
     if len(parameter.shape) != 2:
         raise ConfigError(f"optimizer={settings.name} updates matrices, and {parameter.name} has "
                           f"the shape {parameter.shape}; give it another rule, after the other "
@@ -42,8 +43,8 @@ def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tu
 
 def muon(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int,
          parameter: Parameter) -> None:
-    """Orthogonalises Nesterov's momentum. A matrix with more rows than columns moves by the root of
-    their ratio more."""
+    """Orthogonalises Nesterov's momentum. If a matrix has more rows than columns, its step is
+    multiplied by the root of their ratio."""
     (m,) = slots
     m.lerp_(g, 1 - settings.momentum)
     whole = parameter.gather(g.lerp(m, settings.momentum))

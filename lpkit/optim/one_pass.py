@@ -1,9 +1,9 @@
-"""A rule in one pass over memory, by Triton: weight, gradient and slots are read once, weight and
-slots are written once, and a weight of 16 bits is rounded on the way.
+"""Applies a rule in one pass over memory, by Triton: the kernel reads weight, gradient and slots
+once and writes weight and slots once. A 16-bit weight is rounded in the same pass.
 
-One kernel walks; what it does to a number is the rule's own function, and `lpkit.optim.rules` its
-definition. Multiply-adds round once here and twice there, so that results are as near to float64 as
-the definition's and not its bits.
+One kernel iterates over the numbers, and a function of the rule updates each number. The rule's
+definition is in `lpkit.optim.rules`. A multiply-add rounds once in the kernel and twice in the
+definition, so the kernel's results are as close to float64 as the definition's, but not bit-equal.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def _pass(w, g, m, v, bits, new_w, new_m, new_v, n, decay, a, b, c, d, e, RULE: 
     if SECOND:
         second = tl.load(v + at, mask=inside, other=0.0)
     x, first, second = RULE(x, y, first, second, decay, a, b, c, d, e)
+    # Stochastic rounding to bf16: add noise to the low bits, then drop them (`rounding.drawn`).
     if DRAWN:
         x = (x.to(tl.int32, bitcast=True) + tl.load(bits + at, mask=inside, other=0)) & CUT
         x = x.to(tl.float32, bitcast=True)
@@ -70,17 +71,17 @@ def _pass(w, g, m, v, bits, new_w, new_m, new_v, n, decay, a, b, c, d, e, RULE: 
 
 @dataclass(frozen=True, kw_only=True)
 class OnePass:
-    """`numbers(settings, update)`: a ... e of `function`."""
+    """A rule with its kernel. `numbers(settings, update)`: the arguments a ... e of `function`."""
 
     definition: Callable[..., None]
     function: Any
     numbers: Callable[[Any, int], tuple[float, ...]]
     slots: int
-    settings: OptimizerSettings     # of examples
+    settings: OptimizerSettings     # of the examples
 
     def defined(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """w and g like one another, slots float32, bits int32 or None (`rounding.noise`; None:
-        to nearest), settings, update -> the new w and slots."""
+        """Returns the new w and slots, by the definition. Arguments: w and g of one dtype, slots in
+        float32, bits in int32 (`rounding.noise`; None rounds to nearest), settings, update."""
         *slots, bits, settings, update = rest
         wide = w.clone() if w.dtype == torch.float64 else w.float().clone()
         slots = [slot.clone() for slot in slots]
@@ -98,7 +99,8 @@ class OnePass:
 
     def launch(self, w: Tensor, g: Tensor, slots: Sequence[Tensor], bits: Tensor | None,
                settings: Any, update: int, new: Sequence[Tensor]) -> None:
-        """Launches, all contiguous. `new`: where w and slots go; they themselves if in place."""
+        """Launches the kernel on contiguous tensors. `new`: the outputs for w and slots, which may
+        be the inputs themselves."""
         blocks = triton.cdiv(w.numel(), BLOCK)
         _pass[(blocks,)](
             w, g, slots[0], slots[-1], w if bits is None else bits, new[0], new[1], new[-1],
@@ -113,7 +115,8 @@ class OnePass:
             examples=self._examples)
 
     def arguments(self, w: Tensor, bits: Tensor | None = None, update: int = 3) -> tuple:
-        """Makes arguments that share nothing: what two share is read from memory once."""
+        """Returns arguments that share no memory: shared tensors would be read only once, and the
+        time would be wrong."""
         slots = [w.float().square() for _ in range(self.slots)]
         return w, w.clone(), *slots, bits, self.settings, update
 
@@ -152,9 +155,9 @@ ADAMW, LION = (rule.kernel for rule in RULES.values())
 
 def chosen(name: str, asked: str, parameters: Sequence[Tensor],
            by_first: Callable = operator.call) -> tuple[OnePass | None, dict[str, Choice]]:
-    """The rule `name` in one pass where it is right on this machine, and the fastest of its
-    versions or asked for; None: as it is defined. And what a run records of that. `asked`: as
-    `system.kernels`; `by_first`: as `Ranks.by_first`, who races."""
+    """Returns the rule `name` as one kernel, if the kernel is correct on this machine and is the
+    fastest version or was requested; None to use the definition. Also returns the choice to record.
+    `asked`: `system.kernels`. `by_first`: `Ranks.by_first`, so that one rank races for all."""
     p = max(parameters, key=Tensor.numel, default=None)
     if name not in RULES or p is None or isinstance(p, FakeTensor) or triton is None:
         return None, {}

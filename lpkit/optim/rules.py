@@ -1,12 +1,13 @@
-"""Update rules: w and its slots, both float32, are changed in place. Each is a definition.
+"""Update rules. A rule changes w and its slots, both float32, in place. It is the definition of its
+row's update.
 
     rule(w, g, slots, settings, update)
 
-`g` is the gradient in float32 and is not changed, `slots` are the tensors of the row's slots in
-their order, `settings` has the row's settings with the learning rate and the weight decay of this
-parameter at this update, and `update` counts from 1. A rule that reads more than one number at a
-time has a row that is `told`, and a sixth argument, the `contracts.Parameter`. Weight decay is
-decoupled unless a rule says otherwise: it scales the weight and is no part of the gradient
+`g` is the gradient in float32, which is not changed. `slots` are the tensors of the row's slots, in
+their order. `settings` are the row's settings, with the learning rate and the weight decay of this
+parameter at this update. `update` counts from 1. If a rule reads more than one number at a time,
+its row has `told`, and the rule has a sixth argument, the `contracts.Parameter`. Weight decay is
+decoupled unless a rule says otherwise: it scales the weight and is not added to the gradient
 (Loshchilov & Hutter 2019, arXiv:1711.05101).
 """
 
@@ -27,7 +28,7 @@ Slots = list[Tensor]
 
 
 def adamw(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
-    """Both means start at 0, and dividing by 1 - beta^update takes that bias out."""
+    """Both means start at 0. Dividing by 1 - beta^update removes this bias."""
     m, v = slots
     m.lerp_(g, 1 - settings.beta1)
     v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
@@ -38,9 +39,10 @@ def adamw(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: i
 
 def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int,
                  kernel: Callable = torch_adamw) -> None:
-    """PyTorch's fused kernel on one parameter: one pass over memory, the bits of `adamw_fused`."""
+    """PyTorch's fused kernel for one parameter: one pass over memory, bit-equal to `adamw_fused`.
+    """
     m, v = slots
-    before = torch.full((), update - 1.0, device=w.device)  # the kernel adds one
+    before = torch.full((), update - 1.0, device=w.device)  # the kernel adds 1
     kernel([w], [g], [m], [v], [], [before], fused=True, amsgrad=False, maximize=False,
            beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps, lr=settings.lr,
            weight_decay=settings.weight_decay)
@@ -48,14 +50,14 @@ def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, up
 
 def adamw_fused(groups: list[dict], settings: AdamWSettings,
                 kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
-    """Makes the AdamW that updates all parameters at once."""
+    """Returns the AdamW that updates all parameters in one call."""
     return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
                 fused=True)
 
 
 def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int) -> None:
-    """Every coordinate moves by lr. The direction leans more on this gradient (beta1) than the
-    momentum that stays (beta2) does (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+    """Every coordinate moves by lr. The direction weights the new gradient more (beta1) than the
+    momentum does (beta2) (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
     (m,) = slots
     direction = torch.lerp(m, g, 1 - settings.beta1).sign_()
     w.mul_(1 - settings.lr * settings.weight_decay).add_(direction, alpha=-settings.lr)
@@ -63,7 +65,7 @@ def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int
 
 
 def momentum(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int) -> None:
-    """The velocity is a fading sum, not a mean, as torch.optim.SGD has it."""
+    """The velocity is a decaying sum, not a mean, as in torch.optim.SGD."""
     (velocity,) = slots
     velocity.mul_(settings.momentum).add_(g)
     w.mul_(1 - settings.lr * settings.weight_decay)

@@ -1,10 +1,11 @@
-"""One stepper for every rule. It owns where slots are stored, their format, and rounding.
+"""The stepper that applies every rule. It decides where slots are stored, their format, and
+rounding.
 
-A parameter at a time: its slots are fetched while the one before is updated, and decoded; the rule
-changes float32 numbers in place; slots are encoded and written back. A weight of 16 bits is widened
-for its update and rounded stochastically (`rounding`). Slots that are stored as float32 beside
-float32 weights give the bits of the rule itself. On a GPU all of it is one kernel (`one_pass`)
-where there is one, and PyTorch has none for these weights.
+It updates one parameter at a time. Its slots are fetched during the update of the parameter before,
+and are decoded. The rule changes float32 numbers in place. Then slots are encoded and written back.
+A 16-bit weight becomes float32 for its update, and is rounded stochastically (`rounding`). With
+float32 slots and weights, the results are bit-equal to the rule's. On a GPU a single kernel
+(`one_pass`) does all of this, if there is one and PyTorch has none for these weights.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
           moment_format: str = "float32", placement: StatePlacement | None = None, seed: int = 0,
           kernels: str = "auto", by_first: Callable = operator.call,
           told: Callable[[str], Parameter] | None = None) -> torch.optim.Optimizer:
-    """The optimizer of `settings.name` for trained parameters by their names. `placement` None: on
-    the device. `seed`: of rounding. `kernels`: as `system.kernels`; `by_first`: as
-    `Ranks.by_first`, which chooses among them. `told`: as `Sharding.told`; None: nothing is cut.
+    """Returns the optimizer `settings.name` for trained parameters, by their names.
+
+    placement: where state is stored; None for the device
+    seed:      seed of stochastic rounding
+    kernels:   `system.kernels`
+    by_first:  `Ranks.by_first`, which calls a choice of kernels on one rank
+    told:      `Sharding.told`; None: no parameter is cut
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
-    optimizer does not keep.
+    optimizer does not support.
     """
     told = told or (lambda name: Parameter(name, tuple(named[name].shape)))
     parameter_groups = optimizers.parameter_groups(map(told, named), settings)
@@ -66,7 +71,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule that updates a parameter. `one_pass`: by one kernel; None: as it is defined."""
+    """The rule of a parameter. `one_pass`: its single kernel; None for the definition."""
 
     row: Optimizer
     settings: OptimizerSettings
@@ -75,10 +80,11 @@ class Rule:
 
 
 class Stepper(torch.optim.Optimizer):
-    """State of each parameter: `update`, the number of updates, and the tensors of its slots.
+    """The optimizer of all rules. The state of a parameter is `update`, its number of updates, and
+    the tensors of its slots.
 
-    A group may have `settings` of a rule of its own. `told`: what rules are told of parameters.
-    The noise of rounding depends on the seed, the parameter and the update alone.
+    A group may have `settings` of its own rule. `told`: the facts about parameters for rules that
+    need them. The noise of rounding depends only on the seed, the parameter and the update.
     """
 
     def __init__(self, groups: list[dict], settings: OptimizerSettings, *, moment_format: str,
@@ -92,7 +98,7 @@ class Stepper(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
         plain = not optimizers.find_format(moment_format).encoded
-        # functions (g, slots, settings) that `step` calls in place of rules; empty: an update
+        # functions (g, slots, settings) that `step` calls instead of rules; empty: normal updates
         self.instead: Mapping[OptimizerSettings, Callable[..., None]] = {}
         self.rule_of: dict[nn.Parameter, Rule] = {}
         self.choices: dict[str, Choice] = {}
@@ -116,31 +122,35 @@ class Stepper(torch.optim.Optimizer):
             work += [(p, group) for p in group["params"] if p.grad is not None
                      and (not self.instead or self.rule_of[p].settings in self.instead)]
         fetched = self._fetch([p for p, _ in work])
-        for tensors, (p, group) in zip(fetched, work):  # in this order: `fetched` ends itself
+        # `fetched` first: zip must exhaust it, so that the last tensors are written back
+        for tensors, (p, group) in zip(fetched, work):
             self.state[p]["update"] += not self.instead
             self._update(p, group, tensors, self.state[p]["update"])
 
     def _fetch(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """The tensors of each parameter on its device. While the caller uses them, the next ones
-        travel; when it comes back for those, the first ones are written back."""
+        """Yields the tensors of each parameter on its device. While the caller uses them, the next
+        ones travel. When the caller asks for those, the used ones are written back."""
         stored = [self._stored(p) for p in parameters]
         coming = []
         for i, tensors in enumerate(stored):
-            coming += [self.placement.prefetch(stored[j], parameters[j].device)     # this, the next
+            # this parameter and the next one
+            coming += [self.placement.prefetch(stored[j], parameters[j].device)
                        for j in range(i + len(coming), min(i + 2, len(stored)))]
             used = coming.pop(0)()
             yield used
+            # after the caller's update, because a generator continues at the next request
             self.placement.write_back(tensors, used)
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
-        """True if a tensor of the state of p has the rows of p; else it is whole on every rank."""
+        """Returns whether a tensor of p's state has the rows of p; otherwise every rank has all of
+        it."""
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
                        and slot.shape(self.told[p].shape, self.rule_of[p].settings) is not None
                        for slot in self.rule_of[p].row.slots)
 
     @torch.no_grad()
     def evaluated(self, p: nn.Parameter) -> Tensor | None:
-        """Returns what evaluation reads in place of p; None: p itself."""
+        """Returns the weights that evaluation reads instead of p; None for p itself."""
         rule = self.rule_of[p]
         if not (rule.row.evaluated and self.state[p]):
             return None
@@ -157,7 +167,8 @@ class Stepper(torch.optim.Optimizer):
         return [tensors[i:i + each] for i in range(0, len(tensors), each)]
 
     def _stored(self, p: nn.Parameter) -> list[Tensor]:
-        """Zeros before the first update. A checkpoint holds them as slot + suffix."""
+        """Returns the stored tensors of p, zeros before the first update. A checkpoint names them
+        slot + suffix."""
         slots = self.rule_of[p].row.slots
         names = [slot.name + suffix for slot in slots for suffix in self.codec.suffixes]
         state = self.state[p]
@@ -197,8 +208,8 @@ class Stepper(torch.optim.Optimizer):
 
 
 def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
-    """`chosen` as the built `optimizer` carries it out: where its state is, its format, and how
-    weights of 16 bits are rounded. What it does otherwise than decided replaces the decision."""
+    """Returns `chosen`, corrected by what the built `optimizer` does: where its state is, its
+    format, and how 16-bit weights are rounded."""
     does, rounding = {"optimizer_state": StatePlacement.name, "moment_format": "float32"}, "nearest"
     if isinstance(optimizer, Stepper):
         does = {"optimizer_state": optimizer.placement.name,

@@ -1,23 +1,27 @@
-"""Attention over sequences that are cut over the ranks of a group: context parallelism.
+"""Attention over sequences that are divided over the ranks of a group: context parallelism.
 
-Rank r of c has the tokens of chunks r and 2c - 1 - r of 2c, in this order (zig-zag,
-https://github.com/zhuzilin/ring-flash-attention), of q (B, H, T / c, E), k and v (B, G, T / c, E).
+A sequence has 2c chunks. Rank r of c has the tokens of chunks r and 2c - 1 - r, in this order
+(zig-zag, https://github.com/zhuzilin/ring-flash-attention): its part of q is (B, H, T / c, E), its
+parts of k and v are (B, G, T / c, E).
 
-Ring (Liu et al. 2023, https://arxiv.org/abs/2310.01889). k and v go to the next rank, c - 1 times,
-while a rank attends to those that it has. A part i of the keys gives a query o_i, and the logarithm
-l_i of its sum of exponentials. All parts together, added up one by one, are
+Ring (Liu et al. 2023, https://arxiv.org/abs/2310.01889). In each of c - 1 steps a rank sends k and
+v to the next rank, and at the same time attends to the k and v that it already has. From part i of
+the keys, a query gets an output o_i and the logarithm l_i of its sum of exponentials. The results
+of all parts are combined one by one:
 
     L = log sum exp(l_i)        w_i = exp(l_i - L)          out = sum w_i o_i
 
-Backward has q, k, v, out and L, and makes each part again, as FlashAttention does a tile. Since
-dw_i / dl_i = w_i (1 - w_i), and dw_j / dl_i = -w_i w_j, the backend's own backward takes
+Backward has q, k, v, out and L, and recomputes each part, as FlashAttention recomputes each tile.
+Since dw_i / dl_i = w_i (1 - w_i), and dw_j / dl_i = -w_i w_j, the attention backend's backward
+receives the gradients
 
     d o_i = w_i d_out           d l_i = w_i (d_out . o_i - d_out . out)
 
-k and v go round again; behind them go dk and dv, to which each rank adds, and which a last message
-brings home: (c - 1) times k and v forward, twice that backward. Pairs of chunks of which no query
-sees a key are not computed. Messages go all the way round even under a window: what the late chunk
-of rank r sees before itself is of rank r + 1.
+In backward, k and v go round the ring again. dk and dv follow them: each rank adds its
+contribution, and a last message returns them to their owner. Forward sends k and v c - 1 times,
+and backward sends twice as many bytes. A pair of chunks is skipped if none of its queries sees any
+of its keys. Even with a sliding window, messages go all the way round: the tokens just before the
+late chunk of rank r belong to rank r + 1.
 """
 
 from __future__ import annotations
@@ -39,26 +43,26 @@ from lpkit.techniques.attention_backends import FULL
 
 
 def part(whole: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
-    """The tokens of `rank`, in zig-zag, of all along `dim`."""
+    """Returns the tokens of `rank` in zig-zag order, from all tokens along `dim`."""
     chunks = whole.chunk(2 * ranks, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
 def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """The inverse of `part`: all tokens in order, from those of each rank."""
+    """The inverse of `part`: returns all tokens in order, from the part of each rank."""
     early, late = zip(*(t.chunk(2, dim) for t in parts))
     return torch.cat((*early, *reversed(late)), dim)
 
 
 def share(batch: Batch, rank: int, ranks: int) -> Batch:
-    """The part of `rank`, and where its tokens stand."""
+    """Returns the part of a batch that `rank` has, with the positions of its tokens."""
     places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     present = batch.present | {"places": places.expand_as(batch.tokens)}
     return Batch.of({name: part(t, rank, ranks) for name, t in present.items()})
 
 
 class Over:
-    """A `contracts.Attend` over all tokens of a context group; `attend`: how one rank attends."""
+    """A `contracts.Attend` over all tokens of a context group. `attend` is one rank's attention."""
 
     def __init__(self, attend: Attend | Partial, among: Ranks):
         self.attend, self.among, group = attend, among, among.groups["context"]
@@ -69,7 +73,7 @@ class Over:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
         ids = None
-        if rule.documents:      # of all tokens; gathered once for all layers
+        if rule.documents:      # document ids of all tokens; gathered once for all layers
             if self._gathered[0] is not documents:
                 parts = documents.expand(self.ranks, *documents.shape).contiguous()
                 self._gathered = documents, joined(self.exchanged(parts).unbind())
@@ -77,7 +81,7 @@ class Over:
         return self.over(q, k, v, ids, sinks, rule)
 
     def exchanged(self, to: Tensor) -> Tensor:
-        """Row n of `to` goes to rank n; the result has what each sent, in their order."""
+        """Sends row n of `to` to rank n, and returns the rows that each rank sent, by rank."""
         received = torch.empty_like(to)
         with self.among.waits:
             dist.all_to_all_single(received, to, group=self.among.groups["context"])
@@ -85,7 +89,7 @@ class Over:
 
 
 class Ring(Over):
-    """One rank attends by a `contracts.Partial`."""
+    """Ring attention. Each rank computes its parts with a `contracts.Partial`."""
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
              rule: Rule) -> Tensor:
@@ -93,7 +97,7 @@ class Ring(Over):
         return _Ring.apply(q, k, v, sinks, chunks, rule, self)
 
     def passed(self, t: Tensor) -> Callable[[], Tensor]:
-        """Sends `t` to the next rank. Call the result to have what the previous one sends."""
+        """Sends `t` to the next rank. Call the result to wait for the previous rank's tensor."""
         arriving, group = torch.empty_like(t), self.among.groups["context"]
         requests = dist.batch_isend_irecv([
             dist.P2POp(way, one, group=group, group_peer=(self.rank + step) % self.ranks)
@@ -108,7 +112,7 @@ class Ring(Over):
         return wait
 
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Each rank's number, and its k and v. The next are on their way meanwhile."""
+        """Yields each rank's number with its k and v. The next k and v travel meanwhile."""
         at_hand = torch.stack((k, v))
         for step in range(self.ranks):
             coming = self.passed(at_hand) if step < self.ranks - 1 else None
@@ -117,8 +121,9 @@ class Ring(Over):
 
     def pairs(self, source: int, C: int, rule: Rule, ids: Sequence[Tensor] | None
               ) -> Iterator[tuple[slice, slice, tuple[Tensor, ...] | None, Rule]]:
-        """Chunks of queries of this rank and of keys of `source`, of C tokens, if a query sees any:
-        where they lie, the ids of their documents, their rule."""
+        """Yields the pairs of a chunk of this rank's queries and a chunk of the keys of `source`,
+        of C tokens each, in which a query sees a key: the slices of queries and keys, the ids of
+        their documents, and their rule."""
         for a, queries in enumerate((self.rank, 2 * self.ranks - 1 - self.rank)):
             for b, keys in enumerate((source, 2 * self.ranks - 1 - source)):
                 told = replace(rule, query_start=queries * C, key_start=keys * C, sinks=False)
@@ -133,13 +138,17 @@ class _Ring(torch.autograd.Function):
                 ids: Sequence[Tensor] | None, rule: Rule, ring: Ring) -> Tensor:
         B, H, T, E = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(B, T, H, E, dtype=wide).transpose(1, 2)   # heads side by side
+        # in memory (B, T, H, E), so that joining the heads later needs no copy
+        out = q.new_zeros(B, T, H, E, dtype=wide).transpose(1, 2)
         L = q.new_full((B, H, T), -torch.inf, dtype=wide)
-        if sinks is not None:       # a key without a value
+        # a sink acts as a key without a value: it only adds to the sum of exponentials
+        if sinks is not None:
             L.copy_(sinks[:, None].expand_as(L))
         for source, (keys, values) in ring.around(k, v):
             for rows, columns, own, told in ring.pairs(source, T // 2, rule, ids):
                 given = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                # Rescale the sum so far to the new total, then add this part: the online softmax of
+                # FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135), a part a step.
                 o, l = ring.attend(*given, own, rule=told)
                 before, total = L[:, :, rows], torch.logaddexp(L[:, :, rows], l)
                 out[:, :, rows] *= _weights(before, total)
@@ -147,6 +156,7 @@ class _Ring(torch.autograd.Function):
                 L[:, :, rows] = total
         out, device = out.type_as(q), q.device.type
         ctx.save_for_backward(q, k, v, sinks, out, L)
+        # Backward runs outside of the caller's autocast, but must recompute forward's numbers.
         ctx.told = ids, rule, ring
         ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device),
                                torch.is_autocast_enabled(device))
@@ -157,6 +167,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, sinks, out, L), (ids, rule, ring) = ctx.saved_tensors, ctx.told
         d_out = d_out.type_as(L)
+        # d_out . out is the same for all parts, so it is computed once (FlashAttention-2's D).
         delta = (d_out * out).sum(-1)
         dq, own_d, coming = torch.zeros_like(q, dtype=L.dtype), None, None
         for source, (keys, values) in ring.around(k, v):
@@ -171,6 +182,7 @@ class _Ring(torch.autograd.Function):
                 parts = torch.autograd.grad((o, l), given, ((w * dy).type_as(o), d_l.type_as(l)))
                 for total, some in zip((dq[:, :, rows], *d[:, :, :, columns]), parts):
                     total += some
+            # this rank's dk and dv wait here; other dk and dv travel on to the rank of their keys
             if source == ring.rank:
                 own_d = d
             else:
@@ -183,5 +195,5 @@ class _Ring(torch.autograd.Function):
 
 
 def _weights(l: Tensor, L: Tensor) -> Tensor:
-    """exp(l - L), (..., 1); 0 where neither has seen a key."""
+    """Returns exp(l - L), (..., 1): 0 where both are -inf, because no key was seen."""
     return (l - L.clamp(min=torch.finfo(L.dtype).min)).exp()[..., None]

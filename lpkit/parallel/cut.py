@@ -1,9 +1,9 @@
-"""A tensor of which a rank has pieces, and how a parameter is cut into them.
+"""A tensor of which a rank has some pieces, and how a parameter is cut into pieces.
 
-Tensor parallelism cuts a parameter along one dimension, ZeRO cuts what is left by rows. Gate and up
-lie in one matrix, one after the other, and a rank has rows of each; so what it has of a parameter
-may be several pieces of the whole. A checkpoint keeps each with its place, and any other layout
-reads what overlaps.
+Tensor parallelism cuts a parameter along one dimension. ZeRO then cuts the remaining part by rows.
+The gate and up weights are stacked in one matrix, and a rank has some rows of each, so a rank may
+have several pieces of one parameter. A checkpoint stores each piece with its offsets. A run in any
+other layout reads the pieces that overlap with its own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Offsets = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    offsets: Offsets        # of its first number in the whole tensor
-    data: Tensor            # a view of what this rank has
+    offsets: Offsets        # of the piece's first number in the whole tensor
+    data: Tensor            # a view of this rank's numbers
 
 
 @dataclass(frozen=True)
 class Split:
-    """The part of rank `index` of `ranks`: of each of `parts` equal stretches of dimension `dim`,
-    its share. dim None: the first rank has all, and others have nothing."""
+    """The part of rank `index` of `ranks`: its share of each of `parts` equal stretches of
+    dimension `dim`. If dim is None, the first rank has the whole tensor and the others nothing."""
 
     dim: int | None
     index: int
@@ -42,14 +42,14 @@ class Split:
         return torch.cat([t.chunk(self.ranks, self.dim)[self.index] for t in stretches], self.dim)
 
     def shape(self, part: torch.Size) -> torch.Size:
-        """Returns the shape of the whole, from that of a part."""
+        """Returns the shape of the whole tensor, from the shape of a part."""
         sizes = list(part)
         if self.dim is not None:
             sizes[self.dim] *= self.ranks
         return torch.Size(sizes)
 
     def spans(self, part: torch.Size) -> Iterator[tuple[int, int, int]]:
-        """Yields stretches along `dim`: where each begins in the part, where in the whole, and its
+        """Yields the stretches along `dim`: start in the part, start in the whole tensor, and
         length."""
         length = part[self.dim] // self.parts
         for one in range(self.parts):
@@ -58,8 +58,8 @@ class Split:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of `shape`, of which this rank has `pieces`; `owners` are the ranks that have the
-    same ones."""
+    """A tensor of `shape`, of which this rank has `pieces`. `owners` are the ranks that have the
+    same pieces."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -68,16 +68,16 @@ class Cut:
 
     @property
     def nbytes(self) -> int:
-        """Returns those of the whole."""
+        """Returns the bytes of the whole tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def empty(self, dtype: torch.dtype) -> Cut:
-        """Returns one that is cut alike, to be filled."""
+        """Returns a Cut with the same pieces and uninitialised data of `dtype`."""
         made = (Piece(offsets, torch.empty(t.shape, dtype=dtype)) for offsets, t in self.pieces)
         return replace(self, dtype=dtype, pieces=tuple(made))
 
     def copy_(self, source: Tensor | Cut) -> None:
-        """Fills the pieces from the whole tensor, or from one that is cut alike."""
+        """Fills the pieces from the whole tensor, or from a Cut with the same pieces."""
         if isinstance(source, Cut):
             for (_, ours), (_, theirs) in zip(self.pieces, source.pieces, strict=True):
                 ours.copy_(theirs)
@@ -86,12 +86,13 @@ class Cut:
             ours.copy_(_there(source, offsets, ours))
 
     def full_tensor(self) -> Tensor:
-        """Returns the whole, to the bit. All ranks call it alike."""
+        """Returns the whole tensor, bit for bit. All ranks must call it."""
         whole = torch.zeros(self.shape, dtype=self.dtype)
         if dist.get_rank() == self.owners[0]:
             replace(self, pieces=tuple(Piece(at, _there(whole, at, t)) for at, t in self.pieces)
                     ).copy_(self)
-        dist.all_reduce(whole.view(-1).view(torch.uint8))       # others have zeros
+        # the other ranks add zeros; as bytes, so that -0.0 and NaN stay
+        dist.all_reduce(whole.view(-1).view(torch.uint8))
         return whole
 
 
@@ -100,8 +101,8 @@ def _there(whole: Tensor, offsets: Offsets, like: Tensor) -> Tensor:
 
 
 def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None) -> tuple[Piece, ...]:
-    """The pieces that `t` is, the rows from `first` of a part of `shape`, which is cut by
-    `split`."""
+    """Returns the pieces that make up `t`: the rows from `first` on of a part of `shape`, which
+    `split` cut from the whole tensor."""
     if split is None or split.dim is None:
         spans, dim = ([(0, 0, shape[0])] if split is None or not split.index else []), 0
     else:

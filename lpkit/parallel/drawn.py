@@ -1,10 +1,11 @@
-"""A model of which each rank has its rows from the start, with the numbers that one process has.
+"""Builds a model of which each rank has only its rows, with the same numbers as in one process.
 
-What stands for a parameter has its shape and hardly any memory: each row begins a number later than
-the one before it, in numbers as they were drawn, which is enough for who looks at a forward. Who
-fills it meets one whole parameter at a time: all of it is drawn, so that the generator goes on as
-it does in one process, and this rank keeps its rows. What is there at once is those rows and the
-largest parameter. On PyTorch's meta device nothing is drawn, so that other weights would come out.
+A stand-in replaces each parameter. It has the parameter's shape and almost no memory: each row
+begins one number after the row before, so rows overlap. Its numbers are the first ones of the
+parameter, which is enough to run a forward for inspection. An initializer fills one whole parameter
+at a time. All of that parameter is drawn, so that the random generator advances as in one process;
+then this rank keeps its rows. Peak memory is therefore this rank's rows plus the largest parameter.
+PyTorch's meta device is no substitute: it draws nothing, so later weights would differ.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lpkit.errors import ConfigError
 
-FILLS = {"uniform_", "normal_", "fill_", "zero_", "copy_"}      # whatever was there
+# operations that overwrite all that was there
+FILLS = {"uniform_", "normal_", "fill_", "zero_", "copy_"}
 
 
 class Drawn(TorchDispatchMode):
-    """`rows`: of each parameter that is made in here, on `device`, what `cut` takes from all of
-    it."""
+    """Replaces each parameter that is created in this context by a stand-in. `rows` maps each
+    stand-in to the rows that `cut` takes of the whole parameter, on `device`."""
 
     def __init__(self, cut: Callable[[Tensor], Tensor], device: torch.device):
         super().__init__()
@@ -37,7 +39,7 @@ class Drawn(TorchDispatchMode):
         self.whole: Tensor | None = None
 
     def stand_in(self, p: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns what stands for it; None: itself."""
+        """Returns the stand-in of a parameter; None to register the parameter itself."""
         if p is None or p in self.rows or not p.ndim:
             return None
         numbers = torch.empty(len(p) - 1 + p[0].numel(), dtype=p.dtype, device=self.device)
@@ -53,7 +55,8 @@ class Drawn(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._opname
-        if not name.startswith("new_") and not name.endswith("_like"):      # which want its shape
+        # these use only its shape
+        if not name.startswith("new_") and not name.endswith("_like"):
             for p in tree_leaves((args, kwargs)):
                 if isinstance(p, nn.Parameter) and p in self.rows and p is not self.at_work:
                     self._begin(p, name, p is args[0] and (name in FILLS or func.is_view))
@@ -67,7 +70,7 @@ class Drawn(TorchDispatchMode):
             raise ConfigError(f"model.init calls {operation} on a parameter that is not there, for "
                               f"parallel.zero=2 and 3 make one whole parameter at a time; fill one "
                               f"after the other, or set parallel.zero=1")
-        # who reads what nobody filled finds that it is no number
+        # NaN shows if an initializer reads numbers that nobody filled
         self.at_work, self.whole = p, torch.full(p.shape, math.nan, dtype=p.dtype)
 
     def finish(self) -> None:
@@ -79,8 +82,8 @@ class Drawn(TorchDispatchMode):
 
 @contextmanager
 def drawing(cut: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[Drawn]:
-    """A context around what makes a model and initialises it, in this thread. `cut`: the rows of a
-    whole parameter that are this rank's."""
+    """Replaces the parameters of a model that is built and initialised in this context and this
+    thread. `cut` returns this rank's rows of a whole parameter."""
     drawn, here = Drawn(cut, device), threading.get_ident()
 
     def made(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:

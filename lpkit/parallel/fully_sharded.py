@@ -1,10 +1,11 @@
-"""Weights, gradients and the optimizer's state cut over ranks (ZeRO 2 and 3), by PyTorch's FSDP2: a
-block's weights are gathered when its forward and its backward need them, and its gradients are
-scattered as soon as they are there. With `data` replicas of it: hybrid sharding. No rank ever has
-the whole model: its rows are drawn (`lpkit.parallel.drawn`), and what is saved is read by rows.
+"""Weights, gradients and optimizer state sharded over ranks (ZeRO 2 and 3) by PyTorch's FSDP2. A
+block's weights are gathered when its forward and backward need them, and its gradients are
+reduce-scattered as soon as they are computed. With `data` replicas of the sharded model, this is
+hybrid sharding. No rank ever has the whole model: a rank draws its rows (`lpkit.parallel.drawn`),
+and reads checkpoints by rows.
 
-Gradients of each micro-batch are scattered: whole ones, kept until the last, would take the memory
-that sharding saves.
+The gradients of each micro-batch are scattered. Keeping whole gradients until the last micro-batch
+would take the memory that sharding saves.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -40,8 +41,9 @@ from lpkit.techniques.layouts import GATHERED
 
 @dataclass(frozen=True)
 class Shard(Transform):
-    """FSDP2, a block at a time and then the rest: gathered in the dtype `sharding.gathered`,
-    reduced in float32. The rows that `sharding.drawn` has for stand-ins are used up."""
+    """Applies FSDP2 to each block and then to the rest of the model. Weights are gathered in the
+    dtype `sharding.gathered`, gradients are reduced in float32. Takes the rows of each stand-in
+    out of `sharding.drawn`."""
 
     sharding: FullySharded
     stage = Stage.DATA
@@ -51,11 +53,11 @@ class Shard(Transform):
         mesh = shard_mesh(ranks)
         policy = MixedPrecisionPolicy(param_dtype=self.sharding.gathered,
                                       reduce_dtype=torch.float32)
-        # None: blocks are gathered once more for backward, the rest stays
+        # None: blocks are gathered again for backward, the rest of the model stays gathered
         again = None if layout.zero == 3 else False
         for module in (*model.blocks, model):
             stand_ins = {name: p for name, p in module.named_parameters() if p in drawn}
-            for stand_in in stand_ins.values():     # memory for FSDP2 to cut, which nobody writes
+            for stand_in in stand_ins.values():     # memory for FSDP2 to cut; nobody writes to it
                 stand_in.data = torch.empty(stand_in.shape, dtype=stand_in.dtype,
                                             device=stand_in.device)
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
@@ -64,7 +66,7 @@ class Shard(Transform):
                 shards[name].detach().to_local().copy_(drawn.pop(stand_in))
             module.set_custom_all_gather(Gather(ranks.waits))
             module.set_custom_reduce_scatter(Scatter(ranks.waits, replicas=layout.data > 1))
-            if layout.data > 1:
+            if layout.data > 1:         # `Scatter` has entered the context
                 module.set_all_reduce_hook(ranks.waits.__exit__)
         if self.sharding.entry:
             register_fsdp_forward_method(model, self.sharding.entry)
@@ -81,7 +83,7 @@ class Gather(DefaultAllGather):
 
 
 class Scatter(DefaultReduceScatter):
-    """`replicas`: their all-reduce follows, until `Waits` hears that it is done."""
+    """With `replicas`, an all-reduce over them follows, and `Waits` counts until it is done."""
 
     def __init__(self, waits: Waits, replicas: bool):
         self.waits, self.replicas = waits, replicas
@@ -95,8 +97,8 @@ class Scatter(DefaultReduceScatter):
 
 
 def gathered(model: nn.Module) -> Iterator[Tensor]:
-    """The buffer that whole parameters are gathered into; it has no memory between reshard and
-    unshard."""
+    """Yields the buffers into which whole parameters are gathered. They have no memory between
+    reshard and unshard."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:
@@ -107,7 +109,7 @@ class FullySharded(OfRows):
     def __post_init__(self):
         super().__post_init__()
         row = GATHERED[self.layout.gathered]
-        self.gathered = self.compute if row.mixed else None     # the dtype of what is gathered
+        self.gathered = self.compute if row.mixed else None     # None: gathered as stored
         self.autocasts = self.gathered is None
         self.drawn: dict[nn.Parameter, Tensor] = {}
         self.casts = row.load()(self) if row.cast else None
@@ -115,7 +117,8 @@ class FullySharded(OfRows):
 
     @contextmanager
     def making(self, device: torch.device) -> Iterator[None]:
-        # a whole one takes no memory, and less time; tensor parallelism cuts columns, of whole ones
+        # A fake tensor takes no memory, so it needs no stand-in. Tensor parallelism cuts columns,
+        # for which it needs whole parameters.
         if isinstance(torch.empty(0), FakeTensor) or self.layout.tensor > 1:
             yield
             return
@@ -134,13 +137,14 @@ class FullySharded(OfRows):
 
     def reduce(self) -> None:
         for shard, owned in self.owned_of.items():
-            owned.data = shard.detach().to_local()      # FSDP2 may have put them elsewhere
+            # FSDP2 may have moved the numbers to other memory
+            owned.data = shard.detach().to_local()
             owned.grad = None if shard.grad is None else shard.grad.to_local()
             shard.grad = None
         super().reduce()
 
     def spread(self) -> None:
-        for module in self.modules:     # what an evaluation gathered may be old
+        for module in self.modules:     # gathered weights of an evaluation may be outdated
             module.reshard()
         if self.casts:
             self.casts.agree()

@@ -1,20 +1,21 @@
-"""Ranks meet here, and each makes sure that the others are those that were started with it.
+"""Rendezvous of ranks: each rank verifies that its peers are the ranks that were started with it.
 
-gloo connects ranks by TCP, and takes whoever connects first for the rank that it waits for: another
-user of the machine reads in /proc/net/tcp where a rank listens. So
+gloo connects ranks by TCP, and accepts the first connection as the expected rank. Every user of the
+machine can read in /proc/net/tcp on which port a rank listens, and can connect first. So
 
-    loopback    ranks of one machine listen there alone, and no other machine reaches them
-    secret      they meet by a file in a private folder, where the first leaves 32 random bytes
-    handshake   in each group each rank sends each other one, directly, before anything else, an
-                HMAC of the group, of who sends and of who reads
-    filter      then the sockets that listen drop all that arrives: nobody connects to a run that
-                goes on, and nobody uses up its file descriptors
+    loopback    ranks of one machine listen only on its loopback interface, which other machines
+                cannot reach
+    secret      ranks meet through a file in a private folder, where rank 0 leaves 32 random bytes
+    handshake   in each group, before any other message, each rank sends each other rank an HMAC of
+                the group, the sender and the receiver
+    filter      afterwards the listening sockets drop all packets: nobody can connect to a running
+                training or use up its file descriptors
 
-The store of torchrun listens on all interfaces and answers everybody. Where it started ranks on one
-machine, they meet by a file as well; on several machines its store is all that they share.
+torchrun's store listens on all interfaces and answers everybody. If torchrun started all ranks on
+one machine, they also meet through a private file. Ranks on several machines share only the store.
 
-    with here(config) as ranks:         as the environment says: `Ranks`, until the end of the block
-    with joined(config, rank=...)       of who started it
+    with here(config) as ranks:         `Ranks` of the environment's variables, until the block ends
+    with joined(config, rank=...)       `Ranks` of explicit arguments
 
 Source: RFC 2104, HMAC; socket(7), SO_ATTACH_FILTER.
 """
@@ -49,15 +50,15 @@ from lpkit.techniques.layouts import refuse_untrainable, wrong_world
 from lpkit.turns import turn
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# nobody waits longer for the first rank; nor for a proof, once all are there
+# the longest wait for the first rank; and for a proof, once all ranks are there
 MEETING_TIMEOUT, PROOF_TIMEOUT = timedelta(minutes=5), timedelta(seconds=30)
 INTERFACE = "GLOO_SOCKET_IFNAME"    # the interface on which gloo listens
 LOOPBACKS = ("lo", "lo0")           # Linux; macOS
 PROOF_BYTES = 32
-SO_ATTACH_FILTER = 26               # Python's socket does not name it
-# tcp(7) and linux/tcp.h: a key for whoever connects, from an address of which 0 bits count
+SO_ATTACH_FILTER = 26               # Python's socket module has no name for it
+# tcp(7) and linux/tcp.h: require a key (TCP MD5 signature) of peers at any address (prefix 0)
 TCP_MD5SIG_EXT, MD5_KEY_BYTES, MD5_OF_ALL = 32, 16, "=H126xBBHi80s"
-DROP = struct.pack("HBBI", 0x06, 0, 0, 0)       # BPF: return 0, no byte of a packet is kept
+DROP = struct.pack("HBBI", 0x06, 0, 0, 0)       # BPF program "return 0": keep no byte of a packet
 
 Prove = Callable[[str, dist.ProcessGroup], None]
 
@@ -65,11 +66,11 @@ Prove = Callable[[str, dist.ProcessGroup], None]
 @contextmanager
 def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
            init_method: str = "env://") -> Iterator[Ranks]:
-    """Make the process group, and leave it at the end.
+    """Makes the process group, and destroys it at the end of the block.
 
-    Raises ConfigError when the config's layout is of another number of devices, when there are not
-    as many GPUs or the first rank cannot be reached, and when ranks have other settings, code or
-    versions than the first.
+    Raises ConfigError if the config's layout needs another number of devices, if there are too few
+    GPUs, if the first rank cannot be reached, or if ranks differ from the first in settings, code
+    or versions.
     """
     layout, device = config.parallel, device_type(config)
     refuse_untrainable(config)
@@ -101,7 +102,7 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
 
 
 def _code() -> str:
-    """The SHA-256 of this package's files."""
+    """Returns 16 hexadecimal digits of the SHA-256 of this package's files."""
     files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -113,10 +114,10 @@ def device_type(config: Config) -> str:
 
 @contextmanager
 def here(config: Config) -> Iterator[Ranks]:
-    """Joins as torchrun or `accelerate launch` have said in the environment; else it is alone, and
-    takes its turn at a GPU that is shared.
+    """Joins the ranks that torchrun or `accelerate launch` describe in the environment. A process
+    that is alone takes its turn at a shared GPU instead.
 
-    Raises ConfigError when the config asks for several processes and this is one.
+    Raises ConfigError when the config needs several processes and this process is alone.
     """
     said = told(config)
     if said["world"] == 1:
@@ -130,8 +131,9 @@ def here(config: Config) -> Iterator[Ranks]:
 @contextmanager
 def meeting(backend: str, *, rank: int, world: int, local_world: int,
             init_method: str = "env://") -> Iterator[Prove]:
-    """Make the process group. Inside the block the caller makes further groups, and calls what this
-    yields for each, with a name for it. Raises ConfigError where another than a rank answers.
+    """Makes the process group. In the block, the caller makes further groups, and calls the yielded
+    function with a name and each group to prove its members. Raises ConfigError if a program that
+    is not a rank answers.
 
     local_world: how many of the `world` ranks are on this machine
     """
@@ -139,7 +141,7 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
     proven: list[dist.ProcessGroup] = []
     with _on_loopback(here), _said_plainly(rank):
         store = _store(init_method, rank, world, here)
-        others = set(_listening())      # a store's, for example
+        others = set(_listening())      # sockets that are not gloo's, for example a store's
         dist.init_process_group(backend, store=store, rank=rank, world_size=world,
                                 timeout=PROOF_TIMEOUT)
         secret = bytes.fromhex(store.get("secret").decode())
@@ -164,14 +166,14 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
 
 
 def meet(backend: str, **place: int | str) -> None:
-    """Meets as `meeting` does, for one group alone."""
+    """Meets as in `meeting`, for the world group only."""
     with meeting(backend, **place):
         pass
 
 
 def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
-    """Returns the store in which ranks find one another, once all are there and the first has left
-    the secret. Raises ConfigError."""
+    """Returns the store through which ranks meet, once all ranks are there and the first rank has
+    left the secret. Raises ConfigError."""
     try:
         store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
         if here and not isinstance(store, dist.FileStore):
@@ -180,7 +182,8 @@ def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
             store.set("secret", secrets.token_hex(PROOF_BYTES))
         store.set(f"here {rank}", "")
         store.wait(["secret", *(f"here {each}" for each in range(world))], MEETING_TIMEOUT)
-    except (dist.DistError, ValueError) as error:       # of the network; of the environment
+    # errors of the network, and of the environment's variables
+    except (dist.DistError, ValueError) as error:
         raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
                           f"{str(error).splitlines()[0]}; start all with torchrun, with another "
                           f"--master-port where this one is taken") from None
@@ -189,8 +192,8 @@ def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
 
 
 def _private(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """A file that no other user can open, instead of a `store` that is open to all. What others
-    write there can keep the ranks from meeting, and nothing else."""
+    """Returns a store in a file that no other user can open, to replace a `store` that everybody
+    can write to. Another user's writes to `store` can only keep the ranks from meeting."""
     if rank == 0:
         folder = tempfile.mkdtemp(prefix="lpkit-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -204,9 +207,10 @@ def _private(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
-    """Raises ConfigError when one of `group` is not who it should be."""
+    """Raises ConfigError if a member of `group` does not prove that it knows the secret."""
     mine, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
 
+    # A proof names group, sender and receiver, so that no proof can be replayed in another place.
     def proofs(pairs: list[tuple[int, int]]) -> bytearray:
         return bytearray(b"".join(hmac.digest(secret, f"{name} {ranks} {pair}".encode(), "sha256")
                                   for pair in pairs))
@@ -225,8 +229,8 @@ def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _said_plainly(rank: int) -> Iterator[None]:
-    """Says in our words what gloo says in its own where a connection closes, or brings no proof in
-    time."""
+    """Turns gloo's error about a closed connection, or about a late proof, into a ConfigError with
+    a clear sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -237,7 +241,8 @@ def _said_plainly(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _on_loopback(here: bool) -> Iterator[None]:
-    """gloo listens at the address of the host's name, which other machines may reach."""
+    """Makes gloo listen on the loopback interface if all ranks are `here`. By default gloo listens
+    at the address of the host's name, which other machines may reach."""
     names = {name for _, name in socket.if_nameindex()}
     before, name = os.environ.get(INTERFACE), next((one for one in LOOPBACKS if one in names), None)
     if not here or name is None:
@@ -253,11 +258,11 @@ def _on_loopback(here: bool) -> Iterator[None]:
 
 
 def _listening() -> dict[int, int]:
-    """The TCP sockets of this process that listen: by inode, the file descriptor. None are found
-    where there is no /proc."""
+    """Returns the listening TCP sockets of this process: file descriptor by inode. Without /proc
+    there are none."""
     found = {}
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with suppress(OSError):         # closed by now
+        with suppress(OSError):         # it was closed meanwhile
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as one:
@@ -268,8 +273,9 @@ def _listening() -> dict[int, int]:
 
 
 def _shut(handle: int) -> None:
-    """gloo would end the process if its socket were closed; so it stays, and hears nothing. Where
-    filters are root's alone, it asks for signatures that nobody can make."""
+    """Makes a listening socket drop all that arrives. It cannot be closed: gloo would end the
+    process. Where only root may attach filters, the socket requires TCP signatures with a random
+    key that nobody knows."""
     program = ctypes.create_string_buffer(DROP, len(DROP))
     with socket.socket(fileno=os.dup(handle)) as one:
         try:

@@ -1,12 +1,13 @@
-"""A rank's part of a pipeline: it computes its actions in the order of a schedule, and sends what
-they make to the ranks of the neighbouring stages.
+"""One rank's part of a pipeline: it computes its actions in the order of a schedule, and sends
+their results to the ranks of the neighbouring stages.
 
-PyTorch's runtime asks for messages as early as its lowering sees them (pytorch #172668, #188833):
-one that comes late then stands before others. Here a rank asks one action before it needs them, so
-that they travel beside that action. gloo tells messages apart by tags. NCCL does not: from one rank
-to another they come in the order in which they were sent. So who receives asks for them in the
-order of the sender's actions, and each direction between two ranks has a communicator of its own
-(of two groups, `up` to higher ranks and `down`): what waits in one holds up nothing in another.
+PyTorch's runtime posts receives as early as its lowering can (pytorch #172668, #188833), so a late
+message can hold up other messages behind it. Here a rank posts a receive one action before it needs
+the message, so that the message travels during that action. gloo matches messages by tags. NCCL
+does not: messages from one rank to another arrive in the order in which they were sent. So the
+receiver posts receives in the order of the sender's actions, and each direction between two ranks
+has a communicator of its own (from two groups, `up` to higher ranks and `down` to lower ones). A
+message that waits in one direction then holds up nothing in the other.
 """
 
 from collections import deque
@@ -25,11 +26,12 @@ from lpkit.precision.deferred import Queue, deferring
 from lpkit.techniques.pipelines import PIPELINES, Action, Order, closed_order
 
 Message = tuple[str, int, int]          # F or B, the stage that reads it, micro-batch
-AHEAD = 1       # actions
+AHEAD = 1       # how many actions before its use a message is asked for
 
 
 def order(name: str, ranks: int, chunks: int, m: int) -> Order:
-    """The actions of m micro-batches in this schedule, as PyTorch has it. Raises ConfigError."""
+    """Returns the order of the actions of m micro-batches in a schedule, as PyTorch defines it.
+    Raises ConfigError."""
     row = PIPELINES[name]
     if problem := row.problem(ranks, chunks, m):
         raise ConfigError(f"parallel.schedule={name} has no order of {problem}")
@@ -45,7 +47,8 @@ def order(name: str, ranks: int, chunks: int, m: int) -> Order:
 
 
 def message(action: Action, stages: int, hops: int) -> Message | None:
-    """Returns what an action reads (0 hops) or leaves (1 hop) beside batch and loss."""
+    """Returns the message that an action reads (0 hops) or sends (1 hop). None if there is none:
+    the batch, the loss and the gradients of weights stay on their rank."""
     stage, kind, micro = action
     at = stage + hops if kind == "F" else stage - hops
     there = {"F": 0 < at < stages, "W": False}.get(kind, 0 <= at < stages - 1)
@@ -53,8 +56,8 @@ def message(action: Action, stages: int, hops: int) -> Message | None:
 
 
 def routes(order: Order, rank: int) -> tuple[dict[Message, int], list[list[tuple[Message, int]]]]:
-    """Returns to which rank each message of this one goes; and what it asks for before each of its
-    actions, and from which rank."""
+    """Returns the destination rank of each message that `rank` sends, and the messages that it asks
+    for before each of its actions, with their source ranks."""
     rank_of = {stage: one for one, actions in order.items() for stage, _, _ in actions}
     stages, sends, source_of = len(rank_of), {}, {}
     sent: dict[int, deque[Message]] = {one: deque() for one in order}
@@ -69,13 +72,15 @@ def routes(order: Order, rank: int) -> tuple[dict[Message, int], list[list[tuple
     asks: list[list[tuple[Message, int]]] = [[] for _ in order[rank]]
     for k, action in enumerate(order[rank]):
         source = source_of.get(needed := message(action, stages, 0))
-        while source is not None and needed in sent[source]:    # with all that were sent before it
+        # and all messages that were sent before it
+        while source is not None and needed in sent[source]:
             asks[max(0, k - AHEAD)].append((sent[source].popleft(), source))
     return sends, asks
 
 
 class Pipeline:
-    """`groups`: `up` and `down`, which may be one on gloo. `waits`: around each wait."""
+    """`groups`: `up` and `down`, which may be the same group on gloo. `waits`: a context that is
+    entered around each wait."""
 
     def __init__(self, order: Order, rank: int, *, groups: Sequence[dist.ProcessGroup],
                  waits: AbstractContextManager | None = None):
@@ -87,10 +92,12 @@ class Pipeline:
 
     def step(self, forward: Callable[[int, int, Tensor | None], Tensor], like: Tensor,
              before: Callable[[Action], None] = lambda action: None) -> None:
-        """`forward(stage, micro-batch, x)` gives what the next stage reads, a tensor as `like`, and
-        of the last what backward begins with. `before` is called before every action."""
+        """Computes all actions of an update. `forward(stage, micro-batch, x)` returns the next
+        stage's input, a tensor like `like`; the last stage returns the tensor from which backward
+        starts. `before` is called before every action."""
         self.like = like
-        self.here: dict[Message, Tensor] = {}               # or on their way here
+        # messages that have arrived, or are on their way here
+        self.here: dict[Message, Tensor] = {}
         self.coming: dict[Message, dist.Work] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
@@ -108,19 +115,22 @@ class Pipeline:
                 with deferring(queues.get(of)):
                     made = forward(stage, micro, got)
                 given = message(action, self.stages, 1)
-                if made.requires_grad:      # nobody but its reader needs the numbers
+                # only the receiver needs the numbers; backward needs only the graph's edge
+                if made.requires_grad:
                     kept[of] = got, get_gradient_edge(made) if given else made
                 self._give(given, made.detach())
             elif kind == "W":
                 queue = queues.pop(of)
-                while queue:        # each is freed once it has run
+                # each closure, and the tensors that it holds, is freed once it has run
+                while queue:
                     queue.pop(0)()
             else:
                 x, made = kept.pop(of)
                 torch.autograd.backward(made, got)
                 self._give(message(action, self.stages, 1), None if x is None else x.grad)
                 del x
-            got = made = None       # what nobody needs any more is freed now
+            got = made = None       # free the last references now, before the next action allocates
+        # a sent tensor must stay in memory until its message has left
         with self.waits:
             while self.going:
                 wait_for(*self.going.popleft())
@@ -138,7 +148,8 @@ class Pipeline:
 
     def _give(self, given: Message | None, made: Tensor | None) -> None:
         if given not in self.sends:
-            self.here |= {given: made} if given else {}     # a stage of this rank, or nobody
+            # read by a stage of this rank, or by nobody
+            self.here |= {given: made} if given else {}
             return
         while self.going and self.going[0][0].is_completed():
             self.going.popleft()

@@ -1,9 +1,10 @@
-"""Places where a run's processes can be started: a row each, and the file of a job, made from it.
+"""Places where the processes of a run can be started. Each place has a row, from which the file of
+a job is generated.
 
-Every job starts torchrun on each node, and that `lpkit train ... --resume`, which begins a run that
-is not there, and else goes on from its newest good checkpoint. So recovery from a preemption is the
-place's own affair: it starts the same job again. Values reach a file by `shlex.join` or
-`yaml.safe_dump`.
+Every job starts torchrun on each node, with `lpkit train ... --resume`. This command starts the run
+if its folder does not exist, and otherwise continues from its newest good checkpoint. Recovery from
+a preemption therefore needs nothing but the same job again, which the place starts. `shlex.join` or
+`yaml.safe_dump` write all values into a file.
 
 Sources: https://slurm.schedmd.com/sbatch.html; https://github.com/kubeflow/trainer (v2, TrainJob);
 https://docs.skypilot.co/en/latest/reference/yaml-spec.html
@@ -30,7 +31,7 @@ API = "trainer.kubeflow.org"
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Checked):
-    """train: the words after `lpkit train`; gpu: one a process, in the place's words"""
+    """train: the words after `lpkit train`; gpu: the place's name of the GPU of each process"""
 
     name: Annotated[str, NAME]
     train: tuple[str, ...]
@@ -64,8 +65,8 @@ wait $! || wait $!      # a signal ends the first one
 
 
 def kubernetes(job: Job) -> str:
-    """binder/kubeflow-runtime.yaml has the rest; by PET_* torchrun hears which node this is."""
-    # Kubernetes would put a variable in the place of $(NAME)
+    """binder/kubeflow-runtime.yaml has the rest. torchrun reads the node's number from PET_*."""
+    # "$$" is a literal "$": Kubernetes would replace $(NAME) by a variable
     command = [word.replace("$", "$$") for word in ("torchrun", "-m", "lpkit", "train", *job.train)]
     return yaml.safe_dump({
         "apiVersion": f"{API}/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name},
@@ -94,7 +95,8 @@ class Place(NamedTuple):
     suffix: str
     submit: tuple[str, ...]
     runs: str = "/lpkit-runs"       # where its nodes see run folders
-    sees: bool = False              # the files of the machine that asks
+    # whether its nodes see the files of the machine that submits the job
+    sees: bool = False
 
 
 PLACES = {

@@ -1,16 +1,17 @@
-"""Ranks: processes of this machine that compute together; started, watched and ended as one.
+"""Ranks: processes of this machine that compute together, and are started, watched and ended as one
+group.
 
-    caller            a notebook, a command: it may hold a GPU and threads, so it forks nothing
-      keeper          lpkit/processes.py: ends all that is below when the caller is gone
+    caller            a notebook or a command. It may hold a GPU and threads, so it never forks.
+      keeper          lpkit/processes.py: ends all processes below when the caller is gone
         warm parent   lpkit/parallel/supervisor.py: imports what ranks need, once, and forks
-          supervisor  for each `Processes` one: it forks the ranks, watches them, and tells
+          supervisor  one for each `Processes`: forks the ranks, watches them, and reports
             ranks     function(place, told)
 
     with Processes("package.module:function", {"lr": 0.1}, world=2) as ranks:
         values = ranks.wait()           # of each rank; or the error of the rank that is to blame
 
-No port is opened for them to meet: their store is a file of the keeper's private folder. Nothing
-here imports torch.
+Ranks need no port to meet: their store is a file in the keeper's private folder. Nothing here
+imports torch.
 """
 
 import mmap
@@ -33,50 +34,54 @@ MEETING = "meeting the others"      # the first phase of ranks
 STRANGER = ("another program of this machine may have taken a rank's place on its socket; start "
             "again, and tell whoever looks after the machine if that is refused, too")
 BEAT_SECONDS = 0.25
-TIMEOUT_SECONDS = 30.0      # without a beat: stopped, or in a call that holds Python's lock
-PROGRESS_SECONDS = 600.0    # in which no rank gets anywhere; torch.compile may take minutes
+# longest time without a beat: the rank is stopped, or in a call that holds Python's lock
+TIMEOUT_SECONDS = 30.0
+# longest time in which no rank progresses; torch.compile may take minutes
+PROGRESS_SECONDS = 600.0
 
-# A slot of the page that a supervisor and its ranks share: beats; what was noted with `at`: how
-# often in all, the step, how often in it, the phase; and whether the rank waits for a message.
+# A slot of the page that a supervisor and its ranks share. BEATS: the number of beats. NOTED, which
+# `at` writes: the number of notes in all, the step, the number of notes in this step, the phase.
+# The last byte: whether the rank waits for a message.
 SLOT, BEATS, NOTED = map(struct.Struct, ("<QQqQ40s?", "<Q", "<QqQ40s"))
 
 
 def new_page(world: int) -> mmap.mmap:
-    """Makes a page of no file; a fork shares it."""
+    """Makes a page of memory without a file, which forked processes share."""
     return mmap.mmap(-1, world * SLOT.size)
 
 
 @dataclass
 class Place:
-    """A rank's place among the others, and its way to who started it."""
+    """A rank's number among all ranks, and its channel to the process that started it."""
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0     # among those of this machine,
-    local_world: int = 1    # which are this many
-    store: str = "env://"   # `init_method` of torch.distributed.init_process_group
+    local_rank: int = 0     # the number of this rank on this machine
+    local_world: int = 1    # how many ranks are on this machine
+    store: str = "env://"   # the argument `init_method` of torch.distributed.init_process_group
     page: mmap.mmap = field(default_factory=lambda: new_page(1), repr=False)
     channel: Channel | None = field(default=None, repr=False)   # to the supervisor
 
     def __post_init__(self):
-        self._times = self._within = 0      # that `at` was called; and in this step
+        self._times = self._within = 0      # calls of `at`: in all, and in this step
         self._step, self._asked = 0, ["", ""]
         self._slot = self.local_rank * SLOT.size
         self._noted = self._slot + BEATS.size
 
     @property
     def among(self) -> dict[str, Any]:
-        """The place as `lpkit.parallel.meeting` takes it."""
+        """The place as arguments of `lpkit.parallel.meeting`."""
         return {"rank": self.rank, "world": self.world, "local_world": self.local_world,
                 "init_method": self.store}
 
     def tell(self, said: Mapping[str, Any]) -> None:
-        """The caller hears it. `said` becomes JSON, with NaN as Python writes it."""
+        """Sends `said` to the caller, as JSON with NaN as Python writes it."""
         self.channel.send("told", said)
 
     def at(self, step: int, phase: str) -> None:
-        """Note how far this rank is, in less than 2 us. When none gets further, who has noted least
-        in the smallest step is to blame, of those who do not wait; so all note the same phases."""
+        """Records this rank's step and phase, in less than 2 us. If no rank progresses, the rank
+        with the fewest notes in the smallest step is to blame, among ranks that do not wait for a
+        message. So all ranks must note the same phases."""
         self._times += 1
         self._within = self._within + 1 if step == self._step else 1
         self._step = step
@@ -86,14 +91,15 @@ class Place:
         self.page[self._slot + SLOT.size - 1] = for_message
 
     def asked(self) -> str:
-        """"", "pause" or "stop". Ranks may look at different moments: let one decide for all."""
+        """Returns "", "pause" or "stop". Ranks may call it at different times, so that one rank
+        must decide for all."""
         for _, ask in self.channel.receive():
             self._asked = ask
         return self._asked[0]
 
     @property
     def asked_by(self) -> str:
-        """"stop", or the name of a signal that the caller heard."""
+        """"stop", or the name of a signal that the caller received."""
         return self._asked[1]
 
     def beat(self) -> None:
@@ -101,11 +107,12 @@ class Place:
 
 
 class WarmParent:
-    """A process that has imported what ranks need: only its first ranks wait for that. Who starts
-    ranks once needs none; `with` it, all that it started ends with the block.
+    """A process that imports what ranks need once, so that only its first ranks wait for the
+    import. You need none if you start ranks only once. At the end of a `with` block, all processes
+    that it started are ended.
 
-    module: what forks for each call; it is given the folder, and the socket on which calls come: a
-            name, and the socket to who called
+    module: the module that forks for each call. It is run with the folder, and with the socket that
+            receives calls; a call is a name and a socket to the caller.
     """
 
     def __init__(self, module: str = "lpkit.parallel.supervisor", **env: str):
@@ -113,8 +120,8 @@ class WarmParent:
             raise ConfigError("several processes need fork, which this system does not have; train "
                               "on one, without `processes`")
         self.folder = new_folder()
-        lockable(self.folder.parent, by="TMPDIR")       # they meet by a file
-        # what can be imported here can be there
+        lockable(self.folder.parent, by="TMPDIR")       # ranks meet through a file there
+        # give the child the same import path
         path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
         self._calls, theirs = socket.socketpair()
         with theirs:
@@ -123,15 +130,15 @@ class WarmParent:
                 self.folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path} | env)
 
     def start(self, name: str) -> socket.socket:
-        """Starts what the module forks for `name`, for a supervisor a function. Returns the socket
-        to it."""
+        """Starts what the module forks for `name` (a supervisor is given a function's name).
+        Returns the socket to that process."""
         ours, theirs = socket.socketpair()
-        with theirs, suppress(OSError):     # it is gone, and nobody else has the other end
+        with theirs, suppress(OSError):     # the parent is gone, and nobody else has the other end
             socket.send_fds(self._calls, [name.encode()], [theirs.fileno()])
         return ours
 
     def end(self) -> None:
-        """Ends all within 2 s. It may be called again, from any thread, and does not wait."""
+        """Ends all processes within 2 s. Any thread may call it again; it does not wait."""
         end(self._keeper)
 
     def __enter__(self) -> Self:
@@ -145,13 +152,13 @@ class WarmParent:
 
 
 class Processes:
-    """`world` ranks of `function`, "package.module:name", which is called with a Place and `told`,
-    and may return what becomes JSON.
+    """`world` ranks of `function`, "package.module:name". It is called with a Place and `told`, and
+    returns a value that becomes JSON, or None.
 
-    timeout_seconds:  a rank that gives no sign of life for so long is ended, and all with it
-    progress_seconds: so are all when no rank has noted anything for so long (`Place.at`)
-    heard:            called with a rank and what it told, by whoever waits
-    parent:           None: one of their own
+    timeout_seconds:  if a rank gives no sign of life for this long, all ranks are ended
+    progress_seconds: if no rank calls `Place.at` for this long, all ranks are ended
+    heard:            called by the process that waits, with a rank and the message that it sent
+    parent:           None: make a warm parent for these ranks
     """
 
     def __init__(self, function: str, told: Mapping[str, Any] | None = None, *, world: int,
@@ -167,10 +174,10 @@ class Processes:
                                    "progress_seconds": progress_seconds})
 
     def wait(self) -> list[Any]:
-        """Returns what each rank returned, once all is over and nothing of it is left.
+        """Returns the value of each rank, once all processes have ended.
 
-        Raises ConfigError and OSError when a rank did, and RunFailedError for every other error,
-        with the rank, where it was, and its traceback.
+        Raises ConfigError and OSError when a rank raised them, and RunFailedError for every other
+        error, with the rank, its step and phase, and its traceback.
         """
         outcome = "", None
         while not self._channel.over:
@@ -199,14 +206,14 @@ class Processes:
         self._channel.send("ask", ["", ""])
 
     def kill(self) -> None:
-        """End them all now; who waits gets a RunFailedError. May be called again."""
+        """Ends all ranks now; `wait` then raises RunFailedError. May be called again."""
         self._killed = True
         self._channel.finish()
         if self._own:
             self._own.end()
 
     def _end(self) -> None:
-        """Wait until nothing is left."""
+        """Waits until no process is left."""
         self._channel.close()
         if self._own:
             self._own.__exit__()
@@ -215,7 +222,7 @@ class Processes:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """None outlives the block."""
+        """Ends all processes of the block."""
         self.kill()
         while not self._channel.over:       # until the supervisor has ended them
             self._channel.receive(wait=True)
@@ -223,10 +230,11 @@ class Processes:
 
 
 def told(config: Config) -> dict[str, int]:
-    """Returns where torchrun, or whoever started this process, says that it stands; alone where
-    nobody does.
+    """Returns the rank and the number of ranks that torchrun, or another launcher, wrote into the
+    environment. Without them, the process is alone.
 
-    Raises ConfigError for a layout that nobody trains, and for one of several processes alone.
+    Raises ConfigError for a layout that cannot be trained, and if a layout of several processes is
+    given to a process that is alone.
     """
     layout = config.parallel
     said = {key: _number(name, default) for key, name, default in (
@@ -243,7 +251,7 @@ def told(config: Config) -> dict[str, int]:
 
 
 def _number(name: str, default: int) -> int:
-    """Reads a number of the environment. Raises ConfigError."""
+    """Reads a number from the environment. Raises ConfigError."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise ConfigError(f"the environment has {name}={shown(value)}, and it is to be a number; "

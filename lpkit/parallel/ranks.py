@@ -1,8 +1,8 @@
-"""The processes that train together: which one this is, and what they tell one another.
+"""The processes that train together: the number of this process, and how they exchange values.
 
-PyTorch's own: `torch.distributed`, and a process group for each of `layouts.GROUPS` that has
-several ranks. On GPUs tensors travel by NCCL, and what the host asks (whether to stop) by gloo, so
-that no GPU is waited for. How they meet is in `lpkit.parallel.meeting`.
+Messages use `torch.distributed`, with a process group for each of `layouts.GROUPS` that has several
+ranks. On GPUs tensors travel by NCCL. Values of the host (for example whether to stop) travel by
+gloo, so that no rank waits for its GPU. `lpkit.parallel.meeting` makes the groups.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lpkit.techniques.layouts import APART, GROUPS, Layout
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-MESSAGE_TIMEOUT = timedelta(hours=1)    # `launch` names who hangs long before
-MOST_BYTES = 1 << 26        # of what ranks tell one another: settings, sentences, manifests
+MESSAGE_TIMEOUT = timedelta(hours=1)    # `launch` names a hung rank long before
+MOST_BYTES = 1 << 26        # the largest message of JSON: settings, sentences, manifests
 
 
 class Waits:
-    """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all
-    waits of the update that goes on, or of the last. On GPUs streams wait, and their host does not.
-    `tell` hears whether it waits."""
+    """A context around each wait for a message in an update. `seconds`: the host's time in all
+    waits of the current or last update. On GPUs the streams wait and the host does not. `tell` is
+    called with whether the rank waits."""
 
     seconds = since = 0.0
     tell: Callable[[bool], None] = bool
@@ -50,45 +50,45 @@ class Waits:
 
 
 def wait_for(message: dist.Work, t: Tensor) -> None:
-    """Waits for a message between two ranks, which brings or takes `t`. Without a limit gloo waits
-    only as long as ranks may take to meet; a GPU's streams wait by themselves."""
+    """Waits for a message between two ranks that sends or receives `t`. gloo's default limit is the
+    short time in which ranks must meet, so a limit is given; a GPU's streams wait by themselves."""
     message.wait(*([MESSAGE_TIMEOUT] if t.device.type == "cpu" else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among those that train together. Alone, nothing is sent.
+    """This process among the processes that train together. A process that is alone sends nothing.
 
-    groups: by a name of `layouts.GROUPS`, the process group of this rank; none where it is alone in
-            it. Empty: there is no process group at all
-    device: the type of what the ranks compute on
+    groups: this rank's process group by its name in `layouts.GROUPS`, without the groups in which
+            the rank is alone. Empty if there is no process group at all
+    device: the type of the devices on which ranks compute
     """
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0     # among those of this machine,
-    local_world: int = 1    # which are this many
+    local_rank: int = 0     # the number of this rank on this machine
+    local_world: int = 1    # how many ranks are on this machine
     layout: Layout = field(default_factory=Layout)
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     device: str = "cpu"
     waits: Waits = field(default_factory=Waits, compare=False)
 
     def __deepcopy__(self, _: Any) -> Ranks:
-        """A copy of what trains belongs to the same ranks."""
+        """Returns itself: a copy of a Training has the same ranks."""
         return self
 
     @property
     def in_stage(self) -> int:
-        """The number of this rank among those of its pipeline's stage."""
+        """The number of this rank among the ranks of its pipeline stage."""
         return self.rank % (self.layout.devices // self.layout.pipeline)
 
     @property
     def first(self) -> bool:
-        """The one that writes and that is asked."""
+        """Whether this is the rank that writes the run folder and decides."""
         return self.rank == 0
 
     def mean(self, t: Tensor) -> Tensor:
-        """Returns the mean of a tensor that each has."""
+        """Returns the mean over ranks of a tensor that each rank has."""
         if not self.groups:
             return t
         total = t.detach().clone()
@@ -97,14 +97,15 @@ class Ranks:
         return total / self.world
 
     def largest(self, t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Takes the largest of what all (of `group`) have, number by number, in place."""
+        """Takes the elementwise maximum over all ranks (of `group`), in place."""
         if self.groups:
             with self.waits:
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
     def told(self, number: int) -> int:
-        """Returns what the first process says; by the host, so that no device is waited for."""
+        """Returns the first rank's number. It travels by the host, so that no rank waits for its
+        device."""
         if not self.groups:
             return number
         said = torch.tensor([number])
@@ -114,16 +115,16 @@ class Ranks:
         return int(said)
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """Does as the function `by_first`; alone, `work` is done here."""
+        """Calls the function `by_first`; a process that is alone calls `work`."""
         return work() if not self.groups else by_first(work)
 
     def agreed(self, what: Any) -> Any:
-        """Returns what the first process has, which becomes JSON; the others' is not looked at."""
+        """Returns the first rank's value, as JSON. Other ranks' values are ignored."""
         return what if not self.groups else _said(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError, on all, when `facts` are not the same on all: it names who differs,
-        and in what."""
+        """Raises ConfigError on all ranks if `facts` differ between ranks. The error names the rank
+        and the fact."""
         if not self.groups:
             return
         everybody = everybodys(records.plain(dict(facts)))
@@ -136,8 +137,8 @@ class Ranks:
 
 
 def by_first(work: Callable, *args: Any) -> Any:
-    """Returns, or raises, on all ranks what `work(*args)` did on rank 0 of the process group. It
-    becomes JSON: a path is text, and a tuple a list."""
+    """Calls `work(*args)` on rank 0 of the process group, and returns its result, or raises its
+    error, on all ranks. The result becomes JSON: a path becomes text, and a tuple a list."""
     if not distributed():
         return work(*args)
     result = raised = None
@@ -153,18 +154,18 @@ def by_first(work: Callable, *args: Any) -> Any:
 
 
 def everybodys(what: Any) -> list[Any]:
-    """Returns what each rank of the process group has, on all of them. It becomes JSON."""
+    """Returns the values of all ranks of the process group, on each rank. They become JSON."""
     return [_said(what, rank) for rank in range(dist.get_world_size())] if distributed() else [what]
 
 
 def _said(what: Any, by: int = 0) -> Any:
-    """Returns what rank `by` of the process group has. Bytes of JSON travel, and nothing is
-    unpickled."""
+    """Returns the value of rank `by` of the process group. It travels as JSON: unpickling could run
+    code of whoever sent it."""
     mine = dist.get_rank() == by
     text = bytearray(json.dumps(what, default=os.fspath).encode() if mine else b"")
     size = torch.tensor([len(text)])
     dist.broadcast(size, by)
-    if not 0 < int(size) <= MOST_BYTES:     # before there is room for it
+    if not 0 < int(size) <= MOST_BYTES:     # check before allocating the memory
         raise RuntimeError(f"rank {by} says {int(size):,} bytes, and {MOST_BYTES:,} are the most")
     text = text if mine else bytearray(int(size))
     dist.broadcast(torch.frombuffer(text, dtype=torch.uint8), by)
@@ -176,12 +177,13 @@ def distributed() -> bool:
 
 
 def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Makes the groups of a layout in which `rank` is not alone, by name: those of the same ranks
-    are one. All ranks call it alike."""
+    """Yields the groups of a layout in which `rank` is not alone, with their names. Groups of the
+    same ranks share one process group. All ranks must call it, in the same order."""
     made = {("", tuple(range(layout.devices))): dist.group.WORLD}
     for name, axes in GROUPS.items():
         each = [tuple(layout.peers(one, axes)) for one in range(layout.devices)
-                if not any(layout.coordinates(one)[axis] for axis in axes)]    # the first of each
+                # the first rank of each group
+                if not any(layout.coordinates(one)[axis] for axis in axes)]
         own = name if name in APART else ""
         for ranks in each if len(each[0]) > 1 else ():
             if (own, ranks) not in made:
@@ -192,10 +194,10 @@ def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGrou
 
 
 def shard_mesh(ranks: Ranks) -> DeviceMesh:
-    """Returns the mesh of those that keep parts of the same model states, for FSDP2; with replicas
-    of it its two axes, `data` first."""
+    """Returns FSDP2's mesh of the ranks that shard the same model states. With `data` replicas it
+    has two axes, `data` first."""
     layout, groups = ranks.layout, ranks.groups
-    with _disable_current_modes():      # a trace has real ranks, of fake tensors
+    with _disable_current_modes():      # a trace has real ranks, and fake tensors
         if layout.data == 1:
             return DeviceMesh.from_group(groups["shard"], ranks.device, mesh_dim_names=("shard",))
         those = torch.tensor(layout.peers(ranks.rank, GROUPS["replicas"]), device="cpu")

@@ -1,17 +1,17 @@
-"""Whole weights on every rank: gradients are averaged (ZeRO 0), or each rank gets the average of
-its rows alone, updates those and sends them to the others (ZeRO 1).
+"""Whole weights on every rank. With ZeRO 0, gradients are averaged over ranks. With ZeRO 1, each
+rank gets only the average of its rows, updates these rows and sends them to the other ranks.
 
-    all-reduce       every rank gets the sum of all      2 (n - 1) / n of the bytes, sent by each
-    reduce-scatter   rank i gets the sum of part i           (n - 1) / n
-    all-gather       every rank gets the parts of all        (n - 1) / n
+    all-reduce       every rank gets the sum over ranks      each sends 2 (n - 1) / n of the bytes
+    reduce-scatter   rank i gets part i of the sum           (n - 1) / n
+    all-gather       every rank gets the parts of all ranks  (n - 1) / n
 
-So ZeRO 1 sends what ZeRO 0 sends, and keeps 1 / n of the optimizer's state.
+So ZeRO 1 sends as many bytes as ZeRO 0, and a rank stores 1 / n of the optimizer's state.
 
-Gradients travel in buckets, the last parameters first: backward has those first. As soon as it has
-all of a bucket, the message leaves, and travels while backward goes on (Li et al. 2020, section
-3.2.3, https://arxiv.org/abs/2006.15704). torch's DistributedDataParallel does it so, around the
-model's `forward`; here it is the parameters that are listened to, since a loss in pieces calls
-other methods. tests/parallel/test_parallel.py holds the one to the other.
+Gradients are sent in buckets. The last parameters come first, because backward computes their
+gradients first. When a bucket is complete, its message is sent while backward continues (Li et al.
+2020, section 3.2.3, https://arxiv.org/abs/2006.15704). torch's DistributedDataParallel does the
+same by wrapping the model's `forward`. This module uses hooks of parameters instead, because a loss
+in chunks calls other methods than `forward`. tests/parallel/test_parallel.py compares the two.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lpkit.parallel.sharding import OfRows, Sharding
 from lpkit.techniques.layouts import REDUCTIONS
 
 Finish = Callable[[], None]
-# sends something of these parameters; what it returns waits, and takes what arrived
+# Sends numbers of these parameters. The function that it returns waits, and uses what arrived.
 Send = Callable[[list[nn.Parameter]], Finish]
 
 
 def buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Cuts parameters into buckets, in this order, of one dtype, and of `most_bytes` at most unless
-    one parameter has more."""
+    """Divides parameters into buckets, in their order. A bucket has one dtype, and at most
+    `most_bytes` bytes, unless it has only one parameter."""
     bucket: list[nn.Parameter] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype
@@ -47,14 +47,17 @@ def buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[lis
 
 
 class Messages:
-    """Sends the gradients of `parameters` by `send`: REDUCTIONS says when, and in which sizes."""
+    """Sends the gradients of `parameters` by `send`. The row of REDUCTIONS decides when, and in
+    which sizes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], reduction: str, send: Send):
         row = REDUCTIONS[reduction]
         self.buckets = list(buckets(parameters[::-1], row.bucket_bytes))
         self.send, self.listening = send, False
-        self.waiting: dict[int, set[nn.Parameter]] = {}     # for whose gradients, by bucket
-        self.next, self.under_way = 0, list[Finish]()       # bucket to send; those not arrived yet
+        # parameters whose gradients are missing, by bucket
+        self.waiting: dict[int, set[nn.Parameter]] = {}
+        # the next bucket to send; messages that have not arrived
+        self.next, self.under_way = 0, list[Finish]()
         if row.overlaps:
             for i, bucket in enumerate(self.buckets):
                 for p in bucket:
@@ -66,12 +69,14 @@ class Messages:
 
     def _has_gradient(self, i: int, p: nn.Parameter) -> None:
         self.waiting[i].discard(p)
-        # in the order of the buckets, on every rank
+        # All ranks must send the buckets in the same order, or messages of different buckets would
+        # meet.
         while self.listening and self.next < len(self.buckets) and not self.waiting[self.next]:
             self._send()
 
     def _send(self) -> None:
-        """The next one; of those before it only the last may still travel, and hold memory."""
+        """Sends the next bucket, after all but the last of the earlier messages have arrived: each
+        message on its way holds memory."""
         while len(self.under_way) > 1:
             self.under_way.pop(0)()
         self.under_way.append(self.send(self.buckets[self.next]))
@@ -87,7 +92,7 @@ class Messages:
 
 
 class Sending(Sharding):
-    """Gradients leave by `messages`, a bucket at a time by `send`."""
+    """Sends gradients by `messages`, which call `send` for each bucket."""
 
     messages: Messages
     send: Send
@@ -107,7 +112,7 @@ class Sending(Sharding):
 
 class Replicas(Sending):
     def send(self, bucket: list[nn.Parameter]) -> Finish:
-        """The gradients become parts of the message, so that nothing is there twice."""
+        """Makes the gradients views of the message, so that no number is in memory twice."""
         used = [p for p in bucket if p.grad is not None]
         if not used:            # parameters that the model does not use
             return lambda: None
@@ -129,21 +134,22 @@ class Replicas(Sending):
 
 
 class ShardedOptimizer(Sending, OfRows):
-    """ZeRO 1. Rows of all ranks lie one after the other in a message, padded to the same number."""
+    """ZeRO 1. A message has the rows of all ranks one after another, each padded to equal size."""
 
     def mine(self, p: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(self.rows(p.detach()))
 
     def _lengths(self, bucket: list[nn.Parameter]) -> list[int]:
-        """Returns how many numbers each rank sends of each."""
+        """Returns how many numbers of each parameter each rank sends."""
         return [self.each(len(p)) * p[0].numel() for p in bucket]
 
     def _lies_as_it_travels(self, bucket: list[nn.Parameter]) -> bool:
-        """True for one parameter with as many rows for each rank."""
+        """Returns whether the bucket is one parameter that divides evenly, so that its memory is in
+        the order of the message."""
         return len(bucket) == 1 and not len(bucket[0]) % self.size
 
     def send(self, bucket: list[nn.Parameter]) -> Finish:
-        """Leaves the mean of this rank's rows of each gradient; the whole ones are freed."""
+        """Leaves the mean of this rank's rows of each gradient, and frees the whole gradients."""
         used = [p.grad is not None for p in bucket]
         grads = [p.grad if there else torch.zeros_like(p) for p, there in zip(bucket, used)]
         parts = (grads[0].reshape(self.size, -1) if self._lies_as_it_travels(bucket) else
@@ -158,7 +164,7 @@ class ShardedOptimizer(Sending, OfRows):
             nonlocal parts
             with self.ranks.waits:
                 work.wait()
-            parts = None        # no message reads it any more
+            parts = None        # the message has been sent, so its memory can be freed
             if self.layout.data > 1:
                 with self.ranks.waits:
                     dist.all_reduce(mine, group=self.ranks.groups["data"])

@@ -1,16 +1,17 @@
-"""The model states of a run lie on its ranks in one of ZeRO's ways. One class for each of ZeRO's
-ways, named by `lpkit.techniques.layouts.STAGES`; this one, `Sharding`, is one device.
+"""How the model states of a run are divided over its ranks. Each of ZeRO's stages has a class,
+named by `lpkit.techniques.layouts`: STAGES, or REDUCTIONS for ZeRO 0. The class `Sharding` here is
+for one device.
 
-An optimizer is given what a rank owns, as plain tensors: whole parameters, or its rows of each. So
-every optimizer, format of moments and rounding is what it is on one device. Rows are cut as FSDP2
-cuts them, ceil(rows / ranks) to each, the last ranks have fewer or none; in a checkpoint they are
-pieces with their places (`cut`), which any other layout can read. A parameter has one name for each
-of its forms:
+An optimizer is given plain tensors that this rank owns: whole parameters, or its rows of each. So
+every optimizer, moment format and rounding works as on one device. Rows are cut as FSDP2 cuts them:
+each rank has ceil(rows / ranks), and the last ranks have fewer or none. A checkpoint stores rows as
+pieces with their offsets (`cut`), which a run in any other layout can read. A parameter has a name
+for each of its forms:
 
-    stand_in    in the model while that is made in ZeRO 2 and 3: a shape without memory (`drawn`)
-    whole       all of it, in one process; in ZeRO 2 and 3 one at a time
-    part        what tensor parallelism leaves this rank of it (`tensor`); else the same as whole
-    rows        this rank's rows of it, a plain tensor
+    stand_in    in the model while it is built in ZeRO 2 and 3: a shape without memory (`drawn`)
+    whole       the whole parameter, as in one process; in ZeRO 2 and 3 one at a time
+    part        this rank's part under tensor parallelism (`tensor`); otherwise the same as whole
+    rows        this rank's rows of the part, a plain tensor
     shard       the DTensor over these rows that the model has in ZeRO 2 and 3 (`fully_sharded`)
     owned       the plain parameter over the same rows that the optimizer updates
     gathered    a Linear's whole weight as it travels: its cast (`lessons.rows.cast_gather`)
@@ -39,8 +40,8 @@ from lpkit.techniques.layouts import GROUPS, REDUCTIONS, STAGES, Layout
 
 @dataclass(kw_only=True)
 class Sharding:
-    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the method of
-    the model that the loss calls, None for the model itself."""
+    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the model's
+    method that the loss calls, None for the model itself."""
 
     ranks: Ranks = field(default_factory=Ranks)
     layout: Layout = field(default_factory=Layout)
@@ -48,23 +49,25 @@ class Sharding:
     entry: str | None = None
 
     autocasts = True        # whether the model computes under autocast
-    index = 0               # of the rows that this rank owns
-    by_rows = False         # each rank of the group `shard` owns rows
+    index = 0               # number of this rank's share of the rows
+    by_rows = False         # whether each rank of the group `shard` owns some rows
 
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
-        self.governors: dict[str, Governor] = {}    # what checkpoints keep of averages
-        self.splits: dict[str, Split] = {}      # of parameters of which this rank has a part
-        self.shapes: dict[str, torch.Size] = {}     # of the parts, also of frozen parameters
-        self.twice: dict[str, int] = {}     # which other rank of the pipeline has a parameter, too
+        # state of averages that checkpoints store, by name
+        self.governors: dict[str, Governor] = {}
+        self.splits: dict[str, Split] = {}      # how tensor parallelism cut a parameter, by name
+        self.shapes: dict[str, torch.Size] = {}     # shapes of the parts, also of frozen parameters
+        # the other rank of the pipeline that has a parameter, too, by name
+        self.twice: dict[str, int] = {}
 
     def making(self, device: torch.device) -> AbstractContextManager:
-        """A context around what makes the model and initialises it."""
+        """Returns a context around the code that builds the model and initialises it."""
         return nullcontext()
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns what this rank updates of the built and transformed model, by name."""
+        """Returns the parameters of the transformed model that this rank updates, by name."""
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.owned_of = {p: self.mine(p) for p in trained.values()}
@@ -72,14 +75,14 @@ class Sharding:
         return self.owned
 
     def mine(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns what this rank updates of a parameter of the model."""
+        """Returns the parameter that this rank updates in place of the model's parameter."""
         return p
 
     def backward(self, last: bool) -> None:
         """Called before a micro-batch's backward; after the `last`, gradients must be reduced."""
 
     def reduce(self) -> None:
-        """Called after it: what is owned then has the gradients of the whole batch."""
+        """Called after the last backward: gives owned parameters the whole batch's gradients."""
         self._sum_alike()
         for name, peer in self.twice.items():
             mine, group = self.owned[name].grad.contiguous(), self.ranks.groups["pipeline"]
@@ -92,17 +95,19 @@ class Sharding:
             self.owned[name].grad = mine + theirs
 
     def _sum_alike(self) -> None:
-        """Ranks of a tensor group have met a part of the tokens with what each has all of: a
-        norm's weights."""
+        """Sums the gradients of parameters that are replicated over the tensor group, for example a
+        norm's weights: each rank of the group saw only a part of the tokens."""
         if self.layout.tensor == 1:
             return
         for name, split in self.splits.items():
             own = self.owned.get(name)      # None: another stage of the pipeline has it
             if own is not None and split.dim is None and split.index and own.grad is not None:
-                own.grad.zero_()        # the first rank's alone: zeros stay zeros
+                # only the first rank adds these; zeros of other ranks must stay zeros
+                own.grad.zero_()
         alike = [p for name, p in self.owned.items()
                  if name not in self.splits and p.grad is not None]
         for dtype in {p.dtype for p in alike}:
+            # One message for all gradients of a dtype: many small messages cost mostly latency.
             these = [p.grad for p in alike if p.dtype == dtype]
             flat = _flatten_dense_tensors(these)
             with self.ranks.waits:
@@ -110,8 +115,9 @@ class Sharding:
             torch._foreach_copy_(these, list(_unflatten_dense_tensors(flat, these)))
 
     def norm(self, norms: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Returns the norm of all gradients, from those of the owned `parameters`."""
-        if self.layout.tensor > 1 or self.twice:        # what several have is counted once
+        """Returns the norm of all gradients, from the norms of the owned `parameters`."""
+        # a parameter that several ranks have counts once
+        if self.layout.tensor > 1 or self.twice:
             names = {p: name for name, p in self.owned.items()}
             norms = [norm * (self.twice.get(names[p]) != 0)
                      * (1 if names[p] in self.splits else self.layout.tensor**-0.5)
@@ -128,23 +134,23 @@ class Sharding:
         return squares.sqrt()
 
     def spread(self) -> None:
-        """Is called after the optimizer's step: every rank then has the new weights that it is to
-        have."""
+        """Called after the optimizer's step: gives every rank the new weights that it computes
+        with."""
 
     def told(self, name: str) -> Parameter:
-        """Returns what a rule may ask of an owned parameter."""
+        """Returns the facts about an owned parameter that a rule of an optimizer may ask for."""
         return Parameter(name, tuple(self.owned[name].shape))
 
     def first_row(self, name: str) -> int:
-        """Returns which row of its part of a parameter is the first that this rank owns."""
+        """Returns the index, in this rank's part of a parameter, of the first row it owns."""
         return 0
 
     def saved(self, name: str, p: Tensor) -> Tensor | Cut:
-        """A parameter of the model, as a checkpoint has it."""
+        """Returns a parameter of the model in the form that a checkpoint stores."""
         return self._whole(name, local(p).detach(), isinstance(p, DTensor))
 
     def whole(self, name: str, t: Tensor) -> Tensor | Cut:
-        """`t`, which belongs to the owned rows of a parameter, as a checkpoint has it."""
+        """Returns `t`, which has the owned rows of a parameter, in the form of a checkpoint."""
         return self._whole(name, t, self.by_rows)
 
     def _whole(self, name: str, t: Tensor, by_rows: bool) -> Tensor | Cut:
@@ -158,12 +164,12 @@ class Sharding:
                    owners=tuple(owners))
 
     def _owner(self, name: str) -> int:
-        """Returns this rank, or the one that keeps what both have."""
+        """Returns this rank, or the rank that saves a parameter that both have."""
         return self.ranks.in_stage if self.twice.get(name) == 0 else self.ranks.rank
 
     def placed(self, name: str, t: Tensor | Cut) -> Tensor | Cut:
-        """Returns what all ranks of this stage have in a state, as a checkpoint has it: other
-        stages have none."""
+        """Returns a state's tensor that only the ranks of this stage have, in the form that a
+        checkpoint stores."""
         if self.layout.pipeline == 1 or isinstance(t, Cut):
             return t
         return Cut(shape=t.shape, dtype=t.dtype, pieces=(Piece((0,) * t.ndim, t),),
@@ -171,7 +177,7 @@ class Sharding:
                                                   GROUPS["stage"])))
 
     def part(self, name: str, whole: Tensor | Cut) -> Tensor:
-        """The other way: what belongs to the owned rows."""
+        """The inverse of `whole`: returns the rows that this rank owns."""
         own = self.owned[name]
         if isinstance(whole, Tensor) and (not (self.by_rows or name in self.splits)
                                           or whole.shape != self.whole(name, own).shape):
@@ -184,14 +190,14 @@ class Sharding:
 
 
 def local(t: Tensor) -> Tensor:
-    """Returns what this rank has of a tensor."""
+    """Returns this rank's numbers of a tensor."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
-    if not ranks.groups:        # who reads a run of several ranks, alone
+    if not ranks.groups:        # a single process that reads a run of several ranks
         return Sharding(ranks=ranks, **of_run)
-    # one rank would send itself copies
+    # a single rank would only send messages to itself
     alone = layout.replicas == 1 and not layout.stage
     kind = Sharding if alone else (STAGES[layout.stage] if layout.stage else
                                    REDUCTIONS[layout.reduction]).load()
@@ -209,7 +215,7 @@ def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
 
 @dataclass(frozen=True)
 class CutParameter(Parameter):
-    """A parameter of which each rank of a group has rows."""
+    """A parameter of which each rank of a group has some rows."""
 
     sharding: OfRows
 
@@ -222,7 +228,8 @@ class CutParameter(Parameter):
     def gather(self, t: Tensor) -> Tensor:
         if not self.shape:
             return t
-        each = self.sharding.each(self.shape[0])        # others pad
+        # the last ranks pad, since all-gather needs equal sizes
+        each = self.sharding.each(self.shape[0])
         rows = t.new_zeros(each, *t.shape[1:])
         rows[:len(t)] = t
         whole = t.new_empty(each * self.sharding.size, *t.shape[1:])
@@ -245,7 +252,7 @@ class OfRows(Sharding):
         self.size, self.index = self.layout.state_ranks, dist.get_rank(self.group)
 
     def each(self, rows: int) -> int:
-        """Returns how many of so many rows most ranks have; the last ranks have fewer or none."""
+        """Returns how many of `rows` rows most ranks have; the last ranks have fewer or none."""
         return -(-rows // self.size)
 
     def rows(self, whole: Tensor) -> Tensor:

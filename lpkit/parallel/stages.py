@@ -1,9 +1,9 @@
-"""A rank of a pipeline keeps the layers of its stages.
+"""A rank of a pipeline keeps only the layers of its stages.
 
-The model is made whole, so that weights begin as in one process, and its parts keep their names, so
-that checkpoints fit any layout. The first stage has the embedding, the last one norm and head.
-Where these two are one matrix, both have it, and their gradients are summed, as in Megatron-LM
-(Narayanan et al. 2021, https://arxiv.org/abs/2104.04473).
+The model is first built whole, so that its weights start as in one process. Its parts keep their
+names, so that checkpoints fit any layout. The first stage has the embedding, the last stage has the
+norm and the head. If embedding and head share one matrix, both stages have it, and their gradients
+are summed, as in Megatron-LM (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from lpkit.techniques.stages import stage_layers
 
 @dataclass(frozen=True, kw_only=True)
 class KeepStages(Transform):
-    """Says in `twice`, which fills up, which other rank of the pipeline has a parameter, too."""
+    """Keeps the layers of this rank's stages. Adds to `twice` each parameter that another rank of
+    the pipeline has, too, with that rank."""
 
     ranks: Ranks
     twice: dict[str, int]
@@ -37,7 +38,8 @@ class KeepStages(Transform):
         if tied and (0 in mine) != (last in mine):
             self.twice["embed.weight"] = 0 if last in mine else size - 1
         if 0 not in mine:
-            for part in model.positions.modules():      # what turns q and k in each layer stays
+            # rotary positions, which each layer needs, are not parameters, and stay
+            for part in model.positions.modules():
                 for name in part._parameters:
                     part._parameters[name] = None
             if not (tied and last in mine):

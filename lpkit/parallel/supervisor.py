@@ -1,11 +1,12 @@
-"""The warm parent of ranks, and those who watch them.
+"""The warm parent of ranks, and the supervisors that watch them.
 
     python -m lpkit.parallel.supervisor FOLDER SOCKET
 
-Whose fault it is when a rank ends or hangs is judged by each rank's own record, which is written
-before the rank exits: exit codes come late, and who waited for a dead rank fails, too. A rank that
-left no record is judged by its end; of those that hang, by what they noted on the shared page.
-Until the ranks run there is one thread and no GPU is touched: neither would survive a fork.
+When a rank ends or hangs, the supervisor decides which rank is to blame. It trusts the record that
+each rank writes before it exits: exit codes arrive late, and a rank that waited for a dead rank
+fails, too. A rank without a record is judged by its exit code or signal, and hung ranks are judged
+by their notes on the shared page. Until the ranks run, there is only one thread and no GPU is used,
+because neither threads nor a CUDA context survive a fork.
 """
 
 import atexit
@@ -37,13 +38,13 @@ from lpkit.parallel.processes import BEAT_SECONDS, MEETING, SLOT, STRANGER, Plac
 from lpkit.processes import Channel, adopt_orphans, end_with_parent, sweep
 
 TICK_SECONDS = 0.05
-SETTLE_SECONDS = 0.25       # after the first trouble, for the records of what caused it
-NATURAL_SECONDS = 1.0       # for the others to fail by themselves, and write that down;
+SETTLE_SECONDS = 0.25       # after the first failure, to receive the records of its cause
+NATURAL_SECONDS = 1.0       # for the other ranks to fail by themselves, and write their records;
 POLITE_SECONDS = 1.0        # then from SIGTERM to SIGKILL
-TEARDOWN_SECONDS = 10.0     # once all are done
-STACK_SECONDS = 1.0         # to write stacks, at most
-MOST_CHARACTERS = 20_000    # of a traceback: its end
-# what is raised when another rank has gone: by gloo, by NCCL
+TEARDOWN_SECONDS = 10.0     # after all ranks are done
+STACK_SECONDS = 1.0         # longest time to write stacks
+MOST_CHARACTERS = 20_000    # kept of a traceback: its end
+# what gloo and NCCL raise when another rank has gone
 PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL communicator was abort")
 
 
@@ -51,25 +52,25 @@ PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL comm
 
 def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
              stacks: Path) -> None:
-    """Does not return."""
+    """Runs a rank's function, and exits. Does not return."""
     end_with_parent()
     file = open(stacks, "w")
-    faulthandler.enable(file)       # a crash in C leaves its stack, too
+    faulthandler.enable(file)       # also writes the stack of a crash in C
     faulthandler.register(signal.SIGUSR1, file)
     threading.Thread(target=_beat, args=(place,), daemon=True).start()
     code = 1
     try:
         place.channel.send("done", [function(place, told)])
         code = 0
-        # from here on it may abort: it is done
+        # the result is sent, so from here on an abort does no harm
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException as error:          # also SystemExit: whoever exits has not finished
+    except BaseException as error:          # also SystemExit: a rank that exits has not finished
         if code:
             place.channel.send("failed", _record(error))
     finally:
-        # all but the taking down of modules, for which torch takes half a second
+        # skips the teardown of modules, which takes half a second for torch
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -91,7 +92,7 @@ def _record(error: BaseException) -> dict[str, Any]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """True if it came since another rank had gone."""
+    """Returns whether the error, or its cause, says that another rank had gone."""
     lost: tuple[type, ...] = ()
     if dist := sys.modules.get("torch.distributed"):
         lost = (dist.DistError,)
@@ -107,19 +108,19 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 @dataclass
 class Rank:
-    """A rank, as far as it is known."""
+    """The state of a rank, as the supervisor knows it."""
 
     number: int
     pid: int
     channel: Channel
-    stacks: Path        # where it writes its stack
-    failed: dict[str, Any] | None = None    # its record: of `_record`
-    done: list[Any] | None = None           # [what it returned]
-    status: int | None = None               # its exit code; of a signal, minus its number
+    stacks: Path        # the file into which the rank writes its stack
+    failed: dict[str, Any] | None = None    # the record of its error, from `_record`
+    done: list[Any] | None = None           # [its return value]
+    status: int | None = None               # its exit code; for a signal, minus the signal's number
     ended_at: float = 0.0
     beats: int = 0
-    silent_seconds: float = 0.0             # since a beat was seen
-    noted: tuple = (0, 0, 0)                # how often in all; the step; how often in that
+    silent_seconds: float = 0.0             # since the last change of its beats
+    noted: tuple = (0, 0, 0)                # notes in all; the step; notes in this step
     phase: str = "start"
     waits: bool = False         # for a message
     asked_to_end: bool = False
@@ -134,7 +135,7 @@ class Rank:
 
     @property
     def trouble_at(self) -> float | None:
-        """The time when it failed, or was gone without a record."""
+        """The time at which it failed, or ended without a record."""
         if self.failed:
             return self.failed["at"]
         return self.ended_at if not self.alive and not self.done else None
@@ -158,15 +159,16 @@ class Rank:
         return False
 
     def stack(self) -> str:
-        """The one that was written last: of the main thread, without what is ours."""
+        """Returns the main thread's last stack, without the frames of this module."""
         text = self.stacks.read_text(errors="replace")
-        main = f"hread 0x{threading.get_ident():016x} "     # a fork's is its parent's
+        # a forked thread keeps its parent's ident
+        main = f"hread 0x{threading.get_ident():016x} "
         lines = text[text.rfind(main):].partition("\n\n")[0].splitlines()[1:]
         return "\n".join(itertools.takewhile(lambda line: run_rank.__name__ not in line, lines))
 
     def ask_for_stack(self) -> None:
-        """The main thread writes it before it does anything else. Where another may answer, one
-        that was stopped goes on meanwhile."""
+        """Makes the main thread write its stack before it does anything else. Without `tgkill`,
+        another thread may handle the signal, and a stopped rank then continues meanwhile."""
         if self.alive and hasattr(libc := ctypes.CDLL(None), "tgkill"):     # Linux
             libc.tgkill(self.pid, self.pid, signal.SIGUSR1)
         else:
@@ -174,7 +176,8 @@ class Rank:
 
     def send(self, number: int) -> None:
         if self.alive:
-            os.kill(self.pid, number)       # not yet buried, so it is no other's
+            # it has not been reaped, so its pid cannot have been reused
+            os.kill(self.pid, number)
 
 
 class Supervisor:
@@ -182,17 +185,18 @@ class Supervisor:
                  timeout_seconds: float, progress_seconds: float):
         self.ranks, self.page, self.caller = ranks, page, caller
         self.timeout_seconds, self.progress_seconds = timeout_seconds, progress_seconds
-        self.asked = ""             # of the ranks: "", "pause" or "stop"
+        self.asked = ""             # the last request to the ranks: "", "pause" or "stop"
         self.outcome: tuple[str, Any] | None = None
-        self.since = math.inf       # when the outcome was known
-        self.trouble = math.inf     # when the first rank was found to have failed
-        self.still_seconds = 0.0    # in which no rank got further
+        self.since = math.inf       # time at which the outcome was decided
+        self.trouble = math.inf     # time at which the first failed rank was found
+        self.still_seconds = 0.0    # in which no rank progressed
 
     def watch(self) -> None:
-        """Until no rank is left."""
+        """Runs until every rank has exited."""
         wakes, writer = os.pipe()
         os.set_blocking(writer, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)      # a rank that ends wakes us
+        # the end of a rank interrupts the wait below
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         before = time.monotonic()
         while any(rank.alive for rank in self.ranks):
@@ -206,13 +210,13 @@ class Supervisor:
             for rank in speaking:
                 if rank.channel in ready:
                     self._hear(rank)
-            if self.caller.over:    # nobody waits for an outcome
+            if self.caller.over:    # the caller is gone
                 for rank in self.ranks:
                     rank.send(signal.SIGKILL)
             for rank in self.ranks:
                 self._bury(rank)
             now = time.monotonic()
-            # where this process was held up, the ranks may have been, too
+            # if this process was suspended, the ranks may have been suspended, too
             self._look(min(now - before, 4 * TICK_SECONDS))
             before = now
             self._judge(now)
@@ -221,19 +225,19 @@ class Supervisor:
                 channel.flush()
 
     def conclude(self) -> None:
-        """The last word, unless nobody waits for one."""
+        """Sends the outcome to the caller, unless the caller is gone."""
         if self.outcome:
             self.caller.send(*self.outcome)
 
     def obey(self, messages: list[tuple[str, list[str]]]) -> None:
         for kind, ask in messages:
-            if self.asked != "stop":        # who stops a paused run wakes it up, too
+            if self.asked != "stop":        # a stop also ends a pause; nothing follows a stop
                 self.asked = ask[0]
                 for rank in self.ranks:
                     rank.channel.post(kind, ask)
 
     def _hear(self, rank: Rank) -> bool:
-        """Returns whether it said something."""
+        """Reads a rank's messages, and returns whether there were any."""
         messages = rank.channel.receive()
         for kind, value in messages:
             if kind == "told":
@@ -244,12 +248,12 @@ class Supervisor:
 
     def _bury(self, rank: Rank) -> None:
         if rank.alive and (ended := os.waitpid(rank.pid, os.WNOHANG))[0]:
-            while self._hear(rank):     # its last words
+            while self._hear(rank):     # messages that it sent before it ended
                 pass
             rank.status, rank.ended_at = os.waitstatus_to_exitcode(ended[1]), time.monotonic()
 
     def _look(self, seconds: float) -> None:
-        """Looks at the shared page, after so many seconds."""
+        """Reads the shared page, `seconds` after the last look."""
         moved = self.asked == "pause"
         for rank in self.ranks:
             beats, *noted, phase, rank.waits = SLOT.unpack_from(
@@ -261,13 +265,14 @@ class Supervisor:
         self.still_seconds = 0 if moved else self.still_seconds + seconds
 
     def _judge(self, now: float) -> None:
-        """Judges whether it is over, and why."""
+        """Decides whether the run is over, and why."""
         if self.outcome or self.caller.over:
             return
         working = [rank for rank in self.ranks if rank.working]
         if failed := [rank for rank in self.ranks if rank.trouble_at]:
             self.trouble = min(self.trouble, now)
             if now - self.trouble > SETTLE_SECONDS or not working:
+                # prefer ranks that failed by themselves over ranks that only lost a peer
                 own = [rank for rank in failed if not (rank.failed and rank.failed["peer"])]
                 self._blame(min(own or failed, key=lambda rank: rank.trouble_at))
         elif not working:
@@ -281,24 +286,27 @@ class Supervisor:
                        f"got no further for {self.progress_seconds:g} s")
 
     def _blame(self, rank: Rank) -> None:
-        """Blames a rank that failed, or is gone without a word."""
+        """Reports a rank that failed, or ended without a record."""
         error = rank.failed
-        if rank.phase == MEETING and rank.status == -signal.SIGABRT:    # gloo's: it heard nonsense
+        # gloo aborts when it reads a message that is not gloo's
+        if rank.phase == MEETING and rank.status == -signal.SIGABRT:
             self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")
         elif error is None:
             self._fail([rank], f" {rank.end}", rank.stack(), "GoneError")
         elif (kind := error["packed"][0]) in ("ConfigError", "DamagedError", "RunFailedError"):
             self._fail([rank], f": {error['packed'][1]}", kind=kind)
         elif kind == "OSError" and not (error["memory"] or error["peer"]):
-            self._decide("error", error["packed"])    # what one process raises
+            # an error of one process, for example of its disk
+            self._decide("error", error["packed"])
         else:
             how = "ran out of memory" if error["memory"] else "failed"
             self._fail([rank], f" {how} {rank.where}: {error['error']}", error["traceback"])
 
     def _hung(self, ranks: list[Rank], how: str) -> None:
-        """Their stacks are asked for; then they are ended, since they would not hear SIGTERM."""
+        """Collects the stacks of hung ranks, then kills them: SIGTERM would not reach them."""
         stopped = [rank for rank in ranks if rank.stopped]
         for rank in ranks:
+            # a rank that is stopped by a signal writes its stack only after SIGCONT
             rank.ask_for_stack()
             rank.send(signal.SIGCONT)
         sizes, before, deadline = [], [0], time.monotonic() + STACK_SECONDS
@@ -332,7 +340,8 @@ class Supervisor:
         self.outcome, self.since = outcome, time.monotonic()
 
     def _end(self, now: float) -> None:
-        """Ends those that are left, once the outcome is known."""
+        """Ends the ranks that are left once the outcome is known: first by SIGTERM, then by
+        SIGKILL."""
         passed = now - self.since
         if "values" in (self.outcome or ()):
             passed -= TEARDOWN_SECONDS
@@ -345,14 +354,15 @@ class Supervisor:
 
 
 def watch(function: Callable, folder: Path, caller: Channel) -> None:
-    """Fork ranks and watch them, until nothing of them is left."""
+    """Forks ranks and watches them until no process of them is left."""
     end_with_parent()
     adopt_orphans()
+    # the warm parent's handler waits for supervisors, which are not children of this process
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     messages: list[tuple[str, Any]] = []
     while not messages:
         messages = caller.receive(wait=True)
-        if caller.over:         # it has changed its mind
+        if caller.over:         # the caller ended before it sent a job
             return
     (_, job), *asks = messages
     world = job["world"]
@@ -363,6 +373,7 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
         stacks = folder / f"stacks-{number}"
         stacks.touch()
         if not (pid := os.fork()):
+            # A rank must hold only its own end: a channel ends when its last holder has closed it.
             for channel in (caller, ours, *(rank.channel for rank in ranks)):
                 channel.close()
             place = Place(number, world, number, world, f"file://{folder}/store", page, theirs)
@@ -375,13 +386,13 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
     try:
         supervisor.watch()
     finally:
-        sweep()                 # what ranks have left
+        sweep()                 # processes that ranks left behind
         shutil.rmtree(folder, ignore_errors=True)
     supervisor.conclude()
 
 
 def main(folder: str, calls: str) -> int:
-    """Fork a supervisor for each call: the name of a function, and a socket."""
+    """Forks a supervisor for each call; a call is the name of a function and a socket."""
     end_with_parent()
     watching: set[int] = set()
     signal.signal(signal.SIGCHLD, lambda *_: watching.difference_update(
@@ -393,13 +404,15 @@ def main(folder: str, calls: str) -> int:
                 break
             caller = Channel(fds[0])
             try:
-                function = pkgutil.resolve_name(name.decode())      # with all that it imports
+                # with everything that it imports
+                function = pkgutil.resolve_name(name.decode())
             except Exception as error:
                 record = _record(error)
                 sentence = f"cannot import {name.decode()}: {record['error']}"
                 caller.send("error", ["RunFailedError", f"{sentence}\n\n{record['traceback']}"])
             else:
-                gc.freeze()     # what the ranks share stays shared
+                # a collection would write to the pages that ranks share, and so copy them
+                gc.freeze()
                 if not (pid := os.fork()):
                     heard.close()
                     try:

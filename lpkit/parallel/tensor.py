@@ -1,21 +1,22 @@
-"""Tensor parallelism: each rank has a part of each matrix, and between the matrices a part of each
-sequence (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
+"""Tensor parallelism: each rank has a part of each matrix, and, between the matrices, a part of
+each sequence (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
 https://arxiv.org/abs/2205.05198).
 
-    h  (B, T / t, D)    a norm's result
+    h  (B, T / t, D)    result of a norm
     gather              (B, T, D) on every rank
-    column              rows of qkv, or of gate and up: some heads, some of the MLP's width
+    column              rows of qkv, or of gate and up: some heads, or some of the MLP's width
     row                 columns of out, or of down: (B, T, D), a summand of the result
-    scatter             the sum over ranks, of which each keeps its T / t tokens
+    scatter             the sum over ranks, of which each rank keeps its T / t tokens
 
-Two products in a row need one gather and one scatter, and each is the other's backward. What is
-there once for all tokens (norms) has met a part of them on each rank, so that its gradients are
-summed. A bias after the sum, and learned positions, are the first rank's: the others add zeros.
+A column layer and the row layer after it need only one gather and one scatter, and each is the
+backward of the other. A parameter that every rank has (a norm's weights) sees only this rank's
+tokens, so its gradients are summed over ranks. A bias after the sum, and learned positions, belong
+to the first rank: the other ranks add zeros.
 
-Embedding and head are cut by the vocabulary. The loss then needs of each token the largest logit of
-all ranks, the sum of exponentials, and the target's logit: three numbers, where the logits would be
-V. Tensors are plain ones, so that every recipe casts a rank's part as it casts a matrix: a scale is
-that of the part, at least as fine as that of the whole.
+Embedding and head are cut along the vocabulary. For each token, the loss then needs the largest
+logit of all ranks, the sum of exponentials, and the target's logit: three numbers, instead of V
+logits. All tensors are plain tensors, so that every recipe casts a rank's part like a whole matrix.
+The scale of a part is at least as fine as the scale of the whole.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch, Op, fused
 
 Move = Callable[[Tensor, Ranks], Tensor]
-SMALL = 32      # scales of blocks of so many numbers, or of more, stay whole
+SMALL = 32      # divisor: the scales of blocks of at least this many numbers are not cut
 
 
 def gathered(x: Tensor, ranks: Ranks) -> Tensor:
-    """(B, T / t, D) -> (B, T, D): the tokens of all ranks of the tensor group."""
+    """(B, T / t, D) -> (B, T, D): returns the tokens of all ranks of the tensor group."""
     parts = x.new_empty(ranks.layout.tensor, *x.shape)
     with ranks.waits:
         all_gather(parts.view(-1), x.contiguous().view(-1), group=ranks.groups["tensor"])
@@ -50,7 +51,7 @@ def gathered(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def scattered(x: Tensor, ranks: Ranks) -> Tensor:
-    """(B, T, D) -> (B, T / t, D): this rank's tokens, summed over the tensor group."""
+    """(B, T, D) -> (B, T / t, D): returns this rank's tokens, summed over the tensor group."""
     parts = x.unflatten(1, (ranks.layout.tensor, -1)).transpose(0, 1).contiguous()
     mine = x.new_empty(parts.shape[1:])
     with ranks.waits:
@@ -59,7 +60,7 @@ def scattered(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Tokens go `there`, and their gradients `back`."""
+    """Forward applies `there` to the tokens, and backward applies `back` to their gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, ranks: Ranks, there: Move, back: Move) -> Tensor:
@@ -72,17 +73,19 @@ class _Moved(torch.autograd.Function):
 
 
 def gather(x: Tensor, ranks: Ranks) -> Tensor:
-    """`gathered`, whose backward is `scattered`."""
+    """Returns `gathered` tokens. Its backward is `scattered`: each rank used all tokens, so their
+    gradients are sums over ranks."""
     return _Moved.apply(x, ranks, gathered, scattered)
 
 
 def scatter(x: Tensor, ranks: Ranks) -> Tensor:
-    """`scattered`, whose backward is `gathered`."""
+    """Returns `scattered` tokens. Its backward is `gathered`: each summand has the sum's
+    gradient."""
     return _Moved.apply(x, ranks, scattered, gathered)
 
 
 class Part(NamedTuple):
-    """What a rank keeps of a tensor, as hooks outside keep it; and what the tensor was."""
+    """This rank's part of a saved tensor, packed by the hooks outside, and the tensor's layout."""
 
     kept: Any
     shape: torch.Size
@@ -90,9 +93,10 @@ class Part(NamedTuple):
 
 
 def kept_in_parts(x: Tensor, linear: nn.Module, ranks: Ranks) -> saved_tensors_hooks:
-    """Within, backward of `linear` needs its input x or a cast of that. All ranks of the tensor
-    group have the same, so each keeps a part, and backward gathers it once more (Korthikanti et al.
-    2022, section 4.2.2). Recomputation has hooks of its own, of which only the last would count."""
+    """Returns hooks under which backward of `linear` keeps only this rank's part of its input x, or
+    of a cast of x. All ranks of the tensor group have the same x, so each rank saves a part, and
+    backward gathers the parts again (Korthikanti et al. 2022, section 4.2.2). Only the innermost
+    hooks of autograd apply, so these call the hooks outside, for example recomputation's."""
     outside = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda t: t,) * 2
     group, size = ranks.groups["tensor"], ranks.layout.tensor
     index, storage, small = dist.get_rank(group), x.untyped_storage()._cdata, x.numel() // SMALL
@@ -120,7 +124,8 @@ def kept_in_parts(x: Tensor, linear: nn.Module, ranks: Ranks) -> saved_tensors_h
 
 
 class CutEmbedding(nn.Module):
-    """Looks up this rank's rows, from token `first`, and gives zeros for others: a summand."""
+    """Looks up this rank's rows, from token `first` on. Other tokens give zeros, so that the sum
+    over ranks is the embedding."""
 
     def __init__(self, weight: nn.Parameter, first: int):
         super().__init__()
@@ -134,19 +139,21 @@ class CutEmbedding(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Cross-entropy of logits (N, V / t) of which each rank has those from token `first`."""
+    """Cross-entropy of logits (N, V / t), of which each rank has the columns from `first` on."""
 
     first: int
     ranks: Ranks
 
     def cross_entropy_(self, logits: Tensor, targets: Tensor,
                        weights: Tensor | None = None) -> Tensor:
-        """Returns nats (N,) float32 without the weights; logits become the gradient of the weighted
-        sum, as in `lpkit.kernels.cross_entropy`, also for targets that are IGNORED or unknown."""
+        """Returns nats (N,) in float32, without the weights. Logits become the gradient of the
+        weighted sum, as in `lpkit.kernels.cross_entropy`, also for targets that are IGNORED or
+        unknown."""
         group, at = self.ranks.groups["tensor"], targets - self.first
         known = (targets >= 0) & (targets < logits.shape[1] * self.ranks.layout.tensor)
         mine = (at >= 0) & (at < logits.shape[1])
         at = (at * mine)[:, None]
+        # exp(logit - top) cannot overflow; all ranks must subtract the same number.
         top = logits.amax(1).float()
         self.ranks.largest(top, group)
         e = logits.float() - top[:, None]
@@ -163,14 +170,15 @@ class Vocabulary:
         return (total.log() - of_target).masked_fill(~counts, 0)
 
     def nats(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Nats (N,) float32, which have a gradient."""
+        """Returns nats (N,) in float32, with a gradient."""
         return _Nats.apply(logits, targets, self)
 
 
 class _Nats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        gradient = logits.clone()
+        # Forward computes the gradient for a weight of 1, so that backward only multiplies.
+        gradient = logits.clone()       # `cross_entropy_` overwrites its argument
         nats = vocabulary.cross_entropy_(gradient, targets)
         ctx.save_for_backward(gradient)
         return nats
@@ -183,8 +191,8 @@ class _Nats(torch.autograd.Function):
 
 
 def send_around(part: nn.Module, leaf: str, column: bool, ranks: Ranks) -> None:
-    """Put messages around the Linear `leaf` of a part of a block: a gather before a column, a
-    scatter after a row."""
+    """Adds messages around the Linear `leaf` of a part of a block: a gather before a column layer,
+    a scatter after a row layer."""
     if column:
         part.forward = partial(_gather_for, part, leaf, part.forward, ranks)
     else:
@@ -193,8 +201,8 @@ def send_around(part: nn.Module, leaf: str, column: bool, ranks: Ranks) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(Transform):
-    """Keeps this rank's part of a whole model, and says in `splits`, which fills up, how each
-    parameter was cut."""
+    """Keeps this rank's part of a whole model, and records in `splits` how each parameter was
+    cut."""
 
     ranks: Ranks
     splits: dict[str, Split]
@@ -226,8 +234,8 @@ class TensorParallel(Transform):
 
 def _cuts(model: nn.Module, cut: Sequence[Op], split: Callable[..., Split]
           ) -> Iterator[tuple[nn.Parameter, Split]]:
-    """Yields each parameter that is cut, and how. `cut`: the operations of a block whose Linears
-    are."""
+    """Yields each parameter that is cut, with its split. `cut`: the operations of a block whose
+    Linears are cut."""
     yield model.embed.weight, split(0)
     if model.head.weight is not model.embed.weight:
         yield model.head.weight, split(0)
@@ -238,23 +246,24 @@ def _cuts(model: nn.Module, cut: Sequence[Op], split: Callable[..., Split]
             _, linear = _linear(block, op)
             by_rows = op.cut == "column"
             rows = fused(model.config, f"{op.name}.weight")
-            # heads take turns by group, and an even split is one of groups
+            # heads are interleaved by group: equal parts of the rows are whole groups
             parts = len(rows) if sum(rows) == linear.out_features else 1
             yield linear.weight, split(0, parts=parts) if by_rows else split(1)
             if linear.bias is not None:
                 yield linear.bias, split(0, parts=parts) if by_rows else split(None)
         for p in block.attention.kind.parameters(recurse=False):
-            yield p, split(0)       # a number a head
+            yield p, split(0)       # one number for each head
 
 
 def _linear(block: nn.Module, op: Op) -> tuple[nn.Module, nn.Module]:
-    """Returns the part of a block that has an operation's Linear, and that."""
+    """Returns the part of a block that contains an operation's Linear, and this Linear."""
     return block.get_submodule(op.name.partition(".")[0]), block.get_submodule(op.name)
 
 
 def _add_scattered(add: Callable[[Tensor, Any], Tensor], ranks: Ranks, x: Tensor,
                    start: Any) -> Tensor:
-    """Adds positions to this rank's summand of the embeddings, and keeps its tokens of the sum."""
+    """Adds positions to this rank's summand of the embeddings, and returns its tokens of the sum.
+    """
     return scatter(add(x, start), ranks)
 
 
@@ -274,8 +283,9 @@ def _gather_result(model: nn.Module, norm: nn.Module, given: Any, h: Tensor, *,
 
 
 def _gathered_for(linear: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
-    """Autocast would cast what a plain Linear is given after it has travelled; a recipe casts the
-    residual stream's own numbers."""
+    """Gathers the input of a Linear. Under autocast, x is cast before it travels, not after, so
+    that fewer bytes travel. A recipe's Linear casts by itself, from the residual stream's numbers.
+    """
     kind = x.device.type
     if not hasattr(linear, "recipe") and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))

@@ -1,2 +1,2 @@
-"""Low precision: number formats, scaling recipes, the Linear that runs under one, and who
-multiplies."""
+"""Low precision: number formats, scaling recipes, the Linear that runs under a recipe, and the
+backends that multiply."""

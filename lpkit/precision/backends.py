@@ -1,8 +1,8 @@
-"""A backend multiplies; `lpkit.techniques.recipes.BACKENDS` has the rows.
+"""Backends compute the products of a recipe. `lpkit.techniques.recipes.BACKENDS` has their rows.
 
-`choose` says which backend runs a recipe here and why the others do not. A backend is tried where
-it is, so a reason is the library's or the device's, never a guess by name; and it is imported when
-it is tried.
+`choose` returns the backend that runs a recipe on this machine, and why others do not. A backend is
+tried where it is used, so a reason against it comes from the library or the device, not from a
+version number. A backend is imported only when it is tried.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from lpkit.techniques.row import pick_row
 
 class Backend(ABC):
     alignment = 0
-    exact = True    # False: it rounds, draws and scales in ways of its own
-    wide: bool | None = None    # whether large bf16 products on a CPU are float32's; None: not asked
+    exact = True    # False: it rounds, draws or scales in its own way
+    # whether large bf16 products on a CPU are computed in float32; None: no choice
+    wide: bool | None = None
 
     def by(self, products: Choice | None) -> Backend:
-        """This backend with the products that a run has chosen."""
+        """Returns this backend with the products that a run has chosen."""
         if products is None:
             return self
         made = copy(self)
@@ -36,7 +37,7 @@ class Backend(ABC):
         return made
 
     def plain(self, linear: nn.Linear) -> nn.Linear:
-        """The module that stands for a Linear whose operands are not cast."""
+        """Returns the module that replaces a Linear whose operands are not cast."""
         if not self.wide:
             return linear
         from lpkit.kernels.wide_product import WideLinear
@@ -44,20 +45,20 @@ class Backend(ABC):
         return sharing(WideLinear, linear)
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
-        """True if `auto` may take it, where nothing speaks against it."""
+        """Returns whether `auto` may choose this backend if it can run."""
         return False
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        """The reason why it cannot run `recipe`, the row `name` or a change of it, here; empty: it
-        can."""
+        """Returns the reason why this backend cannot run `recipe` here, or "". `name`: the row that
+        `recipe` is, or changes."""
 
     @abstractmethod
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        """The module that takes the place of `linear`, sharing its parameters."""
+        """Returns the module that replaces `linear` and shares its parameters."""
 
     def around(self, model: nn.Module) -> nn.Module:
-        """`model`, whose Linears `wrap` has replaced."""
+        """Returns `model`, after `wrap` has replaced its Linears."""
         return model
 
 
@@ -77,19 +78,20 @@ class PyTorch(Backend):
 
 
 def slow_float16(recipe: Recipe, device: torch.device) -> bool:
-    """Few CPUs multiply float16; PyTorch then takes 15 times bf16's time."""
+    """Returns whether PyTorch's float16 is slow here: few CPUs multiply float16, and without such
+    instructions PyTorch takes 15 times as long as for bf16."""
     return recipe.compute == "float16" and device.type == "cpu"
 
 
 def sharing(kind: type[nn.Linear], linear: nn.Linear, **settings: Any) -> Any:
-    """A `kind` that shares the parameters of `linear`."""
+    """Returns a `kind` that shares the parameters of `linear`."""
     new = kind(linear.in_features, linear.out_features, bias=False, device="meta", **settings)
     new.weight, new.bias = linear.weight, linear.bias
     return new.train(linear.training)
 
 
 class _Table(ChainMap):
-    """Backends by the names of their rows, each imported when it is asked for."""
+    """Backends by the names of their rows; each is imported when it is looked up."""
 
     def __getitem__(self, name: str) -> Backend:
         backend = super().__getitem__(name)
@@ -101,8 +103,8 @@ BACKENDS = _Table({}, recipes.BACKENDS)
 
 
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
-    """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or
-    it cannot, and what can."""
+    """Chooses the backend of `recipe`, which is the row `name` or changes it. Raises ConfigError if
+    the requested backend is unknown or cannot run it, and names a backend that can."""
     if asked != "auto":
         backend = pick_row(BACKENDS, asked, "precision.backend")
         if why_not := backend.why_not(name, recipe, device):
@@ -110,7 +112,7 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
             raise ConfigError(f"precision.backend={asked} cannot run {name} here: {why_not}; the "
                               f"nearest that can: {first}")
         return Choice(asked=asked, used=asked, why="requested")
-    passed = {}     # and why
+    passed = {}     # backends that cannot run it, and why
     for first in BACKENDS:
         passed[first] = BACKENDS[first].why_not(name, recipe, device)
         if not passed[first] and BACKENDS[first].automatic(recipe, device):
@@ -128,8 +130,8 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
 
 
 def tiles(name: str, recipe: Recipe, sizes: dict[str, int], alignment: int = 0) -> bool:
-    """True if a Linear of these sizes tiles as `untiled` says; False: its operands are padded.
-    Raises ConfigError where they are not to be, with the recipes that would do."""
+    """Returns whether a Linear of these sizes tiles (`untiled`); if not, its operands are padded.
+    Raises ConfigError if the recipe does not pad, and names recipes that would fit."""
     problem = untiled(recipe, sizes, alignment)
     if problem and not recipe.pad:
         fits = [row for row, other in RECIPES.items()

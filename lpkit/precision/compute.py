@@ -1,4 +1,4 @@
-"""A model under a recipe: its Linears in low precision, and the dtype of whatever is not cast."""
+"""Applies a recipe to a model: its Linears in low precision, and autocast for other operations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend, tiles
 from lpkit.techniques.recipes import Recipe, kept
 
-CAST, CACHED = "cast", "cached"       # weights: in each micro-batch, or once an update
+# whether weights are cast in each micro-batch, or once per update
+CAST, CACHED = "cast", "cached"
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype | None:
-    """None: float32 throughout, without autocast."""
+    """Returns the dtype of autocast; None for float32 throughout, without autocast."""
     return None if recipe.compute is None else getattr(torch, recipe.compute)
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
-    """A context that can be entered again and again."""
+    """Returns a context that can be entered many times."""
     if recipe.compute is None:
         return nullcontext()
     return torch.autocast(device.type, compute_dtype(recipe))
@@ -35,9 +36,9 @@ def linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
-    """Replaces each Linear but those that `recipe.high_precision_layers` names, of `names`: all of
-    the whole model, of which this may be a part; None: it is whole. `tokens` of a micro-batch:
-    what will not tile is refused now. Raises ConfigError."""
+    """Replaces all Linears except those that `recipe.high_precision_layers` names. `names` are the
+    Linears of the whole model, if this model is only a part of it. Linears that cannot tile with
+    `tokens` tokens in a micro-batch are refused at once. Raises ConfigError."""
 
     recipe: Recipe
     backend: Backend

@@ -1,22 +1,24 @@
-"""The gradient of a weight may come later than that of the input: the W of a zero-bubble pipeline.
+"""Computes the gradients of weights later than the gradients of inputs: the step W of a zero-bubble
+pipeline.
 
     B:  dx = g @ w      the stage before waits for it
-    W:  dw = g.T @ x    nobody waits for it before the optimizer: it fills the pipeline's bubbles
+    W:  dw = g.T @ x    only the optimizer waits for it, so it can fill the pipeline's bubbles
 
-(Qi et al. 2024, section 2, https://arxiv.org/abs/2401.10241). PyTorch asks the graph twice, and a
-Function in Python, as a Linear in low precision is, multiplies both each time (pytorch #166577).
-Here B leaves a closure in a list, which is W:
+(Qi et al. 2024, section 2, https://arxiv.org/abs/2401.10241). PyTorch runs backward through the
+graph twice, and a Function in Python, such as a Linear in low precision, then computes both
+products each time (pytorch #166577). Here B appends a closure to a list, and the closure is W:
 
     with deferring(queue):
         y = model(x)
-    y.backward(g)                   # B, and the gradients of what is no Linear
-    queue.pop(0)()                  # W, one for each Linear, after other micro-batches if need be
+    y.backward(g)                   # B, and the gradients of all parameters outside of Linears
+    queue.pop(0)()                  # W, one for each Linear, also after other micro-batches
 
-A W holds g and x, in low precision their casts, made in B by the scales and draws of this
-micro-batch. The weight gets its gradient as from autograd, hooks included: the same bits where the
-Ws of a weight run in the order of their Bs, unless it is an embedding too. A backward is undivided
-where a graph is compiled, a library multiplies, a plain Linear's x is not trained, and in a loss in
-chunks. FSDP2 frees weights after B, and cannot be given a gradient then.
+A W holds g and x, or in low precision their casts. B made these casts with the scales and the
+random draws of its micro-batch. The weight gets its gradient through autograd, so its hooks run.
+Gradients are the same bit for bit if a weight's Ws run in the order of their Bs, unless the weight
+is also an embedding. Backward is not split in these cases: a compiled graph; a library's Linear; a
+plain Linear whose x needs no gradient; a loss in chunks. FSDP2 frees weights after B, so it cannot
+accept a gradient afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,15 +34,17 @@ from torch.overrides import TorchFunctionMode
 from lpkit.kernels.wide_product import multiply, wide_linear
 
 Queue = list[Callable[[], None]]
-QUEUE: ContextVar[Queue | None] = ContextVar("queue", default=None)     # of the forward that runs
-# functions f(x, weight, bias), and the product a @ b.T of their gradients
+# the queue of the forward that is running
+QUEUE: ContextVar[Queue | None] = ContextVar("queue", default=None)
+# functions f(x, weight, bias), and how to compute a @ b.T for their gradients
 PRODUCTS = {F.linear: lambda a, b: a @ b.T, wide_linear: partial(multiply, bias=None, alpha=None)}
 
 
 @contextmanager
 def deferring(queue: Queue | None) -> Iterator[None]:
-    """A context around a forward, whose backward leaves the gradients of Linears' weights and
-    biases in `queue`. None: it leaves nothing, also inside another such context."""
+    """In this context, a forward is recorded such that its backward leaves the gradients of
+    Linears' weights and biases in `queue`. None: backward computes them at once, also inside of
+    another such context."""
     token = QUEUE.set(queue)
     try:
         with nullcontext() if queue is None else _Linears():
@@ -50,13 +54,15 @@ def deferring(queue: Queue | None) -> Iterator[None]:
 
 
 def apart(t: Tensor | None) -> Tensor | None:
-    """A leaf over the same numbers: who comes to a parameter without a gradient calls its hooks."""
+    """Returns a leaf with the same numbers. A parameter that took part in the graph without getting
+    a gradient would still have its hooks called."""
     return t if t is None else t.detach().requires_grad_(t.requires_grad)
 
 
 def defer(queue: Queue, weight: Tensor, bias: Tensor | None, dw: Callable[[], Tensor] | None,
           db: Tensor | None) -> tuple[None, None]:
-    """Leaves a W. `dw` makes the gradient of `weight`; None: it is not trained."""
+    """Appends a W to the queue. `dw` computes the gradient of `weight`; None if `weight` is not
+    trained."""
     def w() -> None:
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             if dw is not None:
@@ -70,7 +76,7 @@ def defer(queue: Queue, weight: Tensor, bias: Tensor | None, dw: Callable[[], Te
 
 
 class _Keep(torch.autograd.Function):
-    """x, saved before its product: recomputation ends with the last tensor that is saved."""
+    """Saves x before its product: recomputation stops at the last tensor that was saved."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -92,13 +98,15 @@ class _Linears(TorchFunctionMode):
 def _linear(function: Callable, input: Tensor, weight: Tensor, bias=None) -> Tensor:
     trained = input.requires_grad and weight.requires_grad and torch.is_grad_enabled()
     leaves = weight.is_leaf and (bias is None or bias.is_leaf)
-    folds = input.ndim == 2 or input.is_contiguous()    # else constant weights multiply otherwise
+    # otherwise F.linear with a constant weight computes in another order
+    folds = input.ndim == 2 or input.is_contiguous()
     if (queue := QUEUE.get()) is None or not (trained and leaves and folds):
         return function(input, weight, bias)
     if torch.is_autocast_enabled(input.device.type):
-        input = input.to(torch.get_autocast_dtype(input.device.type))       # the one that is kept
+        input = input.to(torch.get_autocast_dtype(input.device.type))       # the cast that is saved
     input = _Keep.apply(input)
-    y = function(input, weight.detach(), None if bias is None else bias.detach())     # gives dx
+    # backward of this product gives dx alone
+    y = function(input, weight.detach(), None if bias is None else bias.detach())
     y.register_hook(partial(_wait, queue, weight, bias, PRODUCTS[function], input.grad_fn))
     return y
 

@@ -1,6 +1,6 @@
-"""Linears of libraries for recipes as they are: NVIDIA's te.Linear under one te.autocast, and
-torchao's Float8Linear and INT8 Linear, where they are installed. `lpkit.techniques.recipes.BACKENDS`
-has the rows.
+"""Linears of libraries, for recipes without changed settings: NVIDIA's te.Linear under one
+te.autocast, and torchao's Float8Linear and INT8 Linear, if they are installed.
+`lpkit.techniques.recipes.BACKENDS` has the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lpkit.techniques.recipes import RECIPES, Recipe
 
 
 class Row(NamedTuple):
-    """A library's Linear for one recipe, and the least compute capability for it."""
+    """A library's Linear for one recipe, and the lowest compute capability that it needs."""
 
     make: Callable[[nn.Linear, Recipe], nn.Module]
     capability: tuple[int, int]
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Library(Backend):
-    """Somebody else's Linear, for rows as they are: it knows no setting that changes a cast."""
+    """A library's Linear. It runs rows only as they are, because it has no settings for casts."""
 
     exact = False
     package: str
@@ -55,7 +55,7 @@ class Library(Backend):
 
 
 def _casts_of(recipe: Recipe) -> tuple:
-    """The facts that tell two rows apart."""
+    """Returns the facts in which two rows differ."""
     return *recipe.products.items(), recipe.delayed is None, recipe.fast_accumulation
 
 
@@ -79,8 +79,9 @@ def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
 class TransformerEngineLinear(nn.Module):
     """te.Linear with the parameters of an nn.Linear, for Transformer Engine 2.9 and later.
 
-    The state of delayed scaling is in buffers, so that a checkpoint carries it: the library's own
-    tensors, which it writes in place. It has them in `extra_state` too, as a pickle."""
+    The state of delayed scaling is in buffers, so that checkpoints contain it. The buffers are the
+    library's own tensors, which it writes in place. The library also stores them in `extra_state`,
+    as a pickle."""
 
     def __init__(self, linear: nn.Linear, recipe: Any, state: bool):
         import transformer_engine.pytorch as te
@@ -96,7 +97,7 @@ class TransformerEngineLinear(nn.Module):
             del self.inner.bias
             self.inner.bias = bias
         self.recipe, self.state = recipe, state
-        if state:       # now, and not in the first forward: there must be something to load into
+        if state:       # before the first forward, because a checkpoint needs tensors to load into
             self.inner.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
             self.inner.init_fp8_meta_tensors(recipe)
             for way in ("fwd", "bwd"):
@@ -110,7 +111,7 @@ class TransformerEngineLinear(nn.Module):
 
         if FP8GlobalStateManager.is_fp8_enabled():
             return self.inner(x)
-        # outside the model's autocast: a block that backward computes again, or a fused loss
+        # outside the model's autocast: backward recomputes a block, or a fused loss calls the head
         if self.state:
             raise ConfigError("Transformer Engine's delayed scaling moves its histories whenever "
                               "an autocast ends; set memory.recompute=none and "
@@ -128,8 +129,8 @@ def _under_autocast(forward: Callable[..., Tensor], recipe: Any, *args: Any) -> 
 
 class TransformerEngine(Library):
     def around(self, model: nn.Module) -> nn.Module:
-        """One autocast around a whole forward: its end moves the histories of all the Linears that
-        it has met, once a micro-batch."""
+        """Puts one autocast around the whole forward. At its end the library advances the histories
+        of all Linears that ran, so they advance once per micro-batch."""
         recipe = next(module.recipe for module in model.modules()
                       if isinstance(module, TransformerEngineLinear))
         for entry in ("forward", "hidden"):
@@ -155,7 +156,7 @@ TRANSFORMER_ENGINE = TransformerEngine(package="transformer_engine", devices=("c
     "mxfp8": Row(partial(_transformer_engine, "MXFP8BlockScaling"), (10, 0)),
     "nvfp4-published": Row(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
 })
-# on a CPU it calls the same torch._scaled_mm
+# on a CPU torchao calls the same torch._scaled_mm
 TORCHAO = Library(package="torchao", devices=("cpu", "cuda"), rows={
     "fp8-tensorwise": Row(partial(_torchao_float8, "tensorwise"), (8, 9)),
     "fp8-rowwise": Row(partial(_torchao_float8, "rowwise"), (8, 9)),

@@ -1,20 +1,22 @@
-"""A matrix in low precision, and the product that consumes two of them.
+"""A matrix in low precision, and the product of two such matrices.
 
-Every granularity of scaling is a block shape (rows, columns) that shares one scale: tensorwise
+Every granularity of scaling is a shape (rows, columns) of blocks that share a scale: tensorwise
 (all, all), rowwise (1, all), DeepSeek's activations (1, 128) and weights (128, 128), MX (1, 32),
 NVFP4 (1, 16) and (16, 16). Operands have the contracted axis last; `product(a, b)` is a @ b.T. Here
-it is emulated: the same numbers on any device.
+the product is emulated, with the same numbers on any device.
 
-How the emulation is fast and what is exact. Values of E4M3, E5M2, E2M1 and INT8 have at most 8
-significant bits, so bf16 holds them; a bf16 product accumulates in float32 and rounds once. So:
-1. scales that do not vary inside the sum (tensor, row) multiply the result of a bf16 product of the
-   grid values;
-2. scales that are powers of two, or E4M3 over E2M1 values, are multiplied into the operand first,
-   exactly;
-3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of float32 operands.
-Against the definition in float64 (`reference`) there remain the order of a float32 sum and the
-rounding of the result to the output dtype, twice for row scales in bf16;
-tests/precision/test_scaled_linear.py holds each to its bound.
+Why the emulation is fast, and where it is exact: values in E4M3, E5M2, E2M1 and INT8 have at most 8
+significant bits, so bf16 holds them exactly. A bf16 product accumulates in float32 and rounds once.
+So there are three cases:
+1. Scales that are constant within a sum (tensor, row): they multiply the result of a bf16 product
+   of the values.
+2. Scales that are powers of two, or E4M3 scales of E2M1 values: they are first multiplied into the
+   operand, which is exact.
+3. float32 scales that vary within a sum (1x128, 128x128): the operands become float32, and so does
+   the product.
+Compared with the definition in float64 (`reference`), two differences remain: the order of a
+float32 sum, and the rounding of the result to the output dtype (twice for row scales in bf16).
+tests/precision/test_scaled_linear.py checks a bound on each.
 """
 
 from __future__ import annotations
@@ -35,20 +37,19 @@ from lpkit.precision.linear import Arithmetic
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, SCALES, Cast, Recipe
 
-# Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
+# Transforms of an operand (rows, contracted axis) before its cast; they cancel in the product.
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadamard": hadamard}
 
 
 def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
              amax: Tensor | None = None, noise: Noise | None = None, fold: bool = False) -> Scaled:
-    """Cast x (M, K), the contracted axis last; the values come back in `dtype`.
+    """Casts x (M, K), whose contracted axis is last, and returns the values in `dtype`.
 
-    amax:  scale by this, () float32, instead of the tensor's own largest magnitude (delayed
-           scaling).
-    noise: for stochastic rounding.
-    fold:  multiply block scales into the values where that is exact in bf16, leaving one scale for
-           the tensor.
+    amax:  () float32, to scale by instead of the tensor's largest magnitude (delayed scaling)
+    noise: for stochastic rounding
+    fold:  multiply block scales into the values where that is exact in bf16, so that one scale for
+           the tensor is left
     Raises ConfigError when x does not tile.
     """
     x = TRANSFORMS[cast.transform](x)
@@ -69,15 +70,16 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
 
 
 def reference(a: Scaled, b: Scaled) -> Tensor:
-    """a @ b.T, the definition: (M, N) float64."""
+    """Returns a @ b.T by the definition: (M, N) float64."""
     return a.dequantise(torch.float64) @ b.dequantise(torch.float64).T
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
             wide: bool = False) -> Tensor:
-    """a @ b.T + bias -> (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). `wide`: large products in
-    bf16 by float32's (`kernels.wide_product`)."""
-    if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:  # scales inside the sum that did not fold
+    """Returns a @ b.T + bias, (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). `wide`: compute
+    large bf16 products in float32 (`kernels.wide_product`)."""
+    # scales that vary within a sum and were not folded in
+    if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:
         return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype, wide)
     single = [s.reshape(()) for s in (a.scale, b.scale, a.tensor, b.tensor)
               if s is not None and s.numel() == 1]
@@ -96,11 +98,11 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None
 
 def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
             dtype: torch.dtype, wide: bool) -> Tensor:
-    """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
-    if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
+    """Returns alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
+    if a.device.type == "cpu":  # alpha and bias are applied before the result is rounded
         if wide and a.dtype == torch.bfloat16 and wide_product.wins(a, b):
             return wide_product.multiply(a, b, bias, alpha).to(dtype)
-        # a graph has no numbers of the host; without one an operator more is 7 us, and hides addmm
+        # a graph cannot read numbers on the host; outside of one, an operator would cost 7 us more
         form = wide_product.addmm if torch.compiler.is_compiling() else product_pytorch
         return form(a, b, bias if bias is None else bias.to(a.dtype), alpha).to(dtype)
     y = torch.mm(a, b.T, out_dtype=torch.float32) if a.dtype != torch.float32 else a @ b.T
@@ -110,7 +112,7 @@ def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
 
 class Float16Linear(nn.Linear):
     """nn.Linear under float16 autocast, for CPUs without float16 products: operands and results are
-    rounded to float16, the products are float32's."""
+    rounded to float16, and the product is computed in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):

@@ -1,5 +1,5 @@
-"""Products of operands in 8 and 4 bits by the device: torch._scaled_mm and F.scaled_mm on tensor
-cores of Ada, Hopper and Blackwell, torch._int_mm for int8.
+"""Products of 8- and 4-bit operands by the device: torch._scaled_mm and F.scaled_mm on the tensor
+cores of Ada, Hopper and Blackwell, and torch._int_mm for int8.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from lpkit.techniques.recipes import Cast, Recipe
 
 
 def saturates(recipe: Recipe, device: torch.device) -> str:
-    """The reason why sums of products in int8 are wrong here, whoever calls torch._int_mm; empty:
-    they are not."""
+    """Returns the reason why torch._int_mm sums products wrongly on this device, or ""."""
     if device.type != "cpu" or recipe.dtype != "int8":
         return ""
     x = torch.full((32, 64), 127, dtype=torch.int8)
@@ -36,15 +35,15 @@ def saturates(recipe: Recipe, device: torch.device) -> str:
 
 
 def too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
-    """The reason why this GPU cannot; empty: it can, or it is none."""
+    """Returns the reason why this GPU is too old, or "". Other devices are never too old."""
     if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
         return ""
     return f"{needs} compute capability {dotted(capability)}, and this GPU has {dotted(has)}"
 
 
 class ScaledMM(Arithmetic):
-    """Operands stored in their 8 or 4 bits, multiplied by the device. Who casts them is chosen as
-    a layer's kernels are (`lpkit.nn.layers`), for each model: a Linear has a copy of this."""
+    """Multiplies operands that are stored in 8 or 4 bits. The kernels that cast are chosen like a
+    layer's kernels (`lpkit.nn.layers`), so each Linear has its own copy of this object."""
 
     alignment = 16
     kernels: ClassVar = {name.replace("-", "_"): name for name in (
@@ -85,10 +84,11 @@ class ScaledMM(Arithmetic):
         return ScaledLinear.wrap(linear, recipe, copy(self), name=name, seed=seed)
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str:
-        """PyTorch's or cuBLASLt's words to a small product of each kind; empty: they take it. A
-        scale a row, for one, comes from cuBLASLt on Hopper since CUDA 12.9, else from CUTLASS,
-        which a build of PyTorch may lack, and on a CPU from no torch 2.11."""
-        x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)      # blocks of 128 need two
+        """Returns the error of PyTorch or cuBLASLt for a small product of each kind, or "". Only
+        trying tells: for example, row scales on Hopper need cuBLASLt of CUDA 12.9, or CUTLASS,
+        which a build of PyTorch may lack; and on a CPU torch 2.11 has none."""
+        # a second block shows scales of blocks of 128
+        x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)
         for name, pair in recipe.products.items():
             a, b = (self.cast(x, replace(cast, rounding="nearest-even"), x.dtype, amax=None,
                               noise=None) for cast in pair)
@@ -109,14 +109,14 @@ class ScaledMM(Arithmetic):
         return replace(made, turned=made.transposed()) if both else made
 
     def shares(self, cast: Cast) -> bool:
-        # each product draws its own noise, but for one cast that is its own transpose
+        # products draw different noise, unless the cast is its own transpose
         return not no_kernel(cast, both=True) and (cast.transposes or cast.rounding != "stochastic")
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:
-        if a.data.dtype == dtype and a.tensor is None:      # the recipe leaves it in 16 bits
+        if a.data.dtype == dtype and a.tensor is None:      # the recipe does not cast this product
             return scaled.product(a, b, dtype, bias)
-        right = b.data.T        # Hopper has no other order
+        right = b.data.T        # column-major: Hopper's 8-bit tensor cores accept no other order
         if bias is not None and a.data.dtype != torch.int8:
             bias = bias.to(torch.bfloat16)
         if a.data.dtype == torch.int8:
@@ -136,45 +136,45 @@ class ScaledMM(Arithmetic):
 
 
 def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
-    """t with rows of zeros below, where it has too few. `torch._int_mm` refuses 16 or fewer;
-    columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
-    (Transformer Engine's Float8BlockQuantizer pads them too)."""
+    """Returns t with rows of zeros appended. `torch._int_mm` refuses 16 rows or fewer. Columns of
+    scales must begin at multiples of 16 bytes, also for any number of tokens in sampling
+    (Transformer Engine's Float8BlockQuantizer pads them, too)."""
     more = max(least - len(t), -len(t) % multiple)
     return F.pad(t, (0, 0, 0, more)) if more > 0 else t
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
-    """Scales whose meaning `torch._scaled_mm` infers from their shapes: (1, 1) for tensors, since
-    of a view without axes Inductor takes the whole, (M, 1) and (1, N) for rows. None for blocks of
-    128, which it may take for something else: where the sum is one block long, a scale of 1x128
-    looks like a row's, and one of 128x128 like a tensor's."""
+    """Returns scales in shapes from which `torch._scaled_mm` infers their meaning: (1, 1) for
+    tensors (of a view without axes Inductor takes the whole), and (M, 1) and (1, N) for rows.
+    Returns None for blocks of 128, which it may misread: if the sum is one block long, a 1x128
+    scale looks like a row's scale, and a 128x128 scale like a tensor's."""
     if a.scale.numel() == b.scale.numel() == 1:
         return a.scale.reshape(1, 1), b.scale.reshape(1, 1)
-    # 1x128 over a sum of 128 is no more than this
+    # 1x128 scales over a sum of 128 are row scales
     if all(s.scale.shape == (s.data.shape[0], 1) for s in (a, b)):
-        # strides that contiguous() does not promise
+        # reshape fixes strides of dimensions of size 1, which contiguous() does not
         return (a.scale.reshape(-1).view(-1, 1), b.scale.reshape(-1).view(1, -1))
     return None
 
 
-# F.scaled_mm, as operators: Inductor (torch 2.13) gives it to torch._scaled_mm, which infers kinds
-# from shapes, and has no swizzles.
+# F.scaled_mm in operators: Inductor (torch 2.13) lowers F.scaled_mm to torch._scaled_mm, which
+# infers kinds of scales from shapes, and has no swizzles.
 
 @operator("scaled_mm_128(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b) -> Tensor",
           key=EVERY_DEVICE, product=True, flops=lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0])
 def _blocks128(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """a (M, K) by b (N, K), in blocks of 1x128, or of 128x128 those of b."""
+    """Multiplies a (M, K) by b (N, K). Scales are for 1x128 blocks; b's also for 128x128 blocks."""
     return F.scaled_mm(a, b.T, *_outer_major(a, scale_a),
                        *_outer_major(b, scale_b), output_dtype=torch.bfloat16)
 
 
 def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
-    """Scales of 1x128 (R, C) lie column by column; those of 128x128, (R, C), too, once transposed:
-    (C rounded up to 4, R).
+    """Returns scales in the layout that the product reads, and their kind. 1x128 scales (R, C) are
+    stored column by column. 128x128 scales (R, C) are too, and padded to (C rounded up to 4, R).
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
     if scale.shape[0] == t.shape[0]:
         return scale.T.contiguous().T, F.ScalingType.BlockWise1x128
-    # a transposed scale keeps its strides, padded or not
+    # transposing after padding keeps the strides that the product needs
     padded = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
     return padded.T, F.ScalingType.BlockWise128x128
 

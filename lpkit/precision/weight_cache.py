@@ -1,9 +1,10 @@
-"""A weight's casts are kept between the micro-batches of an update, or made again in each.
+"""Chooses whether a weight's casts are kept between the micro-batches of an update, or are made
+again in each micro-batch.
 
-A weight changes in the optimizer's step alone, so the second micro-batch casts the same numbers to
-the same values. Kept, they cost their bytes from the first micro-batch to the end of the last
-(Transformer Engine's `is_first_microbatch`; `lpkit.predict.ledger` counts them). The numbers are the
-same bit for bit.
+Only the optimizer's step changes a weight, so later micro-batches cast the same numbers to the same
+values. Kept casts take memory from the first micro-batch to the end of the last one (Transformer
+Engine's `is_first_microbatch`; `lpkit.predict.ledger` counts their bytes). Results are the same bit
+for bit.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from lpkit.techniques.recipes import Recipe
 
 def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool,
            forwards: int) -> Choice:
-    """Chooses whether casts are kept, for `recipe`, the row `name`. `forwards`: of each layer in an
-    update, recomputed ones included.
+    """Chooses whether casts are kept, for `recipe`, which is the row `name`. `forwards`: how often
+    a layer runs forward in an update, with recomputation.
 
-    Raises ConfigError where no weight is cast.
+    Raises ConfigError if the recipe casts no weight.
     """
     casts = [cast for product in ("y", "dx") if (cast := recipe.cast_of[product, "w"]) is not None]
     if not casts:
@@ -57,23 +58,24 @@ def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *,
 
 
 class WeightCache:
-    """The casts of one weight, until it changes: until it is another tensor, lies elsewhere, or
-    counts another version.
+    """The casts of one weight, until the weight changes: until it is another tensor, has other
+    memory, or has another version counter.
 
-    What the version counter of a tensor does not see must not happen while a cache lives: PyTorch's
-    fused optimizers and writes through `tensor.data`. So caches live within one update
-    (`weights_cached`), and the optimizer comes after it.
+    PyTorch's fused optimizers, and writes through `tensor.data`, do not change the version counter.
+    They must not happen while a cache exists. So caches exist within one update
+    (`weights_cached`), and the optimizer's step comes after it.
     """
 
     def __init__(self):
         self.weight: Callable[[], Tensor | None] = lambda: None
-        self.storage: Any = None        # held, so that no other can have its address
+        self.storage: Any = None        # a reference, so that no other storage can get its address
         self.version = -1
         self.casts: dict[str, tuple[Any, Scaled]] = {}      # by product
 
     def see(self, w: Tensor) -> None:
-        """Called before its casts are asked for."""
+        """Called before casts of w are requested: drops casts of other numbers."""
         storage = w.untyped_storage()
+        # identity, address and version: w may be freed, moved by FSDP, or updated in place
         same = self.weight() is w and self.storage._cdata == storage._cdata
         if not same or self.version != w._version:
             self.weight, self.storage, self.version = weakref.ref(w), storage, w._version
@@ -81,7 +83,8 @@ class WeightCache:
 
     def get(self, product: str, key: Any, make: Callable[[], Scaled], *,
             with_amax: bool) -> Scaled:
-        """`make()`, or what it gave for the same key. One cast a product is kept."""
+        """Returns `make()`, or its earlier result for the same key. One cast per product is kept.
+        """
         if product not in self.casts or self.casts[product][0] != key:
             made = make()
             self.casts[product] = key, made if with_amax else replace(made, amax=None)
@@ -90,10 +93,10 @@ class WeightCache:
 
 @contextmanager
 def weights_cached(model: nn.Module) -> Iterator[None]:
-    """A context around the forwards and backwards of one update: each weight is cast once for
-    each product that casts it anew, and not once a micro-batch or recomputation. The same
-    numbers, bit for bit. Not under torch.compile, which has the casts in its graph. Nothing is
-    kept afterwards.
+    """In this context, around the forwards and backwards of one update, each weight is cast once
+    per product instead of once per micro-batch or recomputation. Results are the same bit for bit.
+    It has no effect under torch.compile, whose graphs contain the casts. Nothing is kept
+    afterwards.
     """
     layers = list(scaled_linears(model))
     for layer in layers:

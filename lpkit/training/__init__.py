@@ -1,1 +1,1 @@
-"""Training makes a Run of a Config: it builds, updates, evaluates, saves and goes on."""
+"""Trains a Config to a Run: builds the model, updates, evaluates, saves and resumes."""

@@ -1,11 +1,11 @@
-"""Start a training run, hold it, stop it.
+"""Starts training runs, waits for them and stops them.
 
-    run = lpkit.train(config)            blocks, returns the Run
-    handle = lpkit.start(config)         returns at once; a notebook follows it, stops it, and says
-                                         `run = await handle`
-    series = start_each({"a": config})   several, one after the other: `runs = await series`
+    run = lpkit.train(config)            blocks, and returns the Run
+    handle = lpkit.start(config)         returns at once. A notebook can follow the run, stop it,
+                                         and wait for it with `run = await handle`
+    series = start_each({"a": config})   several runs, one after the other: `runs = await series`
 
-All write the same run folder. Stopping keeps a checkpoint and the partial Run.
+All of them write the same run folder. Stopping saves a checkpoint and returns the partial Run.
 """
 
 import asyncio
@@ -35,20 +35,21 @@ def default_folder(name: str = "run") -> Path:
 @checked
 def train(config: Config, *, out: Folder | None = None, resume: bool = False,
           observers: Sequence[Observer] = (), control: Control | None = None) -> Run:
-    """Train to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP), which keeps a checkpoint and
+    """Trains to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP). A signal saves a checkpoint and
     returns a partial Run.
 
-    `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
-    raised: the run is trained longer. An observer stops it by `control`.
-    Raises ConfigError for an invalid combination, and names it;
-    RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
+    `out` is the run folder, by default a new one under runs/. With `resume`, `config.steps` may be
+    larger than before, to train the run longer. An observer can stop the run through `control`.
+    Raises ConfigError for an invalid combination of settings, and names it.
+    Raises RunFailedError when the run cannot continue (a loss that is not a number, a full disk).
     """
     return _fit(config, Path(out or default_folder()), resume, Observers(observers),
                 control or Control())
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
-    if told(config)["world"] == 1:      # of several, the first may have begun the folder already
+    # with several ranks, the first rank may have written to the folder already
+    if told(config)["world"] == 1:
         refuse(config, path, resume)
     from lpkit.training.trainer import train_here
 
@@ -57,7 +58,8 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
 
 
 def refuse(config: Config, path: Path, resume: bool) -> None:
-    """Raises ConfigError for a folder or a text that does not serve: at once, without torch."""
+    """Raises ConfigError for an unusable run folder or text, at once and without importing torch.
+    """
     from lpkit.datasets import prepared, sources  # NumPy, and every command imports this module
 
     Run.at(path).refuse_another(config, resume=resume)
@@ -67,9 +69,9 @@ def refuse(config: Config, path: Path, resume: bool) -> None:
 
 @contextmanager
 def _let_go() -> Iterator[None]:
-    """An error that leaves this block keeps the lines of its traceback, not the variables: who
-    keeps the error (a handle, a notebook's `sys.last_exc`) would keep the model, and what its
-    update had made."""
+    """Clears the variables of the traceback of an error that leaves this block, and keeps its
+    lines. Otherwise whoever keeps the error (a handle, a notebook's `sys.last_exc`) also keeps the
+    model and the tensors of its update."""
     try:
         yield
     except BaseException as error:
@@ -81,12 +83,14 @@ def _let_go() -> Iterator[None]:
 
 
 class Background:
-    """Work in a background thread that somebody may wait for, pause and stop, from any thread."""
+    """Work in a background thread. Any thread may wait for it, pause it and stop it."""
 
     def __init__(self, name: str, control: Control | None = None):
         self._control = control or Control()
         self._outcome: Future = Future()
-        self._told = threading.Event()  # who asked knows the outcome: a figure has its last point
+        # set after the callbacks of `_outcome`, so that a waiting notebook sees a figure's last
+        # point
+        self._told = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def begin(self) -> Self:
@@ -94,13 +98,13 @@ class Background:
         return self
 
     def _do(self) -> Any:
-        """The work; what it returns is the result."""
+        """Does the work and returns its result."""
         raise NotImplementedError
 
     def _work(self) -> None:
         try:
             self._outcome.set_result(self._do())
-        except BaseException as error:      # `result` raises it, where somebody is looking
+        except BaseException as error:      # `result` raises it in the thread that waits
             self._outcome.set_exception(error)
         self._told.set()
 
@@ -113,7 +117,7 @@ class Background:
         return self._outcome.exception() if self.done else None
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Call once when the work has ended; at once when it already has."""
+        """Calls `callback` once when the work has ended, or at once if it has ended already."""
         self._outcome.add_done_callback(lambda outcome: callback())
 
     @property
@@ -127,12 +131,12 @@ class Background:
         self._control.go_on.set()
 
     def stop(self) -> None:
-        """Stops at the next micro-batch, in an evaluation at its next batch, and keeps a
+        """Stops at the next micro-batch, or in an evaluation at its next batch, and saves a
         checkpoint."""
         self._control.stop()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """`run = await handle`: as `result`, but a notebook's buttons keep working meanwhile."""
+        """`run = await handle`: like `result`, but a notebook's buttons keep working meanwhile."""
         try:
             while not self._told.is_set():
                 yield from asyncio.sleep(0.05).__await__()
@@ -141,7 +145,8 @@ class Background:
         return self.result()
 
     def result(self) -> Any:
-        """Wait for the end and return the result; interrupted, it stops and gives a partial one."""
+        """Waits for the end and returns the result. An interrupt stops the work, and the result is
+        then partial."""
         try:
             self._told.wait()
         except KeyboardInterrupt:
@@ -151,7 +156,7 @@ class Background:
 
 
 class OneRun(Background):
-    """A run, once it has been told to `begin`. Its result is the Run."""
+    """A run in the background, after `begin`. Its result is the Run."""
 
     def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
                  observers: Iterable[Observer] = (), control: Control | None = None):
@@ -163,8 +168,8 @@ class OneRun(Background):
         super().__init__(f"train {self.title}", control)
 
     def subscribe(self, observer: Observer) -> None:
-        """Call `observer(record)` after every step, on the thread of the run. One that raises is
-        dropped."""
+        """Calls `observer(record)` after every step, on the thread of the run. An observer that
+        raises is dropped."""
         self._observers.add(observer)
 
 
@@ -176,11 +181,11 @@ class Handle(OneRun):
 
 
 class Series(Background):
-    """Named runs, one after the other, in folders of those names. A figure shows the one at hand.
+    """Named runs, one after the other, in folders of those names. A figure shows the current run.
 
-    The result is {name: Run} of all that began. A run that fails leaves its Run and does not keep
-    the next from beginning; settings that cannot be end the series. Stop ends the run at hand and
-    begins no other.
+    The result is {name: Run} of all runs that began. If a run fails, its Run records the error and
+    the next run begins. Invalid settings end the series. Stop ends the current run, and no other
+    run begins.
     """
 
     def __init__(self, configs: Mapping[str, Config], *, out: str | Path | None = None):
@@ -188,8 +193,9 @@ class Series(Background):
             raise ConfigError("a series needs at least one config to train")
         self.configs = {one_name(name): config for name, config in configs.items()}
         self.path = Path(out or default_folder("series"))
-        self.handles: dict[str, Handle] = {}        # of those that have begun
-        self._subscribed: list[Observer] = []       # to every run, those to come included
+        self.handles: dict[str, Handle] = {}        # handles of the runs that have begun
+        # observers of every run, also of runs that have not begun
+        self._subscribed: list[Observer] = []
         self._lock = threading.Lock()
         super().__init__(f"train {self.path.name}")
 
@@ -202,10 +208,12 @@ class Series(Background):
                 self.handles[name] = handle = Handle(
                     config, out=folder, observers=self._subscribed, control=self._control)
             try:
-                # not before `title` can name it: its first step may be told at once
+                # begin only when `title` can name the run: an observer may see its first step at
+                # once
                 handle.begin().result()
             except Exception:
-                if Run.at(handle.path).summary.get("status") != "failed":   # else its Run says so
+                # otherwise its Run records the failure
+                if Run.at(handle.path).summary.get("status") != "failed":
                     raise
         return {name: Run.at(handle.path) for name, handle in self.handles.items()}
 
@@ -230,14 +238,14 @@ class Series(Background):
 
 @checked
 def start(config: Config, *, out: Folder | None = None, resume: bool = False) -> Handle:
-    """Begin training in the background and return its Handle."""
+    """Begins training in the background and returns the Handle."""
     return Handle(config, out=out, resume=resume).begin()
 
 
 @checked
 def start_each(configs: Mapping[str, Config], *, out: Folder | None = None) -> Series:
-    """Begin to train all of `configs`, one after the other, each in its folder below `out`.
+    """Begins to train all of `configs`, one after the other, each in its folder below `out`.
 
-    Raises ConfigError when there are none, and for a name that is no folder's.
+    Raises ConfigError when `configs` is empty, and for a name that cannot be a folder's name.
     """
     return Series(configs, out=out).begin()

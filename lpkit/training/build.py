@@ -1,8 +1,9 @@
-"""Names in a Config become implementations: `decide` says what a run uses here, `build_model` makes
-the model that it trains.
+"""Turns names in a Config into implementations: `decide` chooses what a run uses on this machine,
+and `build_model` builds the model that it trains.
 
-`made` initialises the model first, by name and shape. A part with `reset(init)` then sets what it
-starts from; then come the weights of another run (`start`), and at last changes of the model.
+`made` initialises the model first, by names and shapes. Then parts that have `reset(init)` set
+their own starting values. Then come the weights of another run (`start`), and at last changes of
+the model.
 """
 
 import datetime
@@ -52,14 +53,15 @@ from lpkit.techniques.row import Settings
 from lpkit.training import graphs, seams
 from lpkit.training.start import Start, refuse_growth
 
-if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
+if TYPE_CHECKING:   # imported only by runs on GPUs, and by runs that request a kernel
     from lpkit.execution.kernels import Kernels
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
-    """Raises ConfigError when a GPU was demanded and there is none. Of several ranks each has the
-    GPU of its number. One that is there and cannot be used is refused, also with auto: a run that
-    silently took the CPU would be found out days later."""
+    """Chooses the device of this rank; with several ranks, a rank has the GPU of its local number.
+    Raises ConfigError if a GPU was requested and there is none. A GPU that is present but cannot be
+    used is refused even with auto: otherwise a run would silently train on the CPU, and nobody
+    would notice for days."""
     kind, _, number = asked.partition(":")
     if kind == "cpu":
         return Choice(asked=asked, used=asked, why="requested")
@@ -67,7 +69,7 @@ def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choi
         raise ConfigError(f"system.device={asked} names one GPU, and {local_world} processes take "
                           f"one each; use system.device=cuda, and CUDA_VISIBLE_DEVICES to say which")
     count = torch.cuda.device_count()
-    # to a PyTorch that cannot use the driver, there is none
+    # a PyTorch that cannot use the driver counts no GPU
     if asked == "auto" and not (count or (torch.version.cuda and gpus())):
         return Choice(asked=asked, used="cpu", why="PyTorch sees no GPU")
     index = local_rank or (int(number) if number else None)
@@ -85,7 +87,7 @@ def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choi
 
 
 def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
-    """`before`: what a run that goes on was begun with. A second race may end otherwise."""
+    """`before`: the recipe that a resumed run began with. A second race could choose another."""
     if asked.name in RECIPES:
         return Choice(asked=asked.name, used=asked.name, why="requested")
     if before in RECIPES:
@@ -95,12 +97,13 @@ def choose_recipe(asked: Settings, device: torch.device, before: str | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """A run's choices, made before anything is allocated."""
+    """The choices of a run, made before anything is allocated."""
 
     device: torch.device
     recipe: Recipe
     choices: dict[str, Choice]
-    kernels: Mapping[str, str] = field(default_factory=dict)    # of a run that goes on
+    # kernels that a resumed run began with
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def autocast(self) -> AbstractContextManager:
@@ -113,8 +116,8 @@ class Decisions:
 
 def decide(config: Config, *, before: Mapping[str, Any] | None = None,
            ranks: Ranks | None = None) -> Decisions:
-    """`before`: the environment of a run that goes on. What is raced is raced by the first of
-    `ranks`, and holds for all. Raises ConfigError for what cannot be."""
+    """Makes all choices of a run. `before`: the environment of a resumed run. The first of `ranks`
+    runs all races, and all ranks use its choices. Raises ConfigError for an invalid config."""
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
@@ -128,7 +131,8 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
 
 
 def refuse_sizes(config: Config) -> None:
-    """Raises ConfigError for updates that are no whole micro-batches of all ranks, or too large."""
+    """Raises ConfigError for updates that are too large, or not whole micro-batches of all ranks.
+    """
     whole = config.micro_batch * config.parallel.batch_ranks
     steps = range(config.steps if SIZES[config.sizes.name].at else 1)
     layout = config.parallel
@@ -148,20 +152,22 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     on = choose_device(config.system.device, ranks.local_rank, ranks.local_world)
     device = torch.device(on.used)
     if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)       # Triton launches on the current one
+        torch.cuda.set_device(device)       # Triton launches on the current device
     asked = config.precision.recipe
     begun = {key: choice["used"] for key, choice in (before or {}).get("chosen", {}).items()}
     m, tokens = config.model, config.micro_batch * config.model.T
     threads = hardware.threads_choice(config.system.threads, device, before=begun.get("threads"),
                                       flops=2 * tokens * m.D * m.F, processes=ranks.local_world)
-    torch.set_num_threads(int(threads.used))        # also for the race of dtypes
-    if device.type == "cuda":       # backward's own thread: PyTorch warns if a product comes first
+    # before the race of dtypes, which must use them, too
+    torch.set_num_threads(int(threads.used))
+    # start backward's own thread first: otherwise PyTorch warns at its first product
+    if device.type == "cuda":
         torch.zeros(1, device=device, requires_grad=True).exp().backward()
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
     layouts.refuse_ungatherable(config, recipe)
-    operations(MicroBatch(model=m))     # which refuses what changes cannot fold
+    operations(MicroBatch(model=m))     # refuses changes that cannot be folded in
     for change in m.changes:
         if why := MODEL_CHANGES[change.name].problem(config, recipe):
             raise ConfigError(f"model.changes={change.name} {why}")
@@ -219,8 +225,8 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
 
 
 def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
-    """The transform that chooses the model's kernels and the loss's; its `choices` belong to those
-    of the run."""
+    """Returns the transform that chooses the kernels of the model and of the loss. Its `choices`
+    are recorded with the run's choices."""
     from lpkit.execution.kernels import Kernels
 
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
@@ -234,9 +240,10 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
 
 def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
                 sharding: Sharding, start: Start | None = None) -> nn.Module:
-    """Initialised, moved to its device, changed by its techniques' transforms. What the transforms
-    that `config` names do to weights nobody knows: with them it is whole until it is sharded. Each
-    rank rounds its activations and gradients by noise of its own."""
+    """Builds the model: initialised, changed by its techniques' transforms, on its device. Nobody
+    knows what the transforms named in `config` do to weights, so with them each rank builds the
+    whole model before it is sharded. Each rank rounds activations and gradients with its own noise.
+    """
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
@@ -258,7 +265,7 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
-    """Builds the loss of the model that `build_model` made, by the kernel among its choices."""
+    """Builds the loss of `build_model`'s model, with the loss kernel that was chosen."""
     rows, m = rows_of(config), config.memory
     row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
     loss = row.load()(m.cross_entropy, decisions.autocast)
@@ -271,7 +278,8 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
 
 def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss,
                     tokenizer: Mapping[str, Any]) -> Loss:
-    """Builds what updates make smaller: the loss of evaluation, unless the config names another."""
+    """Builds the loss that updates minimise: the loss of evaluation, unless the config names
+    another objective."""
     row = OBJECTIVES[config.objective.name]
     if not row.implementation:
         return next_token
@@ -280,15 +288,15 @@ def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_tok
 
 
 def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
-    """The method of the model that this loss calls; None: the model itself."""
+    """Returns the method of the model that the loss calls; None for the model itself."""
     compiled = decisions.choices["compile"].used != OFF
     return "hidden" if compiled else rows_of(config)["cross_entropy"].entry
 
 
 def made(config: Config, attend: str, start: Start | None = None,
          ranks: Ranks | None = None) -> nn.Module:
-    """Its parts, their initialisation, the weights that it begins from, its changes: in this
-    order."""
+    """Builds the model's parts, then initialises them, copies the weights that it starts from, and
+    applies its changes, in this order."""
     torch.manual_seed(config.seed)
     alone = ranks is None or config.parallel.context == 1
     model = Transformer(config.model, attend=attention.backend(attend, config.model) if alone
@@ -303,28 +311,28 @@ def made(config: Config, attend: str, start: Start | None = None,
 
 
 def among(config: Config, attend: str, ranks: Ranks) -> Attend:
-    """Attends to the tokens of all ranks of a context group."""
+    """Returns attention over the tokens of all ranks of a context group."""
     row, rule = CONTEXT[config.parallel.attention], config.model.attention.rule(config.model.T)
     one = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
     return partial(row.load()(one, ranks), rule=rule)
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """A fake one is made where it belongs, and cannot move."""
+    """Moves the model to `device`. A fake model is built on its device, and cannot move."""
     if any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     return model
 
 
 def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
-    """Applies transforms in the order of their stages, whatever the order given."""
+    """Applies transforms in the order of their stages, in whatever order they are given."""
     for transform in sorted(transforms, key=lambda t: t.stage):
         model = transform(model)
     return model
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:
-    """Records where a run's numbers come from: versions, device, choices."""
+    """Returns the record of what a run's numbers depend on: versions, device, choices."""
     device = decisions.device
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

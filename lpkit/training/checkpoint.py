@@ -1,14 +1,14 @@
 """Saving and resuming: a kill at any moment loses at most the steps since the last checkpoint.
 
 A checkpoint is a folder `step-00000100/` with a safetensors file per process, `state.json` and
-`manifest.json` (sizes and SHA-256, the run that it is of, and its own checksum). It is written
-under a temporary name, synced, renamed, and only then does the file `latest` name it. Loading takes
-the newest folder whose manifest verifies; a damaged one is moved to `quarantine/` and named, never
-deleted.
-No pickle is read or written: tensors are safetensors, everything else is JSON.
+`manifest.json` (sizes and SHA-256 of the files, the run, and its own checksum). It is written under
+a temporary name, synced and renamed; only then is its name written to the file `latest`. Loading
+takes the newest folder whose manifest verifies. A damaged folder is moved to `quarantine/` and
+named in a message, never deleted. No pickle is read or written: tensors are safetensors, all else
+is JSON.
 
-In a process group every process calls `save`, `load_latest` and `sweep`, in the same order.
-Process 0 makes, checks, renames and removes folders, and the others learn what came of it.
+In a process group, every process calls `save`, `load_latest` and `sweep`, in the same order.
+Process 0 creates, checks, renames and removes folders, and sends the outcome to the others.
 """
 
 import json
@@ -29,13 +29,13 @@ from lpkit.training import shards
 FORMAT = 3
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
-EVALUATED = "evaluated/"            # weights that evaluation reads in place of the trained ones
+EVALUATED = "evaluated/"            # weights that evaluation reads instead of the trained ones
 Write = Callable[[Path, Mapping[str, Tensor]], None]
-WEIGHTS = ("model/", EVALUATED)     # what a model is made of that is not trained on
+WEIGHTS = ("model/", EVALUATED)     # all tensors of a model, without the state of its training
 
 
 def evaluated_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The model of a checkpoint as evaluation reads it, by the names of the trained one."""
+    """Returns the model of a checkpoint as evaluation reads it, by the names of trained weights."""
     theirs = {"model/" + name.removeprefix(EVALUATED): t for name, t in tensors.items()
               if name.startswith(EVALUATED)}
     return {name: t for name, t in tensors.items() if name.startswith("model/")} | theirs
@@ -47,21 +47,27 @@ class Checkpoint:
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
-    lines: dict[str, Any]       # by file of the run, the number and checksum of its last line
+    # by file of the run: number and checksum of the last line that the checkpoint vouches for
+    lines: dict[str, Any]
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
          keep: int, run: str = "", lines: Mapping[str, Any] | None = None,
          write: Write = shards.save) -> Path:
-    """Write the checkpoint of `step` under `root` and return its folder; the `keep` newest stay.
-    `run`: whose it is, the hash of its identity. `lines`: as Checkpoint's, of process 0. `write`
-    puts the tensors into a folder, in `shards.file_names`.
+    """Writes the checkpoint of `step` under `root`, and returns its folder. The `keep` newest
+    checkpoints stay.
 
-    A tensor may be a `Cut`: each process writes its own pieces. What is not one is the same on
-    all processes, and one of them writes it; `state` is that of process 0.
-    Raises OSError (a full disk, a read-only folder) with nothing visible written, ConfigError for a
-    link where a folder is needed.
+    run:   the hash of the run's identity
+    lines: as in Checkpoint, from process 0
+    write: writes tensors into a folder, as the files `shards.file_names`
+
+    Each process writes its own pieces of a `Cut`. Other tensors are equal on all processes, and one
+    process writes them. `state` is taken from process 0.
+    Raises OSError (a full disk, a read-only folder) without leaving anything visible, and
+    ConfigError for a link where a folder is needed.
     """
+    # The order makes a kill at any moment safe: the manifest is written after the files that it
+    # describes, the folder gets its name after the manifest, and old checkpoints go last.
     final = root / f"step-{step:08d}"
     with ExitStack() as unfinished:
         def begin() -> Path:
@@ -75,7 +81,7 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
             manifest = {"format": FORMAT, "run": run, "step": step, "files": facts,
                         "lines": dict(lines or {})}
             (folder / MANIFEST).write_text(records.sealed(manifest))
-            unfinished.close()          # synced and renamed
+            unfinished.close()          # syncs and renames the folder
             files.write_atomically(root / LATEST, final.name + "\n")
             for old in folders(root)[keep:]:
                 files.remove_folder(old)
@@ -87,14 +93,14 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
 
 
 def folders(root: Path) -> list[Path]:
-    """Complete-looking checkpoints, newest first."""
+    """Returns the folders with a checkpoint's name, newest first."""
     paths = (p for p in root.glob("step-*") if p.is_dir() and not p.is_symlink())
     return sorted(paths, reverse=True)
 
 
 def verify(folder: Path, run: str = "") -> dict[str, Any]:
-    """The manifest of `folder`, after every file matched it. Raises DamagedError, also for a
-    checkpoint of another run than `run`."""
+    """Returns the manifest of `folder`, if every file matches it. Raises DamagedError otherwise,
+    also for a checkpoint of another run than `run`."""
     try:
         files.refuse_links(folder)
         manifest = records.read(folder / MANIFEST)
@@ -131,12 +137,14 @@ def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
 def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
                 blank: shards.Blank = shards.whole, quarantine: bool = True, lack: str = ""
                 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.
+    """Returns the newest checkpoint of `run` that verifies, and a sentence for each one skipped.
 
-    `only` keeps the tensors whose name starts so. However many processes saved them, whole tensors
-    come back, or what `blank` makes, as in `shards.load`.
-    `quarantine` moves damaged ones aside. A reader that does not own the run leaves them there, and
-    says what it lacks if there is none: that begins the ConfigError; of others it tells the user.
+    only:       keep only tensors whose names start so
+    blank:      as in `shards.load`; by default tensors are whole, however many processes saved them
+    quarantine: move damaged checkpoints aside
+    lack:       for a reader that does not own the run. It leaves damaged checkpoints in place and
+                prints a sentence for each. Without a good checkpoint it raises ConfigError, which
+                begins with `lack`
     """
     folder, manifest, problems = by_first(_newest_whole, root, run, quarantine and not lack, lack)
     if folder is None:
@@ -165,5 +173,6 @@ def _newest_whole(root: Path, run: str,
 
 
 def sweep(root: Path) -> None:
-    """Remove what a killed save left behind. Only for the owner of the run, before it saves."""
+    """Removes files that a killed save left behind. Only the owner of the run may call it, before
+    it saves."""
     by_first(files.sweep, root, ".*.tmp")

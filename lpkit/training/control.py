@@ -1,6 +1,6 @@
-"""The way into a loop that runs: it is asked to go on, to wait or to stop. Whoever asks is a thread
-(a notebook's buttons), a signal, or, for a rank, who launched it; the loop looks before each part
-of a step.
+"""How a running loop is asked to continue, to wait or to stop. The request comes from a thread (a
+notebook's buttons), from a signal, or, for a rank, from the process that launched it. The loop
+checks before each part of a step.
 """
 
 import signal
@@ -12,20 +12,21 @@ from typing import Any
 
 from lpkit.signals import heard_by
 
-GO_ON, PAUSE, STOP = range(3)       # what a loop is asked
+GO_ON, PAUSE, STOP = range(3)       # requests to a loop
 
 
 class GivenUp(KeyboardInterrupt):
-    """A step or an evaluation that was under way when the run was asked to stop."""
+    """Raised in a step or an evaluation that is given up because the run was asked to stop."""
 
 
 class Control:
-    """The way into a running loop, from a thread or a signal: stop as soon as nothing is lost, or
-    wait."""
+    """Requests to a running loop, from a thread or a signal: to stop as soon as nothing is lost, or
+    to wait."""
 
     def __init__(self):
-        self.stopped_by = ""        # who asked: "stop", or the name of a signal
-        self.breakable = False      # nothing that is under way will be saved: a signal may raise
+        self.stopped_by = ""        # the source of the request: "stop", or the name of a signal
+        # True while nothing that is in progress will be saved, so that a signal may raise
+        self.breakable = False
         self.go_on = threading.Event()
         self.go_on.set()
 
@@ -40,8 +41,9 @@ class Control:
 
     @contextmanager
     def breaking(self, may: bool) -> Iterator[None]:
-        """A signal raises GivenUp within, if it `may`. Where a destructor was under way it is lost,
-        and Python would print its traceback; the run then stops at the next micro-batch."""
+        """In this context a signal raises GivenUp, if it `may`. If a destructor is running, Python
+        swallows GivenUp and would print its traceback, which is suppressed here; the run then stops
+        at the next micro-batch."""
         before = sys.unraisablehook
 
         def lost(what: Any) -> None:
@@ -62,8 +64,9 @@ class Control:
 
 @contextmanager
 def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch; a second Ctrl-C
-    interrupts at once. A thread hears none: there the handle's `stop` serves."""
+    """Calls `stop` on Ctrl-C, SIGTERM and SIGHUP (a closed SSH connection), so that the run stops
+    at the next micro-batch. A second Ctrl-C interrupts at once. Only the main thread receives
+    signals: in another thread use the handle's `stop`."""
     def heard(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop(signal.Signals(number).name)

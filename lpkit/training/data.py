@@ -1,5 +1,5 @@
-"""The text of a run becomes batches: tokens, by a policy, some sequences for each rank, on its
-device before they are asked for."""
+"""Turns the text of a run into batches: tokenizes it, draws sequences by a policy, gives each rank
+its sequences, and copies them to its device ahead of their use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.data import POLICIES, SIZES, evaluating
 from lpkit.techniques.row import Settings
 
-VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
+VALIDATION = 1 << 63    # added to the seed, so that validation draws differ from training draws
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,12 @@ class Corpus:
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
-    tokens: dict[str, str]      # SHA-256 of the training and the validation tokens, and of scores
+    # SHA-256 of the training tokens, the validation tokens and the scores
+    tokens: dict[str, str]
 
 
 def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
-    """Prepares the text of `config`, where that was not done before. Raises ConfigError."""
+    """Prepares the text of `config`, unless it is prepared already. Raises ConfigError."""
     files = prepare(config.data, vocab=config.model.vocab)
     tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
     asked, batch = config.data.policy, config.global_batch
@@ -59,7 +60,8 @@ def _policy(config: Config, asked: Settings, tokens: Any, batch: int, seed: int)
 
 
 class Share(DataPolicy):
-    """One rank's sequences of each batch of `policy`, which has so many."""
+    """One rank's sequences of each batch of `policy`. A batch has `sequences` sequences, or as many
+    as `sizes` gives for its step."""
 
     def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
                  sizes: Callable[[int], tuple[int, int]] | None = None):
@@ -82,8 +84,8 @@ class Share(DataPolicy):
 
 
 class Prefetched(DataPolicy):
-    """`policy`, whose batches one thread makes, the next one while this one is used: they go into
-    the memory of `lane` (pinned), and from there to `device` beside the computation."""
+    """Makes the batches of `policy` in one thread, one batch ahead. Each batch goes into the pinned
+    memory of `lane`, and from there to `device` while the GPU computes."""
 
     def __init__(self, policy: DataPolicy, device: torch.device, lane: StatePlacement,
                  initializer: Callable[[], None] | None = None):
@@ -107,8 +109,8 @@ class Prefetched(DataPolicy):
 
 
 def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
-    """Returns a policy that makes batches ahead; on a CPU, which has nothing to wait for, `policy`
-    itself."""
+    """Returns a policy that makes batches ahead. On a CPU, where there is no transfer to hide, it
+    returns `policy` itself."""
     if device.type != "cuda":
         return policy
     index = torch.cuda.current_device() if device.index is None else device.index

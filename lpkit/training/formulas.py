@@ -1,7 +1,8 @@
-"""Formulas say of a run whether it fits, before anything is allocated; its MFU, at its end; and,
-where memory ended in spite of them, what was held, what was predicted and what would fit.
+"""Applies the formulas of `lpkit.predict` to a run: whether it fits, before anything is allocated;
+its MFU, at its end; and, if it ran out of memory, which bytes were held, which were predicted and
+which settings would fit.
 
-The loop is handed an `Account` and knows no formula: it trains without one, too.
+The loop is given an `Account`, and also trains without one: it knows no formula.
 """
 
 import gc
@@ -29,12 +30,12 @@ from lpkit.training.build import Decisions, choose_device
 from lpkit.training.training import Training
 
 REST = "activations and the rest"
-RESERVE_BYTES = 4 << 20     # for the report, when nothing else is left
+RESERVE_BYTES = 4 << 20     # freed to make room for the report when memory has run out
 
 
 def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
-    """An update as `decisions` have it, in what the device has left, which on a CPU `processes`
-    share. Under 2 ms."""
+    """Predicts an update with `decisions` in the memory that the device has left. On a CPU,
+    `processes` share it. Takes less than 2 ms."""
     used = {key: choice.used for key, choice in decisions.choices.items()}
     config = config.replace({
         "precision.recipe": used["precision"], "system.attention": used["attention"],
@@ -43,10 +44,12 @@ def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
 
 
 def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
-    """Refuses by formula, before anything is allocated. Raises ConfigError with what would fit."""
+    """Raises ConfigError, with settings that would fit, if the formulas say that the run does not
+    fit. Nothing has been allocated yet."""
     if not fit_here(config, decisions, processes).refused:
         return
-    gc.collect()        # a model that nobody holds may still be there, in a cycle
+    # free the memory of an earlier model that only a reference cycle still holds
+    gc.collect()
     asked = fit_here(config, decisions, processes)
     if asked.refused:
         on = decisions.device
@@ -54,8 +57,8 @@ def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int 
 
 
 class Account(RunAccount):
-    """Accounts for the bytes that a training holds, by row, and for its FLOPs. Of what has no name
-    it says what has come since it was made."""
+    """Accounts for the bytes that a training holds, by row, and for its FLOPs. Bytes without a name
+    are counted from the creation of the account on."""
 
     def __init__(self, training: Training):
         self.training = training
@@ -80,13 +83,14 @@ class Account(RunAccount):
                 "gradients": self._bytes(p.grad for p in weights if p.grad is not None)}
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Counts bytes on the device, each storage once."""
+        """Returns the bytes of tensors on the device. A storage is counted once."""
         here = [local(t).untyped_storage() for t in tensors
                 if t.device.type == self.training.device.type]
         return sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Divides by the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
+        """Returns the MFU. The peak is the 16-bit peak measured on this machine, whatever the
+        recipe, so that a faster recipe has a higher MFU."""
         training = self.training
         dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
         peak = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
@@ -94,8 +98,8 @@ class Account(RunAccount):
         return flops / (peak * training.ranks.world)
 
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
-        """JSON-ready; then the variables of the traceback are let go of, and activations with
-        them."""
+        """Returns the report of an out-of-memory error, ready for JSON. Frees the variables of the
+        traceback, and so the activations."""
         training, self.reserve = self.training, None
         held, peak = self.held(), hardware.peak_bytes(training.device)
         traceback.clear_frames(error.__traceback__)
@@ -109,8 +113,8 @@ class Account(RunAccount):
 
 
 def _tighter(asked: Fit, held_bytes: int) -> Fit:
-    """Returns `asked` in the memory that there was: ways then fit there, and take less than what
-    did not."""
+    """Returns `asked` with the memory that the run really had, at most its prediction, so that the
+    proposed settings take less than the settings that failed."""
     there = min(asked.on.memory_bytes + held_bytes, asked.peak_bytes)
     return replace(asked, on=replace(asked.on, memory_bytes=there))
 
@@ -129,8 +133,8 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def said(config: Config, what: str, processes: int = 1) -> Iterator[None]:
-    """Memory that ends in here, but not in the loop of a run, ends in a RunFailedError. A CPU's is
-    shared by `processes`."""
+    """Turns an out-of-memory error raised in this block (but not in the training loop) into a
+    RunFailedError. `processes` share the memory of a CPU."""
     try:
         yield
     except RunFailedError:

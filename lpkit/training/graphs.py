@@ -1,10 +1,11 @@
-"""`system.cuda_graphs`: forward and backward of an update as one CUDA graph, for whose kernels the
-GPU does not wait.
+"""`system.cuda_graphs`: forward and backward of an update as one CUDA graph, so that the GPU does
+not wait for kernel launches.
 
-An update of FP8 starts some 6,000 kernels, and what the host needs to start one, the GPU has long
-done. So the first updates run kernel by kernel, the next is captured, and from then on a batch is
-copied to where the captured one lay and the graph runs again: the same kernels, the same numbers.
-Gradients, too, lie where they were. The optimizer comes after it, as ever.
+An FP8 update launches some 6,000 kernels, and the GPU finishes many of them faster than the host
+can launch the next. The first updates therefore run kernel by kernel, and the next one is captured.
+From then on each batch is copied to the memory of the captured batch, and the graph is replayed:
+the same kernels compute the same numbers. Gradients stay in the same memory, too. The optimizer's
+step is not part of the graph.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from lpkit.training.steps import Executor, Phases
 
 ON, OFF = "on", "off"
 NOT_CAPTURED = "no CUDA graph could be captured ({})"
-WARM_UP = 2         # updates that compile and reserve memory
-# whose implementations move what is saved, or step within backward
+WARM_UP = 2         # updates that compile kernels and reserve memory before the capture
+# implementations that move saved tensors, or step within backward
 MOVING = ("activation_offload", "optimizer_step")
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> Choice:
-    """Raises ConfigError where graphs were asked for and cannot be."""
+    """Chooses whether to use CUDA graphs. Raises ConfigError if they were requested and cannot be
+    used."""
     asked, why = config.system.cuda_graphs, why_not(config, recipe, device, world)
     if asked is True and why:
         raise ConfigError(f"system.cuda_graphs=true: {why}; set system.cuda_graphs=auto, which "
@@ -49,7 +51,7 @@ def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> 
 
 
 def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) -> str:
-    """The reason, in one clause; empty: nothing is in the way."""
+    """Returns the reason against CUDA graphs, in one clause; empty if there is none."""
     moving = [key for key in asked_memory(config) if key in MOVING]
     return next((why for found, why in (
         (device.type != "cuda", f"a {device.type.upper()} has none"),
@@ -83,27 +85,31 @@ class Graphs(Executor):
         return Graphs()
 
     def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
-        """With `phases`, and where somebody watches the update, as `Executor`'s."""
+        """Replays the graph. With `phases`, or with a watcher, it runs kernel by kernel as
+        `Executor` does."""
         if training.watchers or phases is not nullcontext or self.seen < WARM_UP:
             self.seen += 1
             return super().forward_backward(training, batch, phases=phases)
         if self.recorded is None:
             try:
                 self.recorded = self._recorded(training, batch)
-            except RuntimeError as error:       # no room, or something that waits for the GPU
+            # not enough memory, or an operation that waits for the GPU
+            except RuntimeError as error:
                 why = NOT_CAPTURED.format(str(error).partition("\n")[0])
                 if training.config.system.cuda_graphs is True:
                     raise ConfigError(f"system.cuda_graphs=true: {why}; set it to auto") from error
                 print(f"lpkit: {why}; this run's kernels are started one by one", file=sys.stderr,
                       flush=True)
-                self.seen = -math.inf
+                self.seen = -math.inf       # never try again
                 training.optimizer.zero_grad()
                 return super().forward_backward(training, batch, phases=phases)
+        # A graph reads and writes fixed addresses, so the batch is copied to the captured tensors.
         for name, t in self.recorded.batch.present.items():
             t.copy_(batch.present[name])
         self.recorded.run()
         for p, gradient in self.recorded.gradients:
             p.grad = gradient
+        # the next replay overwrites the captured loss
         return self.recorded.loss.clone()
 
     def _recorded(self, training: Any, batch: Batch) -> _Recorded:

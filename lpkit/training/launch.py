@@ -1,10 +1,10 @@
-"""Train on several processes of this machine, from a notebook or a shell.
+"""Trains on several processes of this machine, started from a notebook or a shell.
 
-    handle = lpkit.launch(config, processes=2)      as lpkit.start: await handle
-    handle.ranks                                    what each rank said last
+    handle = lpkit.launch(config, processes=2)      await it, as the handle of lpkit.start
+    handle.ranks                                    the last report of each rank
 
-The processes are those of `lpkit.parallel.processes`: a kernel that holds a GPU is none of them.
-They write the run folder, and this process writes nothing.
+The ranks are new processes (`lpkit.parallel.processes`). The calling process, which may be a
+notebook kernel that holds a GPU, is none of them. Only the ranks write the run folder.
 """
 
 import signal
@@ -25,17 +25,18 @@ from lpkit.training.runs import METRICS, Run
 from lpkit.values import Count, Folder, Positive, checked
 
 TRAIN = "lpkit.training.rank:train"
-DEAF_SECONDS = 0.5      # ranks that take a step hear within a micro-batch that they are to stop
+# ranks in a step notice a stop within a micro-batch; after this time they are not in a step
+DEAF_SECONDS = 0.5
 
 
 class Launched(OneRun):
     """A run on several processes.
 
-    ranks: by rank, the newest of what each said of itself: its process id `pid`, step,
-           step_seconds, loss, peak_bytes, communication_share (of the step's time, in waits for
-           messages; None on GPUs, where streams wait)
+    ranks: the newest report of each rank: its process id `pid`, step, step_seconds, loss,
+           peak_bytes, communication_share (the share of the step's time in waits for messages;
+           None on GPUs, where streams wait)
 
-    `watched`: how, as of Processes.
+    `watched`: the limits and the parent, as for Processes.
     """
 
     def __init__(self, config: Config, *, out: str | Path | None, resume: bool,
@@ -44,7 +45,8 @@ class Launched(OneRun):
         refuse(config, self.path, resume)
         self._before = self._written()
         self.ranks: dict[int, dict[str, Any]] = {}
-        self._stepped = threading.Event()       # or ended without a step
+        # set by the first step, or by the end of a run without a step
+        self._stepped = threading.Event()
         self.on_done(self._stepped.set)
         told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
         self._processes = Processes(TRAIN, told, heard=self._hear, **watched)
@@ -55,7 +57,7 @@ class Launched(OneRun):
         return Run(self.path)
 
     def _hear(self, rank: int, said: dict[str, Any]) -> None:
-        """A StepRecord, under "record"; or what a rank says of itself."""
+        """Takes a StepRecord, under "record", and a rank's report of itself."""
         if record := said.pop("record", None):
             self._stepped.set()
             self._observers(StepRecord(**record))
@@ -63,7 +65,7 @@ class Launched(OneRun):
             self.ranks[rank] = said
 
     def _written(self) -> int:
-        """Returns how long the run's metrics are, in bytes."""
+        """Returns the size of the run's metrics, in bytes."""
         metrics = self.path / METRICS
         return metrics.stat().st_size if metrics.exists() else 0
 
@@ -76,28 +78,28 @@ class Launched(OneRun):
         self._processes.resume()
 
     def stop(self, by: str = "stop") -> None:
-        """Stops as Background does."""
+        """Stops as `Background.stop` does."""
         self._control.stop(by)
         self._processes.stop(by)
 
     def kill(self) -> None:
-        """Ends it at once, without a checkpoint."""
+        """Ends the run at once, without a checkpoint."""
         self._processes.kill()
 
     def result(self) -> Run:
-        """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills. Ranks that
-        have not written a step and do not hear it, because they are still importing, say, have
-        nothing to keep: a first one kills them."""
+        """Waits for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops the run, and a second one kills
+        it. Ranks that are still importing cannot hear a stop and have nothing to save, so the first
+        one kills a run that has not written a step."""
         try:
             try:
                 self._stepped.wait()
                 with signals_stop(self.stop):
                     self._told.wait()
             except KeyboardInterrupt as heard:
-                if self._control.stopped_by:        # a second one
+                if self._control.stopped_by:        # this is a second one
                     raise
                 self.stop(signal.Signals(*heard.args or [signal.SIGINT]).name)
-                # steps may be written before one is told
+                # steps may have been written before the first report arrives
                 if not self._told.wait(DEAF_SECONDS) and self._written() == self._before:
                     raise
                 self._told.wait()
@@ -114,12 +116,13 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
            timeout_seconds: Positive = TIMEOUT_SECONDS,
            progress_seconds: Positive = PROGRESS_SECONDS,
            parent: WarmParent | None = None) -> Launched:
-    """Begin training on `processes` of this machine, in the background, and return the handle.
+    """Begins training on `processes` processes of this machine, in the background, and returns the
+    handle.
 
-    A config for one device becomes `processes` replicas (parallel.data). A rank without a sign of
-    life for `timeout_seconds`, or ranks of which none gets further for `progress_seconds`, are
-    named with their stacks, and all is ended. Who launches again and again gives them all one
-    `parent`, and only the first waits for what is imported.
+    A config for one device becomes `processes` replicas (parallel.data). If a rank gives no sign of
+    life for `timeout_seconds`, or no rank progresses for `progress_seconds`, the hung ranks are
+    named with their stacks, and all ranks are ended. If you launch often, give every launch the
+    same `parent`: only the first launch then waits for imports.
     Raises ConfigError for a layout of another number of devices, and for more processes than there
     are GPUs, or cores.
     """
@@ -129,7 +132,7 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
 
 
 def spread(config: Config, processes: int) -> Config:
-    """`config` for so many processes here. Raises ConfigError."""
+    """Returns `config` for `processes` processes on this machine. Raises ConfigError."""
     layouts.refuse_untrainable(config)
     here, what = (gpus(), "GPU") if config.system.device != "cpu" and gpus() else (cores(), "core")
     if processes > here:

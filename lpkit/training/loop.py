@@ -1,5 +1,5 @@
-"""The training loop: update, evaluate, save, and write down what happened. A GPU never waits for
-the host: an update's numbers are read when they have arrived."""
+"""The training loop: update, evaluate, save, and record each step. A GPU never waits for the host:
+the numbers of an update are read after they have arrived."""
 
 import math
 import sys
@@ -31,28 +31,28 @@ from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.steps import Phases
 from lpkit.training.training import Training, Update
 
-RECORD = "record"       # in a checkpoint's state: of the step whose evaluation was given up
-AHEAD = 2       # updates in the device's queue at most, whose numbers the host has not read
-PAUSED_SECONDS = 0.1        # after which the other ranks hear again that they wait
+RECORD = "record"       # name in a checkpoint of the record of a step whose evaluation was given up
+AHEAD = 2       # the most updates in the device's queue whose numbers the host has not read
+PAUSED_SECONDS = 0.1        # how often a paused run tells the other ranks to keep waiting
 
 
 def fit(training: Training, path: Path, *, resume: bool = False,
         observers: Sequence[Observer] | Observers = (), control: Control | None = None,
         account: RunAccount | None = None) -> Run:
-    """Train into the run folder `path` and return the Run, whole or, when stopped, partial.
+    """Trains into the run folder `path` and returns the Run; a stopped Run is partial.
 
-    With an `account`, the summary has its MFU, and says what was held where memory ended.
-    An observer that raises is dropped and named in the summary, and the run goes on.
-    Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on
-    (a loss that is not a number, a full disk, no memory left). Whatever else is raised on the way
-    is recorded as the run's error first.
+    With an `account`, the summary has the MFU, and after an out-of-memory error the bytes that were
+    held. An observer that raises is dropped and named in the summary, and the run continues.
+    Raises ConfigError when the folder holds another run. Raises RunFailedError when the run cannot
+    continue (a loss that is not a number, a full disk, no memory left). Every other error is
+    recorded as the run's error, and raised.
     """
     config, control, run = training.config, control or Control(), Run.at(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     if not training.ranks.first:
         return _follow(training, run, observers, account)
     hardware.reset_peak(training.device)
-    # what stays "running" was killed
+    # a run that still says "running" after its process ended was killed
     summary: dict[str, Any] = {"status": "running", "error": None, "out_of_memory": None,
                                "from_step": 0, "damaged": []}
     with _owned(path):
@@ -73,7 +73,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                     reached = record.step
             summary["status"] = "complete" if reached == config.steps else "stopped"
         except BaseException as error:
-            # a second Ctrl-C did not wait for a checkpoint
+            # a second Ctrl-C, which did not wait for a checkpoint
             status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
             summary |= {"status": status, "error": f"{type(error).__name__}: {error}"}
             if account and out_of_memory(error):
@@ -83,10 +83,10 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         finally:
             summary |= {"observer_errors": observers.errors,
                         "stopped_by": control.stopped_by or None}
-            # the first error is the one to raise
+            # if there was an error already, it must be raised, not a second one
             with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
                 found = runs.results(run)
-                if summary["error"] is None:    # a device that failed is not measured any more
+                if summary["error"] is None:    # no measurements on a device that may have failed
                     if account:
                         summary |= _mfu(account, found["tokens_per_second"], observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
@@ -97,8 +97,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
 
 
 def _follow(training: Training, run: Run, observers: Observers, account: RunAccount | None) -> Run:
-    """The other ranks make the same updates, and their part of each checkpoint. They write nothing
-    else, and stop when the first one does. Raises RunFailedError, as `fit`."""
+    """Trains on a rank other than the first: the same updates, and its part of each checkpoint. It
+    writes nothing else, and stops when the first rank stops. Raises RunFailedError, as `fit`."""
     hardware.reset_peak(training.device)
     reached = 0
     try:
@@ -118,8 +118,8 @@ def _follow(training: Training, run: Run, observers: Observers, account: RunAcco
 
 def _begin(training: Training, run: Run, here: dict[str, Any]
            ) -> tuple[Checkpoint | None, dict[str, Any]]:
-    """Go back to the newest good checkpoint, and record this start. Returns that, `from_step`, and
-    `damaged`: a sentence for each file or line that is passed over."""
+    """Goes back to the newest good checkpoint, and records this start. Returns the checkpoint, and
+    for the summary `from_step` and `damaged`, a sentence for each file or line that is skipped."""
     problems = run.problems
     saved, damaged = _restore(training, run)
     start, before = saved.step if saved else 0, run.environments
@@ -129,7 +129,8 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
               f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
     begun = {"from_step": start, "damaged": damaged, "start": training.start.where or None}
     now = here | begun | {"lines": saved.lines if saved else {}}
-    # a kill before the next summary leaves files of which this one says nothing
+    # The order matters if the process is killed between two writes: a summary that vouches for no
+    # file comes first, and the summary that vouches for the new files comes last.
     running = {"status": "running", records.RUN: run.mark}
     records.write(run.path / runs.SUMMARY, running)
     write_atomically(run.path / runs.CONFIG, runs.sealed_yaml(training.config, run.mark))
@@ -142,7 +143,7 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
 
 
 def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Config) -> None:
-    """Write the summary. Of a run that could not go on at all, the one that it had stays."""
+    """Writes the summary. If a resumed run could not even begin, its old summary stays."""
     path = run.path / runs.SUMMARY
     if reached is not None:
         summary |= {"steps": reached, "tokens": config.tokens_after(reached)}
@@ -153,7 +154,7 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
 
 def _without_memory(error: BaseException, account: RunAccount, step: int, run: Run
                     ) -> dict[str, Any]:
-    """Returns what the summary says of a run whose memory ended."""
+    """Returns the entries of the summary of a run that ran out of memory."""
     report = account.report(error, _last_checkpoint(run))
     said = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; kept: "
             f"{report['last_checkpoint'] or 'no checkpoint'}. Other settings need another --out; "
@@ -162,7 +163,8 @@ def _without_memory(error: BaseException, account: RunAccount, step: int, run: R
 
 
 class HostMoment:
-    """Now, by the host's clock: what was computed before is there. As an event of a device."""
+    """The current time by the host's clock, with the methods of a device's event. A CPU computes
+    in order, so all earlier work is done."""
 
     def __init__(self):
         self.at = time.perf_counter()
@@ -174,12 +176,12 @@ class HostMoment:
         pass
 
     def elapsed_time(self, later: "HostMoment") -> float:
-        """In milliseconds."""
+        """Returns milliseconds."""
         return 1e3 * (later.at - self.at)
 
 
 def moment(device: torch.device) -> "HostMoment | torch.cuda.Event":
-    """The moment when the device is done with its work so far, by its own clock."""
+    """Returns an event at which the device has finished its work so far, on its own clock."""
     if device.type != "cuda":
         return HostMoment()
     event = torch.cuda.Event(enable_timing=True)
@@ -188,7 +190,8 @@ def moment(device: torch.device) -> "HostMoment | torch.cuda.Event":
 
 
 class Arriving:
-    """Numbers by name, on their way to the host: from a GPU into pinned memory, without waiting."""
+    """Named numbers on their way to the host. From a GPU they go into pinned memory, so that the
+    host need not wait."""
 
     def __init__(self, numbers: Mapping[str, Tensor | float], device: torch.device):
         self.numbers = dict(numbers)
@@ -199,7 +202,7 @@ class Arriving:
         self.at = moment(device)
 
     def values(self) -> dict[str, float]:
-        """Waits until they are there."""
+        """Waits for the numbers, and returns them."""
         self.at.synchronize()
         names, sent = self.sent
         return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}
@@ -207,10 +210,10 @@ class Arriving:
 
 @dataclass(frozen=True)
 class _Begun:
-    """An update that the device was handed, and what is known of it without waiting."""
+    """An update that the device has been given, and what the host knows of it without waiting."""
 
     step: int
-    since: Any      # a moment: when the one before it was done
+    since: Any      # a moment: the end of the update before
     done: Update
     numbers: Arriving
 
@@ -222,7 +225,7 @@ class _Begun:
         return cls(step, since, done, Arriving(numbers, training.device))
 
     def record(self, training: Training) -> StepRecord:
-        """Waits for the device, where it is not done."""
+        """Returns the step's record. Waits for the device if it is not done."""
         extra = self.numbers.values()
         return StepRecord(
             step=self.step, loss=extra.pop("loss"), grad_norm=extra.pop("grad_norm"),
@@ -234,17 +237,17 @@ class _Begun:
 
 def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Control
            ) -> Iterator[StepRecord]:
-    """Update, evaluate, save. A step is told when its numbers have arrived: on a GPU up to AHEAD
-    steps late, and before anything is evaluated, saved, paused or given up.
+    """Updates, evaluates and saves. A step's record is yielded after its numbers have arrived: on a
+    GPU up to AHEAD steps late, but always before the run evaluates, saves, pauses or gives up.
 
-    A stop gives up the step that has micro-batches left, or the evaluation, which comes again when
-    the run goes on: its checkpoint has the record that waits for it. A signal breaks off the first
-    step, too, which may compile for minutes: nothing was done that could be lost.
+    A stop gives up the current step if it has micro-batches left. It also gives up an evaluation,
+    which is repeated when the run is resumed: the checkpoint stores the record that waits for it. A
+    signal also interrupts the first step, which may compile for minutes and has no work to lose.
     """
     config, device = training.config, training.device
     waiting: deque[_Begun] = deque()
     saved = start = begin.step if begin else 0
-    # a governor's begin cannot be undone; its end comes when a step is not given up any more
+    # a governor's `begin` cannot be undone, so a step with a `begin` is never given up
     begins = any(hasattr(one, "begin") for one in training.governors.values())
     parts = config.micro_batches > 1 and training.executor.in_parts and not begins
     phases = partial(_heeding, training, control) if parts else nullcontext
@@ -268,7 +271,7 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
             except GivenUp:
                 stopping = True
             except BaseException:
-                with suppress(RuntimeError):    # of a device that failed nothing arrives
+                with suppress(RuntimeError):    # nothing arrives from a device that has failed
                     yield from _arrived(training, waiting, 0)
                 raise
         step -= stopping
@@ -291,45 +294,48 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
 
 
 def _evaluated(record: StepRecord, training: Training, control: Control) -> tuple[StepRecord, bool]:
-    """Returns the record with its evaluation, and whether that was given up."""
+    """Returns the record with its evaluation, and whether the evaluation was given up."""
     try:
-        with control.breaking(training.ranks.world == 1):   # ranks must give up the same thing
+        # all ranks must give up at the same point, which a signal cannot ensure
+        with control.breaking(training.ranks.world == 1):
             loss = training.evaluate(phases=partial(_heeding, training, control))
     except GivenUp:
         return record, True
     return replace(record, val_loss=loss), False
 
 
-# A frame that an error keeps is cleared, but not what a function closes over.
+# Not a closure: an error's frames are cleared (`background`), but a closure keeps what it holds.
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
-    """Lets all ranks hear before each part whether to give up."""
+    """Asks the first rank before each part whether to give up, so that all ranks do the same."""
     if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
         raise GivenUp
     yield
 
 
 def _stopped(training: Training, control: Control) -> bool:
-    """Waits while paused. The first rank is asked, and all do what it says."""
+    """Waits while the run is paused, and returns whether to stop. The first rank decides."""
     while (said := training.ranks.told(control.asked())) == PAUSE:
         control.go_on.wait(PAUSED_SECONDS)
     return said == STOP
 
 
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
-    """Yields records whose numbers are there, and waits for all but `at_most`."""
+    """Yields records whose numbers have arrived, and waits until at most `at_most` updates remain.
+    """
     while waiting and (len(waiting) > at_most or waiting[0].numbers.at.query()):
         yield waiting.popleft().record(training)
 
 
 def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | None) -> None:
     if training.ranks.first:
-        sync(run.path / runs.METRICS)   # no step that the checkpoint vouches for gets lost
+        sync(run.path / runs.METRICS)   # on disk first: the checkpoint vouches for these lines
     state = training.state_dict()
     tensors = {name: training.sharding.placed(name, value) for name, value in state.items()
                if isinstance(value, (Tensor, Cut))}
     numbers = {name: value for name, value in state.items() if name not in tensors}
-    if training.sharding.layout.pipeline > 1:       # each stage has those of its parameters
+    # each stage has the numbers of its own parameters
+    if training.sharding.layout.pipeline > 1:
         numbers = {name: value for one in everybodys(numbers) for name, value in one.items()}
     waits = {RECORD: unevaluated.to_dict()} if unevaluated else {}
     try:
@@ -344,13 +350,14 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
 
 
 def _restore(training: Training, run: Run) -> tuple[Checkpoint | None, list[str]]:
-    """Load the newest good checkpoint, if there is one. A sentence for each damaged one."""
-    checkpoint.sweep(run.checkpoints)       # and no rank reads before the first has written
+    """Loads the newest good checkpoint, if there is one. Also returns a sentence for each damaged
+    checkpoint."""
+    checkpoint.sweep(run.checkpoints)       # no rank reads before the first rank has swept
     saved, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                             blank=training.blank)
     if saved is not None:
         training.load_state_dict(saved.tensors | saved.state["optimizer"], source=saved.path)
-        saved = replace(saved, tensors={})      # a run is long, and they are loaded
+        saved = replace(saved, tensors={})      # free the memory of tensors that are loaded
     return saved, damaged
 
 
@@ -361,8 +368,8 @@ def _last_checkpoint(run: Run) -> str | None:
 
 @contextmanager
 def _owned(path: Path) -> Iterator[None]:
-    """Two processes must not write one run."""
-    with ExitStack() as held:       # an OSError of the training itself is not about the lock
+    """Locks the run folder, because two processes must not write one run."""
+    with ExitStack() as held:       # an OSError of the training itself is not an error of the lock
         try:
             held.enter_context(locked(path / runs.LOCK, wait=False))
         except BlockingIOError as error:
@@ -375,8 +382,8 @@ def _owned(path: Path) -> Iterator[None]:
 
 
 def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
-    """Makes the folder this run's, or refuses it. Returns what the record says of a run that is
-    trained longer than it was meant to be."""
+    """Claims the folder for this run, or refuses it. Returns what the record says if the run is
+    extended beyond its first number of steps."""
     config, path = training.config, run.path
     extended = run.refuse_another(config, resume=resume)
     _refuse_other_data(run, training)
@@ -391,8 +398,9 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
 
 
 def _refuse_other_data(run: Run, training: Training) -> None:
-    """A run goes on with the weights and the text that it was begun with. Raises ConfigError."""
-    # a kill in the first moments came between the files
+    """Raises ConfigError if a resumed run has other weights to start from, or another text, than it
+    began with."""
+    # a run that was killed in its first moments may have only some of these files
     if not (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
             or checkpoint.folders(run.checkpoints)):
         return
@@ -417,7 +425,7 @@ def _finite(record: StepRecord) -> bool:
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
     if not _finite(record):
         happened = f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}"
-        from lpkit.precision.linear import nonfinite_report  # of runs that cast, and of them alone
+        from lpkit.precision.linear import nonfinite_report  # only runs that cast load this module
 
         if casts := nonfinite_report(training.model):
             happened += f"; {casts}"
@@ -427,8 +435,8 @@ def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
-    """Returns the energy of this call, evaluation and checkpoints included. A counter that went
-    round says nothing."""
+    """Returns the energy of this call, with evaluation and checkpoints. It is None if the counter
+    wrapped around."""
     known = before and after and after[0] >= before[0]
     return {"energy_wh": (after[0] - before[0]) / 3600 if known else None,
             "energy_source": after[1] if known else None}
@@ -436,7 +444,8 @@ def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -
 
 def _mfu(account: RunAccount, tokens_per_second: float | None,
          errors: list[str]) -> dict[str, float]:
-    """A run whose MFU cannot be measured is what it was, and `errors` say why."""
+    """Returns the MFU. If it cannot be measured the run is still complete, and `errors` gets the
+    reason."""
     if not tokens_per_second:
         return {}
     try:

@@ -1,9 +1,9 @@
-"""An update by the stages of a pipeline: this rank computes its part of every micro-batch, in the
-order of the schedule.
+"""An update of a pipeline: this rank computes its stages of every micro-batch, in the order of the
+schedule.
 
-Micro-batches of an update are under way together. So histories of casts move on once an update, by
-the largest of all its micro-batches, and each action draws the noise that its micro-batch has in
-one process. The last stage knows the loss, and tells it to all.
+Several micro-batches are in the pipeline at the same time. So histories of casts advance once per
+update, by the largest amax of all its micro-batches, and each action draws the noise that its
+micro-batch has in one process. The last stage knows the loss, and sends it to all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lpkit.training.steps import LEAST_WEIGHT, Executor, Phases, advance
 
 @dataclass(frozen=True)
 class Part:
-    """The model as a loss sees it on a stage: it reads `x` instead of tokens."""
+    """The model of one stage, as a loss calls it. It reads `x` instead of tokens."""
 
     model: nn.Module
     layers: range
@@ -45,7 +45,8 @@ class Part:
 
 
 class PipelineExecutor(Executor):
-    in_parts = False        # micro-batches are under way together
+    # several micro-batches are in the pipeline, so an update cannot stop between them
+    in_parts = False
 
     def __init__(self, config: Config, ranks: Ranks):
         name, p, v = (config.parallel.schedule, config.parallel.pipeline,
@@ -66,12 +67,13 @@ class PipelineExecutor(Executor):
         m, ranks, model = self.config.micro_batches, self.ranks, training.model
         pieces, scaler = batch.chunk(m), training.scaler
         scale = 1.0 if scaler is None else scaler.scale / ranks.layout.replicas
-        share = [1 / m] * m         # of a micro-batch's loss in that of the batch
+        share = [1 / m] * m         # weight of each micro-batch's loss in the batch's loss
         if batch.weights is not None:
             whole = ranks.mean(batch.weights.sum()).clamp(min=LEAST_WEIGHT)
             share = [piece.weights.sum() / whole for piece in pieces]
         draws = [(t, t.clone()) for name, t in model.named_buffers() if name.endswith(".draws")]
 
+            # Set the noise counters to this micro-batch: a schedule may interleave micro-batches.
         def before(action: Action) -> None:
             for counter, begun in draws:
                 counter.copy_(begun + action[2])
@@ -81,7 +83,7 @@ class PipelineExecutor(Executor):
             loss = self._run(self.updates, training, training.objective, pieces, share, scale,
                              before)
             training.sharding.reduce()
-        before((0, "W", m - 1))
+        before((0, "W", m - 1))     # leave the counters as after the last micro-batch
         group = ranks.groups.get("stage")
         advance(model, group and partial(ranks.largest, group=group))
         if scaler is not None:
@@ -93,7 +95,8 @@ class PipelineExecutor(Executor):
 
     def _run(self, pipeline: Pipeline, training: Any, loss: Callable, pieces: list[Batch],
              share: list, scale: Any = 1.0, before: Callable = lambda action: None) -> Tensor:
-        """Returns what is, as a mean over the ranks, the loss."""
+        """Returns a loss whose mean over the ranks is the batch's loss. Only the last stage's ranks
+        know the loss, so they add it once for each stage."""
         config, last, model = self.config, len(self.layers) - 1, training.model
         B, T = pieces[0].tokens.shape
         like = torch.empty(B, T // config.parallel.tensor, config.model.D, device=training.device,

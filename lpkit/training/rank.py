@@ -1,4 +1,4 @@
-"""Each rank of a launched run trains, notes how far it is, and tells what it met."""
+"""The function that each rank of a launched run calls: it trains, and reports its progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lpkit.training.trainer import built
 
 
 class Asked(Control):
-    """The way into the loop from whoever launched it."""
+    """Requests to the loop, from the process that launched the ranks."""
 
     def __init__(self, place: Place):
         super().__init__()
@@ -39,8 +39,9 @@ class Asked(Control):
 
 
 def train(place: Place, told: dict[str, Any]) -> None:
-    """Trains as `told` says: the config as a dict, `out`, the run folder, and `resume`."""
-    outside.load(told["config"]["imports"])     # as who launched it did
+    """Trains one rank. `told` has the config as a dict, the run folder `out`, and `resume`."""
+    # load the same extensions as the process that launched the ranks
+    outside.load(told["config"]["imports"])
     config = Config.from_dict(told["config"])
     place.at(0, MEETING)
     with said(config, "this rank", place.local_world), joined(
@@ -49,7 +50,7 @@ def train(place: Place, told: dict[str, Any]) -> None:
         place.at(0, "building")
         training = built(config, Path(told["out"]), told["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))
-        if training.device.type == "cpu":       # the host does not wait for a GPU's messages
+        if training.device.type == "cpu":       # on a GPU the host does not wait for messages
             training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
 
         def tell(record: StepRecord) -> None:

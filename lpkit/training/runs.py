@@ -1,15 +1,16 @@
-"""A Run is a folder that says what happened; it is read here.
+"""A Run is a folder that records a training. This module reads it.
 
-    run.json           which run this is, written once: what decides its numbers, and a hash of it
+    run.json           the run's identity, written once: all that decides its numbers, and its hash
     config.yaml        every setting
-    environment.json   versions, device, date, command, of each start
-    metrics.jsonl      a StepRecord a line
-    summary.json       the result, replaced whole
-    tokenizer.json     so that sampling needs no corpus
-    checkpoints/       see `lpkit.training.checkpoint`; each names its run
+    environment.json   versions, device, date and command of each start
+    metrics.jsonl      one StepRecord per line
+    summary.json       the result, always replaced as a whole
+    tokenizer.json     the tokenizer, so that sampling needs no corpus
+    checkpoints/       see `lpkit.training.checkpoint`; each checkpoint names its run
 
-Every file carries a checksum and its run; the summary vouches for the other files, a checkpoint for
-the lines up to its step. The readers here compare all that: see `lpkit.records`.
+Every file carries a checksum and the mark of its run. The summary also has checksums of the other
+files, and a checkpoint has checksums of the lines up to its step. The readers here verify all of
+them: see `lpkit.records`.
 """
 
 import hashlib
@@ -37,8 +38,8 @@ SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints
 LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 
 
-# What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
-# the order in which ranks add up.
+# Settings that may differ when a run is resumed. Steps may be raised. The others change no number,
+# except through the order in which ranks add.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every",
               "eval_batches", "checkpoint_every", "keep_checkpoints", "precision.telemetry_every",
               "imports", "start.run", "data.scores", "data.special_tokens"}
@@ -47,8 +48,8 @@ OF_RUN = "# The run: "
 
 
 class Observers:
-    """The observers are told of every step. One that raises is dropped; the summary has its
-    error."""
+    """Calls all observers after every step. An observer that raises is dropped, and the summary has
+    its error."""
 
     def __init__(self, observers: Iterable[Observer] = ()):
         self._observers = list(observers)
@@ -69,8 +70,8 @@ class Observers:
 
 @dataclass(frozen=True)
 class Run(Checked):
-    """Raises ConfigError for a folder without a run; for one with links in it, which would be read
-    and written elsewhere."""
+    """A run in the folder `path`. Raises ConfigError for a folder without a run, and for a folder
+    with links in it, because a link would be read and written elsewhere."""
 
     path: Place
 
@@ -89,7 +90,7 @@ class Run(Checked):
 
     @classmethod
     def at(cls, path: Path) -> "Run":
-        """Returns the Run of a folder that may hold none yet."""
+        """Returns the Run of a folder that may not hold a run yet."""
         run = object.__new__(cls)
         object.__setattr__(run, "path", path)
         run._refuse_links()
@@ -100,8 +101,8 @@ class Run(Checked):
         refuse_links(self.checkpoints)
 
     def refuse_another(self, config: Config, *, resume: bool) -> dict[str, Any]:
-        """A run goes on as it was begun: raises ConfigError for a folder of another run or of
-        other things. Returns what the record says of a run that is trained longer."""
+        """Raises ConfigError if the folder holds another run, or other files, or if a setting that
+        may not change differs. Returns what the record says of a run that is trained longer."""
         if not (self.path / CONFIG).exists():
             if any(self.path.glob("[!.]*")):
                 raise ConfigError(f"{str(self.path)!r} is not empty and holds no run; choose "
@@ -130,20 +131,20 @@ class Run(Checked):
 
     @property
     def config(self) -> Config:
-        """Raises DamagedError when config.yaml is not what was written."""
+        """The config. Raises DamagedError when config.yaml is not as it was written."""
         return Config.from_yaml(_unsealed_yaml(self.path / CONFIG))
 
     @property
     def mark(self) -> str | None:
-        """The mark that every line and record of this run carries. None where run.json is not there
-        or is damaged."""
+        """The mark that every line and record of this run carries. None if run.json is missing or
+        damaged."""
         try:
             return records.read(self.path / IDENTITY)["run"][:records.MARK_DIGITS]
         except DamagedError:
             return None
 
     def _record(self, name: str) -> dict[str, Any]:
-        """Raises DamagedError, also for a record of another run."""
+        """Reads a record. Raises DamagedError, also for a record of another run."""
         said, mark = records.read(self.path / name), self.mark
         if said.pop(records.RUN, None) != mark and mark:
             raise _of_another(self.path / name, "run", self.path)
@@ -151,8 +152,8 @@ class Run(Checked):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The record of run.json, once config.yaml and tokenizer.json agree with it. Raises
-        DamagedError."""
+        """The record of run.json, after checking that config.yaml and tokenizer.json agree with it.
+        Raises DamagedError."""
         said = records.read(self.path / IDENTITY)
         here = identify(self.config, tokenizer=self.tokenizer, **{key: said.get(key) for key in (
             "tokens", "born", "start", "model_version")})
@@ -170,8 +171,8 @@ class Run(Checked):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The result. Of a run that goes on or was killed, what its metrics say so far. Of no run,
-        nothing. Raises DamagedError."""
+        """The result. For a run that is training or was killed, the results so far from its
+        metrics; empty for a folder without a run. Raises DamagedError."""
         if not (self.path / CONFIG).is_file():
             return {}
         said = self._record(SUMMARY) if (self.path / SUMMARY).is_file() else {"status": "running"}
@@ -183,13 +184,13 @@ class Run(Checked):
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        """The environment of every start, the oldest first. Raises DamagedError."""
+        """The environments of all starts, oldest first. Raises DamagedError."""
         known = (self.path / ENVIRONMENT).is_file()
         return self._record(ENVIRONMENT)["starts"] if known else []
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The newest one."""
+        """The environment of the newest start."""
         return self.environments[-1] if self.environments else {}
 
     @property
@@ -202,25 +203,27 @@ class Run(Checked):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every step that was reported. A damaged line is left out, and named in `problems`."""
+        """Every recorded step. A damaged line is left out, and named in `problems`."""
         return records.read_lines(self.path / METRICS, self.mark)[0]
 
     def vouches(self, *, ended: bool) -> dict[str, Any]:
-        """Returns what a summary of now says of the other files, so that none is lost, or replaced
-        by one of another moment. Checkpoints come and go until the run has ended."""
+        """Returns the checksums that a summary written now stores, so that the loss of another
+        file, or a file from another moment, is detected. Checkpoints are included only when the run
+        has ended, since a running run replaces them."""
         paths = [self.path / name for name in (IDENTITY, CONFIG, ENVIRONMENT, TOKENIZER)]
         if ended:
             paths += [*self.path.glob(MANIFESTS), *self.checkpoints.glob(LATEST)]
         return {"files": {str(path.relative_to(self.path)): files.sha256(path) for path in paths
-                          if path.is_file()},       # whoever reads it says what it is instead
+                          if path.is_file()},       # a reader reports a missing file itself
                 "lines": {path.name: records.head(path) for path in self.path.glob("*.jsonl")}}
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each file or line that is not what was written, or not there."""
+        """One sentence for each file or line that is missing, or not as it was written."""
         found, said, starts = [], {}, []
         reads = [lambda: self.identity, lambda: starts.extend(self.environments)]
-        if (self.path / ENVIRONMENT).exists() or (self.path / SUMMARY).exists():    # both, or none
+        # a run has both or none
+        if (self.path / ENVIRONMENT).exists() or (self.path / SUMMARY).exists():
             reads.append(lambda: said.update(self._record(SUMMARY).get("vouches", {})))
         for read in reads:
             try:
@@ -228,7 +231,7 @@ class Run(Checked):
             except ConfigError as error:
                 found.append(str(error))
         latest = self.checkpoints / LATEST
-        with suppress(DamagedError):        # a name that is no text names nothing
+        with suppress(DamagedError):        # a file that is not text names no checkpoint
             name = records.text_of(latest).strip()
             if not (self.checkpoints / name).is_dir():
                 found.append(f"{named(latest)} names {named(name)}, which is not there")
@@ -252,7 +255,7 @@ class Run(Checked):
 
     def _repr_html_(self) -> str:
         summary = {}
-        with suppress(DamagedError):        # a bad file does not hide the run
+        with suppress(DamagedError):        # a damaged file must not hide the run
             summary = self.summary or results(self)
         rows = described(results(self) | {"status": "not known"} | summary)
         return html_table((), [*rows, *(("problem", one) for one in self.problems)])
@@ -260,10 +263,12 @@ class Run(Checked):
 
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any], *, born: str, start: str,
              model_version: int = nn.VERSION) -> dict[str, Any]:
-    """Returns what decides the numbers of a run, and under "run" the hash of it all. `tokens`: the
-    SHA-256 of the training and the validation tokens, and of scores. `born`: drawn at the run's
-    birth, which tells it from another of the same numbers. `start`: the SHA-256 of the weights that
-    it began from; empty: it began from none."""
+    """Returns all that decides the numbers of a run, and its hash under "run".
+
+    tokens: the SHA-256 of the training tokens, the validation tokens and the scores
+    born:   drawn when the run is created, to tell runs with the same numbers apart
+    start:  the SHA-256 of the weights that it starts from; empty if there are none
+    """
     settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
     facts = records.plain({"settings": settings, "tokens": tokens, "born": born, "start": start,
                            "tokenizer": records.digest(tokenizer), "model_version": model_version})
@@ -290,12 +295,13 @@ def _unsealed_yaml(path: Path) -> str:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """Returns what the metrics and the newest start say; nothing is asked of the device."""
+    """Returns the results that the metrics and the newest start record, without using the device.
+    """
     done = [line for line in run.metrics if line["loss"] is not None]
     last = done[-1] if done else {}
     vals = [line["val_loss"] for line in done if "val_loss" in line]
     kept = sorted(path.name for path in run.checkpoints.glob("step-*"))
-    # The first step of a process pays for compilation and first touches; the median does not.
+    # The first step of a process includes compilation and first memory use; a median ignores it.
     seconds = statistics.median(line["step_seconds"] for line in done) if done else None
     tokens = last["tokens"] / last["step"] if done else 0
     chosen: dict[str, Any] = {}
@@ -313,7 +319,7 @@ def results(run: Run) -> dict[str, Any]:
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary for a person: (name, value with its unit)."""
+    """Returns a summary for people: names, and values with their units."""
     def number(key: str, form: str, unit: str, scale: float = 1) -> str:
         value = summary.get(key)
         return "none" if value is None else f"{value * scale:{form}} {unit}"

@@ -1,9 +1,9 @@
-"""Text from a run: one token at a time for each prompt, with a key/value cache.
+"""Generates text from a run, one token at a time for each prompt, with a key/value cache.
 
-Prompts are read one by one by the run's own backend, each into its row, so that nothing is padded;
-then all rows take a step together, each at its own position. A full cache with rotary positions
-drops its oldest key and goes on; with learned positions, or a table of blocks, a row begins again
-from its newer half.
+Prompts are read one by one by the run's own attention backend, each into its row of the cache, so
+that nothing is padded. Then all rows take a step together, each at its own position. If the cache
+is full and positions are rotary, it drops its oldest key for each new one. With learned positions,
+or a table of blocks, a full row starts again from its newer half.
 """
 
 import sys
@@ -33,19 +33,19 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
            temperature: PositiveOrZero = 0.8, top_k: Count | None = 50, seed: Seed = 0,
            device: str = "cpu", cache: str = "same", special_tokens: bool = False
            ) -> str | list[str]:
-    """The prompt and `tokens` more, from the newest good checkpoint of `run`; of several prompts a
-    list. `temperature` 0 is greedy; else prompt i draws with seed + i, as it would alone. `cache`
-    is a row of `techniques.caches.CACHES`. Prompts may spell `special_tokens`, and end tokens end
-    texts.
+    """Returns the prompt and `tokens` more tokens, from the newest good checkpoint of `run`; for
+    several prompts a list. `temperature` 0 is greedy. Otherwise prompt i draws with seed + i, as it
+    would alone. `cache` is a row of `techniques.caches.CACHES`. With `special_tokens`, prompts may
+    spell special tokens. End tokens end texts.
 
-    With rotary positions, a full context loses its oldest token for each new one. With learned
-    positions, and in block-sparse attention, it begins again from its newer half. Of a prompt that
-    is longer than the context, no more is read.
+    If the context is full, rotary positions lose the oldest token for each new one. Learned
+    positions and block-sparse attention start again from the newer half. If a prompt is longer than
+    the context, only its end is read.
 
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
     """
     run = run if isinstance(run, Run) else Run.open(run)
-    pick(CACHES, cache, "cache")        # before minutes of loading
+    pick(CACHES, cache, "cache")        # before loading, which may take minutes
     refuse_keys_to_come(run.config.model)
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
@@ -71,36 +71,38 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
 
 
 def trained(run: Run, device: str = "cpu") -> Training:
-    """The model of `run` as it was trained, with its newest good weights, in evaluation. Standard
-    error says which newer ones were damaged.
+    """Returns the trained model of `run` in evaluation mode, with its newest good weights. Newer
+    checkpoints that are damaged are named on standard error.
 
     Raises ConfigError for a run without a checkpoint.
     """
-    with unset_fake_temporarily():      # a trace reads it too, for a run whose objective needs it
+    # also in a trace, if the traced run's objective needs this model
+    with unset_fake_temporarily():
         saved, _ = checkpoint.load_latest(
             run.checkpoints, run=run.identity["run"], only=checkpoint.WEIGHTS,
             lack=f"{str(run.path)!r} has no checkpoint to sample from")
     for problem in run.problems:
         print(f"lpkit: {problem}", file=sys.stderr)
-    # of the memory techniques, sampling needs the dtype of the parameters alone
+    # sampling uses only one of the memory techniques, the dtype of the parameters
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
                      parallel=Layout(), objective=Config().objective)
-    # and one token at a time is small work for one thread
+    # a single token is too little work for several threads
     config = config.replace({"system.device": device, "system.compile": False,
                              "system.threads": config.system.threads or 1})
     if run.environment.get("chosen", {}).get("device", {}).get("used") != device:
-        config = config.replace({"precision.backend": "auto"})  # the one asked for may not run here
+        # the requested backend may not run on this device
+        config = config.replace({"precision.backend": "auto"})
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
     training.start.refuse_other(run)
     training.load_model(saved.tensors, source=saved.path)
-    # else a layer casts for a backward pass too, which wants whole blocks of tokens
+    # otherwise a layer also casts for a backward pass, which needs whole blocks of tokens
     training.model.eval().requires_grad_(False)
     return training
 
 
 def cast_once(training: Training) -> Training:
-    """Casts the weights of its Linears once, to the dtype that autocast would give them for each
-    token anew, as it keeps no cast of what has no gradient. The numbers are the same."""
+    """Casts the weights of Linears once, to the dtype to which autocast would cast them for each
+    token: it caches no cast of a tensor without a gradient. The numbers are the same."""
     dtype = compute_dtype(training.decisions.recipe)
     for module in training.model.modules() if dtype else ():
         if type(module) in (nn.Linear, WideLinear):
@@ -113,8 +115,8 @@ def cast_once(training: Training) -> Training:
 def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, temperature: float,
              top_k: int | None, rngs: Sequence[torch.Generator],
              format: str = "same") -> Iterator[list[int]]:
-    """`count` times a token for each prompt. Prompts are read one by one, so that none is padded;
-    then all take a step together."""
+    """Yields a token for each prompt, `count` times. Prompts are read one by one, so that none is
+    padded; then all take a step together."""
     config, device = training.config.model, training.device
     dtype = compute_dtype(training.decisions.recipe) or next(training.model.parameters()).dtype
     seen = [list(ids) for ids in prompts]
@@ -137,8 +139,8 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
 
 
 def _read(training: Training, ids: list[int], cache: Cache) -> None:
-    """Reads all but the last token of one sequence: of more than the context, as many as it holds,
-    or where it cannot go on its half."""
+    """Reads all but the last token of a sequence into its row. If the sequence is longer than the
+    context, only its end is read: as much as fits, or half of it if the cache cannot drop keys."""
     cache.clear()
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids
@@ -149,7 +151,7 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:
-    """Draws one token from logits (V,). Raises ConfigError where they are no numbers."""
+    """Draws one token from logits (V,). Raises ConfigError if they are NaN or infinite."""
     if not torch.isfinite(logits).all():
         raise ConfigError("the logits are NaN or infinite; sample a run whose loss is a number")
     if temperature == 0:

@@ -1,9 +1,9 @@
-"""Rows are tried on something small before a run begins, which finds what the seams cannot carry
-yet.
+"""Tries rows on something small before a run begins, to find rows that their interface cannot
+carry.
 
-A row from outside may want more than its seam gives: a block that sets a weight itself meets an
-initialisation that fills every parameter afterwards; an optimizer that reads whole parameters is
-given rows by ZeRO. Neither fails: they train other numbers. Here they are refused in a sentence.
+A row from outside of the kit may need more than its interface gives. A block may set a weight, and
+the initialisation fills every parameter afterwards. An optimizer may read whole parameters, and
+ZeRO gives it rows. Neither raises an error: both would train other numbers. Here both are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "atte
 
 
 def refuse(config: Config) -> None:
-    """Raises ConfigError for what would silently train other numbers than it says."""
+    """Raises ConfigError for a config that would silently train other numbers than it says."""
     reads = [one.name for one in config.model.changes if getattr(one, "reads_base", False)]
     if reads and config.parallel.stage > 1:
         raise ConfigError(f"model.changes={reads[0]} begins as something made of whole weights, "
@@ -41,8 +41,8 @@ def refuse(config: Config) -> None:
 
 
 def refuse_overwritten(config: Config) -> None:
-    """Refuses a part from outside that sets a parameter which the initialisation then fills: one
-    that is the same number everywhere, or that no module of PyTorch holds."""
+    """Refuses a part from outside that sets a parameter which the initialisation then fills. Such a
+    parameter is one number everywhere, or belongs to a module that is not PyTorch's."""
     m = config.model
     named = {field: getattr(getattr(m, field), "name", getattr(m, field)) for field in PARTS}
     parts = [f"model.{field}={name}" for field, name in named.items()
@@ -67,7 +67,7 @@ def refuse_overwritten(config: Config) -> None:
 
 
 def refuse_rows(config: Config) -> None:
-    """Refuses an optimizer that updates a parameter otherwise than its rows one by one."""
+    """Refuses an optimizer whose update of a parameter differs from the updates of its rows."""
     layout = config.parallel
     for settings in optimizers.rules(config.optimizer):
         row = optimizers.find(settings.name)
@@ -85,12 +85,13 @@ def refuse_rows(config: Config) -> None:
 
 
 def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: str) -> None:
-    """Tries it on halves along `dim`, and on the whole."""
+    """Compares an update of halves along `dim` with an update of the whole."""
     row = optimizers.find(settings.name)
     rule, draw = row.load(), torch.Generator().manual_seed(0)
     w = torch.randn(32, 32, generator=draw)
     g = torch.randn(32, 32, generator=draw)
-    w.narrow(dim, 16, 16).mul_(100)       # a norm of the whole is another one than that of its rows
+    # halves of different size, so that a norm of the whole differs from a norm of its rows
+    w.narrow(dim, 16, 16).mul_(100)
     g.narrow(dim, 0, 16).mul_(100)
 
     def updated(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -100,7 +101,7 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
             rule(w, g.clone(), slots, settings, update)
         return w
 
-    # one that is told asks for what it needs of other parts
+    # a rule with `told` asks its Parameter for the other parts, which halves do not have
     halves = () if row.told else map(updated, w.chunk(2, dim), g.chunk(2, dim))
     near = {"rtol": 1e-6, "atol": 1e-7}
     if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
@@ -109,7 +110,7 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
 
 
 def governing(governors: Mapping[str, Governor]) -> dict[str, Choice]:
-    """A doubt that belongs to what a run has chosen."""
+    """Returns the warning to record for governors that change weights before an update."""
     names = ", ".join(name for name, one in governors.items() if not hasattr(one, "end"))
     why = ("it changes weights before an update, which changes them again: what is evaluated, "
            "sampled and saved is as the update left it; a governor's `end` comes after it")

@@ -1,11 +1,11 @@
-"""Tensors in safetensors files, one file per process, however tensors are cut.
+"""Tensors in safetensors files, one file per process, however the tensors are cut.
 
-A process writes its pieces of each `Cut` tensor, and of what several have alike each writes some. A
-piece keeps its place in the whole tensor, `saved_offsets`, in the file's header, where the
-HuggingFaceStorageReader of `torch.distributed.checkpoint` (DCP) looks too. Who reads maps all
-files, and fills each piece of its own from the parts of those that overlap it. So nothing has to be
-planned together: DCP plans by collectives that unpickle what arrives, and keeps such places in a
-pickle, and reading a pickle runs what it says.
+A process writes its pieces of each `Cut` tensor. Processes that have the same pieces share the
+work: each writes some of the tensors. The file's header stores the offsets of each piece in the
+whole tensor, `saved_offsets`, where the HuggingFaceStorageReader of `torch.distributed.checkpoint`
+(DCP) reads them, too. A reader maps all files, and fills each of its own pieces from the pieces
+that overlap with it. So reading and writing need no common plan. DCP plans by collectives that
+unpickle what arrives, and stores offsets in a pickle, and unpickling can run any code.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -29,11 +29,13 @@ from lpkit.files import sync
 from lpkit.parallel.cut import Cut, Offsets, Piece
 from lpkit.parallel.ranks import distributed, everybodys
 
-MORE = "//piece-"       # between the name and number of a file's further piece of a tensor
-SHARDING = "DCP_SHARDING_INFO"      # one key alone: safetensors writes several in any order
-WRITE_BUFFER_BYTES = 2**22          # more than safetensors wants beside the tensors
+MORE = "//piece-"       # between name and number of a further piece of a tensor in the same file
+# a single key of the header: safetensors writes several keys in any order
+SHARDING = "DCP_SHARDING_INFO"
+# more than the memory that safetensors needs in addition to the tensors
+WRITE_BUFFER_BYTES = 2**22
 
-Prefix = str | tuple[str, ...]      # of a name; of several, any
+Prefix = str | tuple[str, ...]      # the start of a name; a tuple matches any of its members
 Blank = Callable[[str, torch.Size, torch.dtype], Tensor | Cut]
 
 
@@ -44,13 +46,14 @@ def file_names(processes: int) -> list[str]:
 
 
 def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` into `folder`; all processes of a group call it. Raises OSError, on all."""
+    """Writes `tensors` into `folder`. All processes of a group must call it. Raises OSError on all
+    of them."""
     _together(f"could not write {folder}", _write, folder, tensors)
 
 
 def save_whole(folder: Path, count: int, groups: Iterable[Mapping[str, Tensor]]) -> None:
-    """Write `count` groups of whole tensors, a file each, as so many processes would: no more than
-    one group takes memory. Raises OSError."""
+    """Writes `count` groups of whole tensors, each into a file, as `count` processes would. Only
+    one group is in memory at a time. Raises OSError."""
     for name, group in zip(file_names(count), groups, strict=True):
         _save_file(folder / name, group, {key: [0] * t.ndim for key, t in group.items()})
 
@@ -60,11 +63,12 @@ def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def load(paths: list[Path], *, only: Prefix = "", blank: Blank = whole) -> dict[str, Tensor]:
-    """The tensors in `paths` whose name starts with `only`.
+    """Returns the tensors in `paths` whose name starts with `only`.
 
-    What one file has whole is mapped, and takes no memory. What lies in several is read into what
-    `blank` makes for its name, shape and dtype; all of it, unless that is a `Cut`.
-    Every process of a group calls this. Raises OSError, on all.
+    A tensor that one file has whole is mapped, and takes no memory. A tensor in several pieces is
+    read into the tensor that `blank` makes of its name, shape and dtype. If that is a `Cut`, only
+    its pieces are read.
+    All processes of a group must call it. Raises OSError on all of them.
     """
     saved = {name: one for name, one in _mapped(paths).items() if name.startswith(only)}
     filled = {name: blank(name, found.size, found.dtype) for name, found in saved.items()
@@ -74,7 +78,7 @@ def load(paths: list[Path], *, only: Prefix = "", blank: Blank = whole) -> dict[
 
 
 def _together(what: str, work: Callable, *args: Any) -> None:
-    """Do `work(*args)` on all processes; what one raises all raise. Raises OSError."""
+    """Calls `work(*args)` on all processes. If it raises on one process, all raise OSError."""
     raised = None
     try:
         work(*args)
@@ -88,7 +92,7 @@ def _together(what: str, work: Callable, *args: Any) -> None:
 
 
 def _pieces(t: Tensor | Cut) -> tuple[Sequence[Piece], tuple[int, ...]]:
-    """Returns this process's pieces of a tensor, and who has the same."""
+    """Returns this process's pieces of a tensor, and the ranks that have the same pieces."""
     if isinstance(t, Cut):
         return t.pieces, t.owners
     everybody = tuple(range(dist.get_world_size() if distributed() else 1))
@@ -96,26 +100,29 @@ def _pieces(t: Tensor | Cut) -> tuple[Sequence[Piece], tuple[int, ...]]:
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """This process writes every n-th, by size, of the pieces that n processes have. Others may know
-    other names: those of another stage."""
+    """Writes this process's share of the pieces. The n processes that own the same pieces take
+    turns, by size, so that each writes about 1 / n of the bytes. Processes of another pipeline
+    stage may have other names."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
     pieces, places, turns = {}, {}, Counter[tuple[int, ...]]()
     by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
     for name in by_size:
         here, owners = _pieces(tensors[name])
+        # all owners go through the same names in the same order, so they agree without a message
         turns[owners] += 1
         if owners[turns[owners] % len(owners)] == rank:
             for more, (offsets, piece) in enumerate(here):
-                key = f"{name}{MORE}{more}" if more else name   # a file has a name once
+                # a name may occur only once in a file
+                key = f"{name}{MORE}{more}" if more else name
                 pieces[key], places[key] = piece.detach(), list(offsets)
     path = folder / file_names(world)[rank]
     _save_file(path, pieces, places)
-    if distributed():           # here, where it was written; the caller syncs the whole folder
+    if distributed():           # each process syncs its own file; the caller syncs the folder
         sync(path)
 
 
 def _save_file(path: Path, pieces: Mapping[str, Tensor], places: Mapping[str, list[int]]) -> None:
-    # a MemoryError is an end that a run can tell; safetensors aborts the process without one
+    # Raises MemoryError here, which a run can report: safetensors would abort the process.
     bytearray(WRITE_BUFFER_BYTES)
     offsets = {name: {"saved_offsets": place} for name, place in places.items()}
     save_file({name: piece.contiguous() for name, piece in pieces.items()}, path,
@@ -124,7 +131,7 @@ def _save_file(path: Path, pieces: Mapping[str, Tensor], places: Mapping[str, li
 
 @dataclass
 class _Saved:
-    """A tensor in files: its pieces, mapped, and what they make up."""
+    """A tensor in files: its mapped pieces, and the shape of the whole."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -132,7 +139,8 @@ class _Saved:
 
 
 def _mapped(paths: list[Path]) -> dict[str, _Saved]:
-    """A piece is read from the disk when it is copied."""
+    """Returns the tensors of all files, mapped: a piece is read from disk only when it is copied.
+    """
     saved: dict[str, _Saved] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
@@ -156,8 +164,8 @@ def _fill(wanted: Mapping[str, Tensor], saved: Mapping[str, _Saved]) -> None:
 
 def _overlap(a: Offsets, one: Tensor, b: Offsets, other: Tensor
              ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Returns what two pieces of a tensor share: in each dimension (start, length) in the one, in
-    the other."""
+    """Yields the overlap of two pieces of a tensor: for each dimension (start, length) in the first
+    piece, and in the second."""
     for i, j, n, m in zip(a, b, one.shape, other.shape):
         start = max(i, j)
         length = max(0, min(i + n, j + m) - start)

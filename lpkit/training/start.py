@@ -1,11 +1,12 @@
-"""A run that begins from another's weights: an adapter, a longer context, a deeper model.
+"""A run that starts from another run's weights: an adapter, a longer context, a deeper model.
 
-    start: {run: runs/base}                                  by the same names
-    start: {run: runs/base, map: [blocks.2:blocks.0]}        what begins so is read from there
+    start: {run: runs/base}                                  parameters of the same names
+    start: {run: runs/base, map: [blocks.2:blocks.0]}        names with this prefix come from there
     start: {run: runs/base, grow: stack}                     by a row of lessons.rows.growth
 
-They are copied before changes of the model. Their hash is part of what the run is (run.json). What
-stays frozen is in no checkpoint: it is read from the base again, which must be there.
+The weights are copied before changes of the model. Their hash is part of the run's identity
+(run.json). Frozen parameters are in no checkpoint: they are read from the base run again, which
+must still exist.
 """
 
 import hashlib
@@ -30,22 +31,25 @@ from lpkit.training.runs import Run
 
 @dataclass(kw_only=True)
 class Start:
-    where: str = ""                 # the checkpoint
-    sha256: str = ""                # of its weights, however they were saved
-    tensors: dict[str, Tensor] = field(default_factory=dict)    # mapped: they take no memory
-    places: dict[str, str] = field(default_factory=dict)        # new prefix: prefix there
-    grown: partial | None = None    # makes larger ones of them
-    frozen: set[str] = field(default_factory=set)               # parameters that stay as they were
+    where: str = ""                 # path of the checkpoint
+    # hash of the weights, independent of how they are cut into files
+    sha256: str = ""
+    # mapped from the files: they take no memory
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    # prefix of a new name: prefix in the base run
+    places: dict[str, str] = field(default_factory=dict)
+    grown: partial | None = None    # returns larger tensors, from the base run's
+    frozen: set[str] = field(default_factory=set)               # parameters that are not trained
 
     def copy_into(self, model: nn.Module) -> list[nn.Parameter]:
-        """Fills parameters, and returns them: all, or those that grow. Raises ConfigError."""
+        """Fills parameters, and returns the filled ones. Raises ConfigError."""
         if not self.sha256:
             return []
         due, filled = dict(model.named_parameters()), []
         made = (self.grown(self.tensors) if self.grown else
                 ((name, self.tensors.get(self._there(name))) for name in due))
         with torch.no_grad():
-            for name, found in made:    # one by one: of a grown one no other is there
+            for name, found in made:    # one at a time, so that only one grown tensor is in memory
                 if (p := due.get(name)) is None:        # a buffer
                     continue
                 if found is None or found.shape != p.shape:
@@ -59,7 +63,8 @@ class Start:
         return filled
 
     def keep(self, model: nn.Module, filled: Iterable[nn.Parameter]) -> None:
-        """Notes, after the changes of the model, which of what was `filled` is not trained."""
+        """Records, after the model was changed, which of the `filled` parameters are not trained.
+        """
         ours = set(filled)
         self.frozen = {f"model/{name}" for name, p in model.named_parameters()
                        if p in ours and not p.requires_grad}
@@ -72,7 +77,7 @@ class Start:
                      if name.startswith(f"{new}.")), name)
 
     def refuse_other(self, run: Run) -> None:
-        """Raises ConfigError where `run` was begun from other weights."""
+        """Raises ConfigError if `run` started from other weights."""
         if (due := run.identity["start"]) != self.sha256:
             raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
                               f"{due or 'none'}, and {self.where or 'start.run'} has "
@@ -82,10 +87,11 @@ class Start:
 
 
 def refuse_growth(config: Config) -> None:
-    """Raises ConfigError where no run's model can grow into this one."""
+    """Raises ConfigError if no run's model can grow into this model."""
     asked, why = config.start, "set start.run to a run's folder, and leave start.map out"
     row = GROWTH[asked.grow.name]
-    if not row.implementation or isinstance(torch.empty(0), FakeTensor):    # or bytes alone
+    # with fake tensors only bytes are counted
+    if not row.implementation or isinstance(torch.empty(0), FakeTensor):
         return
     if asked.run and not asked.map:
         why = row.problem(asked.grow, Run.open(Path(asked.run)).config.model, config.model)
@@ -94,10 +100,11 @@ def refuse_growth(config: Config) -> None:
 
 
 def read(config: Config, tokenizer: str = "") -> Start:
-    """`tokenizer`: the digest of the one that this run has; empty: it does not matter. Raises
-    ConfigError."""
+    """Reads the weights that a config starts from. `tokenizer`: the digest of this run's tokenizer;
+    empty if it does not matter. Raises ConfigError."""
     asked = config.start
-    if not asked.run or isinstance(torch.empty(0), FakeTensor):     # only bytes are asked for
+    # with fake tensors only bytes are counted
+    if not asked.run or isinstance(torch.empty(0), FakeTensor):
         return Start()
     run = Run.open(Path(asked.run))
     if tokenizer and run.identity["tokenizer"] != tokenizer:
@@ -113,7 +120,8 @@ def read(config: Config, tokenizer: str = "") -> Start:
             f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and the "
             f"newest weights that are whole are of step {saved.step}; make newer ones by "
             f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
-    weights = checkpoint.evaluated_weights(saved.tensors)   # as that run's val_loss has them
+    # the weights that gave the base run's val_loss
+    weights = checkpoint.evaluated_weights(saved.tensors)
     tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
                                             for name, t in tensors.items()}).encode())

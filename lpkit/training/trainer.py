@@ -1,10 +1,10 @@
-"""A Config becomes a Run: decide what this machine uses, refuse what cannot fit, build, train.
+"""Turns a Config into a Run: decide what this machine uses, refuse what cannot fit, build, train.
 
-    run = train_here(config, path, resume, observers, control)      in this process
-    training = built(config, path, resume, ranks)                   the first half of it
+    run = train_here(config, path, resume, observers, control)      trains in this process
+    training = built(config, path, resume, ranks)                   only decides and builds
 
-The parts, in the order of reading: `build` decides and makes the model, `training` has the update,
-`loop` repeats it, and `formulas` says what was predicted. A rank (`rank`) is built the same way.
+The parts, in the order in which to read them: `build` decides and builds the model, `training` has
+the update, `loop` repeats it, and `formulas` has the predictions. `rank` builds in the same way.
 """
 
 from pathlib import Path
@@ -24,16 +24,17 @@ from lpkit.training.training import Training
 def train_here(config: Config, path: Path, resume: bool, observers: Observers,
                control: Control) -> Run:
     with said(config, "this run"), here(config) as ranks:
-        path = Path(ranks.agreed(path))     # a default has the time in it
+        # all ranks use the first rank's path: a default contains the time
+        path = Path(ranks.agreed(path))
         training = built(config, path, resume, ranks)
-        # from here on there is something to save; before, a signal ends the preparation
+        # from here on there is something to save; before, a signal ends the process
         with signals_stop(control.signalled):
             return fit(training, path, resume=resume, observers=observers, control=control,
                        account=Account(training))
 
 
 def built(config: Config, path: Path, resume: bool, ranks: Ranks) -> Training:
-    """Build what will write the run folder `path`, with what looks at it."""
+    """Builds the training that will write the run folder `path`, with its telemetry."""
     before = Run.at(path).environment if resume else None
     decisions = decide(config, before=before, ranks=ranks)
     refuse_what_cannot_fit(config, decisions, ranks.local_world)

@@ -5,8 +5,8 @@
     training.evaluate()                             # mean nats per token of the validation data
     training.load_state_dict(training.state_dict())
 
-The loop, bisection, telemetry, measurements and benchmarks all call `update`, so what they see is
-what a run does.
+The loop, bisection, telemetry, measurements and benchmarks all call `update`, so all of them see
+the same computation as a run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from lpkit.training.steps import Executor, LossScaler, Phases
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens at every step, for measurements: those of one rank. Drawn when first
-    needed."""
+    """The same random tokens of one rank at every step, for measurements. They are drawn when they
+    are first needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
         tokens = config.model.context // config.parallel.context
@@ -70,10 +70,10 @@ class RandomTokens(DataPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """An update's own account. The losses are tensors: nobody waits for the GPU."""
+    """The results of an update. Losses stay tensors, so that the host does not wait for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
-    grad_norm: Tensor       # before clipping; inf: it overflowed, and nothing was updated
+    grad_norm: Tensor       # before clipping; inf if it overflowed and nothing was updated
     lr: float
     extra: dict[str, float | Tensor]
 
@@ -86,20 +86,20 @@ class Training:
     optimizer: Optimizer
     optimizer_step: Callable[[], Tensor]    # clips, steps, frees the gradients; returns their norm
     schedule: Schedule
-    loss: Loss                              # what evaluation reports
-    objective: Loss                         # what updates make smaller
+    loss: Loss                              # the loss of evaluation
+    objective: Loss                         # the loss that updates minimise
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
     tokens: dict[str, str]                  # SHA-256 of the training and the validation tokens
-    start: Start                            # the weights that it began from
+    start: Start                            # the weights that it starts from
     state_placement: StatePlacement
     scaler: LossScaler | None
     sharding: Sharding
-    # around the micro-batches of an update: casts of weights are kept meanwhile
+    # a context around the micro-batches of an update, in which casts of weights are cached
     cached_casts: Callable[[nn.Module], AbstractContextManager]
     governors: dict[str, Governor]
-    acting: list[OptimizerSettings]         # as `optimizers.acting`
+    acting: list[OptimizerSettings]         # the settings that `optimizers.acting` returns
     step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
     executor: Executor = field(default_factory=Executor)
@@ -108,8 +108,11 @@ class Training:
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
               data: DataPolicy | None = None, decisions: Decisions | None = None,
               ranks: Ranks | None = None) -> Training:
-        """`before`: the environment of a run that goes on. `data`: read instead of the config's
-        corpus, also in evaluation. `ranks`: that train together; None: this process alone.
+        """Builds a training.
+
+        before: the environment of a run that is resumed
+        data:   read instead of the config's corpus, also in evaluation
+        ranks:  the ranks that train together; None for this process alone
 
         Raises ConfigError for an invalid combination, before anything is allocated.
         """
@@ -122,8 +125,8 @@ class Training:
             text = corpus(config, ranks, decisions.device)
             data, val, tokenizer, tokens = text.data, text.val, text.tokenizer, text.tokens
         rows, device, m = rows_of(config), decisions.device, config.memory
-        # on a CPU PyTorch's own stay, unless others are asked for; who has a part of the layers
-        # cannot try them in a whole model
+        # On a CPU PyTorch's kernels are used, unless the config requests others. A rank that has
+        # only some of the layers cannot try kernels in a whole model.
         kernels, alone = None, config.parallel.pipeline == 1
         if alone and (device.type == "cuda"
                       or set(by_name(config.system.kernels).values()) != {"auto"}):
@@ -186,14 +189,14 @@ class Training:
         return self.sharding.ranks
 
     def batch(self, step: int) -> Batch:
-        """The part of a batch that this rank reads."""
+        """Returns this rank's part of a batch, on its device."""
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
-        """The update after `step` others. The GPU is not waited for.
+        """Takes the update that follows `step` updates, without waiting for the GPU.
 
-        Governors may change the model before and after it. A watcher is a context around all
-        forwards and backwards, and changes nothing. `phases(name)` is a context around each
+        Governors may change the model before and after the update. A watcher is a context around
+        all forwards and backwards, and changes nothing. `phases(name)` is a context around each
         "forward", each "backward" and the "optimizer" step, for a clock.
         """
         self.ranks.waits.seconds = 0.0
@@ -208,7 +211,7 @@ class Training:
             grad_norm = self.optimizer_step()
             if self.scaler is not None:
                 grad_norm = torch.where(self.scaler.dropped > 0, torch.inf, grad_norm)
-            self.sharding.spread()      # the new weights, where a rank updated a part
+            self.sharding.spread()      # gathers the new weights if each rank updated a part
             self._govern("end", step)
             for one in self.acting:
                 resolve_name(find(one.name).after)(self, one, batch, step)
@@ -216,7 +219,7 @@ class Training:
                       extra={name: read() for name, read in self.step_metrics.items()})
 
     def _govern(self, moment: str, step: int) -> None:
-        """`moment`: begin or end, of which a governor may have one."""
+        """Calls the method `moment` ("begin" or "end") of each governor that has it."""
         for governor in self.governors.values():
             if (change := getattr(governor, moment, None)) is not None:
                 change(self, step)
@@ -227,8 +230,8 @@ class Training:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """A step that is given up within leaves nothing: no gradient, and of what micro-batches
-        move on (histories of casts, random generators) what there was before."""
+        """Undoes a step that is given up in this context: frees the gradients, and restores what
+        micro-batches advance (histories of casts, random generators)."""
         buffers = [(t, t.clone()) for t in self.model.buffers()]
         generators = self._generators()
         try:
@@ -243,9 +246,10 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
-        """Mean nats per next (or hidden) token, whatever the objective, of the first `eval_batches`
-        batches of `global_batch` sequences: the weighted sum of losses over the sum of weights, on
-        any ranks and micro-batches, which are an "evaluation" each for `phases`."""
+        """Returns the mean nats per next (or hidden) token, whatever the objective, of the first
+        `eval_batches` batches of `global_batch` sequences: the weighted sum of losses over the sum
+        of weights, for any number of ranks and micro-batches. `phases` is called with "evaluation"
+        for each micro-batch."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
@@ -267,8 +271,9 @@ class Training:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """The model has within the weights that evaluation reads: those of an optimizer that trains
-        others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
+        """In this context the model has the weights that evaluation reads. They differ from the
+        trained weights if the optimizer keeps, for example, an average of them (Defazio et al.
+        2024, https://arxiv.org/abs/2405.15682).
         """
         theirs = self._evaluated()
         trained = {name: self.sharding.owned[name].detach().clone() for name in theirs}
@@ -279,8 +284,8 @@ class Training:
             self._set_owned(trained)
 
     def _evaluated(self) -> dict[str, Tensor]:
-        """Returns the weights that evaluation reads in place of the owned parameters of these
-        names."""
+        """Returns the weights that evaluation reads instead of owned parameters, by name. It leaves
+        out parameters that evaluation reads themselves."""
         if not isinstance(self.optimizer, Stepper):
             return {}
         found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
@@ -295,21 +300,21 @@ class Training:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, *cache: Any) -> Tensor:
-        """(B, T, V) in the precision of the run. `cache`: of keys and values."""
+        """Returns logits (B, T, V) in the precision of the run. `cache`: keys and values."""
         with self.decisions.autocast:
             return self.model(tokens, *cache)
 
     def copy(self) -> Training:
-        """Another training that starts from the same weights and state; both read the same data."""
+        """Returns another training with the same weights and state, that reads the same data."""
         parts = {name: getattr(self, name) for name in
                  ("model", "optimizer", "optimizer_step", "scaler", "governors", "step_metrics")}
-        # at once, because they share parameters
+        # in one deepcopy, because the parts share parameters
         return replace(self, **copy.deepcopy(parts), watchers=[], executor=self.executor.fresh())
 
-    # ---- what a checkpoint holds
+    # ---- the content of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers by the names that they have in a checkpoint."""
+        """Returns tensors and numbers by their names in a checkpoint."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)      # state may still be on its way to the host
         names = {p: name for name, p in self.sharding.owned.items()}
@@ -335,12 +340,12 @@ class Training:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
     def _is_cut(self, p: nn.Parameter, slot: str) -> bool:
-        """True if a tensor of the optimizer's state is cut as p is."""
+        """Returns whether a tensor of the optimizer's state is cut like p."""
         return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
 
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | Cut:
-        """Makes the tensor that one of a checkpoint is read into: where this rank has pieces of it,
-        those alone."""
+        """Returns an empty tensor for a checkpoint's tensor of this name; a Cut with this rank's
+        pieces if the tensor is cut."""
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
         owned, like = self.sharding.owned.get(parameter), None
@@ -354,9 +359,10 @@ class Training:
         return torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
+        """Loads a state. Raises RunFailedError if `state` lacks a tensor, or if a shape or dtype
+        differs."""
         parameters = self.sharding.owned
-        if self.sharding.layout.pipeline > 1:       # without what other stages have
+        if self.sharding.layout.pipeline > 1:       # without the parameters of other stages
             ours = self._tensors().keys()
             state = {name: t for name, t in state.items() if name in ours
                      or (parts := name.split("/"))[0] not in ("model", "optimizer", "evaluated")
@@ -384,11 +390,11 @@ class Training:
         self._set_generators(state)
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """The weights that evaluation reads and the buffers alone, for sampling."""
+        """Loads only the weights that evaluation reads, and the buffers, for sampling."""
         self._load(self._weights(), evaluated_weights(state), source)
 
     def _weights(self) -> dict[str, Tensor | Cut]:
-        """Returns the weights without those that are read from another run."""
+        """Returns the weights, without frozen weights that are read from another run."""
         saved = _saved("model", self.model)
         named = self.sharding.shapes
         return {name: self.sharding.saved(key, t) if (key := name.partition("/")[2]) in named else t
@@ -405,7 +411,8 @@ class Training:
     @torch.no_grad()
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object,
               beside: Collection[str] = ()) -> None:
-        """Loads all of `ours`, and nothing is left over. `beside`: names that others load."""
+        """Loads all of `ours`, and refuses names that are left over. `beside`: names that other
+        code loads."""
         way_out = "resume with the settings that it was saved with"
         missing = [name for name in ours if name not in state]
         if missing:
@@ -416,7 +423,8 @@ class Training:
                                  f"have, {min(unknown)} first; {way_out}")
         for name, t in ours.items():
             theirs = state[name]
-            # copy_ would broadcast a short history into a longer one, and round another dtype
+            # copy_ would broadcast a short history into a longer one, and would round to another
+            # dtype
             if (t.shape, t.dtype) != (theirs.shape, theirs.dtype):
                 raise RunFailedError(
                     f"{source} holds {name} as {theirs.dtype} {tuple(theirs.shape)}, and this run "
@@ -427,7 +435,7 @@ class Training:
 
 
 def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers, tied ones once."""
+    """Returns parameters and saved buffers; a tied tensor occurs once."""
     wanted = module.state_dict(keep_vars=True).keys()
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {f"{part}/{name}": t for name, t in tensors if name in wanted}
