@@ -279,7 +279,7 @@ def _block_scale(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         draw=lambda r: (rows(r, size=10 ** r.uniform(-9, 9)), r.choice((8, 16))),
         mistakes={"a block of zeros has the scale 0, and 0 / 0 is NaN":
                       ("tl.where(s > 0, s, 1.0)", "s"),
-                  "the scale is what the codes are multiplied by afterwards":
+                  "store the scale, not its inverse: value = code * scale":
                       ("scales + row * tl.num_programs(1) + block, s)",
                        "scales + row * tl.num_programs(1) + block, tl.where(s > 0, tl.div_rn(1.0, "
                        "s), 0.0))"),
@@ -307,7 +307,7 @@ def _e8m0(x: Tensor) -> tuple[Tensor, Tensor]:
         (torch.tensor([[1.999, 0.5], [-2.0, 1.0]]),), (HUGE * MANY,), (TINY * LONG[:1, :800],),
         spec=_e8m0, minutes=12, stars=2, launch=lambda x: by_scales(x, 32),
         draw=lambda r: (rows(r, most=80, size=10 ** r.uniform(-9, 9)),),
-        mistakes={"the exponent of E4M3's largest value, 8, is taken off": ("- 8, 0)", "- 0, 0)"),
+        mistakes={"subtract 8, the exponent of E4M3's largest value": ("- 8, 0)", "- 0, 0)"),
                   "the exponent is cut, not rounded: some of the largest saturate":
                       ("tl.max(tl.abs(v), 0).to(tl.int32, bitcast=True) >> 23",
                        "(tl.max(tl.abs(v), 0).to(tl.int32, bitcast=True) + (1 << 22)) >> 23"),
@@ -358,9 +358,9 @@ def _sixteens(r: Random) -> tuple[Tensor, Tensor]:
          ONE), _with_top(HUGE * LONG[:1, :400]), _with_top(TINY * normal(Random(5), 40, 16)),
         spec=_nvfp4, minutes=20, stars=3, draw=_sixteens,
         launch=lambda x, top: by_scales(x, 16, in_byte=2, top=top),
-        mistakes={"elements are divided by the scale as it is stored, in E4M3":
+        mistakes={"divide the elements by the stored scale, rounded to E4M3":
                       ("e4m3_value(s) * tl.load(top)", "tl.div_rn(most, 6.0)"),
-                  "the even one of two elements stands in the lower four bits":
+                  "the even element is in the lower four bits":
                       ("low | (high << 4)", "high | (low << 4)"),
                   "a block's scale is in units of the tensor's":
                       ("tl.div_rn(tl.div_rn(most, 6.0), tl.load(top))", "tl.div_rn(most, 6.0)")})
@@ -413,10 +413,10 @@ _SOME = Random(0)
         flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
         mistakes={"the sum goes over all of K, block by block":
                       ("range(0, K, B)", "range(0, B, B)"),
-                  "what lies outside of K is 0 in both factors":
+                  "load 0 beyond K in both factors":
                       ("mask=(m < M)[:, None] & (k + j < K)[None, :]",
                        "mask=(m < M)[:, None] & (k + j < k + j + 1)[None, :]"),
-                  "add to what is there": ("total += ", "total = ")})
+                  "add to the total of the blocks before": ("total += ", "total = ")})
 def matmul(a, b, c, a_stride, M, N, K, B: tl.constexpr):
     m, n = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B)
     j = tl.arange(0, B)
@@ -459,11 +459,11 @@ def _dequant_launch(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Lau
         _quantised(_SOME, 3, 150, 5, TINY), _quantised(_SOME, 2, 3, 300),
         _quantised(_SOME, 33, 34, 100, block=32), spec=_dequant_matmul,
         minutes=15, stars=3, draw=_quantised, launch=_dequant_launch,
-        mistakes={"each block along K has a scale of its own":
+        mistakes={"each block along K has its own scale":
                       ("s = tl.load(scales + n * tl.cdiv(K, B) + k // B",
                        "s = tl.load(scales + n * tl.cdiv(K, B)"),
-                  "a code is no number yet": ("e4m3_value(w)", "w.to(tl.float32)"),
-                  "codes are (N, K), so the product takes them turned":
+                  "decode the codes before you multiply": ("e4m3_value(w)", "w.to(tl.float32)"),
+                  "codes are (N, K): load them transposed":
                       ("codes + n[None, :] * K + (k + j)[:, None]",
                        "codes + n[None, :] + (k + j)[:, None] * N")})
 def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
@@ -483,11 +483,11 @@ def dequant_matmul(a, codes, scales, c, M, N, K, B: tl.constexpr):
 @puzzle("11.online_softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=20, stars=3,
         large=matrix, once=(), draw=lambda r: (rows(r, size=r.choice((1, 100))),),
         launch=lambda x: by_rows(x, BLOCK=block(x.numel(), 8)),
-        mistakes={"when the largest grows, what was added so far shrinks":
+        mistakes={"when the largest grows, rescale the sum so far":
                       ("total * tl.exp(most - new)", "total"),
-                  "the largest of all blocks, not of the last":
+                  "keep the largest of all blocks, not of the last block":
                       ("tl.maximum(most, tl.max(v, 0))", "tl.max(v, 0)"),
-                  "what lies outside is -inf":
+                  "load -inf outside the row":
                       ('float("-inf"))\n        new', "0.0)\n        new")})
 def online_softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
     row, j = tl.program_id(0), tl.arange(0, BLOCK)

@@ -442,12 +442,12 @@ exercise = adding_to(EXERCISES)
           (2, 12, 1024, 64, 2, True), (2, 12, 1024, 64, 2, False),
           draw=lambda r: (r.randint(1, 64), r.randint(1, 64), r.randint(8, 8192),
                           r.choice((16, 64, 128)), r.choice((2, 4)), r.random() < 0.5), minutes=5,
-          mistakes={"the log of a sum is kept in float32, in 16 bits too":
+          mistakes={"the log of each sum is float32, even if the numbers have 16 bits":
                         lambda B, H, T, E, itemsize, flash: B * H * T * itemsize
                         * (4 * E + 1 if flash else 3 * E + T),
-                    "flash keeps the answer as well": lambda B, H, T, E, itemsize, flash:
+                    "flash keeps the answer, too": lambda B, H, T, E, itemsize, flash:
                         B * H * T * (3 * E * itemsize + (4 if flash else T * itemsize)),
-                    "half of the scores are masked, and kept all the same":
+                    "half of the scores are masked, but all are kept":
                         lambda B, H, T, E, itemsize, flash: B * H * T * (
                         4 * E * itemsize + 4 if flash else (3 * E + (T + 1) / 2) * itemsize)})
 def attention_kept_bytes(B: int, H: int, T: int, E: int, itemsize: int, flash: bool) -> int:
@@ -463,13 +463,13 @@ def _causal(T: int, tile: int) -> int:
 @exercise("12.tiles", (128, 128, 128), (256, 128, 256), (300, 128, 300), (512, 128, 129),
           draw=lambda r: (r.randint(1, 3000), r.choice((16, 64, 128)), r.randint(1, 3000)),
           minutes=8, stars=2,
-          mistakes={"the window is that of the tile's first query, and its last sees more keys":
+          mistakes={"take the windows of all queries of a tile, not only of the first query":
                         lambda T, tile, window: sum(math.ceil(min(window, first + 1) / tile)
                                                     for first in range(0, T, tile)),
                     "the future is skipped": lambda T, tile, window: math.ceil(T / tile) ** 2,
-                    "what the window leaves out is skipped, too":
+                    "tiles outside the window are skipped, too":
                         lambda T, tile, window: _causal(T, tile),
-                    "the last tile may be short, and is visited":
+                    "the last tile is visited, even if it is short":
                         lambda T, tile, window: visited_tiles(T // tile * tile, tile, window)})
 def visited_tiles(T: int, tile: int, window: int) -> int:
     visited = 0
@@ -515,9 +515,9 @@ def _largest_of_the_tile(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: T
           (torch.tensor([-math.inf]), torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0]]),
            torch.tensor([[3.0]])),
           draw=_tile, tolerance=1e-5, stars=2, minutes=12,
-          mistakes={"when m grows, what was added so far shrinks by exp(m - m_new)": _kept_its_size,
-                    "acc shrinks as l does": _sum_alone_shrinks,
-                    "m never falls: a tile may have no larger score": _largest_of_the_tile})
+          mistakes={"when m grows, multiply the sums so far by exp(m - m_new)": _kept_its_size,
+                    "acc shrinks by the same factor as l": _sum_alone_shrinks,
+                    "m never falls, even if a tile has no larger score": _largest_of_the_tile})
 def step(m: Tensor, l: Tensor, acc: Tensor, scores: Tensor, v: Tensor
          ) -> tuple[Tensor, Tensor, Tensor]:
     m_new = torch.maximum(m, scores.amax(1))
@@ -542,10 +542,10 @@ def _overflows(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tens
 @exercise("12.merge",
           (torch.tensor([[1.0]]), torch.tensor([0.0]), torch.tensor([[3.0]]), torch.tensor([0.0])),
           draw=_halves, tolerance=1e-5, stars=2, minutes=10,
-          mistakes={"whoever saw the larger sum counts more":
+          mistakes={"the half with the larger sum has the larger weight":
                         lambda a, lse_a, b, lse_b: ((a + b) / 2, torch.logaddexp(lse_a, lse_b)),
                     "exp overflows: subtract the larger of the two first": _overflows,
-                    "logs do not add up, what they are logs of does":
+                    "add the sums, not their logs":
                         lambda a, lse_a, b, lse_b: (merge(a, lse_a, b, lse_b)[0], lse_a + lse_b)})
 def merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     top = torch.maximum(lse_a, lse_b)
@@ -574,9 +574,9 @@ def _unscaled(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: 
 
 @exercise("12.backward", _attended(Random(1)), draw=_attended, tolerance=1e-5,
           stars=3, minutes=20,
-          mistakes={"of dp, what all of a row have in common goes: the sum of d_out times out":
+          mistakes={"subtract from each row of dp the sum of d_out times out":
                         _without_the_rows_sum,
-                    "scores were divided by sqrt(E), and so are their gradients": _unscaled})
+                    "divide the gradients of the scores by sqrt(E), like the scores": _unscaled})
 def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
              ) -> tuple[Tensor, Tensor, Tensor]:
     scale = q.shape[1] ** -0.5

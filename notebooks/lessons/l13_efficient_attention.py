@@ -389,7 +389,8 @@ exercise = adding_to(EXERCISES)
 
 @exercise("13.window_pairs", (4, 8), (4, 2), (1, 1), (4096, 256),
           draw=lambda r: (r.randint(1, 9000), r.randint(1, 600)), minutes=5,
-          mistakes={"the first queries have not so many keys yet": lambda T, window: T * window,
+          mistakes={"the first queries have fewer keys than the window":
+                        lambda T, window: T * window,
                     "a window may be longer than the sequence": lambda T, window:
                         window * (window + 1) // 2 + (T - window) * window,
                     "that is full attention": lambda T, window: T * (T + 1) // 2})
@@ -444,7 +445,7 @@ def _after_reading(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
           _mapped(Random(1), 256), draw=_mapped, tolerance=1e-5, minutes=12, stars=2,
           most_bytes=lambda q, k, v: max(2 * len(q) ** 2, 1 << 14),     # half of a (T, T) matrix
           mistakes={"weights add up to 1: divide by their sum": _unnormalised,
-                    "a token sees its past alone": _of_the_whole,
+                    "a token sees only its past and itself": _of_the_whole,
                     "a token sees itself: add it to the state before you read": _after_reading})
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     state, total, out = torch.zeros(k.shape[1], v.shape[1]), torch.zeros(k.shape[1]), []

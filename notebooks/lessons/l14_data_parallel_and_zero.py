@@ -411,7 +411,7 @@ rank_exercise = adding_to(EXERCISES, OnRanks)
           mistakes={"a rank does not send its own part to itself":
                         lambda nbytes, ranks, stage, pieces:
                         sent_bytes(nbytes, ranks, stage, pieces) * ranks / (ranks - 1),
-                    "whole gradients wait for the last micro-batch, and travel once":
+                    "whole gradients are sent once, after the last micro-batch":
                         lambda nbytes, ranks, stage, pieces:
                         sent_bytes(nbytes, ranks, max(stage, 2), pieces),
                     "ZeRO 2 and 3 send in every micro-batch": lambda nbytes, ranks, stage, pieces:
@@ -431,13 +431,13 @@ def sent_bytes(nbytes: float, ranks: int, stage: int, micro_batches: int) -> flo
 @exercise("14.rows", (4, 2, 1), (5, 2, 1), (5, 4, 2), (5, 4, 3), (2, 4, 3),
           draw=lambda r: (r.randint(1, 40), (ranks := r.randint(1, 9)), r.randrange(ranks)),
           minutes=5,
-          mistakes={"each gets as many as the first, rounded up: none are left over":
+          mistakes={"round the rows of a part up, so that no rows are left over":
                         lambda rows, ranks, rank:
                         (rank * (rows // ranks), (rank + 1) * (rows // ranks)),
-                    "there may be fewer rows than ranks: nobody has rows beyond the last":
+                    "there may be fewer rows than ranks: no part goes beyond the last row":
                         lambda rows, ranks, rank: (rank * math.ceil(rows / ranks),
                                                    (rank + 1) * math.ceil(rows / ranks)),
-                    "one more for the first ones is another cut: all but the last have as many":
+                    "do not give the first parts one row more: all parts but the last ones are equal":
                         lambda rows, ranks, rank:
                         tuple(one * (rows // ranks) + min(one, rows % ranks)
                               for one in (rank, rank + 1))})
@@ -468,9 +468,10 @@ def _until_full(sizes: list[int], most: int) -> list[list[int]]:
 @exercise("14.buckets", ([4], 8), ([4, 3, 2], 5), ([1, 20, 1], 8), ([1, 2, 3, 4, 5], 6),
           draw=lambda r: ([r.randint(1, 9) for _ in range(r.randint(1, 12))], r.randint(1, 20)),
           minutes=8, stars=2,
-          mistakes={"backward has the last parameters' gradients first": _in_order,
-                    "a bucket holds `most` at most, unless one alone is larger": _until_full,
-                    "that is a message for each parameter":
+          mistakes={"backward computes the last parameters' gradients first": _in_order,
+                    "a bucket holds at most `most`, unless a single gradient is larger":
+                        _until_full,
+                    "that is one message per parameter: fill buckets":
                         lambda sizes, most: [[size] for size in sizes[::-1]]})
 def buckets(sizes: list[int], most: int) -> list[list[int]]:
     found: list[list[int]] = []
@@ -497,11 +498,11 @@ def _clip_own(parts: list[list[Tensor]], most: float) -> list[float]:
 @exercise("14.clip", ([[torch.tensor([3.0])], [torch.tensor([4.0])]], 1.0),
           ([[torch.tensor([0.3])], [torch.tensor([0.4])]], 1.0),
           draw=_parts, tolerance=1e-4, stars=2, minutes=8,
-          mistakes={"one norm over all ranks: theirs are parts of the same gradient": _clip_own,
-                    "squares add up, norms do not": lambda parts, most:
+          mistakes={"take one norm over all ranks: they hold parts of the same gradient": _clip_own,
+                    "add up the squares, not the norms": lambda parts, most:
                         [min(1.0, most / max(sum(g.norm().item() for one in parts for g in one),
                                              1e-30))] * len(parts),
-                    "a short gradient stays as it is": lambda parts, most:
+                    "a gradient shorter than `most` stays as it is": lambda parts, most:
                         [most / max(math.sqrt(sum(g.square().sum().item() for one in parts
                                                   for g in one)), 1e-30)] * len(parts)})
 def clip_factors(parts: list[list[Tensor]], most: float) -> list[float]:
@@ -543,8 +544,8 @@ def _not_spread(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
           (torch.tensor([[1.0, 1.0]] * 2), torch.tensor([[1.0, 0.0], [3.0, 2.0]]),
            torch.zeros(2, 1), 1.0),
           draw=_step, tolerance=1e-5, stars=3, minutes=15,
-          mistakes={"the ranks' mean, not their sum": _of_the_sum,
-                    "the other ranks have seen other sequences: their gradients count, too":
+          mistakes={"take the mean over the ranks, not the sum": _of_the_sum,
+                    "the gradients of the other ranks count, too: they saw other sequences":
                         _of_own_gradient,
                     "each rank updates its own part": _of_the_first_part,
                     "the other ranks have parts of the new weights that this one needs":

@@ -123,8 +123,8 @@ def _others_in_bf16(shapes: list[tuple[int, int]], cast: list[bool], ranks: int)
           mistakes={"a rank does not send its own part to itself":
                         lambda shapes, cast, ranks: gathered_bytes(shapes, cast, ranks)
                         * ranks / (ranks - 1),
-                    "what is not cast travels as it rests, in float32": _others_in_bf16,
-                    "parts of one message are of one size: rows are rounded up": _unpadded})
+                    "parameters that are not cast travel in float32": _others_in_bf16,
+                    "all parts of a message have the same size: round rows up": _unpadded})
 def gathered_bytes(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
     whole = 0
     for (rows, columns), eight_bits in zip(shapes, cast):
@@ -135,11 +135,11 @@ def gathered_bytes(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) 
 @exercise("15.interval", (50.0, 100.0, 1), (60.0, 1e6, 100), (60.0, 1.825e8, 16_384),
           draw=lambda r: (10 ** r.uniform(0, 3), 10 ** r.uniform(5, 9), r.randint(1, 20_000)),
           minutes=6, stars=2,
-          mistakes={"each of them may fail: all together do so `devices` times as often":
+          mistakes={"any device may fail: `devices` of them fail `devices` times as often":
                         lambda save, apart, devices: math.sqrt(2 * save * apart),
                     "a failure costs half an interval on average":
                         lambda save, apart, devices: math.sqrt(save * apart / devices),
-                    "that is how often they fail":
+                    "that is the time between failures, not the best interval":
                         lambda save, apart, devices: apart / devices})
 def interval(save_seconds: float, apart_seconds: float, devices: int) -> float:
     # of each second save / t is spent on saving, and t / 2 / (apart / devices) lost: least in t
@@ -162,9 +162,9 @@ def _from_its_first(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[
 @exercise("15.pieces", (4, 2, 1, 0), (4, 1, 2, 1), (5, 2, 3, 1),
           draw=lambda r: (r.randint(1, 40), r.randint(1, 6), (reads := r.randint(1, 6)),
                           r.randrange(reads)), minutes=10, stars=2,
-          mistakes={"leave out files that have nothing for it": _of_every_file,
+          mistakes={"leave out files that have no rows for this rank": _of_every_file,
                     "rows count from the parameter's first, not from the file's": _from_its_first,
-                    "that is the whole of each file; only the rows of this rank are asked for":
+                    "return only the rows of this rank, not the whole file":
                         lambda rows, wrote, reads, rank:
                         [(writer, *rows_of_rank(rows, wrote, writer))
                          for writer, *_ in pieces(rows, wrote, reads, rank)]})
@@ -212,9 +212,11 @@ def _signed(rows, rank, ranks, all_reduce_max, all_gather_bytes):
           (torch.tensor([[1.0, 0.3], [-7.0, 0.5]]),),
           draw=lambda r: (normal(r, WORLD, r.randint(1, 9)) * normal(r, WORLD, 1).exp(),),
           stars=3, minutes=12,
-          mistakes={"one scale for all: the largest magnitude may be another rank's": _own_scale,
-                    "what arrives has been divided by the scale": _never_scaled_back,
-                    "E4M3 reaches to 448: that is where the largest magnitude goes": _up_to_one,
+          mistakes={"all ranks need one scale: another rank may have the largest magnitude":
+                        _own_scale,
+                    "the values that arrive are divided by the scale: multiply them by it":
+                        _never_scaled_back,
+                    "E4M3 reaches 448: map the largest magnitude to 448": _up_to_one,
                     "a magnitude has no sign": _signed})
 def eight_bit_gather(rows: Tensor, rank: int, ranks: int,
                      all_reduce_max: Callable[[Tensor], Tensor],

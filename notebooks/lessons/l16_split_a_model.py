@@ -386,8 +386,8 @@ def _other_way(rank: int, ranks: int, step: int) -> list[tuple[int, int]]:
                           r.randrange(ranks)),
           minutes=8, stars=2,
           mistakes={"a rank has one early chunk and one late one": _in_order,
-                    "what has gone s times to the next rank comes from rank r - s": _other_way,
-                    "a query does not see keys to come: those pairs are left out":
+                    "after s steps, rank r holds the keys of rank r - s": _other_way,
+                    "leave out pairs whose keys come after the queries":
                         lambda rank, ranks, step: [
                             (a, b) for a in (rank, 2 * ranks - 1 - rank)
                             for b in ((rank - step) % ranks, 2 * ranks - 1
@@ -406,9 +406,9 @@ def _drawn_rows(r: Random) -> tuple[Tensor, int, int]:
 @exercise("16.gate_up", (torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 0, 2),
           (torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 1, 2), draw=_drawn_rows, tolerance=0,
           minutes=5,
-          mistakes={"gate and up are each cut: cut in the middle, some ranks have gates alone":
+          mistakes={"cut gate and up separately: a cut in the middle gives some ranks only gates":
                         lambda w, rank, ranks: w.chunk(ranks)[rank],
-                    "the gate's rows come first, as the layer takes them apart":
+                    "the gate's rows come first, because the layer splits them in this order":
                         lambda w, rank, ranks: torch.cat(
                             [w.chunk(2)[1].chunk(ranks)[rank], w.chunk(2)[0].chunk(ranks)[rank]])})
 def gate_up_rows(w: Tensor, rank: int, ranks: int) -> Tensor:
@@ -447,9 +447,9 @@ def _everybodys_target(logits, target, rank, ranks, all_reduce_max, all_gather):
                (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 2),
                (torch.arange(16.0).view(WORLD, 8), 9), most_sent=4,
                draw=_logits, tolerance=1e-5, stars=3, minutes=15,
-               mistakes={"exponentials of different ranks add up when all subtract the same "
-                         "maximum": _own_maximum,
-                         "the sum of exponentials goes over all ranks": _own_vocabulary,
+               mistakes={"all ranks must subtract the same maximum before their exponentials add up":
+                             _own_maximum,
+                         "sum the exponentials over all ranks": _own_vocabulary,
                          "one rank alone has the target's logit; the others add zero":
                              _everybodys_target})
 def nats(logits: Tensor, target: int, rank: int, ranks: int,

@@ -440,9 +440,9 @@ exercise = adding_to(EXERCISES)
 
 @exercise("17.bubble", (2, 1, 1), (4, 8, 1), (4, 8, 2), minutes=4,
           draw=lambda r: (r.randint(1, 64), r.randint(1, 128), r.randint(1, 8)),
-          mistakes={"the share of the update, to which the bubble belongs":
+          mistakes={"divide by the update, which includes the bubble":
                         lambda ranks, micro_batches, chunks: (ranks - 1) / (micro_batches * chunks),
-                    "a chunk is a part of a rank's layers: so is what one waits for":
+                    "a chunk has only a part of a rank's layers, so each wait is shorter":
                         lambda ranks, micro_batches, chunks:
                         (ranks - 1) / (micro_batches + ranks - 1)})
 def bubble(ranks: int, micro_batches: int, chunks: int) -> float:
@@ -455,8 +455,8 @@ def _gpipe(rank: int, ranks: int, micro_batches: int) -> list[str]:
 
 @exercise("17.order", (0, 1, 1), (1, 2, 3), (0, 2, 3), (0, 4, 2), minutes=8, stars=2,
           draw=lambda r: ((rank := r.randint(0, 5)), rank + r.randint(1, 4), r.randint(1, 9)),
-          mistakes={"that is GPipe: here a backward comes as soon as it can": _gpipe,
-                    "a rank can begin as many forwards as there are ranks after it, and one more":
+          mistakes={"that is GPipe: in 1F1B a backward runs as soon as it can": _gpipe,
+                    "a rank begins with one forward more than there are ranks after it":
                         lambda rank, ranks, micro_batches: one_f_one_b(0, ranks, micro_batches)})
 def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[str]:
     first = min(ranks - rank, micro_batches)

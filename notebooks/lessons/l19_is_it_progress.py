@@ -111,7 +111,7 @@ def replayed(path: Path | str) -> dict[str, Any]:
 def verdict_figure(found: Mapping[str, Any]) -> dict:
     """The plotly spec of what a claim found, in percent of the loss: gains with their intervals and
     the pairs that they are the mean of, once more at equal seconds and FLOPs where that was run,
-    and what could not have been seen. A gain is that of the arm named first."""
+    and what could not have been detected. A gain is that of the arm named first."""
     rows, pairs = {}, []
     for one in found["verdicts"]:
         arms = one["arm"], one["against"]
@@ -220,9 +220,10 @@ exercise = adding_to(EXERCISES)
 
 @exercise("19.false_share", (0.0, 0.01, 1), (0.005, 0.01, 1), (0.01, 0.01, 3), minutes=5,
           draw=lambda r: (r.uniform(0, 0.01), r.uniform(0.008, 0.02), r.randint(1, 8)),
-          mistakes={"both arms' means vary": lambda bar, sigma, n: NormalDist(
+          mistakes={"the means of both arms vary": lambda bar, sigma, n: NormalDist(
                         0, sigma / math.sqrt(n)).cdf(-bar),
-                    "what looks worse is not kept": lambda bar, sigma, n: 2 * NormalDist(
+                    "count one side only: a worse result is not kept":
+                        lambda bar, sigma, n: 2 * NormalDist(
                         0, sigma * math.sqrt(2 / n)).cdf(-bar)})
 def false_share(bar: float, sigma: float, n: int) -> float:
     return NormalDist(0, sigma * math.sqrt(2 / n)).cdf(-bar)
@@ -230,8 +231,9 @@ def false_share(bar: float, sigma: float, n: int) -> float:
 
 @exercise("19.seeds", (0.01, 0.01), (0.005, 0.0048), minutes=6, stars=2,
           draw=lambda r: (r.uniform(0.002, 0.02), r.uniform(0.003, 0.02)),
-          mistakes={"both arms vary": lambda effect, sigma: math.ceil((2.8015852 * sigma / effect) ** 2),
-                    "half of such gains would be missed": lambda effect, sigma: math.ceil(
+          mistakes={"both arms vary":
+                        lambda effect, sigma: math.ceil((2.8015852 * sigma / effect) ** 2),
+                    "such a test would miss half of these gains": lambda effect, sigma: math.ceil(
                         2 * (1.959964 * sigma / effect) ** 2)})
 def seeds(effect: float, sigma: float) -> int:
     z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
@@ -245,9 +247,9 @@ def _flips(gains: Sequence[int]) -> list[int]:
 
 @exercise("19.sign_flip", ([1],), ([3, 1, -2],), ([5, 4, 4, 6, 5],), minutes=8, stars=2, drawn=60,
           draw=lambda r: ([r.randint(-4, 6) for _ in range(r.randint(1, 7))],),
-          mistakes={"a loss would have been a difference, too": lambda gains: fmean(
+          mistakes={"test both sides: a loss would also be a difference": lambda gains: fmean(
                         one >= sum(gains) for one in _flips(gains)),
-                    "what was seen is one of the ways": lambda gains: fmean(
+                    "count the observed signs as one of the choices": lambda gains: fmean(
                         abs(one) > abs(sum(gains)) for one in _flips(gains))})
 def sign_flip(gains: Sequence[int]) -> float:
     seen, as_far, ways = abs(sum(gains)), 0, 2 ** len(gains)

@@ -52,7 +52,7 @@ from lpkit.timing import Watch
 
 # ---- The study
 
-ON_A_GPU = "on a GPU each of both is one pass, and a small batch may feel it"
+ON_A_GPU = "on a GPU both rules are one pass, and with a small batch the difference may show"
 
 # how a rule's state may be stored between updates
 FORMS = {"float32": {}, "8 bits": {"memory.moment_format": "int8"},
@@ -325,7 +325,7 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float, d
                                                r.uniform(0.01, 0.2), r.uniform(0, 0.5))),
           mistakes={"both means begin at 0: divide them by 1 - beta^update":
                         lambda *case: _adamw(*case, corrected=False),
-                    "the decay scales the weight, and is no part of the gradient":
+                    "the decay scales the weight; do not add it to the gradient":
                         lambda *case: _adamw(*case, coupled=True),
                     "the decay is a share of lr":
                         lambda *case: _adamw(*case, by_lr=False)})
@@ -345,12 +345,12 @@ def _lion(w: Tensor, m: Tensor, direction: Tensor, lr: float,
 @exercise("20.lion", (torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2), 0.1, 0.0),
           (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.tensor([[-0.05, 0.5]]), 0.1, 0.5),
           minutes=5, draw=lambda r: (*_case(r), r.uniform(0.01, 0.2), r.uniform(0, 0.5)),
-          mistakes={"the direction has a beta of its own, 0.9": lambda w, g, m, lr, decay: _lion(
+          mistakes={"the direction has its own beta, 0.9": lambda w, g, m, lr, decay: _lion(
                         w, 0.99 * m + 0.01 * g, (0.99 * m + 0.01 * g).sign(), lr, decay),
-                    "the momentum that stays has a beta of its own, 0.99":
+                    "the momentum that is kept has its own beta, 0.99":
                         lambda w, g, m, lr, decay: _lion(
                             w, 0.9 * m + 0.1 * g, (0.9 * m + 0.1 * g).sign(), lr, decay),
-                    "the direction is a sign": lambda w, g, m, lr, decay: _lion(
+                    "take the sign of the direction": lambda w, g, m, lr, decay: _lion(
                         w, 0.99 * m + 0.01 * g, 0.9 * m + 0.1 * g, lr, decay)})
 def lion(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float) -> tuple[Tensor, Tensor]:
     direction = torch.sign(0.9 * m + 0.1 * g)
@@ -362,7 +362,7 @@ def lion(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float) -> tuple[Tens
           minutes=8, stars=2,
           draw=lambda r: ((g := normal(r, r.randint(1, 4), r.randint(1, 5)))[:, 0].square() + 0.1,
                           g[0].square() + 0.1, g, r.uniform(0.1, 1)),
-          mistakes={"both sums hold the size of the gradient: divide by their mean, once":
+          mistakes={"both means contain the gradient's size: divide once by their mean":
                         lambda rows, columns, g, share: (
                             rows + share * ((g**2).mean(1) - rows),
                             columns + share * ((g**2).mean(0) - columns),

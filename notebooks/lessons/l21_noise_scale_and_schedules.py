@@ -485,9 +485,10 @@ def _norms(r: Random) -> tuple[float, float, int, int]:
 
 @exercise("21.noise_scale", (2.0, 1.5, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6,
           stars=2, draw=_norms,
-          mistakes={"the large batch's squared norm has noise, too": lambda small, large, b, B: (
+          mistakes={"the large batch's squared norm contains noise, too":
+                        lambda small, large, b, B: (
                         (small - large) / (1 / b - 1 / B) / large),
-                    "divide by the signal": lambda small, large, b, B: (
+                    "divide the noise by the signal": lambda small, large, b, B: (
                         (B * large - b * small) / (B - b) / ((small - large) / (1 / b - 1 / B)))})
 def noise_scale_of(small: float, large: float, b: int, B: int) -> float:
     signal = (B * large - b * small) / (B - b)
@@ -506,9 +507,10 @@ def price(batch: float, scale: float) -> tuple[float, float]:
 @exercise("21.adam_at", (0.001, 0.9, 0.95, 4.0), (0.004, 0.9, 0.99, 0.25), minutes=5,
           draw=lambda r: (r.uniform(1e-4, 1e-2), r.uniform(0.85, 0.95), r.uniform(0.9, 0.999),
                           r.choice([0.25, 0.5, 2.0, 4.0])),
-          mistakes={"that is the rule of SGD": lambda lr, beta1, beta2, k: (
+          mistakes={"that is SGD's rule: Adam takes the root": lambda lr, beta1, beta2, k: (
                         k * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)),
-                    "the moments average over more sequences now": lambda lr, beta1, beta2, k: (
+                    "with larger batches the moments average over more sequences":
+                        lambda lr, beta1, beta2, k: (
                         math.sqrt(k) * lr, beta1, beta2)})
 def adam_at(lr: float, beta1: float, beta2: float, k: float) -> tuple[float, float, float]:
     return math.sqrt(k) * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)

@@ -190,10 +190,10 @@ def _values(r: Random) -> tuple[Tensor]:
           (normal(Random(1), 512, 1),), draw=_values, tolerance=1e-5, minutes=5,
           # no (T, T) matrix, not even of bytes
           most_bytes=lambda v: max(v.shape[-2] ** 2, 1 << 14),
-          mistakes={"each sum is divided by how many tokens it has": lambda v: v.cumsum(-2),
-                    "a token sees itself and the past, and no token to come":
+          mistakes={"divide each sum by its number of tokens": lambda v: v.cumsum(-2),
+                    "a token sees itself and the past, but no later token":
                         lambda v: v.mean(-2, keepdim=True).expand_as(v),
-                    "divide by the count at each place, and not by all":
+                    "divide by the number of tokens up to this one, not by all tokens":
                         lambda v: v.cumsum(-2) / v.shape[-2]})
 def running_mean(v: Tensor) -> Tensor:
     counts = torch.arange(1, v.shape[-2] + 1)[:, None]
@@ -205,9 +205,11 @@ def _branches(r: Random) -> tuple[int, int, float]:
 
 
 @exercise("22.scale", (1, 2, 1.0), (8, 2, 1.0), (72, 1, 0.5), draw=_branches, minutes=6, stars=2,
-          mistakes={"variances add up, and not deviations": lambda L, n, v: 1 / (L * n * v),
-                    "each layer has so many branches": lambda L, n, v: 1 / math.sqrt(L * v),
-                    "a branch has a variance of its own": lambda L, n, v: 1 / math.sqrt(L * n)})
+          mistakes={"variances add up; standard deviations do not": lambda L, n, v: 1 / (L * n * v),
+                    "each layer has several branches: count them all":
+                        lambda L, n, v: 1 / math.sqrt(L * v),
+                    "the factor depends on the variance of a branch":
+                        lambda L, n, v: 1 / math.sqrt(L * n)})
 def branch_scale(layers: int, branches: int, variance: float) -> float:
     return 1 / math.sqrt(layers * branches * variance)
 
@@ -225,9 +227,10 @@ def _zero_q(w: Tensor, heads: int, part: int) -> Tensor:
 
 @exercise("22.identity", (torch.arange(1.0, 5.0)[:, None], 1), (torch.arange(1.0, 9.0)[:, None], 2),
           draw=_qk, minutes=6, stars=2,
-          mistakes={"heads take turns: q and k of the first, then of the second": lambda w, heads: torch.cat(
+          mistakes={"heads take turns: q and k of the first head, then q and k of the second":
+                        lambda w, heads: torch.cat(
                         (torch.zeros_like(w[:len(w) // 2]), w[len(w) // 2:])),
-                    "queries, and not keys, so that keys still learn":
+                    "set the queries to 0, not the keys":
                         lambda w, heads: _zero_q(w, heads, 1),
                     "keys stay as they are": lambda w, heads: torch.zeros_like(w)})
 def zero_queries(w: Tensor, heads: int) -> Tensor:
@@ -246,8 +249,9 @@ def _past(G: Tensor) -> Tensor:
 
 @exercise("22.gram", (torch.eye(2), 1.0), (torch.tensor([[4.0, 0.0], [0.0, 1.0]]), 0.5), draw=_gram,
           tolerance=1e-5, minutes=10, stars=3,
-          mistakes={"the norm makes every diagonal 1": lambda G, a: G + a * _past(G) @ G @ _past(G).mT,
-                    "both sides are averaged": lambda G, a: G + a * _past(G) @ (
+          mistakes={"the norm sets the diagonal to 1":
+                        lambda G, a: G + a * _past(G) @ G @ _past(G).mT,
+                    "average over both sides: A K Aᵀ": lambda G, a: G + a * _past(G) @ (
                         G / (G.diag()[:, None] * G.diag()).sqrt()),
                     "the skip stays": lambda G, a: a * _past(G) @ (
                         G / (G.diag()[:, None] * G.diag()).sqrt()) @ _past(G).mT})

@@ -425,11 +425,14 @@ exercise = adding_to(EXERCISES)
 
 @exercise("23.probabilities", (1, 0.5), (4, 0.5), (3, 0.2), minutes=4,
           draw=lambda r: (r.randint(1, 24), r.uniform(0.0, 0.9)),
-          mistakes={"the first layer is the first of them, and not the 0th": lambda layers, rate: [
+          mistakes={"count layers from 1: the first layer is sometimes left out, too":
+                        lambda layers, rate: [
                         1 - rate * layer / layers for layer in range(layers)],
-                    "asked is the probability to be kept": lambda layers, rate: [
+                    "return the probability to be kept, not the probability to be left out":
+                        lambda layers, rate: [
                         rate * (layer + 1) / layers for layer in range(layers)],
-                    "it falls with depth, linearly": lambda layers, rate: [1 - rate] * layers})
+                    "the probability falls linearly with depth":
+                        lambda layers, rate: [1 - rate] * layers})
 def probabilities(layers: int, rate: float) -> list[float]:
     return [1 - rate * layer / layers for layer in range(1, layers + 1)]
 
@@ -437,7 +440,7 @@ def probabilities(layers: int, rate: float) -> list[float]:
 @exercise("23.area", (1, 1, 0.5, 1.0), (12, 1, 0.5, 0.1), (12, 100, 0.5, 0.1), minutes=7, stars=2,
           draw=lambda r: (r.randint(1, 24), r.randint(1, 60), r.uniform(0.1, 0.9),
                           r.uniform(0.01, 2.0)),
-          mistakes={"updates are counted, so it is a sum and no integral":
+          mistakes={"updates are discrete: take a sum, not an integral":
                         lambda layers, steps, theta, gamma: 1 - (1 - theta) * (layers + 1) / (
                             2 * layers) * (1 - (1 - math.exp(-gamma * steps)) / gamma / steps),
                     "only the last layer falls to theta":
@@ -464,9 +467,10 @@ def _tokens(r: Random) -> tuple[Tensor, Tensor, Tensor]:
           minutes=6, stars=2, drawn=60, draw=_tokens,
           mistakes={"the others pass unchanged": lambda x, w, kept: torch.zeros_like(x).index_copy(
                         0, kept, _mixed(x[kept], w)),
-                    "the mean is of those that the layer sees": lambda x, w, kept: x.index_copy(
+                    "take the mean only of tokens that the layer sees":
+                        lambda x, w, kept: x.index_copy(
                         0, kept, _mixed(x, w)[kept]),
-                    "they go back to where they were": lambda x, w, kept: torch.cat((
+                    "put the tokens back at their old positions": lambda x, w, kept: torch.cat((
                         _mixed(x[kept], w), x[len(kept):]))})
 def some_tokens(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
     some = x.index_select(0, kept)
@@ -487,14 +491,16 @@ def _neuron(r: Random) -> tuple[Tensor, Tensor, Tensor, int]:
 @exercise("23.split", (torch.ones(1, 1), torch.ones(1), torch.ones(1, 1), 0),
           (torch.arange(6.0).reshape(3, 2), torch.tensor([0.0, 1.0, -1.0]),
            torch.arange(6.0).reshape(2, 3), 1), minutes=6, stars=2, drawn=60, draw=_neuron,
-          mistakes={"both halves together say what the one said": lambda up, bias, down, i: (
+          mistakes={"both halves together must add up to the old neuron":
+                        lambda up, bias, down, i: (
                         torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])),
                         torch.cat((down, down[:, i:i + 1]), 1)),
-                    "GELU is not linear: what comes in stays": lambda up, bias, down, i: (
+                    "GELU is not linear: keep the incoming weights as they are":
+                        lambda up, bias, down, i: (
                         torch.cat((_halved(up, i), up[i:i + 1] / 2)),
                         torch.cat((_halved(bias, i), bias[i:i + 1] / 2)),
                         torch.cat((down, down[:, i:i + 1]), 1)),
-                    "the first of the two is halved, too": lambda up, bias, down, i: (
+                    "halve the outgoing weights of both neurons": lambda up, bias, down, i: (
                         torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])),
                         torch.cat((down, down[:, i:i + 1] / 2), 1))})
 def split(up: Tensor, bias: Tensor, down: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:

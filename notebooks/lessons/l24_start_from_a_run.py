@@ -342,11 +342,11 @@ def _pair(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
           (torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1), 3.0),
           (torch.ones(2, 3), torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]),
            torch.tensor([[1.0, 0.0], [0.0, -1.0]]), 16.0), minutes=4, draw=_pair,
-          mistakes={"the product counts alpha over the rank":
+          mistakes={"multiply the product by alpha over the rank":
                         lambda w, A, B, alpha: w + alpha * B @ A,
-                    "the rank is how many rows A has": lambda w, A, B, alpha: (
+                    "the rank is the number of rows of A": lambda w, A, B, alpha: (
                         w + alpha / A.shape[1] * B @ A),
-                    "W stays: the product is added": lambda w, A, B, alpha: alpha / len(A) * B @ A})
+                    "add the product to W": lambda w, A, B, alpha: alpha / len(A) * B @ A})
 def merged(w: Tensor, A: Tensor, B: Tensor, alpha: float) -> Tensor:
     return w + alpha / A.shape[0] * (B @ A)
 
@@ -355,9 +355,9 @@ def merged(w: Tensor, A: Tensor, B: Tensor, alpha: float) -> Tensor:
           minutes=4, drawn=60,
           draw=lambda r: ([torch.zeros(r.randint(1, 9), r.randint(1, 9))
                            for _ in range(r.randint(1, 5))], r.randint(1, 8)),
-          mistakes={"of each matrix only A and B are trained": lambda weights, rank: sum(
+          mistakes={"only A and B are trained, not the matrix itself": lambda weights, rank: sum(
                         w.numel() for w in weights),
-                    "A has the rank times the inputs, B the rank times the outputs":
+                    "A has rank times inputs numbers, B has rank times outputs":
                         lambda weights, rank: 2 * rank * sum(w.shape[1] for w in weights)})
 def trained(weights: list[Tensor], rank: int) -> int:
     return sum(rank * (w.shape[0] + w.shape[1]) for w in weights)
@@ -385,9 +385,9 @@ def _with_values(r: Random) -> tuple[Tensor, int]:
 
 @exercise("24.pissa", (torch.tensor([[2.0]]), 1), (torch.tensor([[3.0, 0.0], [0.0, 1.0]]), 1),
           minutes=6, stars=2, drawn=60, draw=_with_values,
-          mistakes={"the largest singular directions, which come first": lambda w, rank: (
+          mistakes={"take the largest singular directions, which come first": lambda w, rank: (
                         (rest := _part(w, min(w.shape) - rank)), w - rest),
-                    "the product is returned second, what stays frozen first":
+                    "return the frozen rest first and the product second":
                         lambda w, rank: (_part(w, rank), w - _part(w, rank))})
 def pissa(w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     U, S, Vh = torch.linalg.svd(w, full_matrices=False)
@@ -407,9 +407,9 @@ def _by_head(r: Random) -> tuple[Tensor, int]:
 
 @exercise("24.c_attn", (torch.arange(6.0).reshape(6, 1), 2),
           (torch.arange(24.0).reshape(12, 2), 2), minutes=7, stars=2, drawn=60, draw=_by_head,
-          mistakes={"queries of all heads first, then keys, then values":
+          mistakes={"order the rows: queries of all heads, then keys, then values":
                         lambda qkv, heads: qkv.mT,
-                    "it lies transposed: (in, out)": lambda qkv, heads: (
+                    "c_attn is transposed: (in, out)": lambda qkv, heads: (
                         qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2))})
 def c_attn(qkv: Tensor, heads: int) -> Tensor:
     return qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT

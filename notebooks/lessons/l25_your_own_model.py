@@ -345,9 +345,9 @@ TIED = torch.zeros(5, 3)
 
 @exercise("25.distinct", ([torch.zeros(2, 3)],), ([TIED, torch.zeros(3, 3), TIED],), minutes=4,
           draw=lambda r: (_weights(r),), drawn=60, tolerance=0.0,
-          mistakes={"a tensor that two modules share is stored once": lambda weights: sum(
+          mistakes={"count a tensor that two modules share only once": lambda weights: sum(
                         w.numel() for w in weights),
-                    "two tensors of one shape are two tensors": lambda weights: sum(
+                    "count two tensors with the same shape twice": lambda weights: sum(
                         a * b for a, b in {tuple(w.shape) for w in weights})})
 def distinct(weights: list[Tensor]) -> int:
     return sum(w.numel() for w in {id(w): w for w in weights}.values())
@@ -358,7 +358,7 @@ def distinct(weights: list[Tensor]) -> int:
                           r.choice((16, 32))),
           mistakes={"y sums over K, dx over N, dw over M": lambda M, N, K, block: [
                         name for name, side in (("y", N), ("dx", K), ("dw", M)) if side % block],
-                    "dw is a product, too: it sums over the tokens": lambda M, N, K, block: [
+                    "check dw, too: it sums over the tokens": lambda M, N, K, block: [
                         name for name, side in (("y", K), ("dx", N)) if side % block]})
 def untiled(M: int, N: int, K: int, block: int) -> list[str]:
     return [name for name, side in (("y", K), ("dx", N), ("dw", M)) if side % block]
@@ -382,10 +382,11 @@ def _operand(r: Random) -> Tensor:
 @exercise("25.input_db", (torch.tensor([[1.0, 0.3, -0.55]]),),
           (torch.tensor([[1.0, 0.3, -0.55], [100.0, 30.3, -55.1]]),), minutes=6, stars=2, drawn=60,
           draw=lambda r: (_operand(r),), tolerance=1e-3,
-          mistakes={"each row has a scale of its own": lambda x: _db(x, x.abs().amax()),
-                    "sums over the whole tensor, then one ratio: no mean of the rows' dB":
+          mistakes={"each row has its own scale": lambda x: _db(x, x.abs().amax()),
+                    "take one ratio of sums over the whole tensor, not a mean of the rows' dB":
                         lambda x: sum(_db(row[None], row.abs().amax()) for row in x) / len(x),
-                    "energies take 10 log10, magnitudes 20": lambda x: 2 * input_db(x)})
+                    "use 10 log10 for energies; 20 log10 is for magnitudes":
+                        lambda x: 2 * input_db(x)})
 def input_db(x: Tensor) -> float:
     return _db(x, x.abs().amax(1, keepdim=True))
 
@@ -393,13 +394,13 @@ def input_db(x: Tensor) -> float:
 @exercise("25.speedup", (10.0, 5.0, 1.0, 2.0), (1.0, 9.0, 1.0, 1.6), minutes=5,
           draw=lambda r: (r.uniform(0.1, 20), r.uniform(0.1, 20), r.uniform(0, 3),
                           r.uniform(1.1, 4)),
-          mistakes={"products alone are faster; the rest of the step stays":
+          mistakes={"only the products are faster; the rest of the step stays":
                         lambda products, rest, casts, times: (products + rest) / (
                             (products + rest) / times + casts),
-                    "casts are seconds that bf16 does not have":
+                    "the casts add seconds to the FP8 step only":
                         lambda products, rest, casts, times: (products + rest) / (
                             products / times + rest),
-                    "bf16's seconds over FP8's": lambda products, rest, casts, times: (
+                    "divide bf16's seconds by FP8's": lambda products, rest, casts, times: (
                         products / times + rest + casts) / (products + rest)})
 def speedup(products: float, rest: float, casts: float, times: float) -> float:
     return (products + rest) / (products / times + rest + casts)

@@ -247,9 +247,9 @@ def _step(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float, *, nesterov:
           draw=lambda r: (*(normal(r, *shape, size=size) for shape in [
               (r.randint(1, 6), r.randint(1, 6))] for size in (0.5, 1.0, 0.3)),
               r.uniform(0.01, 0.2), r.uniform(0, 0.5)),
-          mistakes={"the direction is the gradient, moved towards the new momentum":
+          mistakes={"take the gradient, moved towards the new momentum, as the direction":
                         lambda *case: _step(*case, nesterov=False),
-                    "a matrix with more rows than columns moves further":
+                    "a matrix with more rows than columns takes a larger step":
                         lambda *case: _step(*case, tall=False),
                     "the decay is a share of lr": lambda *case: _step(*case, by_lr=False),
                     "five steps": lambda *case: _step(*case, steps=1)})
@@ -269,7 +269,7 @@ def muon_step(w: Tensor, g: Tensor, m: Tensor, lr: float,
           minutes=5, drawn=60,
           draw=lambda r: ([torch.zeros(r.randint(1, 9), r.randint(1, 9))
                            for _ in range(r.randint(1, 4))], r.randint(10, 1000)),
-          mistakes={"the gram is the smaller of both": lambda weights, tokens: sum(
+          mistakes={"use the smaller of the two Gram matrices": lambda weights, tokens: sum(
                         5 * (4 * w.shape[0]**2 * w.shape[1] + 2 * w.shape[0]**3) for w in weights)
                         / (6 * tokens * sum(w.numel() for w in weights)),
                     "five steps": lambda weights, tokens: sum(

@@ -193,7 +193,7 @@ exercise = adding_to(EXERCISES)
                           r.choice([64, 128, 512]), r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
           mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: (
                         lr * base / width),
-                    "the head has a width of inputs, too": lambda kind, width, base, lr: (
+                    "the head's inputs grow with the width, too": lambda kind, width, base, lr: (
                         lr * base / width if kind == "hidden" else lr)})
 def mup_rate(kind: str, width: int, base: int, lr: float) -> float:
     return lr * base / width if kind in ("hidden", "head") else lr
@@ -208,11 +208,12 @@ def _points(r: Random) -> tuple[list[float], list[float]]:
 @exercise("27.power", ([1.0, 2.0], [3.0, 6.0]), ([64.0, 256.0], [2.0, 4.0]),
           ([1.0, 2.0, 4.0], [1.0, 1.0, 4.0]), ([32.0, 64.0, 256.0], [1.0, 4.0, 2.0]), minutes=5,
           draw=_points,
-          mistakes={"both axes are logarithms": lambda widths, changes: (
+          mistakes={"take the logarithm on both axes": lambda widths, changes: (
                         linear_regression(widths, changes).slope),
-                    "all points count, and not the ends alone": lambda widths, changes: (
+                    "fit all points, not only the two ends": lambda widths, changes: (
                         math.log(changes[-1] / changes[0]) / math.log(widths[-1] / widths[0])),
-                    "the power of the width, and not of the change": lambda widths, changes: (
+                    "return the power of the width: the slope is change over width":
+                        lambda widths, changes: (
                         slope(changes, widths))})
 def power(widths: list[float], changes: list[float]) -> float:
     x = [math.log(width) for width in widths]

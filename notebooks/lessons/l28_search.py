@@ -197,10 +197,11 @@ def _chances(r: Random) -> tuple[float, float]:
 
 
 @exercise("28.trials", (0.5, 0.5), (0.5, 0.9), (0.05, 0.95), (0.1, 0.95), minutes=4, draw=_chances,
-          mistakes={"all miss with the probability (1 - q)^n": lambda q, p: math.ceil(p / q),
-                    "at least p: round up": lambda q, p: math.floor(
+          mistakes={"all n trials miss with the probability (1 - q)^n":
+                        lambda q, p: math.ceil(p / q),
+                    "the probability must be at least p: round up": lambda q, p: math.floor(
                         math.log(1 - p) / math.log(1 - q)),
-                    "1 - p is the probability that all miss": lambda q, p: math.ceil(
+                    "all trials may miss with the probability 1 - p, not p": lambda q, p: math.ceil(
                         math.log(p) / math.log(1 - q))})
 def trials_needed(q: float, p: float) -> int:
     return math.ceil(math.log(1 - p) / math.log(1 - q))
@@ -208,11 +209,11 @@ def trials_needed(q: float, p: float) -> int:
 
 @exercise("28.coin", (1, 0), (1, 1), (11, 5), (0, 6), minutes=5, stars=2,
           draw=lambda r: (r.randint(0, 15), r.randint(1, 15)),
-          mistakes={"either side may win": lambda ahead, behind: sum(
+          mistakes={"count both tails: either side may win": lambda ahead, behind: sum(
                         math.comb(ahead + behind, k)
                         for k in range(max(ahead, behind), ahead + behind + 1))
                         / 2 ** (ahead + behind),
-                    "all counts that are at least as uneven": lambda ahead, behind: min(
+                    "add all counts that are at least as uneven": lambda ahead, behind: min(
                         1.0, 2 * math.comb(ahead + behind, ahead) / 2 ** (ahead + behind)),
                     "at most 1": lambda ahead, behind: 2 * sum(
                         math.comb(ahead + behind, k)

@@ -180,16 +180,16 @@ def _sent(case: Case) -> float:
 
 QUESTIONS = {
     "parameters": Question(
-        asked="numbers that the model learns", unit="parameters", tolerance=0.001,
+        asked="parameters of the model", unit="parameters", tolerance=0.001,
         answer=lambda case: parameter_count(case.config.model)),
     "states": Question(
         asked="weights, their gradients and the optimizer's state", unit="bytes", tolerance=0.005,
         answer=_states),
     "activations": Question(
-        asked="what forward keeps for backward", unit="bytes", tolerance=0.02,
+        asked="bytes that forward keeps for backward", unit="bytes", tolerance=0.02,
         answer=_activations),
     "peak": Question(
-        asked="the most that is held at once", unit="bytes", tolerance=0.03,
+        asked="peak memory of the step", unit="bytes", tolerance=0.03,
         answer=lambda case: case.memory.peak_bytes),
     "flops": Question(
         asked="forward and backward of one step, attention in full", unit="FLOPs", tolerance=0.01,
@@ -199,20 +199,18 @@ QUESTIONS = {
         tolerance=0.1,
         answer=lambda case: case.bf16_seconds),
     "gain": Question(
-        asked="that time over the time with the FP8 recipe", unit="times", tolerance=0.04,
+        asked="seconds of the step, over the seconds with the FP8 recipe", unit="times", tolerance=0.04,
         answer=_gain),
     "noise": Question(
         asked="signal over noise of a product under the FP8 recipe", unit="dB", tolerance=1.0,
         answer=lambda case: predicted_db(RECIPES[case.recipe], case.config)),
     "moved": Question(
-        asked="what the kernels of the cast move for one tensor of B T rows and D columns, float32 "
-        "before", unit="bytes", tolerance=0.01,
+        asked="bytes that the kernels of the cast move for one float32 tensor of B T rows and D columns", unit="bytes", tolerance=0.01,
         answer=lambda case: CASTS[case.cast] * case.config.tokens_per_step * case.config.model.D),
     "sent": Question(
-        asked="what each of the ranks sends in an update with that stage of ZeRO and so many "
-        "micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
+        asked="bytes that each rank sends in an update with this stage of ZeRO and this number of micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
     "cache": Question(
-        asked="keys and values of B sequences of T tokens, of every block, in 16 bits",
+        asked="bytes of the keys and values of B sequences of T tokens in all blocks, in 16 bits",
         unit="bytes", tolerance=0.01,
         answer=lambda case: cache_bytes(case.config.model, case.config.model.T,
                                         case.config.global_batch, itemsize=2)),

@@ -113,8 +113,8 @@ def test_what_19_says_that_seeds_can_see_is_the_test_that_it_names():
                 and known in said)
         assert chance.seeds(chance.found_if_known(sigma, n) + 1e-9,
                             sigma) == n, "what exercise 2 asks for"
-    assert ("three seeds find a gain of 4.93% 80 times in 100. If sigma were known exactly, 2.49% "
-            "would do" in said)
+    assert ("three seeds find a gain of 4.93% 80 times in 100. With an exactly known sigma "
+            "they would find 2.49%." in said)
     draw = NormalDist(0, 1)
     rolls = draw.samples(3 * 20_000, seed=0)
     for gain, critical in ((-math.log1p(-chance.found_by_t(sigma, 3)), None),
@@ -160,23 +160,23 @@ def test_the_recursion_by_hand_is_the_kits():
 
 
 def test_what_22_answers_is_its_figure():
-    said = cells("22")["blocks-15"]
+    said = " ".join(cells("22")["blocks-15"].split())
     of = {name: signals.predicted(blocks.small(block, 24, norm=norm), blocks.tokens(), form)
           for name, (block, form, norm) in blocks.STUDIED.items()}
     first = {name: one.variance[0] for name, one in of.items()}
     assert (of["gain of 0"].variance == [first["gain of 0"]] * 25
-            and f"stays at {first['gain of 0']:g}" in " ".join(said.split()))
+            and f"stays at {first['gain of 0']:g}" in said)
     shaped = of["no skip, shaped"].variance
     assert (first["no skip, shaped"] < 0.001 and shaped[1:] == pytest.approx([1] * 24, rel=0.02)
-            and "raises the variance to 1" in said)
+            and "the variance rises to 1" in said)
     assert f"grows by {of['no norm'].variance[-1] / first['no norm'] - 1:.0%} in 24 layers" in said
     bare = of["no skip"].variance
     assert (f"to {bare[-1] / bare[0]:.1f} times its first value" in said
-            and bare[4] > 0.95 * bare[-1] and "most of it in four layers" in said)
+            and bare[4] > 0.95 * bare[-1] and "mostly in four layers" in said)
     pre = of["pre-norm"]
-    assert f"Pre-norm grows to {pre.variance[-1] / pre.variance[0]:.0f} times" in said
+    assert f"With pre-norm it grows to {pre.variance[-1] / pre.variance[0]:.0f} times" in said
     steps = [b - a for a, b in itertools.pairwise(pre.variance)]
-    assert max(steps) < 1.6 * min(steps) and "by about as much in each layer" in said
+    assert max(steps) < 1.6 * min(steps) and "by about the same amount in each layer" in said
     assert f"mean cosine is {pre.cosine[-1]:.2f} after 24 layers" in said
     gpt2 = signals.predicted(blocks.small("pre-norm", 24, init="gpt2"), blocks.tokens())
     assert f"the cosine is {gpt2.cosine[-1]:.2f}" in said
@@ -191,8 +191,8 @@ def test_where_22_says_that_its_formula_is_furthest_off():
     m = blocks.small("pre-norm", 2, init="fan-in")
     formula, models = signals.predicted(m, blocks.tokens()).cosine[1], signals.measured(m,
         blocks.tokens(), 8).cosine[1]
-    assert (f"the formula says a mean cosine of {formula:.2f}, and real models have {models:.2f}"
-            in said_in("22"))
+    assert (f"the formula predicts a mean cosine of {formula:.2f}, and real models "
+            f"have {models:.2f}" in said_in("22"))
 
 
 def test_what_22_says_of_speed_is_in_its_record():
@@ -204,14 +204,14 @@ def test_what_22_says_of_speed_is_in_its_record():
     assert (f"in bf16 it is {fast['sas-p', 'bf16']:.2f} times as fast" in said
             and fast["sas-p", "fp32"] < rows["sas-p, 6 x 384, fp32"]["by_flops"])
     assert (f"it has {fast['skipless', 'fp32']:.2f} times the speed of pre-norm in float32, and "
-            f"{fast['skipless', 'bf16']:.2f} in bf16" in said)
+            f"{fast['skipless', 'bf16']:.2f} times in bf16" in said)
     assert (bench["cores"] == 2 and bench["others_share"] < 0.05
-            and "worth less than their FLOPs" in said and "worth more" not in said)
+            and "saves less time than FLOPs" in said)
     [one] = records.read(MEASURED / "claim-sas-p.verdict")["verdicts"]
     same = one["equal_seconds"]
     for gain, (low, high), form in (((one["gain"], one["interval"],
-                                     "{:.1%} lower than that of pre-norm (95% interval: {:.1%} to "
-                                     "{:.1%})"),
+                                     "{:.1%} lower than the loss of pre-norm (95% interval: {:.1%} "
+                                     "to {:.1%})"),
                                     (same["gain"], same["interval"], "at equal seconds {:.1%} "
                                         "lower ({:.1%} to {:.1%})"))):
         assert form.format(gain, low, high) in said
@@ -244,15 +244,15 @@ def test_what_23_answers_is_the_picture():
     whole = {name for name in less.SCHEDULES if set(less.picture(less.scheduled(config, name))[-1])
              == {1.0}}
     assert ({"stack", "random-ltd"} <= whole and "progressive-layer-drop" not in whole
-            and "`stack` and `random-ltd` end with it" in said)
+            and "`stack` and `random-ltd` end with the whole model" in said)
     ltd = less.picture(less.scheduled(config, "random-ltd"))
     full = next(step for step, shares in enumerate(ltd) if set(shares) == {1.0})
     assert (full / len(ltd) == pytest.approx(2 / 3, abs=0.05)
             and "over two thirds of the run" in said)
     more = less.arms(150)[less.DROPPED].steps / 150
     assert (more == pytest.approx(4 / 3, abs=0.05)
-            and "Progressive layer dropping has a third more updates" in said_in("23"))
-    assert ("0.7 to 1.7% above that of the copies" in said_in("23")
+            and "Progressive layer dropping also takes a third more updates" in said_in("23"))
+    assert ("0.7 to 1.7% above the loss of the copies" in said_in("23")
             and "copies are 0.7 to 1.2% (deeper) and 1.7% (wider) ahead" in " ".join(
         (MEASURED.parents[1] / "docs/log.md").read_text().split()))
 
@@ -268,7 +268,7 @@ def test_what_24_says_of_the_share_is_counted_by_hand():
     assert trained == config.model.layers * block == 36_864 and f"{trained:,} numbers" in said
     whole = begun_from.parameter_count(config.model)
     assert f"{trained / whole:.2%} of the model's {whole:,} weights" in said
-    assert "queries, keys and values, and each of the three has an `A` and a `B` of its own" in said
+    assert "queries, keys and values, and each of the three has its own `A` and `B`" in said
 
 
 def test_what_24_says_is_forgotten_is_in_the_record():
@@ -304,7 +304,7 @@ def test_what_24_says_is_forgotten_is_in_the_record():
         assert (abs(gentle["learned"][seed] - rank_2["learned"][seed]) < 0.05
                 and gentle["forgotten"][seed] < rank_2["forgotten"][seed])
     assert (gentle["forgotten"][0] < rank_2["forgotten"][0] / 2
-            and "forgot less than half as much of the code" in said)
+            and "forgets less than half as much of the code" in said)
     assert all(points[f"rank 16 at {lr}"]["learned"][seed] < low["learned"][seed]
                for lr in ("0.0015", "0.005", "0.015") for seed in seeds)
 

@@ -430,20 +430,20 @@ def test_what_is_said_of_a_step_of_lora_is_the_formula():
     three = begun_from.three(config, rank=2)
     full, lora, qkv = (lpkit.predict_trace(one) for one in three.values())
     assert (f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the model's" in said
-            and f"{lora.peak_bytes / full.peak_bytes:.0%} of it is left" in said)
+            and f"{lora.peak_bytes / full.peak_bytes:.0%} of the peak is left" in said)
     few = [lpkit.predict_trace(one.replace({"global_batch": 2, "model.context": 64})).peak_bytes
            for one in list(three.values())[:2]]
-    assert f"with 2 sequences of 64 instead of 4 of 128 it is {few[1] / few[0]:.0%}" in said
+    assert f"it is {few[1] / few[0]:.0%} with 2 sequences of 64 tokens instead of 4 of 128" in said
     kept = [one.operations for one in (full, lora, qkv)]
     below = kept[0]["head"] + kept[0]["norm1"] - kept[1]["norm1"]
     between = sum(size for name, size in kept[1].items() if ".B" in name)
     inputs = sum(kept[1][f"{name}.A"] for name in ("mlp.up", "mlp.down"))
     assert (all(f"{size:,}" in said for size in (below, between, inputs))
-            and f"{below / sum(kept[0].values()):.0%} of what is kept" in said)
+            and f"{below / sum(kept[0].values()):.0%} of all saved bytes" in said)
     times = [full.peak_bytes / lora.peak_bytes for model in (begun_from.seven_billion(),
         begun_from.gpt3())
              for full, lora in begun_from.rented(model, 4, "h100").values()]
-    assert f"from {min(times):.1f} to {max(times):.1f} in this table" in said
+    assert f"in this table it is from {min(times):.1f} to {max(times):.1f}" in said
 
 
 def test_what_is_said_of_schedules_is_their_picture():
@@ -454,7 +454,7 @@ def test_what_is_said_of_schedules_is_their_picture():
     assert (left_out == pytest.approx(1 - less.progressive(0.5, 1.0, less.BERT, 10**6))
             and f"{left_out:.1%} for BERT's 12 layers" in said)
     assert (sum(less.TOKENS) / less.BERT == 0.75
-            and "25% is the area of token dropping to the digit" in said)
+            and "25% of token dropping is exactly the area that it leaves out" in said)
     updates = {steps: less.arms(steps)[less.STACKED].steps for steps in (100, 8)}
     stacked = less.picture(less.arms(8)[less.STACKED].replace({"steps": 8}))
     assert f"{100 * fmean(itertools.chain(*stacked)):.0f}%" == "69%" and "x 4) / 4`, 69%" in said
@@ -465,7 +465,8 @@ def test_what_is_said_of_schedules_is_their_picture():
         abs=0.01), "the mean over draws, by Monte Carlo"
     assert (f"{less.expected(config):.1%} is the mean, and 64 draws scatter by "
             f"{100 * stdev(drawn):.0f} points" in said)
-    assert (f"{1 / 0.76:.2f} of it is" in said and updates == {100: 137, 8: 11}
+    assert (f"a factor of {1 / 0.76:.2f} is cost per sample" in said
+            and updates == {100: 137, 8: 11}
             and f"{100 * drawn[0]:.0f}" == f"{RIGHT['23.area']}")
 
 
@@ -493,7 +494,7 @@ def test_what_is_said_of_pipelines_is_the_clock():
         return found.step_seconds, found.bubble_share, pipelines.held(one, found)
 
     gpipe, plain = at("gpipe"), at("1f1b")
-    assert (gpipe[:2] == plain[:2] and f"The update, {plain[0]:g}, and its bubble, {plain[1]:.1%}"
+    assert (gpipe[:2] == plain[:2] and f"The update ({plain[0]:g}) and its bubble ({plain[1]:.1%})"
             in answers)
     assert (gpipe[2][0], plain[2][0], gpipe[2][-1], plain[2][-1]) == (8, 4, 8, 1)
     thin = [at("interleaved", 2), at("interleaved", 2, 0.25), at("interleaved", 4),
@@ -508,14 +509,14 @@ def test_what_is_said_of_pipelines_is_the_clock():
     v = at("zbv")
     assert (v[0] * v[1] == pytest.approx(long[0][0] * long[0][1] / 2)
             and v[2] == long[0][2] == [4] * 4)
-    assert f"with 32 of them its bubble is {at('1f1b', m=32)[1]:.0%}" in said
+    assert f"with 32 micro-batches its bubble is {at('1f1b', m=32)[1]:.0%}" in said
     counts = {pipelines.WHOLE: (4, 8, 0), pipelines.LATER: (4, 4, 4), pipelines.TWICE: (4, 8, 8)}
     found = {how: SimpleNamespace(products=dict(zip(pipelines.PARTS, parts)))
              for how, parts in counts.items()}
     one, later, twice = (clocked for _, clocked in pipelines.by_products(found, 4, 8).values())
-    assert f"{twice.bubble_share:.0%} for {one.bubble_share:.0%}" in said
-    assert (f"takes {1 - later.step_seconds / one.step_seconds:.0%} less than 1F1B or "
-            f"{twice.step_seconds / one.step_seconds - 1:.0%} more" in said)
+    assert f"{twice.bubble_share:.0%} instead of {one.bubble_share:.0%}" in said
+    assert (f"{1 - later.step_seconds / one.step_seconds:.0%} less than 1F1B if the backward runs "
+            f"in two parts, and {twice.step_seconds / one.step_seconds - 1:.0%} more" in said)
 
 
 def test_exercises_on_pipelines_are_the_kits():
@@ -596,7 +597,7 @@ def test_what_is_said_of_widths_is_in_the_record():
             and max(mup.best.values()) == 2 * min(mup.best.values()))
     assert (f"{standard.cost:.0%}" == "14%" and f"{mup.cost:.0%}" == "3%"
             and "costs the wide one 14% of its loss" in said and "costs 3%" in said)
-    assert (f"({mup.own:.2f} nats) is worse than the standard one at its own rate "
+    assert (f"({mup.own:.2f} nats) is worse than the wide standard model at its best rate "
             f"({standard.own:.2f})" in said)
 
 
@@ -747,8 +748,8 @@ def test_what_is_said_of_the_whole_stack_is_in_the_record():
 
 def test_a_goal_that_fails_has_a_card_that_says_so():
     """The card of a claim is green where it holds: also the claim that the goal was missed."""
-    failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)",
-        said_in(path.stem[:2]))}
+    failed = {path.stem[:2] for path in BOOKS if re.search(
+        r"\b[Tt]he goal fails (?!if|in any)|half of the goal fails", said_in(path.stem[:2]))}
     cards = {path.stem[:2] for path, book in READ.items() if "goal(" in text_of_code(book)}
     assert {"20", "21", "25", "26", "28", "29", "30", "31"} <= failed <= cards, failed - cards
 
