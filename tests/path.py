@@ -105,7 +105,7 @@ if __name__ == "__main__":
     modules, files = imported_by("lpkit.training.loop"), entered()
     for name, tokens in sorted(modules.items(), key=lambda one: -one[1]):
         print(f"{tokens:6} {name}")
-    print(f"{sum(modules.values()):6} code tokens in {len(modules)} modules that lpkit.training.loop "
+    print(f"{sum(modules.values()):6} code tokens in {len(modules)} modules that training.loop "
           f"imports")
     for name, count in files.most_common():
         print(f"{count:6} {name}")
