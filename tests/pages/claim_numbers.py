@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lessons.rows.activations  # noqa: F401  adds rows
+from lessons import l31_whole_stack
 from lessons.activations import kept
 from lessons.decoding import cache_bytes
 from lessons.l09_predict_before_you_rent import Candidate, triangle
@@ -305,11 +306,16 @@ def masked_images() -> Numbers:
 
 
 def combined() -> Numbers:
+    record = l31_whole_stack.Record.read()
     last = _seconds(_of("gpt2-124m", 16, "fp8-tensorwise"))
     return Numbers(kit={
         "over float32 and plain attention":
             _seconds(_of("gpt2-124m", 16, "fp32", attention="plain")) / last,
-        "over bf16 and a flash kernel": _seconds(_of("gpt2-124m", 16)) / last})
+        "over bf16 and a flash kernel": _seconds(_of("gpt2-124m", 16)) / last},
+        measured={"five arms at equal loss, CPU seconds, over plain attention":
+                  record.factor(l31_whole_stack.WHOLE, "seconds").value},
+        elsewhere={"the same five arms, gpt2-124m on an H100":
+                   record.factor(l31_whole_stack.WHOLE, "H100 seconds").value})
 
 
 def impossible_triangle() -> Numbers:
