@@ -96,7 +96,7 @@ def every(places: list[str]) -> Iterator[tuple[str, str, str]]:
         top = ROOT / place
         files = [top] if top.is_file() else sorted(
             path for path in top.rglob("*") if path.suffix in (".md", ".ipynb", ".py")
-            and not {"_build", "runs", "__pycache__"} & {*path.parts})
+            and not {"_build", "executed", "runs", "__pycache__"} & {*path.parts})
         for path in files:
             for kind, text in texts(path):
                 for sentence in sentences(text):
