@@ -29,6 +29,8 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
     "decode": ("decode:run", "seconds per generated token, compared with transformers.generate; "
                              "both use a KV cache"),
     "evidence": ("evidence:run", "all measurements that need a GPU, in a few minutes"),
+    "fixup-depth": ("depth:run", "loss of up to 10,000 layers without norms in Fixup's "
+                                 "initialisation, compared with norms"),
     "forgetting": ("forgetting:run", "nats that a model forgets of its first text when adapters or "
                                      "all weights are trained"),
     "fp8-linear": ("fp8:linear", "a Linear in FP8 with its casts, compared with bf16, on a GPU"),
@@ -38,6 +40,8 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
     "fsdp2": ("fsdp2:run", "a step with ZeRO 3, compared with accelerate's FSDP2"),
     "growth": ("growth:run", "loss in nats of a small model that grows by each method, compared "
                              "with a large model"),
+    "importance": ("importance:run", "variance of a gradient under importance sampling: predicted "
+                                     "and measured"),
     "import": ("imports:run", "seconds of `import lpkit`, compared with `import torch`"),
     "kernels": ("fused:fused", "each kernel, compared with eager and compiled PyTorch and other "
                                "libraries"),
