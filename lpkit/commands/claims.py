@@ -41,7 +41,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 HEADS = ("claim", "claimed", "kit", "measured", "verdict")
-QUANTITIES = ("bytes", "FLOPs")     # units of a claim that promises a quantity and no change
+QUANTITIES = ("bytes", "FLOPs", "days")     # units of a claim that promises a quantity and no change
 SHARES = {"cases": "cases", "time": "the time"}
 
 
@@ -84,4 +84,5 @@ def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
              for name in ("kit", "measured", "elsewhere") if row[name]]
     return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", said), *found,
-            ("verdict", row["verdict"]), ("why", row["why"]), ("shown by", row["shown"])]
+            ("verdict", row["verdict"]), *((name, row[name]) for name in ("missing",) if row[name]),
+            ("why", row["why"]), ("shown by", row["shown"])]

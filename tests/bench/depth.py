@@ -13,13 +13,13 @@ from lpkit.config import Config
 from lpkit.training.training import Training
 from tests.bench.harness import Result, paired
 
-UPDATES, DEPTHS = 16, (10, 100, 1_000, 10_000)
+UPDATES, DEPTHS = 8, (10, 100, 1_000, 10_000)
 ARMS = {"fixup": {"model.norm": "none", "model.init": "fixup"},
         "layernorm": {"model.norm": "layernorm"},
         "neither": {"model.norm": "none", "model.init": "fan-in"}}
 BASE = Config().replace({
     "imports": "lessons.rows.blocks", "model.width": 16, "model.heads": 1, "model.context": 32,
-    "model.vocab": 257, "global_batch": 4, "steps": UPDATES, "schedule.warmup_steps": 4,
+    "model.vocab": 257, "global_batch": 4, "steps": UPDATES, "schedule.warmup_steps": 2,
     "optimizer.lr": 3e-3, "precision.recipe": "fp32", "system.device": "cpu", "eval_every": 0})
 
 

@@ -25,11 +25,11 @@ BASE = Config().replace({
 def run(rounds: int) -> list[Result]:
     training = Training.build(BASE)
     pool = Training.build(BASE.replace({"global_batch": POOL, "seed": 7})).batch(0)
-    found, step = {}, 0
+    found, done = {}, 0
     for after in AFTER:
-        for step in range(step, after):
+        for step in range(done, after):
             training.update(step)
-        step = after
+        done = after
         found[after] = ratios(*gradients(training, pool))
     return [paired("importance", case=f"after {after} updates", ours=[formula], peer=[measured],
                    peer_name="400 batches that were drawn so", better="lower",
@@ -50,7 +50,7 @@ def gradients(training: Training, pool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ratios(rows: torch.Tensor, losses: torch.Tensor) -> tuple[float, float, float]:
-    """Returns the variance over uniform sampling's: by formula, measured, with the loss as score."""
+    """Returns the variance over uniform sampling's: by formula, measured, by loss as score."""
     norms, mean = rows.norm(dim=1), rows.mean(0)
     square = mean.square().sum()
     formula = (norms.mean()**2 - square) / (norms.square().mean() - square)

@@ -1,7 +1,6 @@
 """The numbers that stand beside the sentences of data/published/claims.toml: by formula, from
 records of data/measured, and from tables of the sources, by the name of the claim (NUMBERS)."""
 
-import functools
 import itertools
 import json
 import math
@@ -11,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-import lessons.rows.activations  # noqa: F401  adds rows
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lessons.rows.activations  # noqa: F401  adds rows
 from lessons.activations import kept
 from lessons.decoding import cache_bytes
 from lessons.l09_predict_before_you_rent import Candidate, triangle
@@ -26,7 +27,6 @@ from lpkit.predict.evidence import MEASURED, efficiency
 from lpkit.predict.flops import (
     Product,
     forward_flops,
-    moved_bytes,
     products,
     recomputed_flops,
     training_flops,
@@ -41,6 +41,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine, find
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.training.training import Training
 from tests.bench import protocol
 
 
@@ -160,8 +161,8 @@ def communication() -> Numbers:
         sent = 0.32 * 4 / bits
         return 1 - sent / (1 - 0.32 + sent) / 0.32
 
-    return Numbers(elsewhere={f"4 bits of {bits} in all messages, nothing else": less(bits)
-                              for bits in (16, 32)})
+    return Numbers(kit={f"4 bits of {bits} in all messages, nothing else": less(bits)
+                        for bits in (16, 32)})
 
 
 def _attention(name: str, context: int) -> float:
@@ -196,13 +197,17 @@ def _h200(bench: str) -> list[dict[str, Any]]:
 
 
 def flash_attention_speed() -> Numbers:
+    """Dao et al. 2022, table 2: days of training."""
     alone = {case["peer"]: case["peer_median"] for case in _h200("kernels")
              if "16x16x1024x64" in case["case"] and case["case"].endswith("and backward")}
-    return Numbers(elsewhere={**{name: _seconds(_of(name, 16, attention="plain"), "a100-80")
-                                 / _seconds(_of(name, 16), "a100-80")
-                                 for name in ("gpt2-124m", "gpt2-1.5b")},
-                              "attention alone on an H200, FlashAttention 2 by PyTorch":
-                                  alone["reference"] / alone["sdpa, flash"]})
+    days = {"GPT-2 small": (9.5, 4.7, 2.7), "GPT-2 medium": (21.0, 11.5, 6.9)}
+    return Numbers(
+        kit={name: _seconds(_of(name, 16, attention="plain"), "a100-80")
+             / _seconds(_of(name, 16), "a100-80") for name in ("gpt2-124m", "gpt2-1.5b")},
+        measured={f"{name} over {peer}": row[i] / row[-1] for name, row in days.items()
+                  for i, peer in enumerate(("Hugging Face", "Megatron-LM"))},
+        elsewhere={"attention alone on an H200, FlashAttention 2 by PyTorch":
+                   alone["reference"] / alone["sdpa, flash"]})
 
 
 # github.com/JonasGeiping/cramming, at 2009755ebe1a, cramming/config/arch/crammed-bert.yaml
@@ -288,14 +293,20 @@ def masked_tokens() -> Numbers:
 
 
 def masked_images() -> Numbers:
-    return Numbers(elsewhere={
-        f"image encoder ViT-L alone, {1 - tokens / 196:.0%} masked":
-            _blocks_flops(24, 1024, 196) / _blocks_flops(24, 1024, tokens) for tokens in (98, 49)})
+    """Li et al. 2022, section 3.1: 32 tokens of text, an encoder of 12 layers of 768 as CLIP's;
+    section 4.1: 4.4% of the image encoder. Its table 1a: 0.50 and 0.33 of the time."""
+    text, whole = _blocks_flops(12, 768, 32), _blocks_flops(24, 1024, 196)
+    quicker = {share: (text + whole) / (text + _blocks_flops(24, 1024, round(196 * (1 - share))))
+               for share in (0.5, 0.75)}
+    return Numbers(kit={"75% masked, both encoders": quicker[0.75]},
+                   measured={"75% masked, its table 1a": 1 / 0.33},
+                   elsewhere={"50% masked, both encoders": quicker[0.5],
+                              "50% masked, its table 1a": 1 / 0.50})
 
 
 def combined() -> Numbers:
     last = _seconds(_of("gpt2-124m", 16, "fp8-tensorwise"))
-    return Numbers(elsewhere={
+    return Numbers(kit={
         "over float32 and plain attention":
             _seconds(_of("gpt2-124m", 16, "fp32", attention="plain")) / last,
         "over bf16 and a flash kernel": _seconds(_of("gpt2-124m", 16)) / last})
@@ -346,7 +357,7 @@ def zero_3_communication() -> Numbers:
 
 def offload() -> Numbers:
     alone = _deepest("a100-40")
-    return Numbers(elsewhere={
+    return Numbers(kit={
         "AdamW's state on the host": _deepest("a100-40", optimizer_state="cpu") / alone,
         "and weights in bf16, no gradient kept": _deepest(
             "a100-40", optimizer_state="cpu", param_dtype="bf16", optimizer_step="in-backward")
@@ -420,8 +431,16 @@ def fp8_doubles() -> Numbers:
 
 
 def fp8_rowwise() -> Numbers:
-    return Numbers(elsewhere={recipe: _eight_bits("llama-70b", recipe, 2048)
-                              for recipe in ("fp8-rowwise", "fp8-tensorwise")})
+    def quicker(recipe: str, recompute: str, layout: Layout) -> float:
+        bf16, fp8 = (_seconds(_of("llama-70b", 1920, one).replace({"memory.recompute": recompute}),
+                              "h200", layout=layout) for one in ("bf16", recipe))
+        return bf16 / fp8
+
+    layouts = {"FSDP": Layout(shard=1920), "HSDP, groups of 128": Layout(data=15, shard=128)}
+    return Numbers(kit={f"{name}, recompute {way}": quicker("fp8-rowwise", way, layout)
+                        for name, layout in layouts.items() for way in ("selective", "block")},
+                   elsewhere={f"{name}, tensorwise": quicker("fp8-tensorwise", "block", layout)
+                              for name, layout in layouts.items()})
 
 
 def adam_8bit() -> Numbers:
@@ -484,8 +503,12 @@ def lower_precision() -> Numbers:
     losses = {name: median(values)
               for name, values in json.loads(path.read_text())["losses"].items()}
     base = losses.pop("bf16")
-    return Numbers(elsewhere={f"loss in {name} over bf16": loss / base - 1
-                              for name, loss in losses.items()})
+    [found] = protocol.recorded()[1]["fp8"]["verdicts"]
+    return Numbers(measured={
+        "recipes whose loss is 2% above that of bf16": sum(
+            loss > (1 + protocol.EFFECT) * base for loss in losses.values()) / len(losses),
+        "FP8 beside float32, by protocol": float(found["gain"] >= protocol.EFFECT
+                                                 and found["verdict"] == "better")})
 
 
 def more_devices() -> Numbers:
@@ -553,7 +576,7 @@ def cache_less() -> Numbers:
     heads = _of("llama-8b", 1, kv_heads=32).model
     same = cache_bytes(full.model, 8192)
     window = full.replace({"model.attention": {"name": "window", "size": 4096}}).model
-    return Numbers(elsewhere={
+    return Numbers(kit={
         "in 8 bits": 1 - cache_bytes(full.model, 8192, format="int8") / same,
         "in 4 bits": 1 - cache_bytes(full.model, 8192, format="int4") / same,
         "8 heads of 32": 1 - same / cache_bytes(heads, 8192),
@@ -586,7 +609,7 @@ def fused_add_norm() -> Numbers:
 
 
 def fused_scores() -> Numbers:
-    return Numbers(elsewhere={
+    return Numbers(kit={
         f"seconds of a step of {name}, flash over plain": 1 - _seconds(_of(name, 16), "a100-80")
         / _seconds(_of(name, 16, attention="plain"), "a100-80")
         for name in ("gpt2-124m", "gpt2-1.5b")})
@@ -625,6 +648,245 @@ def lora_3x() -> Numbers:
                        {"recompute": "block"}))})
 
 
+def token_dropping() -> Numbers:
+    """Half of the tokens in 6 of 12 layers, as the authors' code has it."""
+    def less(tokens: int) -> float:
+        half = _blocks_flops(6, 768, tokens) + _blocks_flops(6, 768, tokens // 2)
+        return 1 - half / _blocks_flops(12, 768, tokens)
+
+    [found] = protocol.recorded()[1]["token-drop"]["verdicts"]
+    flops, seconds_of = found["step_flops"], found["step_seconds"]
+    return Numbers(
+        kit={f"FLOPs of BERT-base's blocks, {tokens} tokens": less(tokens)
+             for tokens in (128, 512)},
+        elsewhere={"FLOPs of six layers of 128, by protocol": 1 - flops["dropped"] / flops["whole"],
+                   "their seconds": 1 - seconds_of["dropped"] / seconds_of["whole"]})
+
+
+def rank_collapse() -> Numbers:
+    """Of 32 random tokens of 64 numbers: how a layer raises what is left beside the mean token.
+    Where it falls from r to r^n, the fall of the third layer's logarithm is n times the second's;
+    that of a fourth is below float64."""
+    def power(seed: int = 0, **how: bool) -> float:
+        x, left = torch.randn(32, 64, dtype=torch.float64, generator=(
+            generator := torch.Generator().manual_seed(seed))), []
+        for _ in range(4):
+            left.append(math.log(((x - x.mean(0)).norm() / x.norm()).item()))
+            q, k, v, up, down = (torch.randn(64, 64, dtype=torch.float64, generator=generator) / 8
+                                 for _ in range(5))
+            scores = (x @ q) @ (x @ k).T / 8
+            if how.get("causal"):
+                scores = scores.masked_fill(~torch.ones(32, 32).tril().bool(), -math.inf)
+            added = scores.softmax(-1) @ (x @ v)
+            x = x + added if how.get("skip") else added
+            if how.get("mlp"):
+                x = torch.nn.functional.gelu(x @ up) @ down
+        return (left[3] - left[2]) / (left[2] - left[1])
+
+    return Numbers(kit={f"attention alone, draw {seed}": power(seed) for seed in range(3)},
+                   elsewhere={"with MLPs, no skip": power(mlp=True),
+                              "causal": power(causal=True)})
+
+
+def importance() -> Numbers:
+    """Samples that equal noise asks for, over what scoring costs: a forward pass of each, which is
+    a third of an update."""
+    [path] = resource("data/measured").glob("importance-*.json")
+    cases = json.loads(path.read_text())["cases"]
+    cost = 1 + 1 / 3
+    return Numbers(kit={case["case"]: 1 / case["ours_median"] / cost for case in cases},
+                   measured={case["case"]: 1 / case["peer_median"] / cost for case in cases},
+                   elsewhere={f"{case['case']}, scores for nothing": 1 / case["peer_median"]
+                              for case in cases})
+
+
+def fixup() -> Numbers:
+    """A depth is a case: 1 where the loss ends no higher than that with norms."""
+    [path] = resource("data/measured").glob("fixup-depth-*.json")
+    cases = json.loads(path.read_text())["cases"]
+    return Numbers(measured={case["case"]: float(case["ours_median"] <= case["peer_median"])
+                             for case in cases})
+
+
+# Of 2017 and 2018; their numbers: https://docs.cloud.google.com/tpu/docs/v3 and /v2, a chip
+TPU_V3 = replace(find("tpu-v5p"), title="TPU v3", flops={"bf16": 123e12}, bytes_per_second=900e9,
+                 memory_bytes=32 * 2**30, devices_per_node=1024)
+TPU_V2 = replace(TPU_V3, title="TPU v2", flops={"bf16": 45e12}, bytes_per_second=700e9,
+                 memory_bytes=16 * 2**30)
+BERT_LARGE = {"layers": 24, "width": 1024, "heads": 16}
+
+
+def _bert(context: int, sequences: int, **model: Any) -> Config:
+    return _of("gpt2-124m", sequences, context=context, vocab=30_522, **model)
+
+
+def large_batch() -> Numbers:
+    def each(devices: int, sequences: int, tokens: int) -> float:
+        config = _bert(tokens, sequences, **BERT_LARGE)
+        return _seconds(config, TPU_V3, Layout(data=devices)) / sequences
+
+    return Numbers(kit={f"1,024 chips for 16, {tokens} tokens": each(16, 512, tokens)
+                        / each(1024, 32_768, tokens) for tokens in (128, 512)})
+
+
+def bert_base() -> Numbers:
+    """Devlin et al. 2018, A.2: a million updates of 256 sequences, 90% of them of 128 tokens."""
+    def days(chip: Machine, *short: float) -> float:
+        return sum(1e6 * share / 86_400 * _seconds(_bert(tokens, 256), chip, Layout(data=16))
+                   for tokens, share in zip((128, 512), short, strict=True))
+
+    return Numbers(kit={"16 TPU v3": days(TPU_V3, 0.9, 0.1), "16 TPU v2": days(TPU_V2, 0.9, 0.1)},
+                   elsewhere={"16 TPU v2, 512 tokens in all updates": days(TPU_V2, 0, 1)})
+
+
+def gpt3_flops() -> Numbers:
+    tokens, model = 300e9, gpt3().model
+    return Numbers(kit={"with all pairs": training_flops(model) / model.T * tokens},
+                   elsewhere={"6 a parameter and token": 6 * parameter_count(model) * tokens})
+
+
+def gpt4_flops() -> Numbers:
+    peak, day = find("a100-80").peak_flops("bf16"), 86_400
+    return Numbers(kit={f"25,000 A100s, {days} days at {share:.0%}":
+                        25_000 * peak * share * days * day
+                        for days, share in ((90, 0.36), (100, 0.32))},
+                   elsewhere={"6 x 280 billion active weights x 13 trillion tokens":
+                              6 * 280e9 * 13e12})
+
+
+def _small_bert() -> int:
+    """Parameters of six layers, as DistilBERT has them, without segments and pooler."""
+    return parameter_count(_bert(512, 1, layers=6).model)
+
+
+def distilbert_size() -> Numbers:
+    """110 and 66 million are in its table 3."""
+    whole = parameter_count(_bert(512, 1).model)
+    return Numbers(kit={"6 of 12 layers": 1 - _small_bert() / whole},
+                   measured={"its table 3": 1 - 66 / 110})
+
+
+def distilbert_speed() -> Numbers:
+    """Seconds of its table 3."""
+    return Numbers(kit={"FLOPs of the blocks": 2.0}, measured={"its table 3": 668 / 410})
+
+
+def mobilebert() -> tuple[float, float]:
+    """Weights and forward FLOPs a token at 128 tokens, as configuration_mobilebert.py of
+    transformers has it: 24 layers of 512 with bottlenecks of 128, keys and queries of one, values
+    of the input, 4 MLPs of 512, embeddings of 128 of three neighbours."""
+    D, b, V, layers, tokens = 512, 128, 30_522, 24, 128
+    bottlenecks = 2 * D * b + b * D
+    attention = 2 * b * b + D * b + b * b
+    weights = bottlenecks + attention + 4 * 2 * b * D
+    embedded = 3 * b * D
+    return (V * b + 512 * D + embedded + layers * weights,
+            2 * (embedded + layers * weights) + layers * 4 * tokens * b)
+
+
+def mobilebert_smaller() -> Numbers:
+    return Numbers(kit={"weights": parameter_count(_bert(512, 1).model) / mobilebert()[0]},
+                   measured={"its table 4": 109 / 25.3})
+
+
+def mobilebert_faster() -> Numbers:
+    return Numbers(kit={"FLOPs, 128 tokens": _blocks_flops(12, 768, 128) / 128 / mobilebert()[1]})
+
+
+def _sparse(machine: str) -> Machine:
+    """With the datasheet's rate for weights of which two in each four are zero."""
+    dense = find(machine)
+    return replace(dense, flops={**dense.flops, "bf16": 2 * dense.peak_flops("bf16")})
+
+
+def sparsity() -> Numbers:
+    """A square product of weights, on dense and on sparse tensor cores."""
+    def quicker(size: int) -> float:
+        on = find("a100-80")
+        dense, sparse = (plain_seconds(
+            Product(name="y", M=size, N=size, K=size, calls=1), machine, efficiency(on),
+            dtype="bf16", itemsize=2)["y"] for machine in (on, _sparse("a100-80")))
+        return dense / sparse
+
+    return Numbers(kit={f"{n:,} x {n:,}": quicker(n) for n in (2048, 4096, 16_384)},
+                   elsewhere={"1,024 x 1,024": quicker(1024)})
+
+
+def sparsity_in_steps() -> Numbers:
+    """Seconds of a step whose weight products all run at the sparse rate, backward too."""
+    return Numbers(kit={f"{name}, 8 sequences, {machine}": _seconds(_of(name, 8), machine)
+                        / _seconds(_of(name, 8), _sparse(machine))
+                        for name in ("gpt2-124m", "llama-8b") for machine in ("a100-80", "h100")})
+
+
+def zero_skipping() -> Numbers:
+    """Lanes that skip zeros wait for the one with most of them left: of K = 4,096 products each
+    lane keeps a number that is binomial. 1: it is faster than a dense product."""
+    def times(lanes: int, density: float = 0.1, K: int = 4096) -> float:
+        chance, below, most = (1 - density)**K, 0.0, 0.0
+        for kept_products in range(K):
+            below = min(1.0, below + chance)
+            most += 1 - below**lanes
+            chance *= (K - kept_products) / (kept_products + 1) * density / (1 - density)
+        return K / most
+
+    return Numbers(kit={f"{lanes} lanes that skip": float(times(lanes) > 1)
+                        for lanes in (16, 256, 4096)},
+                   measured={"cuSPARSE on GPUs, by NVIDIA": 0.0})
+
+
+def gelu_table() -> Numbers:
+    """On a GPU GELU is bound by bytes, and a table moves as many."""
+    [found] = protocol.recorded()[1]["gelu-table"]["verdicts"]
+    step = found["step_seconds"]
+    return Numbers(kit={"bytes of GELU on a GPU": 0.0},
+                   measured={"seconds of a step on a CPU": 1 - step["table"] / step["gelu"]})
+
+
+class _Copies(TorchDispatchMode):
+    """Counts transposes, and clones, which are those that move data."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = dict.fromkeys(("transpose", "clone"), 0)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def transposes() -> Numbers:
+    """Of one block forward on a CPU."""
+    counts = {}
+    for attention in ("plain", "sdpa"):
+        model = Training.build(Config().replace({
+            "model.layers": 1, "model.width": 64, "model.heads": 4, "model.context": 64,
+            "model.vocab": 257, "system.attention": attention, "system.device": "cpu",
+            "system.compile": False, "global_batch": 2, "precision.recipe": "fp32"})).model
+        with torch.no_grad(), _Copies() as copies:
+            model(torch.zeros(2, 64, dtype=torch.long))
+        counts[attention] = copies.counts
+    plain, fused = counts["plain"], counts["sdpa"]
+    return Numbers(measured={"copies, a fused kernel for plain attention":
+                             1 - fused["clone"] / plain["clone"]},
+                   elsewhere={"transposes in the program": 1 - fused["transpose"]
+                              / plain["transpose"]})
+
+
+# pJ at 45 nm and 0.9 V, multiply and add: Horowitz 2014, https://doi.org/10.1109/ISSCC.2014.6757323
+PICOJOULES = {32: 3.7 + 0.9, 16: 1.1 + 0.4}
+
+
+def power() -> Numbers:
+    """Joules of an update are the machine's watts times its seconds."""
+    quicker = _seconds(_of("gpt2-124m", 16, "fp32")) / _seconds(_of("gpt2-124m", 16))
+    return Numbers(kit={"energy of a multiply and an add, 16 of 32 bits":
+                        1 - PICOJOULES[16] / PICOJOULES[32],
+                        "energy of an update of gpt2-124m, H100": 1 - 1 / quicker},
+                   elsewhere={"watts of a busy H100": 0.0})
+
+
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     "mixed-precision-memory": mixed_precision_memory,
     "mixed-precision-batch": mixed_precision_batch,
@@ -651,4 +913,12 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "kv-cache-40": cache_less, "windows-75": windows, "fused-add-norm-50": fused_add_norm,
     "fused-scores-30": fused_scores, "activations-8-bits": activations_8_bits,
     "flip-3-7x": masked_images, "lora-3x": lora_3x,
+    "token-dropping-25": token_dropping, "skipless-rank-collapse": rank_collapse,
+    "importance-sampling": importance, "fixup-10000-layers": fixup,
+    "large-batch-76-minutes": large_batch, "sparsity-2x": sparsity,
+    "sparsity-40-6": sparsity_in_steps, "zero-skipping-90": zero_skipping, "gelu-80": gelu_table,
+    "transposes-5-to-1": transposes, "mixed-pipeline-power-40": power,
+    "gpt-3-flops": gpt3_flops, "gpt-4-flops": gpt4_flops, "bert-base-4-days": bert_base,
+    "distilbert-40": distilbert_size, "distilbert-60": distilbert_speed,
+    "mobilebert-4-3x": mobilebert_smaller, "mobilebert-5-5x": mobilebert_faster,
 }

@@ -1,10 +1,10 @@
 """What others say of cheaper training, beside what the kit says: docs/claims.md, `lpkit claims`.
 
 data/published/claims.toml has the sentences with their sources and verdicts; NUMBERS, of
-tests.pages.claim_numbers, computes what stands beside each. A verdict follows from the numbers by one rule, RULE, and is in
-the file all the same: a number that moves across a border fails a test, and does not change a page
-unseen. `python -m tests.pages claims` makes the page, and data/published/claims.json, which the
-command shows.
+tests.pages.claim_numbers, computes what stands beside each. A verdict follows from the numbers by
+one rule, RULE, and is in the file all the same: a number that moves across a border fails a test,
+and does not change a page unseen. `python -m tests.pages claims` makes the page, and
+data/published/claims.json, which the command shows.
 """
 
 import functools
@@ -23,12 +23,14 @@ from tests.pages import markdown_table
 from tests.pages.claim_numbers import NUMBERS, Numbers
 
 CONFIRMED, SMALLER, REFUTED, UNTESTED = "confirmed", "smaller", "refuted", "not yet tested"
+NOT_TESTABLE = "not testable here"
 ENOUGH, NOTHING = 0.8, 0.2      # of what is promised
 RULE = f"""A claim promises a change: twice as much is 100% more, half as much is 50% less. A number
 keeps a share of it: its own change over the promised one; of a cost, the promised one over its own.
 **Confirmed**: every number, the kit's and measured ones, keeps {ENOUGH:.0%} or more. **Refuted**:
-none keeps {NOTHING:.0%}. **Smaller**: between the two. **Not yet tested**: there is no number yet,
-or nothing that it could be held against. What the kit says elsewhere shows how far a sentence
+none keeps {NOTHING:.0%}. **Smaller**: between the two. **Not testable here**: a condition is
+missing, which the claim names. **Not yet tested**: there is no number yet, or nothing that it could
+be held against. What the kit says elsewhere shows how far a sentence
 travels, and decides nothing.
 
 A sentence about all cases is refuted by one case that is otherwise. A sentence that gives a
@@ -44,9 +46,11 @@ class Claim(Checked):
     says: Text
     source: Text
     conditions: Text
-    unit: Literal["times", "less", "more", "cases", "time", "bytes", "FLOPs"]
+    unit: Literal["times", "less", "more", "cases", "time", "bytes", "FLOPs", "days"]
     claimed: float | None = None
-    verdict: Literal["confirmed", "smaller", "refuted", "not yet tested"]
+    verdict: Literal["confirmed", "smaller", "refuted", "not yet tested",
+                     "not testable here"]
+    missing: str = ""
     why: Text
     shown: Text
 
@@ -58,6 +62,8 @@ class Claim(Checked):
     def follows(self) -> str:
         """The verdict by RULE."""
         values = [*self.numbers.kit.values(), *self.numbers.measured.values()]
+        if self.missing:
+            return NOT_TESTABLE
         if self.claimed is None or not values:
             return UNTESTED
         if self.unit == "cases" and self.claimed == 1:
