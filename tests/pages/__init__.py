@@ -15,6 +15,7 @@ PAGES = {
     "room": "tests.pages.room:files",
     "reliability": "tests.attack._page:page",
     "teach": "tests.pages.teach:files",
+    "tour": "tests.pages.tour:page",
     "your_model_numbers": "tests.bench.your_model:page",
 }
 

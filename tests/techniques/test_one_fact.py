@@ -45,7 +45,7 @@ from lpkit.techniques import machines, optimizers
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
-from tests.pages import claims
+from tests.pages import claim_numbers as claims
 
 ROOT = Path(__file__).parents[2] / "lpkit"
 ELSEWHERE = {"techniques/hardware.py", "precision/scaled_mm.py", "measure/matrix.py",

@@ -1,0 +1,240 @@
+"""docs/tour.md: every technique of the field's survey and of the kit with its notebook, its row or
+command, a prediction, a measurement and a verdict.
+
+data/published/tour.toml lists the techniques and says where their numbers are. Predictions are
+computed here; what was measured is read from claims, verdict files, records of data/measured and
+the claims of executed notebooks (docs/executed.zip). `python -m tests.pages tour` makes the page.
+"""
+
+import functools
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from zipfile import ZipFile
+
+from lessons.catalogue import rows_of
+from lpkit.commands.claims import line
+from lpkit.config import Config
+from lpkit.files import resource
+from lpkit.predict.ledger import memory
+from lpkit.predict.time import step_time
+from lpkit.presets import preset
+from lpkit.techniques.outside import TABLES
+from lpkit.values import Checked, Text
+from tests.bench import protocol
+from tests.pages import markdown_table
+from tests.pages.claims import NOT_TESTABLE, Claim, claims
+
+MACHINE = "h100"
+BASE = preset("gpt2-124m").replace({"global_batch": 32, "grad_accum_steps": 1,
+                                    "precision.recipe": "bf16", "model.context": 1024})
+HEADS = ("technique", "notebook", "row or command", "prediction", "measured", "verdict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(Checked):
+    """A line of tour.toml, whose head says what the fields are."""
+
+    name: Text
+    notebook: Text
+    own: bool = False
+    rows: tuple[Text, ...] = ()
+    settings: str = ""
+    command: str = ""
+    claim: str = ""
+    protocol: str = ""
+    record: str = ""
+    missing: str = ""
+
+
+def techniques() -> dict[str, list[Technique]]:
+    """By area. Raises ConfigError for a line that is none."""
+    text = (resource("data/published") / "tour.toml").read_text(encoding="utf-8")
+    return {area: [Technique(**{**row, "rows": tuple(row.get("rows", ()))}) for row in rows]
+            for area, rows in tomllib.loads(text).items()}
+
+
+def page() -> str:
+    found = {area: [cells(one) for one in rows] for area, rows in techniques().items()}
+    every = [one for rows in techniques().values() for one in rows]
+    counts = Counter(row[-1] for rows in found.values() for row in rows)
+    parts = [f"""# A tour of all techniques
+
+Every technique of [A Survey on Efficient Training of Transformers](https://arxiv.org/abs/2302.01107)
+and of this kit: {len(every)} rows, {sum(one.own for one in every)} of them marked + because the
+survey does not have them. The list is `data/published/tour.toml`. `python -m tests.pages tour`
+makes this page from the catalogue, the claims and the records.
+
+- **Row or command**: `FIELD=NAME` goes behind `--set`; rows of a lesson need the `--import` that
+  [Techniques](techniques.md) names, and rows of an experiment that of its file.
+- **Prediction**: numbers of a claim are explained in [Claims of others](claims.md). Of other rows
+  they are seconds of an update and the peak of memory, over those of gpt2-124m without the row
+  (H100, 32 sequences of 1,024 tokens, bf16).
+- **Measured**: a record of `data/measured`, a verdict by protocol, or a claim that the notebook
+  holds with asserts while it runs.
+- **Verdict**: of claims by [their rule](claims.md); *holds* and *cannot tell* are those of the
+  notebook's own claim when the pages of this documentation were made; *met* and *short by* are
+  those of a benchmark with a target. *Not testable here* names the condition that is missing.
+
+| verdict | rows |
+|---|---|
+{chr(10).join(f"| {verdict} | {count} |" for verdict, count in counts.most_common())}
+"""]
+    for area, rows in found.items():
+        parts += [f"## {area}", "", markdown_table(HEADS, rows), ""]
+    return "\n".join(parts)
+
+
+def cells(one: Technique) -> tuple[str, ...]:
+    """Returns the line of the table. Raises KeyError where a name of it does not exist."""
+    claim = claims_by_name()[one.claim] if one.claim else None
+    shown = [f"`{row}`" for row in one.rows] + [f"`{one.command}`"] * bool(one.command)
+    name = f"[{one.name}](claims.md#{one.claim})" if claim else one.name
+    row = (name + " +" * one.own, linked(one.notebook), ", ".join(shown) or "none",
+           prediction(one, claim), measurement(one, claim), verdict(one, claim))
+    return tuple(cell.replace("|", "\\|") for cell in row)
+
+
+def linked(notebook: str) -> str:
+    path = notebook_path(notebook)
+    return f"[{path.rpartition('/')[2].rpartition('.')[0]}](../notebooks/{path})"
+
+
+def notebook_path(notebook: str) -> str:
+    """Returns the file below notebooks/. Raises KeyError."""
+    folder = resource("notebooks")
+    if "/" in notebook:
+        if not (folder / notebook).is_file():
+            raise KeyError(f"there is no notebooks/{notebook}")
+        return notebook
+    paths = sorted(folder.glob(f"{notebook}_*.ipynb"))
+    if len(paths) != 1:
+        raise KeyError(f"there is no notebook {notebook}")
+    return paths[0].name
+
+
+# Predictions.
+
+def prediction(one: Technique, claim: Claim | None) -> str:
+    if claim and claim.numbers.kit:
+        return line(claim.to_dict())[2]
+    found = [f"`{row}`: {ratios}" for row in one.rows if (ratios := predicted(row, one.settings))]
+    if found:
+        return "; ".join(found)
+    if one.missing or (claim and claim.missing):
+        return "none"
+    return f"in [{one.notebook}](../notebooks/{notebook_path(one.notebook)}), Predict"
+
+
+@functools.cache
+def predicted(row: str, settings: str) -> str:
+    """Returns seconds and peak over those without the row; "" for a row outside the catalogue."""
+    if named(row) not in imports():
+        return ""
+    base = with_settings(BASE, settings)
+    (seconds, peak), (before, peak_before) = costs(with_settings(base, row)), costs(base)
+    return f"{seconds / before:.2f} of the seconds, {peak / peak_before:.2f} of the peak"
+
+
+def named(row: str) -> tuple[str, str]:
+    """
+    >>> named("parallel.schedule=zbv parallel.interleave=2")
+    ('parallel.schedule', 'zbv')
+    >>> named("model.changes=dropout:residual=0.1")
+    ('model.changes', 'dropout')
+    """
+    field, _, name = row.partition(" ")[0].partition("=")
+    return field, name.partition(":")[0]
+
+
+def with_settings(config: Config, settings: str) -> Config:
+    """Returns the Config with FIELD=NAME pairs and the imports of their rows; a list grows."""
+    new: dict[str, Any] = {"imports": list(config.imports)}
+    for pair in settings.split():
+        field, _, value = pair.partition("=")
+        if module := imports().get(named(pair), ""):
+            new["imports"].append(module)
+        if field == "model.changes" and config.model.changes:
+            value = f"{config.model.changes[0].name},{value}"
+        new[field] = value
+    return config.replace(new)
+
+
+def costs(config: Config) -> tuple[float, float]:
+    return (step_time(config, MACHINE, config.parallel).step_seconds,
+            memory(config, MACHINE, layout=config.parallel).peak_bytes)
+
+
+@functools.cache
+def imports() -> Mapping[tuple[str, str], str]:
+    """The import of each row of the catalogue."""
+    return {(field, row["name"]): row["import"] for field in TABLES for row in rows_of(field)}
+
+
+# Measurements.
+
+def measurement(one: Technique, claim: Claim | None) -> str:
+    if claim and claim.numbers.measured:
+        return line(claim.to_dict())[3]
+    if one.missing or (claim and claim.missing):
+        return "missing: " + (one.missing or claim.missing)
+    if one.protocol:
+        [found] = settled()[one.protocol]["verdicts"]
+        low, high = found["interval"]
+        return (f"gain of {found['arm']} over {found['against']} {found['gain']:+.1%} "
+                f"({low:+.1%} to {high:+.1%}, {found['seeds']} seeds)")
+    if one.record:
+        case = recorded(one.record)
+        return (f"{case['ratio']:.3g} times, {case['better']} is better: {case['case']}, "
+                f"over {case['peer']} (`{case['name']}`)")
+    if claim:
+        return "nothing: the verdict is by formula"
+    return f"\"{run_of(one.notebook)['claim']}\""
+
+
+def verdict(one: Technique, claim: Claim | None) -> str:
+    if one.missing:
+        return NOT_TESTABLE
+    if claim:
+        return claim.verdict
+    if one.protocol:
+        found = settled()[one.protocol]
+        return protocol.word(protocol.published()[one.protocol]["expects"], found["verdicts"][0],
+                             found["effect"])
+    if one.record and (word := recorded(one.record)["verdict"]) != "no target":
+        return re.sub(r" \(.*", "", word)
+    return run_of(one.notebook)["result"]
+
+
+@functools.cache
+def claims_by_name() -> Mapping[str, Claim]:
+    return claims()
+
+
+@functools.cache
+def settled() -> Mapping[str, Any]:
+    return protocol.recorded()[1]
+
+
+def recorded(record: str) -> Mapping[str, Any]:
+    """Returns a case of the newest record of its name. Raises KeyError."""
+    name, _, case = record.partition(": ")
+    found = [json.loads(path.read_text())
+             for path in resource("data/measured").glob(f"{name}-*.json")]
+    for one in sorted(found, key=lambda one: one["date"], reverse=True):
+        for row in one.get("cases", ()):
+            if row["case"] == case and row["name"] == name:
+                return row
+    raise KeyError(f"data/measured has no case {record!r}")
+
+
+@functools.cache
+def run_of(notebook: str) -> Mapping[str, Any]:
+    """Returns the record of the executed notebook. Raises KeyError."""
+    name = notebook_path(notebook).removesuffix(".ipynb")
+    with ZipFile(resource("docs") / "executed.zip") as pages:
+        return json.loads(pages.read(f"{name}.json"))
