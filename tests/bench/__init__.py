@@ -29,7 +29,7 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
     "decode": ("decode:run", "seconds per generated token, compared with transformers.generate; "
                              "both use a KV cache"),
     "evidence": ("evidence:run", "all measurements that need a GPU, in a few minutes"),
-    "fixup-depth": ("depth:run", "loss of up to 10,000 layers without norms in Fixup's "
+    "fixup-depth": ("depth:run", "loss of up to 1,000 layers without norms in Fixup's "
                                  "initialisation, compared with norms"),
     "forgetting": ("forgetting:run", "nats that a model forgets of its first text when adapters or "
                                      "all weights are trained"),

@@ -1,9 +1,9 @@
 """The loss of deep, narrow models without norms in Fixup's initialisation, compared with norms.
 
-    lpkit bench fixup-depth --out data/measured      20 minutes, of which 10,000 layers take most
+    lpkit bench fixup-depth --out data/measured      two minutes
 
 Zhang et al. 2019 (https://arxiv.org/abs/1901.09321) say that it is as stable, "even for networks
-with 10,000 layers". Each depth makes the same few updates with and without norms; `losses` holds
+with 10,000 layers", of which each update takes half a minute here. Each depth makes the same few updates with and without norms; `losses` holds
 all of them. Without norms and without Fixup a model of 100 layers gives NaN in its first update.
 """
 
@@ -13,7 +13,7 @@ from lpkit.config import Config
 from lpkit.training.training import Training
 from tests.bench.harness import Result, paired
 
-UPDATES, DEPTHS = 8, (10, 100, 1_000, 10_000)
+UPDATES, DEPTHS = 8, (10, 100, 1_000)
 ARMS = {"fixup": {"model.norm": "none", "model.init": "fixup"},
         "layernorm": {"model.norm": "layernorm"},
         "neither": {"model.norm": "none", "model.init": "fan-in"}}

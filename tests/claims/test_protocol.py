@@ -19,7 +19,7 @@ from lessons.rows import blocks as blocks
 from lpkit.claims import protocol as files
 from lpkit.techniques.blocks import MLPS
 from tests.bench import protocol
-from tests.pages import claims
+from tests.pages import claim_numbers, claims
 
 RECORD, FOUND = protocol.recorded()
 
@@ -63,7 +63,7 @@ def test_the_page_has_enough_that_held_and_enough_that_did_not():
 def test_searches_are_judged_by_a_paired_test_on_what_was_recorded():
     """Against scipy-free arithmetic: the mean log ratio of the best of 20 trials, and its t."""
     record = max((json.loads(path.read_text())
-                  for path in claims.MEASURED.glob("tpe-random-*.json")),
+                  for path in claim_numbers.MEASURED.glob("tpe-random-*.json")),
         key=lambda one: one["date"])
     gains = [math.log(min(other) / min(mine)) for mine, other in zip(record["losses"]["tpe"],
         record["losses"]["random"], strict=True)]
