@@ -126,6 +126,8 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
     that is asked for by name is believed: a run refuses it where it cannot."""
     if not recipe.products:
         return ""
+    if recipe.one_sided:
+        return f"one operand of {recipe.one_sided} stays in {recipe.compute or 'float32'}"
     if on.kind == "cpu":
         return "a CPU multiplies 8 bits no faster than 16"
     if backend == "emulated":
@@ -239,7 +241,7 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     mixed = dict(plain)
     for name, pair in recipe.casts.items():
-        bits = max(map(recipe.bits, pair))
+        bits = max(recipe.bits(cast) for cast in pair if cast)
         seconds = product_seconds(*p.shapes[name], machine, efficiency, dtype=recipe.dtype,
                                   bits=bits, result_bytes=recipe.result_bytes)
         near, ratio = nearest(efficiency.ratios.get(recipe.name, ()), *p.shapes[name])

@@ -94,12 +94,15 @@ class Low:
         return BF16 * (2 * x + w * (self.w[0] != self.w[1])) + max(mixed, scaled)
 
 
+UNCAST = Cast(format="bf16", scale="none")
+
+
 def low_of(recipe: Recipe) -> Low | None:
     """None for a recipe that casts no Linear's operands."""
-    if recipe.y is None:
+    if not recipe.products:
         return None
-    x = recipe.dw[1] if recipe.dw else recipe.y[0]
-    w = recipe.dx[1] if recipe.dx else recipe.y[1]
+    x = recipe.cast_of["dw", "x"] or UNCAST
+    w = recipe.cast_of["dx", "w"] or UNCAST
     scale, numbers = SCALES[x.scale], math.prod(x.block)
     # one kernel that finds scales with the values keeps no amaxes; those of whole rows are few
     amax_bytes = FP32 / numbers if numbers and not scale.fused else 0.0

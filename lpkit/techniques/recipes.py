@@ -150,7 +150,8 @@ class MxSettings(Fp8Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Row):
-    """A product that is None runs in `compute`, and so does an operand of a pair."""
+    """A product that is None runs in `compute`. So does an operand that is None: the cast of the
+    other operand is emulated then."""
 
     compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
     dtype: str              # of the products on hardware that has it, as machines name it
@@ -168,9 +169,14 @@ class Recipe(Row):
 
     @cached_property
     def products(self) -> dict[str, Casts]:
-        """The products that are cast."""
-        found = {"y": self.y, "dx": self.dx, "dw": self.dw}
-        return {name: casts for name, casts in found.items() if casts is not None}
+        """The products that cast an operand."""
+        pairs = {"y": self.y, "dx": self.dx, "dw": self.dw}
+        return {name: casts for name, casts in pairs.items() if casts and any(casts)}
+
+    @property
+    def one_sided(self) -> str:
+        """The products that cast one of their operands, which no hardware multiplies."""
+        return " and ".join(name for name, casts in self.products.items() if None in casts)
 
     @cached_property
     def all_casts(self) -> list[Cast]:

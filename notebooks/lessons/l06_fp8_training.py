@@ -329,7 +329,7 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         wide, top = max(wide, left + out), top - tall - SPACE
     share = ", ".join(dict.fromkeys(
         f"{WORDS[tensor]} {_sides(cast)}" for product, casts in recipe.products.items()
-        for tensor, cast in zip(PRODUCTS[product], casts)))
+        for tensor, cast in zip(PRODUCTS[product], casts) if cast))
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
             f"a scale for: {share}<br>the thick side is summed over", 0, 170, align="left",
@@ -486,8 +486,8 @@ def casts_table(model: ModelConfig) -> str:
     """HTML: how each recipe casts the operands of a Linear, as hardware runs it."""
     rows = []
     for name, recipe in RECIPES.items():
-        if not recipe.products:
-            continue
+        if len(recipe.products) < len(PRODUCTS) or recipe.one_sided:
+            continue    # a row from outside: the table has whole recipes
         made, dy = on_hardware(name, recipe, model), recipe.dx[0]
         x, w = made.casts["y"]
         both = [tensor for tensor, operand in (("x", x), ("w", w))

@@ -105,7 +105,7 @@ def _recast(setting: str, **values: str) -> Put:
     def put(layer: ScaledLinear) -> None:
         casts = {}
         for product, pair in layer.recipe.products.items():
-            casts[product] = tuple(replace(cast, **{setting: values[operand]})
+            casts[product] = tuple(cast and replace(cast, **{setting: values[operand]})
                                    for operand, cast in zip(PRODUCTS[product], pair))
         layer.recipe = replace(layer.recipe, **casts)
 

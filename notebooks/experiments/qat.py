@@ -1,0 +1,36 @@
+"""Quantisation-aware training: a product's forward has the rounded weight, and the gradient passes
+the rounding unchanged (Jacob et al. 2018, arXiv:1712.05877; the straight-through estimator of
+Bengio et al. 2013, arXiv:1308.3432). In this folder:
+
+    PYTHONPATH=. lpkit train cpu-3m --import qat precision.recipe=qat precision.recipe.group=32
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from lpkit.techniques import recipes
+from lpkit.techniques.recipes import ALL, Cast, Recipe
+from lpkit.techniques.row import Settings
+from lpkit.values import between
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qat(Settings):
+    weights: Literal["int4", "int8"] = "int4"
+    group: Annotated[int, between(0, 2**16)] = 32   # weights along a row that share a scale; 0: all
+    activations: Literal["none", "int8"] = "none"   # int8: one scale a token
+    high_precision_layers: tuple[str, ...] = ("head",)
+    pad: bool = False
+
+
+def make(settings: Qat) -> Recipe:
+    """y = q(x) q(w)^T, dx = g q(w), dw = g^T q(x): both q have the gradient of the identity."""
+    w, x = Cast(format=settings.weights, block=(1, settings.group)), None
+    if settings.activations != "none":
+        x = Cast(format=settings.activations, block=(1, ALL))
+    w_T, x_T = (cast and replace(cast, block=cast.block[::-1]) for cast in (w, x))
+    return Recipe(compute="bfloat16", dtype="bf16", y=(x, w), dx=(None, w_T), dw=(None, x_T),
+                  high_precision_layers=settings.high_precision_layers, pad=settings.pad)
+
+
+recipes.add("qat", make, Qat(), "Jacob et al. 2018, https://arxiv.org/abs/1712.05877")
