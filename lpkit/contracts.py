@@ -61,6 +61,7 @@ class ObjectiveContext:
     autocast: AbstractContextManager
     ranks: Any
     next_token: Loss
+    tokenizer: Mapping[str, Any]    # of the run; empty where its data was handed over
 
 
 class StatePlacement:

@@ -150,8 +150,7 @@ class MxSettings(Fp8Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Row):
-    """A product that is None runs in `compute`. So does an operand that is None: the cast of the
-    other operand is emulated then."""
+    """A product that is None runs in `compute`, and so does an operand of a pair."""
 
     compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
     dtype: str              # of the products on hardware that has it, as machines name it

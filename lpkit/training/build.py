@@ -269,13 +269,14 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
     return compiling.with_head(loss, decisions.autocast, backend)
 
 
-def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss) -> Loss:
+def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss,
+                    tokenizer: Mapping[str, Any]) -> Loss:
     """Builds what updates make smaller: the loss of evaluation, unless the config names another."""
     row = OBJECTIVES[config.objective.name]
     if not row.implementation:
         return next_token
     return row.load()(config.objective, ObjectiveContext(decisions.device, decisions.autocast,
-                                                         ranks, next_token))
+                                                         ranks, next_token, tokenizer))
 
 
 def entry_of_loss(config: Config, decisions: Decisions) -> str | None:

@@ -172,7 +172,7 @@ class Training:
             start=start, schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
-            loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
+            loss=loss, objective=build.build_objective(config, decisions, ranks, loss, tokenizer),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
             cached_casts=cached_casts, governors=governors, acting=acting(config.optimizer),
             executor=executor)

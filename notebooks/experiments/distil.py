@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.contracts import Batch, Loss, ObjectiveContext
+from lpkit.errors import ConfigError
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.objectives import OBJECTIVES, Objective
 from lpkit.techniques.operation import MicroBatch, Op
@@ -26,11 +27,22 @@ class Distil(Settings):
     temperature: float = 2.0
 
 
+def teacher_of(settings: Distil) -> Run:
+    if not settings.teacher:
+        raise ConfigError("objective=distil needs objective.teacher, the folder of a trained run")
+    return Run.open(Path(settings.teacher))
+
+
 def loss_of(settings: Distil, context: ObjectiveContext) -> Loss:
     """Returns (1 - share) cross-entropy + share T^2 KL(teacher || student), logits divided by T."""
     from lpkit.training.sampling import trained
 
-    teacher = trained(Run(Path(settings.teacher)), str(context.device)).model
+    run = teacher_of(settings)
+    if context.tokenizer and run.tokenizer != context.tokenizer:
+        raise ConfigError(f"objective.teacher={settings.teacher} has another tokenizer, so its "
+                          f"probabilities belong to other tokens; set data.tokenizer="
+                          f"{settings.teacher}, which is the tokenizer of the teacher")
+    teacher = trained(run, str(context.device)).model
     T = settings.temperature
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -47,7 +59,10 @@ def loss_of(settings: Distil, context: ObjectiveContext) -> Loss:
 
 def operations_of(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
     """Returns the teacher's forward, of which autograd keeps nothing, and the second loss."""
-    model = Run(Path(settings.teacher)).config.model
+    model = teacher_of(settings).config.model
+    if model.vocab != s.model.vocab:
+        raise ConfigError(f"objective.teacher={settings.teacher} has a vocabulary of {model.vocab:,}"
+                          f" tokens and the student of {s.model.vocab:,}; give both one tokenizer")
     ops = operations(replace(s, model=model))
     forward = (ops.embed, ops.positions, *ops.block * model.L, ops.norm,
                replace(ops.head, params=0))

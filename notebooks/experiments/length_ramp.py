@@ -2,7 +2,7 @@
 half of the tokens of each (Li et al. 2021, arXiv:2108.06084, ramp the length). In this folder:
 
     PYTHONPATH=. lpkit train cpu-3m --import length_ramp sizes=ramp sizes.until=10 \
-        global_batch=16
+        global_batch=16 grad_accum_steps=2
 """
 
 from dataclasses import dataclass

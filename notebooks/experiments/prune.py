@@ -5,18 +5,20 @@ each matrix in the blocks are zero (Han et al. 2015, arXiv:1506.02626). In this 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from lpkit.errors import ConfigError
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.row import Row, Settings
+from lpkit.values import between
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Settings):
-    share: float = 0.5      # of the weights, which become zero
+    share: Annotated[float, between(0, 1)] = 0.5    # of the weights, which become zero
 
 
 class Prune:
@@ -32,8 +34,12 @@ class Prune:
             if step == 1:
                 for name, p in matrices.items():
                     zeros = int(self.share * p.numel())
-                    self.masks[name] = p.abs() > p.abs().flatten().kthvalue(zeros)[0]
+                    self.masks[name] = p.abs() > (
+                        p.abs().flatten().kthvalue(zeros)[0] if zeros else -1.0)
             for name, mask in self.masks.items():
+                if mask.shape != matrices[name].shape:
+                    raise ConfigError(f"the saved mask of {name} is {tuple(mask.shape)} and its "
+                                      f"weight is {tuple(matrices[name].shape)}; begin a new run")
                 matrices[name].mul_(mask)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -9,14 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from lpkit.techniques import recipes
+from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import ALL, Cast, Recipe
 from lpkit.techniques.row import Settings
 from lpkit.values import between
 
+# the integers of two and three bits, as the kit's int4: the least one, -2^(bits - 1), is not used
+for bits in (2, 3):
+    FORMATS[f"int{bits}"] = replace(FORMATS["int4"], name=f"int{bits}", mantissa_bits=bits - 1,
+                                    bias=2 - bits, largest=2.0 ** (bits - 1) - 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qat(Settings):
-    weights: Literal["int4", "int8"] = "int4"
+    weights: Literal["int2", "int3", "int4", "int8"] = "int4"
     group: Annotated[int, between(0, 2**16)] = 32   # weights along a row that share a scale; 0: all
     activations: Literal["none", "int8"] = "none"   # int8: one scale a token
     high_precision_layers: tuple[str, ...] = ("head",)

@@ -29,6 +29,10 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
     "decode": ("decode:run", "seconds per generated token, compared with transformers.generate; "
                              "both use a KV cache"),
     "evidence": ("evidence:run", "all measurements that need a GPU, in a few minutes"),
+    "fewer-bits": ("fewer_bits:run", "nats that rounding and pruning add to a trained model, by "
+                                     "method"),
+    "fewer-trained": ("fewer_bits:training", "loss of quantisation-aware training, distillation "
+                                             "and lottery tickets, compared with training without"),
     "forgetting": ("forgetting:run", "nats that a model forgets of its first text when adapters or "
                                      "all weights are trained"),
     "fp8-linear": ("fp8:linear", "a Linear in FP8 with its casts, compared with bf16, on a GPU"),

@@ -1,0 +1,510 @@
+"""Lesson 29, Fewer bits, fewer weights: its study, its figures and its exercises.
+
+A trained byte model of two layers is rounded and pruned without training (RTN, GPTQ; magnitude,
+Wanda, SparseGPT), and trained with rounded or missing weights (QAT, distillation, lottery tickets).
+data/measured/fewer-bits-*.json has five seeds: `lpkit bench fewer-bits --out data/measured`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial, reduce
+from operator import getitem
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lpkit
+from lessons.draws import normal
+from lessons.figures.drawing import axis, bars, figure, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import adding_to
+from lpkit.config import Config
+from lpkit.errors import ConfigError, pick
+from lpkit.predict.evidence import MEASURED
+from lpkit.training.runs import Run
+from lpkit.training.sampling import trained as load
+from lpkit.training.training import Training
+
+STEPS, SEEDS = 500, 5      # of the models that are rounded and pruned
+TRAINED_STEPS, TRAINED_SEEDS, MORE = 200, 3, 60     # of those that learn with fewer; QAT's updates
+BASE = {"model.layers": 2, "model.width": 128, "model.heads": 4, "model.context": 64,
+        "global_batch": 8, "eval_every": 0, "eval_batches": 32, "checkpoint_every": 0,
+        "optimizer.lr": 3e-3, "schedule.warmup_steps": 50, "precision.recipe": "fp32",
+        "system.device": "cpu", "system.threads": 1}
+GROUP = 64                  # weights of a row that share a scale
+CALIBRATION = 8             # batches of training tokens that Linears' inputs are taken from
+FISHER = 160                # sequences whose gradients make the Fisher diagonal
+DAMPING = 1e-2              # of the mean diagonal, added to the Hessian
+ACROSS = 0.25               # the share of a change at which the curvature along it is measured
+
+
+def config(steps: int = STEPS, seed: int = 0, **changes: Any) -> Config:
+    return lpkit.preset("cpu-3m").replace(BASE | {"steps": steps, "seed": seed} | changes)
+
+
+def trained(config: Config, state: Mapping[str, Tensor] | None = None, first: int = 0,
+            after: Callable[[nn.Module], None] = lambda model: None) -> Training:
+    """Builds the training, begins from `state`, takes the updates from `first` on, and calls
+    `after(model)` before the first update and after each."""
+    training = Training.build(config)
+    if state is not None:
+        training.model.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        after(training.model)
+    for step in range(first, config.steps):
+        training.update(step)
+        with torch.no_grad():
+            after(training.model)
+    return training
+
+
+def matrices(model: nn.Module) -> dict[str, nn.Linear]:
+    """Returns the Linears of the blocks by name."""
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and "blocks." in name}
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+# ---- Methods: weights (N, K) and inputs x (M, K) of a Linear -> other weights
+
+def rtn(w: Tensor, bits: int, group: int = GROUP) -> Tensor:
+    """Rounds to nearest: each group of a row to the integers of `bits`, times one scale."""
+    largest = 2 ** (bits - 1) - 1
+    parts = w.reshape(len(w), -1, group)
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30) / largest
+    return ((parts / scale).round() * scale).view_as(w)
+
+
+def hessian(x: Tensor) -> Tensor:
+    """Returns x^T x / M (K, K) of inputs x (M, K), damped, in float64. Twice of it is the second
+    derivative of a row's squared output error."""
+    x = x.double()
+    H = x.T @ x / len(x)
+    return H + DAMPING * H.diag().mean() * torch.eye(len(H), dtype=H.dtype)
+
+
+def compensated(w: Tensor, x: Tensor, choose: Callable[[Tensor, Tensor, int], Tensor],
+                block: int) -> Tensor:
+    """Replaces the columns of w from left to right, and changes the columns on the right of each so
+    that the outputs x w^T change least (Frantar and Alistarh 2022). `choose(w, d, start)` returns
+    the values of the `block` columns from `start` on, of the weights as changed so far; d (K,) is
+    the diagonal of the Cholesky factor of the inverse Hessian."""
+    U = torch.linalg.cholesky(torch.linalg.inv(hessian(x)), upper=True)
+    w, d = w.double().clone(), U.diag()
+    for start in range(0, w.shape[1], block):
+        pick_column = choose(w, d, start)
+        for j in range(start, min(start + block, w.shape[1])):
+            new = pick_column(w[:, j], j - start)
+            error = (w[:, j] - new) / U[j, j]
+            w[:, j + 1:] -= error[:, None] * U[j, j + 1:]
+            w[:, j] = new
+    return w.float()
+
+
+def gptq(w: Tensor, x: Tensor, bits: int, group: int = GROUP) -> Tensor:
+    """GPTQ (Frantar et al. 2022): RTN's integers, one column at a time, with compensation. A
+    group's scale is that of its weights when its first column is reached."""
+    largest = 2 ** (bits - 1) - 1
+
+    def choose(w: Tensor, d: Tensor, start: int) -> Callable[[Tensor, int], Tensor]:
+        scale = w[:, start:start + group].abs().amax(1).clamp(min=1e-30) / largest
+        return lambda column, j: (column / scale).round().clamp(-largest, largest) * scale
+
+    return compensated(w, x, choose, group)
+
+
+def smallest(scores: Tensor, zeros: int, of: int) -> Tensor:
+    """Returns the mask (N, K) of the `zeros` smallest scores among each `of` along a row; `of` 0:
+    among the whole matrix, where `zeros` counts in per cent."""
+    if not of:
+        last = scores.flatten().kthvalue(max(1, round(zeros / 100 * scores.numel())))[0]
+        return scores <= last
+    parts = scores.reshape(len(scores), -1, of)
+    mask = torch.zeros_like(parts, dtype=torch.bool)
+    return mask.scatter_(-1, parts.argsort(-1)[..., :zeros], True).view_as(scores)
+
+
+def magnitude(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
+    """The smallest weights of the matrix, or of each group, become zero."""
+    whole = w.shape[1] if of == GROUP else 0
+    mask = smallest(w.abs(), 100 * zeros // of, 0) if whole else smallest(w.abs(), zeros, of)
+    return w.masked_fill(mask, 0)
+
+
+def wanda(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
+    """Wanda (Sun et al. 2023): the score is |w| times the norm of its input, within a row."""
+    across = w.shape[1] if of == GROUP else of
+    scores = w.abs() * x.norm(dim=0)
+    return w.masked_fill(smallest(scores, zeros * across // of, across), 0)
+
+
+def sparsegpt(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
+    """SparseGPT (Frantar and Alistarh 2023): the score is the error that a weight's removal leaves
+    after compensation, and the weights on its right compensate."""
+    def choose(w: Tensor, d: Tensor, start: int) -> Callable[[Tensor, int], Tensor]:
+        scores = (w[:, start:start + of] / d[start:start + of]).square()
+        mask = smallest(scores, zeros, of)
+        return lambda column, j: column.masked_fill(mask[:, j], 0)
+
+    return compensated(w, x, choose, of)
+
+
+HALF, TWO_OF_FOUR = (GROUP // 2, GROUP), (2, 4)     # zeros, among so many of a row
+PRUNERS = {"magnitude": magnitude, "Wanda": wanda, "SparseGPT": sparsegpt}
+SPLIT = ("RTN int3", "magnitude 50%", "SparseGPT 50%")     # whose effects are split into parts
+METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{f"RTN int{bits}": partial(lambda w, x, bits: rtn(w, bits), bits=bits)
+       for bits in (8, 4, 3)},
+    **{f"GPTQ int{bits}": partial(gptq, bits=bits) for bits in (4, 3)},
+    **{f"{name} 50%": partial(prune, zeros=HALF[0], of=HALF[1])
+       for name, prune in PRUNERS.items()},
+    **{f"{name} 2:4": partial(prune, zeros=2, of=4) for name, prune in PRUNERS.items()}}
+
+
+def method(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a method of METHODS. Raises ConfigError, with the nearest name."""
+    return pick(METHODS, name, "method")
+
+
+def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Sets the weights of each Linear to zero where its mask is False. Raises ConfigError, and
+    changes nothing, where a mask has no Linear or another shape."""
+    linears = matrices(model)
+    for name, mask in masks.items():
+        if name not in linears:
+            raise ConfigError(f"the mask {name!r} has no Linear in this model; its Linears are "
+                              f"{', '.join(linears)}")
+        if mask.shape != linears[name].weight.shape:
+            raise ConfigError(f"the mask of {name} is {tuple(mask.shape)} and its weight is "
+                              f"{tuple(linears[name].weight.shape)}; prune this model again")
+    with torch.no_grad():
+        for name, mask in masks.items():
+            linears[name].weight.mul_(mask)
+
+
+# ---- The study of one trained model
+
+@dataclass(frozen=True)
+class Effect:
+    """What a method does to a model: nats added to the validation loss, the increase that the
+    diagonal predicts, and for each matrix its output error over its output, squared."""
+
+    added: float
+    predicted: float
+    errors: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The nats that a change adds, and three terms of its Taylor series that can be measured: its
+    slope, its curvature, and the part of the curvature on the diagonal."""
+
+    added: float
+    slope: float
+    curvature: float
+    diagonal: float
+
+
+class Study:
+    """A trained model, the inputs of its Linears, and its Fisher diagonal."""
+
+    def __init__(self, training: Training):
+        self.training, self.model = training, training.model
+        self.linears = matrices(self.model)
+        self.weights = {name: layer.weight.detach().clone() for name, layer in self.linears.items()}
+        self.loss = training.evaluate()
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """x (M, K) of each Linear, for tokens of the training data."""
+        seen: dict[str, list[Tensor]] = {name: [] for name in self.linears}
+        hooks = [layer.register_forward_pre_hook(
+            lambda _, args, name=name: seen[name].append(args[0].detach().flatten(0, 1)))
+            for name, layer in self.linears.items()]
+        with torch.no_grad():
+            for step in range(CALIBRATION):
+                self.model(self.training.batch(10_000 + step).tokens)
+        for hook in hooks:
+            hook.remove()
+        return {name: torch.cat(parts) for name, parts in seen.items()}
+
+    @cached_property
+    def fisher(self) -> dict[str, Tensor]:
+        """The diagonal of the Fisher matrix of the mean loss, by labels that the model draws: the
+        squared gradient of a sequence's sum over its tokens."""
+        generator = torch.Generator().manual_seed(0)
+        weights = [layer.weight for layer in self.linears.values()]
+        sums = [torch.zeros_like(w) for w in weights]
+        sequences = torch.cat([self.training.batch(20_000 + step).tokens
+                               for step in range(-(-FISHER // self.training.config.global_batch))])
+        for tokens in sequences[:FISHER].split(1):
+            logits = self.model(tokens)[0]
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+            nats = F.cross_entropy(logits, drawn, reduction="sum")
+            for total, g in zip(sums, torch.autograd.grad(nats, weights)):
+                total += g.square() / FISHER / len(drawn)
+        return dict(zip(self.linears, sums))
+
+    @contextmanager
+    def changed(self, change: Mapping[str, Tensor], share: float = 1.0) -> Iterator[None]:
+        """The model has `share` times the change added to its weights within."""
+        with torch.no_grad():
+            for name, layer in self.linears.items():
+                layer.weight.copy_(self.weights[name] + share * change[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, layer in self.linears.items():
+                    layer.weight.copy_(self.weights[name])
+
+    def added(self, change: Mapping[str, Tensor], share: float = 1.0) -> float:
+        with self.changed(change, share):
+            return self.training.evaluate() - self.loss
+
+    def change(self, name: str) -> dict[str, Tensor]:
+        """Returns the change of each matrix under a method."""
+        by = method(name)
+        return {layer: by(w, self.inputs[layer]) - w for layer, w in self.weights.items()}
+
+    def predicted(self, change: Mapping[str, Tensor]) -> float:
+        """Returns 1/2 sum F dw^2."""
+        return sum((self.fisher[name] * dw.square()).sum().item() / 2
+                   for name, dw in change.items())
+
+    def effect(self, name: str) -> Effect:
+        change = self.change(name)
+        return Effect(self.added(change), self.predicted(change), {
+            layer: output_error(self.weights[layer], self.weights[layer] + dw, self.inputs[layer])
+            for layer, dw in change.items()})
+
+    def parts(self, name: str) -> Parts:
+        """Splits a method's effect by the losses at +1/4 and -1/4 of its change."""
+        change = self.change(name)
+        up, down = (self.added(change, share) for share in (ACROSS, -ACROSS))
+        return Parts(self.added(change), (up - down) / 2 / ACROSS, (up + down) / 2 / ACROSS**2,
+                     self.predicted(change))
+
+
+def output_error(w: Tensor, new: Tensor, x: Tensor) -> float:
+    """Returns |x (new - w)^T|^2 / |x w^T|^2."""
+    x = x.double()
+    return ((x @ (new - w).double().T).square().sum() / (x @ w.double().T).square().sum()).item()
+
+
+def smoothed_error(w: Tensor, x: Tensor, alpha: float, bits: int = 8) -> float:
+    """Returns the output error of integer weights and activations, one scale a row and a token.
+    Input j is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and its weights multiplied
+    (Xiao et al. 2022); alpha 0 without: s = 1."""
+    x, w = x.double(), w.double()
+    s = torch.ones(w.shape[1], dtype=x.dtype)
+    if alpha:
+        s = x.abs().amax(0) ** alpha / w.abs().amax(0).clamp(min=1e-9) ** (1 - alpha)
+        s = s.clamp(min=1e-9)
+    new = rtn(x / s, bits, x.shape[1]) @ rtn(w * s, bits, w.shape[1]).T
+    return ((new - x @ w.T).square().sum() / (x @ w.T).square().sum()).item()
+
+
+# ---- Training with fewer bits and weights
+
+def lottery(seed: int, steps: int = TRAINED_STEPS, share: float = 0.8, rewind: int = 30) -> dict[str, float]:
+    """Returns the losses of a dense run; of its ticket, the largest weights at the end, from their
+    values after `rewind` updates; of the same numbers of weights at random places; and of the
+    ticket's places from another initialisation (Frankle and Carbin 2018; rewinding: Frankle et al.
+    2019)."""
+    whole = config(steps, seed)
+    early: dict[str, Tensor] = {}
+    calls = iter(range(steps + 1))
+
+    def keep(model: nn.Module) -> None:
+        if next(calls) == rewind:
+            early.update(copied(model))
+
+    dense = trained(whole, after=keep)
+    masks = {name: ~smallest(layer.weight.detach().abs(), round(100 * share), 0)
+             for name, layer in matrices(dense.model).items()}
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: mask.flatten()[torch.randperm(mask.numel(), generator=generator)].view_as(mask)
+             for name, mask in masks.items()}
+    other = copied(Training.build(config(steps, seed + 1000)).model)
+    return {"dense": dense.evaluate()} | {
+        name: trained(whole, state, rewind, partial(apply_masks, masks=chosen)).evaluate()
+        for name, state, chosen in (("ticket", early, masks), ("reshuffled", early, moved),
+                                    ("another start", other, masks))}
+
+
+def rounded_training(dense: Mapping[str, Tensor], seed: int, weights: Sequence[str],
+                     steps: int = MORE, group: int = 32) -> dict[str, dict[str, float]]:
+    """Returns the losses with weights in each of the formats: of the dense model rounded; rounded
+    after `steps` more updates in float32; and after as many updates of QAT."""
+    ways = {"imports": ("experiments.qat",), "optimizer.lr": 1e-3, "schedule.warmup_steps": 5}
+    longer = trained(config(steps, seed, **ways), dense).model.state_dict()
+    losses = {}
+    for name in weights:
+        rounded = config(steps, seed, **ways, **{
+            "precision.recipe": {"name": "qat", "weights": name, "group": group}})
+        losses[name] = {"rounded": trained(rounded, dense, first=steps).evaluate(),
+                        "trained on, rounded": trained(rounded, longer, first=steps).evaluate(),
+                        "QAT": trained(rounded, dense).evaluate()}
+    return losses
+
+
+def teacher(folder: Path, seed: int, steps: int = TRAINED_STEPS) -> Run:
+    """Trains the model into a run folder, which distillation and QAT begin from."""
+    return lpkit.train(config(steps, seed, checkpoint_every=steps), out=folder)
+
+
+def distilled(folder: Path, seed: int, steps: int = TRAINED_STEPS) -> dict[str, float]:
+    """Returns the loss of a student of half the teacher's width, and of the same student with the
+    teacher's probabilities in its objective. The teacher's run is in `folder`."""
+    student = {"model.width": 64, "model.heads": 2, "imports": ("experiments.distil",)}
+    objective = {"objective": {"name": "distil", "teacher": str(folder)}}
+    return {"alone": trained(config(steps, seed, **student)).evaluate(),
+            "distilled": trained(config(steps, seed, **student, **objective)).evaluate()}
+
+
+# ---- Records
+
+def record(seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """Trains a model, and returns what each method does to it."""
+    study = Study(trained(config(steps, seed)))
+    return {"seed": seed, "loss": study.loss,
+            "effects": {name: asdict(study.effect(name)) for name in METHODS},
+            "parts": {name: asdict(study.parts(name)) for name in SPLIT}}
+
+
+def record_of_training(folder: Path, seed: int) -> dict[str, Any]:
+    """Returns the losses of QAT, of distillation and of the lottery tickets of a seed."""
+    run = teacher(folder, seed)
+    dense = copied(load(run).model)
+    return {"seed": seed, "rounding": rounded_training(dense, seed, ("int3", "int2")),
+            "distillation": distilled(folder, seed), "lottery": lottery(seed)}
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """Returns the seeds of a record, `fewer-bits` or `fewer-trained`."""
+    return json.loads(next(MEASURED.glob(f"{name}-*.json")).read_text())["seeds"]
+
+
+# ---- Figures
+
+def effects_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
+    """The plotly spec of the nats that each method adds, a mark for each recorded seed."""
+    names = [name for name in METHODS if name not in ("RTN int8", "RTN int4", "GPTQ int4")]
+    data = [scatter([row["effects"][name]["added"] for name in names], names,
+                    f"seed {row['seed']}", COLOURS[number % len(COLOURS)], mode="markers",
+                    marker={"size": 9}, hover="%{y}: %{x:.4f} nats")
+            for number, row in enumerate(seeds)]
+    return figure(data, "Nats that rounding and pruning add", height=420,
+                  xaxis=axis("validation loss minus that of the dense model, nats", range=[-0.005, None]),
+                  yaxis={"autorange": "reversed"}, margin={"l": 120})
+
+
+def parts_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
+    """The plotly spec of a change's parts, means over recorded seeds."""
+    words = {"diagonal": "predicted by the diagonal", "curvature": "curvature along the change",
+             "added": "added"}
+    data = [bars(SPLIT, [fmean(row["parts"][name][part] for row in seeds) for name in SPLIT],
+                 label, colour, hover="%{y}: %{x:.4f} nats")
+            for (part, label), colour in zip(words.items(), COLOURS)]
+    return figure(data, "What a diagonal sees of a change", height=380, barmode="group",
+                  xaxis=axis("nats, mean of the recorded seeds"),
+                  yaxis={"autorange": "reversed"}, margin={"l": 120})
+
+
+def wins(seeds: Sequence[Mapping[str, Any]], name: str, pattern: str) -> int:
+    """Returns in how many seeds the pruner adds the fewest nats."""
+    return sum(min(PRUNERS, key=lambda by: row["effects"][f"{by} {pattern}"]["added"]) == name
+               for row in seeds)
+
+
+def ratios(seeds: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Returns predicted over measured, of each seed."""
+    return [row["effects"][name]["predicted"] / row["effects"][name]["added"] for row in seeds]
+
+
+def learned_rows(seeds: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns the rows of the table of training with fewer bits and weights: means over seeds."""
+    def mean(*keys: str) -> str:
+        values = [reduce(getitem, keys, row) for row in seeds]
+        return f"{fmean(values):.3f}"
+
+    return [*((f"{bits} weights", "QAT, 60 updates", mean("rounding", bits, "QAT"),
+               f"60 updates, then rounded (at once: {mean('rounding', bits, 'rounded')})",
+               mean("rounding", bits, "trained on, rounded")) for bits in ("int3", "int2")),
+            ("a student of half the width", "a teacher", mean("distillation", "distilled"),
+             "the text alone", mean("distillation", "alone")),
+            ("20% of the weights", f"the lottery ticket (dense: {mean('lottery', 'dense')})",
+             mean("lottery", "ticket"), "reshuffled places", mean("lottery", "reshuffled")),
+            ("20% of the weights", "the ticket's places, another start",
+             mean("lottery", "another start"), "reshuffled places", mean("lottery", "reshuffled"))]
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+def _sizes(r: Random) -> tuple[int, int, int]:
+    return r.randint(2, 8), r.choice([8, 16, 32, 64, 128]), r.choice([8, 16, 32])
+
+
+@exercise("29.bits", (4, 32, 16), (3, 64, 32), (8, 128, 8), minutes=3, draw=_sizes,
+          mistakes={"a scale serves a whole group": lambda bits, group, scale: bits + scale,
+                    "scales take memory, too": lambda bits, group, scale: float(bits)})
+def bits_per_weight(bits: int, group: int, scale_bits: int) -> float:
+    return bits + scale_bits / group
+
+
+def _kept_per_group(scores: Tensor, zeros: int, *, absolute: bool = True, rows: bool = True
+                    ) -> Tensor:
+    scores = scores.abs() if absolute else scores
+    scores = scores if rows else scores.T.contiguous()
+    parts = scores.reshape(len(scores), -1, 4)
+    kept = torch.ones_like(parts, dtype=torch.bool).scatter(-1, parts.argsort(-1)[..., :zeros],
+                                                            False).reshape(scores.shape)
+    return kept if rows else kept.T.contiguous()
+
+
+@exercise("29.two_of_four", (torch.tensor([[1.0, -3.0, 2.0, 0.5]]),),
+          (torch.tensor([[4.0, 3.0, 2.0, 1.0, -5.0, 6.0, -7.0, 8.0]]),), minutes=6, stars=2,
+          draw=lambda r: (normal(r, 4 * r.randint(1, 3), 4 * r.randint(1, 4)),), drawn=60,
+          mistakes={"the sign does not count": partial(_kept_per_group, zeros=2, absolute=False),
+                    "two of four are kept": partial(_kept_per_group, zeros=1),
+                    "groups lie along a row": partial(_kept_per_group, zeros=2, rows=False)})
+def two_of_four(w: Tensor) -> Tensor:
+    parts = w.abs().reshape(w.shape[0], -1, 4)
+    order = parts.argsort(-1, descending=True)
+    return torch.zeros_like(parts, dtype=torch.bool).scatter(-1, order[..., :2], True).reshape(w.shape)
+
+
+def _hessian(r: Random) -> tuple[Tensor, Tensor, int]:
+    size = r.randint(2, 5)
+    x = normal(r, 3 * size, size)
+    return normal(r, size), x.T @ x / len(x) + 0.1 * torch.eye(size), r.randrange(size)
+
+
+@exercise("29.compensate", (torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [1.0, 2.0]]), 0),
+          (torch.tensor([1.0, 2.0]), torch.tensor([[2.0, 1.0], [1.0, 4.0]]), 1), minutes=9, stars=2,
+          draw=_hessian, drawn=60,
+          mistakes={"the other weights move, too": lambda w, H, q: w * (
+                        torch.arange(len(w)) != q),
+                    "it is the inverse that counts": lambda w, H, q: w - w[q] / H[q, q] * H[:, q],
+                    "what is lost is added elsewhere": lambda w, H, q: w + w[q]
+                        / H.inverse()[q, q] * H.inverse()[:, q]})
+def compensate(w: Tensor, H: Tensor, q: int) -> Tensor:
+    inverse = torch.linalg.inv(H)
+    return w - w[q] / inverse[q, q] * inverse[:, q]
