@@ -267,7 +267,7 @@ class Config(Group):
                               f"grad_accum_steps may be {_divisors(self.global_batch)}")
         if why := cannot_train(self.model, self.data.policy) or changes.why_not(self):
             raise ConfigError(why)
-        if self.parallel.devices > 1:
+        if self.parallel.devices > 1 or layouts.REDUCTIONS[self.parallel.reduction].sent:
             layouts.check(self, self.parallel)
 
     @property

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lpkit.parallel.ranks import all_gather, reduce_scatter
@@ -114,6 +114,10 @@ class Replicas(Sending):
         flat = _flatten_dense_tensors([p.grad for p in used])
         for p, part in zip(used, _unflatten_dense_tensors(flat, used)):
             p.grad = part
+        return self.averaged(bucket, flat)
+
+    def averaged(self, bucket: list[nn.Parameter], flat: Tensor) -> Finish:
+        """Begins to average the numbers of a bucket over the replicas, in place."""
         work = dist.all_reduce(flat, group=self.ranks.groups["replicas"], async_op=True)
 
         def arrived() -> None:

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
-from lpkit.contracts import Parameter, Transform
+from lpkit.contracts import Governor, Parameter, Transform
 from lpkit.parallel.cut import Cut, Piece, Split, pieces
 from lpkit.parallel.ranks import Ranks, all_gather, wait_for
-from lpkit.techniques.layouts import GROUPS, STAGES, Layout
+from lpkit.techniques.layouts import GROUPS, REDUCTIONS, STAGES, Layout
 
 
 @dataclass(kw_only=True)
@@ -54,6 +54,7 @@ class Sharding:
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
+        self.governors: dict[str, Governor] = {}    # what checkpoints keep of averages
         self.splits: dict[str, Split] = {}      # of parameters of which this rank has a part
         self.shapes: dict[str, torch.Size] = {}     # of the parts, also of frozen parameters
         self.twice: dict[str, int] = {}     # which other rank of the pipeline has a parameter, too
@@ -192,7 +193,8 @@ def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
         return Sharding(ranks=ranks, **of_run)
     # one rank would send itself copies
     alone = layout.replicas == 1 and not layout.stage
-    kind = Sharding if alone else STAGES[layout.stage].load()
+    kind = Sharding if alone else (STAGES[layout.stage] if layout.stage else
+                                   REDUCTIONS[layout.reduction]).load()
     shards = kind(ranks=ranks, layout=layout, **of_run)
     if layout.pipeline > 1:
         from lpkit.parallel.stages import KeepStages

@@ -266,6 +266,8 @@ def _doubt(step: Step) -> "Doubt | str":
         return Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules")
     if OBJECTIVES[config.objective.name].implementation:
         return Doubt(f"bytes of objective={config.objective.name} are what its row says")
+    if REDUCTIONS[step.layout.reduction].sent:
+        return Doubt(f"what parallel.reduction={step.layout.reduction} keeps is not counted")
     if step.s.attention == "plain" and KINDS[kind].state_bytes:
         return Doubt(f"the definition of {kind} attention is counted roughly")
     if (step.on.kind in step.techniques["optimizer_state"].leaves

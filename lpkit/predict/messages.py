@@ -21,7 +21,7 @@ from typing import NamedTuple
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.params import of
 from lpkit.predict.recipes import row_of, stored
-from lpkit.techniques.layouts import GATHERED, Layout
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.operation import FP32, Op
 from lpkit.techniques.recipes import ALL, kept
 
@@ -81,6 +81,15 @@ def gathered_itemsizes(config: Config, layout: Layout, name: str) -> tuple[float
 def padded(shape: tuple[int, ...], ranks: int) -> int:
     """Numbers of a parameter that is cut by rows, where each rank has as many."""
     return -(-shape[0] // ranks) * ranks * math.prod(shape[1:])
+
+
+def reduced_itemsize(m: ModelConfig, layout: Layout, weights: int, gradients: int) -> float:
+    """Returns the bytes of a number with which an all-reduce sends what the reduction sends."""
+    row, n = REDUCTIONS[layout.reduction], layout.replicas
+    shapes = [bucket[0] if len(bucket) == 1 else (sum(map(math.prod, bucket)),)
+              for bucket in (buckets(m, row.bucket_bytes // weights) if row.sent else ())]
+    return (sum(row.sent(shape, n, gradients) for shape in shapes)
+            / sum(map(math.prod, shapes)) / (2 - 2 / n)) if shapes else gradients
 
 
 # In this order attention has its modules, whatever the order in which they are called.

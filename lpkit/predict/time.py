@@ -44,7 +44,7 @@ from lpkit.predict.evidence import Spread
 from lpkit.predict.governed import governed
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO
 from lpkit.predict.links import RINGS, Link, link
-from lpkit.predict.messages import gathered_itemsizes
+from lpkit.predict.messages import gathered_itemsizes, reduced_itemsize
 from lpkit.predict.params import (
     optimizer_settings,
     optimizer_work,
@@ -256,6 +256,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         chunk = CROSS_ENTROPY[loss.name].chunk_tokens(loss)
         rank = _Rank(work_of(s, layout), on, layout, p, efficiency, recipe, pieces, recompute,
                      gathered, s.tokens / chunk if chunk else 0.0)
+        rank.reduced = reduced_itemsize(config.model, layout, p.weights, p.gradients)
         own = rank_layers(config.model, layout, config.system.stack == "auto")
         rows = rank.rows(optimizer_work(config, optimizer, moments_of(config, p)), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
@@ -368,6 +369,7 @@ class _Rank:
         split = layout.tensor * layout.context
         self.work, self.layout, self.p, self.efficiency = work, layout, p, efficiency
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
+        self.reduced = p.gradients
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
         self.link = functools.partial(link, on, layout, efficiency=efficiency)
         self.multiplying = on.peak_flops(p.dtype) * efficiency.products[p.dtype]
@@ -561,7 +563,7 @@ class _Rank:
                      f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
                      f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
         elif layout.state_ranks > 1:
-            said, how = self.in_buckets(ring.all_reduce_seconds, states * p.gradients), "all-reduce"
+            said, how = self.in_buckets(ring.all_reduce_seconds, states * self.reduced), "all-reduce"
             if layout.zero:
                 gather = self.in_buckets(ring.all_gather_seconds, states * of_any)
                 self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
@@ -572,7 +574,7 @@ class _Rank:
             left = max(0.0, left - said)
         if layout.data > 1:
             ring = self.link("data")
-            said = self.in_buckets(ring.all_reduce_seconds, owned * p.gradients)
+            said = self.in_buckets(ring.all_reduce_seconds, owned * self.reduced)
             self.behind("data: all-reduce gradients", said, left, ring, RINGS)
 
     def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
-from lpkit.errors import ConfigError, pick, shown
+from lpkit.errors import ConfigError, shown
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
@@ -53,10 +53,16 @@ STAGES = {
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Row):
     """A way to send whole gradients (ZeRO 0 and 1): in messages of `bucket_bytes`, a parameter at
-    least; `overlaps`: each as soon as backward has its gradients."""
+    least; `overlaps`: each as soon as backward has its gradients.
 
+    A row from outside has `sent`, and is for ZeRO 0. sent(shape, ranks, itemsize): bytes of one
+    message that each rank sends in an update; the message of one parameter has its shape. The
+    implementation makes a `replicas.Replicas`, as `lessons.rows.reductions_torch.Averaged` is."""
+
+    implementation: str = "lpkit.parallel.replicas:Replicas"
     bucket_bytes: int
-    overlaps: bool
+    overlaps: bool = False
+    sent: Callable[[tuple[int, ...], int, int], float] | None = None
 
 
 DDP = "Li et al. 2020, https://arxiv.org/abs/2006.15704"
@@ -123,7 +129,7 @@ class Layout(Checked):
     context: Count = 1
     zero: Annotated[int, _stage] = 3
     interleave: Count = 1
-    reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
+    reduction: Annotated[str, lambda name, value: pick_row(REDUCTIONS, value, name)] = "overlapped"
     gathered: Annotated[str, lambda name, value: pick_row(GATHERED, value, name)] = "compute"
     schedule: Annotated[str, lambda name, value: pick_row(PIPELINES, value, name)] = "1f1b"
     attention: Annotated[str, lambda name, value: pick_row(CONTEXT, value, name)] = "ring"
@@ -189,6 +195,11 @@ def check(config: Any, layout: Layout, devices: int | None = None,
     the nearest that can. Not `even`: stages have layers, but not as many each."""
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
+    if REDUCTIONS[layout.reduction].sent and (
+            layout.stage or not 1 < layout.replicas == layout.devices):
+        raise ConfigError(f"parallel.reduction={layout.reduction} averages over two or more whole "
+                          f"replicas, and this layout is {layout}; set parallel.data=2 and every "
+                          f"other axis to 1, or parallel.reduction=overlapped")
     m, t, c, chunks = config.model, layout.tensor, layout.context, layout.interleave
     order = PIPELINES[layout.schedule]
     if chunks > 1 and layout.pipeline == 1:

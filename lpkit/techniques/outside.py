@@ -14,7 +14,7 @@ from typing import Any
 
 from lpkit.errors import ConfigError, shown
 from lpkit.techniques import FAMILIES, blocks, recipes
-from lpkit.techniques.layouts import CONTEXT, GATHERED
+from lpkit.techniques.layouts import CONTEXT, GATHERED, REDUCTIONS
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.pipelines import PIPELINES
 from lpkit.values import convert
@@ -22,7 +22,7 @@ from lpkit.values import convert
 TABLES = FAMILIES | {"model.norm": blocks.NORMS, "model.mlp": blocks.MLPS,
                      "model.position": POSITIONS, "precision.backend": recipes.BACKENDS,
                      "parallel.schedule": PIPELINES, "parallel.attention": CONTEXT,
-                     "parallel.gathered": GATHERED}
+                     "parallel.gathered": GATHERED, "parallel.reduction": REDUCTIONS}
 OWN = {field: frozenset(rows) for field, rows in TABLES.items()}
 BROUGHT: dict[tuple[str, str], tuple[Any, str]] = {}    # rows that `load` added, and their modules
 

@@ -174,8 +174,8 @@ class Training:
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts, governors=governors, acting=acting(config.optimizer),
-            executor=executor)
+            cached_casts=cached_casts, governors=governors | shards.governors,
+            acting=acting(config.optimizer), executor=executor)
 
     @property
     def device(self) -> torch.device:

@@ -91,9 +91,15 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
             sent += of_ranks(config, name)
     if layout.replicas == 1:
         return +sent
+    row = REDUCTIONS[layout.reduction]
+    if row.sent:
+        shapes = [bucket[0] if len(bucket) == 1 else (sum(map(math.prod, bucket)),)
+                  for bucket in buckets(m, row.bucket_bytes // p.weights)]
+        nbytes = round(sum(row.sent(shape, layout.replicas, p.gradients) for shape in shapes))
+        sent[Message(SEND, nbytes, 2)] += 1
+        return +sent
     if layout.stage < 2:
-        for bucket in buckets(m, REDUCTIONS[layout.reduction].bucket_bytes // p.weights, tensor,
-                              last):
+        for bucket in buckets(m, row.bucket_bytes // p.weights, tensor, last):
             if not layout.stage:
                 numbers = sum(map(math.prod, bucket))
                 sent[Message(ALL_REDUCE, p.gradients * numbers, layout.replicas)] += 1

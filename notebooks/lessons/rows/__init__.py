@@ -24,7 +24,7 @@ FIELDS = {      # the field of a Config, by the name of its table in lpkit.techn
     "POLICIES": "data.policy", "SIZES": "sizes", "RECIPES": "precision.recipe",
     "BACKENDS": "precision.backend", "MODEL_TRANSFORMS": "transforms", "GOVERNORS": "governors",
     "PIPELINES": "parallel.schedule", "CONTEXT": "parallel.attention",
-    "GATHERED": "parallel.gathered",
+    "GATHERED": "parallel.gathered", "REDUCTIONS": "parallel.reduction",
     "MOMENT_FORMATS": "memory.moment_format", **{key.upper(): f"memory.{key}" for key in (
         "recompute", "activation_offload", "cross_entropy", "param_dtype", "optimizer_state",
         "optimizer_step")}}

@@ -1,0 +1,259 @@
+"""The averages of `reductions`: each is a function average(flat, group, state) of `Averaged`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from lessons.rows.reductions import BLOCK, is_matrix, top_count
+from lpkit.errors import ConfigError
+from lpkit.parallel.cut import Cut, Piece
+from lpkit.parallel.ranks import all_gather, wait_for
+from lpkit.parallel.replicas import Finish, Replicas
+
+Group = dist.ProcessGroup
+State = dict[str, Any]
+
+
+def mean(flat: Tensor, group: Group) -> Tensor:
+    """Averages `flat` over the ranks, in place."""
+    dist.all_reduce(flat, group=group)
+    return flat.div_(dist.get_world_size(group))
+
+
+# ---- compression: the bytes that travel, and the numbers that they stand for
+
+def top_k(x: Tensor, share: float) -> Tensor:
+    """Returns the largest numbers and their int32 indices, as bytes."""
+    indices = x.abs().topk(top_count(share, len(x))).indices
+    return torch.cat([x[indices].view(torch.uint8), indices.int().view(torch.uint8)])
+
+
+def from_top_k(code: Tensor, numbers: int) -> Tensor:
+    values, indices = code.view(2, -1)
+    x = code.new_zeros(numbers, dtype=torch.float32)
+    return x.index_put_((indices.view(torch.int32).long(),), values.view(torch.float32))
+
+
+def quantised(x: Tensor, bits: int) -> Tensor:
+    """Returns float32 scales and signed integers of 8 or 4 bits, as bytes. A block's largest number
+    has the largest code."""
+    blocks = torch.nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30) / (2**(bits - 1) - 1)
+    codes = (blocks / scale).round().to(torch.int8).view(torch.uint8).flatten()
+    if bits == 4:
+        codes = (codes[::2] << 4) | (codes[1::2] & 15)
+    return torch.cat([scale.flatten().view(torch.uint8), codes])
+
+
+def from_quantised(code: Tensor, numbers: int, bits: int) -> Tensor:
+    blocks = -(-numbers // BLOCK)
+    scale, codes = code[:4 * blocks].view(torch.float32), code[4 * blocks:].view(torch.int8)
+    if bits == 4:       # shifts of int8 keep the sign
+        codes = torch.stack([codes >> 4, (codes << 4) >> 4], 1)
+    return (codes.view(blocks, BLOCK) * scale[:, None]).flatten()[:numbers]
+
+
+def signs(x: Tensor) -> Tensor:
+    """Returns the mean magnitude and a bit per number, 1 for numbers below 0, as bytes."""
+    bits = torch.nn.functional.pad((x < 0).byte(), (0, -len(x) % 8)).view(-1, 8)
+    packed = (bits << torch.arange(8, device=x.device)).sum(1).byte()
+    return torch.cat([x.abs().mean()[None].view(torch.uint8), packed])
+
+
+def from_signs(code: Tensor, numbers: int) -> Tensor:
+    bits = (code[4:, None] >> torch.arange(8, device=code.device)) & 1
+    return code[:4].clone().view(torch.float32) * (1 - 2 * bits.flatten()[:numbers].float())
+
+
+def compressed(flat: Tensor, group: Group, state: State, *, encode: Callable[[Tensor], Tensor],
+               decode: Callable[[Tensor, int], Tensor]) -> None:
+    """Error feedback: what a code leaves out of this gradient is added to the next one."""
+    x = flat.flatten().float() + state.get("error", 0.0)
+    code, ranks = encode(x), dist.get_world_size(group)
+    codes = code.new_empty(ranks * len(code))
+    all_gather(codes, code, group=group)
+    decoded = [decode(one, len(x)) for one in codes.view(ranks, -1)]
+    state["error"] = x - decoded[dist.get_rank(group)]
+    flat.copy_(sum(decoded).view_as(flat) / ranks)
+
+
+def powersgd(flat: Tensor, group: Group, state: State, *, rank: int) -> None:
+    """M becomes P Q^T: one step of a power iteration from the last Q, over the ranks' mean."""
+    if not is_matrix(tuple(flat.shape), rank):
+        mean(flat, group)
+        return
+    if not state:
+        draw = torch.Generator().manual_seed(0)     # alike on all ranks
+        q = torch.randn(flat.shape[1], rank, generator=draw).to(flat.device)
+        state |= {"error": torch.zeros_like(flat), "q": q}
+    m = flat.float() + state["error"]
+    p = torch.linalg.qr(mean(m @ state["q"], group))[0]
+    state["q"] = mean(m.T @ p, group)
+    flat.copy_(p @ state["q"].T)
+    state["error"] = m - flat
+
+
+# ---- averages of weights: the first call has the initial weights
+
+def due(state: State, every: int) -> bool:
+    """Counts an update, and returns whether ranks average after it."""
+    state["updates"] = state.get("updates", -1) + 1
+    return state["updates"] > 0 and state["updates"] % every == 0
+
+
+def local(flat: Tensor, group: Group, state: State, *, every: int) -> None:
+    if due(state, every):
+        mean(flat, group)
+
+
+def diloco(flat: Tensor, group: Group, state: State, *, every: int, rate: float,
+           momentum: float) -> None:
+    """The change of `every` updates is a gradient for SGD with Nesterov momentum."""
+    if not state:
+        state |= {"weights": flat.clone(), "momentum": torch.zeros_like(flat)}
+    if due(state, every):
+        change = state["weights"] - mean(flat, group)
+        state["momentum"].mul_(momentum).add_(change)
+        state["weights"].sub_(rate * (change + momentum * state["momentum"]))
+        flat.copy_(state["weights"])
+
+
+def exchanged(flat: Tensor, group: Group, distances: list[int]) -> list[Tensor]:
+    """Sends `flat` to the ranks at these distances, and returns what came from the ranks as far in
+    the other direction."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    received = [torch.empty_like(flat) for _ in distances]
+    both = [op for d, t in zip(distances, received) for op in (
+        dist.P2POp(dist.isend, flat, group=group, group_peer=(rank + d) % ranks),
+        dist.P2POp(dist.irecv, t, group=group, group_peer=(rank - d) % ranks))]
+    for work in dist.batch_isend_irecv(both):
+        wait_for(work, flat)
+    return received
+
+
+def gossip_on_ring(flat: Tensor, group: Group, state: State) -> None:
+    if due(state, 1):
+        before, after = exchanged(flat, group, [1, -1])
+        flat.add_(before).add_(after).div_(3)
+
+
+def gossip_one_peer(flat: Tensor, group: Group, state: State) -> None:
+    if due(state, 1):
+        distances = (dist.get_world_size(group) - 1).bit_length()
+        received, = exchanged(flat, group, [1 << (state["updates"] - 1) % distances])
+        flat.add_(received).div_(2)
+
+
+@dataclass(kw_only=True)
+class Averaged(Replicas):
+    """Replicas whose gradients are averaged by `average(flat, group, state)`, in place. `flat`: the
+    numbers of a message, which has the shape of a parameter if it holds only one; `state`: a dict
+    of tensors and counts, empty at first, which checkpoints keep for each rank."""
+
+    average: Callable[[Tensor, Group, State], None]
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.states: dict[str, State] = {}
+        self.governors = {"reduction": self}
+        return super().own(model)
+
+    def averaged(self, bucket: list[nn.Parameter], flat: Tensor) -> Finish:
+        state = self.states.setdefault(self.names[bucket[0]], {})
+        with self.ranks.waits:
+            self.average(flat.view_as(bucket[0]) if len(bucket) == 1 else flat,
+                         self.ranks.groups["replicas"], state)
+        return lambda: None
+
+    def state_dict(self) -> dict[str, Cut]:
+        return {f"{name}/{key}": self.as_row(torch.as_tensor(t))
+                for name, state in self.states.items() for key, t in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor | Cut]) -> None:
+        for key, rows in state.items():
+            name, _, key = key.rpartition("/")
+            t = self.own_row(rows).to(next(iter(self.names)).device, copy=True)
+            self.states.setdefault(name, {})[key] = t if t.ndim else t.item()
+
+    def as_row(self, t: Tensor) -> Cut:
+        """Returns a tensor of this rank as a row of a tensor of all ranks."""
+        at = (self.ranks.rank, *[0] * t.ndim)
+        return Cut(torch.Size((self.ranks.world, *t.shape)), t.dtype, (Piece(at, t[None]),), at[:1])
+
+    def own_row(self, rows: Tensor | Cut) -> Tensor:
+        return rows.pieces[0].data[0] if isinstance(rows, Cut) else rows[self.ranks.rank]
+
+
+class OwnWeights(Averaged):
+    """Each rank has weights and optimizer state of its own. `average` gets weights: the initial
+    ones, and those after each update. A checkpoint has a row for each rank; its model is the first
+    rank's."""
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        owned = super().own(model)
+        self._average_weights()
+        return owned
+
+    def send(self, bucket: list[nn.Parameter]) -> Finish:
+        return lambda: None
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        for bucket in self.messages.buckets:
+            flat = _flatten_dense_tensors([p.detach() for p in bucket])
+            self.averaged(bucket, flat)
+            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+
+    def end(self, training: Any, step: int) -> None:
+        if not step and (training._evaluated() or not all(
+                training._is_cut(p, slot) for p, slots in training.optimizer.state.items()
+                for slot in slots)):
+            raise ConfigError(
+                f"parallel.reduction={self.layout.reduction} keeps the optimizer's state of each "
+                f"rank by the shape of its parameter, and optimizer="
+                f"{training.config.optimizer.name} has other state; set optimizer=adamw")
+        self._average_weights()
+
+    def state_dict(self) -> dict[str, Cut]:
+        return super().state_dict() | {f"weights/{name}": self.as_row(p.detach().clone())
+                                       for name, p in self.owned.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor | Cut]) -> None:
+        super().load_state_dict(state)
+        for name, t in self.states.pop("weights").items():
+            self.owned[name].copy_(torch.as_tensor(t))
+
+    def whole(self, name: str, t: Tensor) -> Tensor | Cut:
+        return self.as_row(t) if t.ndim else t
+
+    def part(self, name: str, whole: Tensor | Cut) -> Tensor:
+        return whole if isinstance(whole, Tensor) and not whole.ndim else self.own_row(whole)
+
+    def placed(self, name: str, t: Tensor | Cut) -> Tensor | Cut:
+        if isinstance(t, Cut) or not name.startswith("model/"):
+            return t
+        return Cut(t.shape, t.dtype, (Piece((0,) * t.ndim, t.detach()),), (0,))
+
+
+# ---- what the rows name
+
+top_k_1_percent, top_k_01_percent = (partial(Averaged, average=partial(
+    compressed, encode=partial(top_k, share=share), decode=from_top_k)) for share in (0.01, 0.001))
+bits_8, bits_4 = (partial(Averaged, average=partial(
+    compressed, encode=partial(quantised, bits=bits), decode=partial(from_quantised, bits=bits)))
+    for bits in (8, 4))
+sign = partial(Averaged, average=partial(compressed, encode=signs, decode=from_signs))
+powersgd_4 = partial(Averaged, average=partial(powersgd, rank=4))
+local_10 = partial(OwnWeights, average=partial(local, every=10))
+diloco_10 = partial(OwnWeights, average=partial(diloco, every=10, rate=0.7, momentum=0.5))
+gossip_ring = partial(OwnWeights, average=gossip_on_ring)
+gossip_exponential = partial(OwnWeights, average=gossip_one_peer)
