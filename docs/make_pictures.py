@@ -65,6 +65,7 @@ MAIN = {
                "Chunks of queries against chunks of keys in ring attention: the step of each pair, in order and in zig-zag.", "smoke"),
     "17": Main(" ranks, stages of each: ", "A pipeline schedule: forward and backward passes of eight micro-batches on four ranks; a rank waits where the chart is white.",
                "smoke"),
+    "18": Main("Loss over bytes: four ranks, 300 updates", "Loss over the bytes that each rank sends, for ten ways to average four ranks and an all-reduce.", "smoke"),
     "19": Main(" look better by at least ", "A histogram of the gains of changes that do nothing: more than a third look better by at least half a percent.",
                "smoke"),
     "20": Main(" tokens an update", "What each optimizer keeps, in bytes a parameter, and what it computes, as a share of forward and backward.", "smoke"),

@@ -66,6 +66,8 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
                          "must not do"),
     "saved-row": ("saved:run", "updates of other configs, predicted with and without `lpkit "
                                "measure`"),
+    "talk-less": ("talk_less:run", "ten ways to average replicas, compared with an all-reduce of "
+                                   "gradients"),
     "telemetry": ("steps:telemetry", "overhead of recording statistics of a run's tensors"),
     "tpe-random": ("batch_steps:searches", "a search by TPE, compared with a random search, on "
                                            "real runs"),

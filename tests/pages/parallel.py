@@ -4,7 +4,8 @@ import json
 
 import lessons.rows.cast_gather
 import lessons.rows.context
-import lessons.rows.pipelines  # noqa: F401  adds rows
+import lessons.rows.pipelines
+import lessons.rows.reductions  # noqa: F401  adds rows
 from lpkit.files import resource
 from lpkit.techniques.layouts import (
     CONTEXT,
@@ -131,7 +132,8 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
-        "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
+        "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`; `--import "
+        "lessons.rows.reductions` adds the last ten ways, for ZeRO 0:\n\n",
         markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
         "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says; "
         "`--import lessons.rows.cast_gather` brings the last way:\n\n",

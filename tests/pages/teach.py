@@ -118,6 +118,7 @@ NEEDS = {
     "15": {"04": "scales and amax", "14": "shards, gathers, scatters"},
     "16": {"12": "the log of a sum", "14": "reduce-scatter and all-gather"},
     "17": {"14": "ranks, and micro-batches"},
+    "18": {"14": "ranks, and the bytes of an all-reduce"},
     "19": {"00": "how a notebook works"},
     "20": {"01": "the rows of a step"},
     "21": {"00": "how a notebook works"},

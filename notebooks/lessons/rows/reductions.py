@@ -106,7 +106,7 @@ REDUCTIONS |= {
     "gossip-exponential": Reduction(
         why="after update t a rank averages its weights with those of the rank 2^(t mod log2 n) "
             "places before it",
-        source="Assran et al. 2018, Stochastic Gradient Push, https://arxiv.org/abs/1811.10792",
+        source="Ying et al. 2021, https://arxiv.org/abs/2110.13363",
         bucket_bytes=MIB_25, sent=partial(_gossip, 1),
         implementation=HERE + "gossip_exponential"),
 }

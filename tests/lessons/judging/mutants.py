@@ -293,6 +293,8 @@ SAME = {
     "in another order": {"19.sign_flip": ("product((1, -1)",),
         "27.mup_rate": ("('head', 'hidden')",)},
     "a number goes through a product": {"26.step": ("gram @ (2.0315 * gram)",)},
+    "gradients are as long as one another": {
+        "18.feedback": ("len(gradients[1])", "len(gradients[-1])")},
     "no count is above n": {"28.coin": ("range(more, n + 2)",)},
     "a square has no sign": {"27.power": ("(mean - a) ** 2",), "07.sqnr_db": ("(b - a) ** 2",)},
     "the layer before the first would never be left out": {"23.area": ("range(0, layers + 1)",)},

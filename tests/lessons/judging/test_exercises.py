@@ -306,6 +306,34 @@ def by_walking(ahead, behind):
     return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
 
 
+def by_bisection(n, a, b):
+    """Bytes at which a ring and a tree, hop by hop, take the same time."""
+    hops = n.bit_length() - 1
+    late = lambda size: (sum(a + b * size for _ in range(2 * hops))
+                         - sum(a + b * size / n for _ in range(2 * (n - 1))))
+    low, high = 1e-12, 1e15
+    for _ in range(400):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if late(middle) < 0 else (low, middle)
+    return low
+
+
+def by_scatter(gradients):
+    left, sent = torch.zeros(len(gradients[0]), dtype=torch.float64), []
+    for g in gradients:
+        left += torch.tensor(g, dtype=torch.float64)
+        top = left.abs().argmax()
+        sent.append(torch.zeros_like(left).index_put_((top,), left[top]).tolist())
+        left[top] = 0
+    return sent
+
+
+def by_powers(n, share):
+    matrix = sum(np.roll(np.eye(n), shift, 1) for shift in (-1, 0, 1)) / 3
+    each, far = np.linalg.eigvalsh(matrix)[-2], 1.0
+    return next(i for i in itertools.count(1) if (far := far * each) <= share)
+
+
 def by_the_kits_lora(w, A, B, alpha):
     layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A),
                  LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
@@ -541,6 +569,7 @@ OTHERS = {
     "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
         f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],
+    "18.crossing": [by_bisection], "18.feedback": [by_scatter], "18.rounds": [by_powers],
 }
 
 
