@@ -70,6 +70,8 @@ BENCHES = {     # name: (module of this folder and function, what is measured)
     "tpe-random": ("batch_steps:searches", "a search by TPE, compared with a random search, on "
                                            "real runs"),
     "train-nanogpt": ("nanogpt:run", "a training step, compared with nanoGPT, eager and compiled"),
+    "whole-stack": ("whole_stack:run", "updates until a loss is reached, with each combination of "
+                                       "techniques, compared with the baseline"),
     "width-rates": ("batch_steps:widths", "loss of the widest model at the narrowest model's "
                                           "learning rate, with and without muP"),
     "your-model": ("your_model:run", "predictions and recipes on models from outside the kit, "
