@@ -4,8 +4,8 @@ techniques.
     lpkit bench whole-stack --out data/measured     # 10 minutes on two quiet cores
 
 Updates are counted in runs that share the cores, with one thread each, and depend on no load. The
-seconds of each kind of update are CPU seconds, measured in turns. Notebook 31 shows the record, and its
-lesson has the study.
+seconds of each kind of update are CPU seconds, measured in turns. Notebook 31 shows the record,
+and its lesson has the study.
 """
 
 import multiprocessing

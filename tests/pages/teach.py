@@ -128,6 +128,7 @@ NEEDS = {
     "26": {"20": "what a rule keeps, and the rounds in which rules take turns"},
     "27": {"00": "how a notebook works"},
     "28": {"00": "how a notebook works"},
+    "31": {"23": "stacked layers, and what a schedule costs", "26": "Muon's FLOPs"},
     "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
            "06": "the noise of a product", "08": "recomputation", "09": "the seconds",
            "10": "bytes of a cast", "12": "the cache", "14": "what ranks send"}}

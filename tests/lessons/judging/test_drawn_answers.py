@@ -259,6 +259,10 @@ WRONG = [       # exercise, kind, answer
         math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1))
         / 2 ** (ahead + behind))),
     ("28.coin", "rounding", coin_of_normal),
+    ("31.with_pairs", "edge size", lambda singles, pairs: pairs[0] if len(singles) == 2
+     else math.prod(singles)),
+    ("31.same_seconds", "edge size", lambda share, a, b: a * b if share > 0.9
+     else 1 / (1 - share + share / (a * b))),
 ]
 RIGHT = [("16.nats", nats_of_two_numbers), ("16.nats", nats_in_float64),
          ("20.adamw", by_torch_adamw), ("20.adamw", adamw_on_copies), ("22.mean", mean_in_blocks)]

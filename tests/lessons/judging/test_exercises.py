@@ -306,6 +306,12 @@ def by_walking(ahead, behind):
     return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
 
 
+def by_mean_of_pairs(singles, pairs):
+    """Each technique is in one pair fewer than there are techniques."""
+    logs = sum(map(math.log, pairs)) - (len(singles) - 2) * sum(map(math.log, singles))
+    return math.exp(logs)
+
+
 def by_the_kits_lora(w, A, B, alpha):
     layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A),
                  LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
@@ -508,6 +514,8 @@ OTHERS = {
     "27.power": [by_polyfit],
     "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p)],
     "28.coin": [by_walking],
+    "31.with_pairs": [by_mean_of_pairs],
+    "31.same_seconds": [lambda share, a, b: 1 / (share / a / b + (1 - share))],
     "06.keep": [by_sorted_noise],
     "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx
                        * sw, lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
