@@ -268,15 +268,15 @@ def ladder(record: Record, unit: str) -> list[tuple[Arms, float, float]]:
 
 
 def waterfall_figure(record: Record) -> dict:
-    """The plotly spec of the seconds that are left as techniques are added; dashes: products."""
+    """The plotly spec of the seconds that are left as techniques are added, and by the product."""
     data, places = [], list(range(len(ARMS) + 1))
     for side, (unit, label) in enumerate((("seconds", "here"), ("H100 seconds", "on an H100"))):
         _, measured, products = zip(*ladder(record, unit))
         left, promised = ([100 / factor for factor in each] for each in (measured, products))
         at, colour = [place + 0.4 * side - 0.2 for place in places], COLOURS[side]
-        data += [columns(at, left, label, colour, hover="%{y:.1f}%", width=0.36),
-                 scatter(at, promised, f"{label}, by the product", colour, mode="markers",
-                         hover="%{y:.1f}%", marker={"symbol": "diamond-open", "size": 11})]
+        data += [columns(at, promised, f"{label}, by the product", colour, hover="%{y:.1f}%",
+                         width=0.38, opacity=0.35),
+                 columns(at, left, label, colour, hover="%{y:.1f}%", width=0.2)]
     names = ["baseline", *(f"+ {name}".replace(" ", "<br>").replace("+<br>", "+ ") for name in ARMS)]
     return figure(data, "Seconds to the same loss, as techniques are added", height=480,
                   margin={"t": 100}, yaxis=axis("of the baseline's seconds, %"), barmode="overlay",
