@@ -54,8 +54,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "small batches first": {"sizes": {"name": "batch-ramp", "doublings": len(GROW_AT),
                                       "every": GROW_AT[0]}}}
 LEARNING = ("Muon", "stacked layers", "small batches first")    # the other two change no number
-RATES = [0.006, 0.012, 0.03, 0.09, 0.18]
-SEEDS, TUNING_SEED = 5, 1_000_000
+RATES = [0.006, 0.012, 0.03, 0.09, 0.18, 0.36]
+SEEDS, TUNING_SEED = 12, 1_000_000
 TARGET, HELD = 2.5, 64  # nats per token of so many held-out sequences
 Arms = frozenset[str]
 BASELINE, WHOLE = frozenset(), frozenset(ARMS)

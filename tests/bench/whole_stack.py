@@ -1,7 +1,7 @@
 """Updates, tokens, FLOPs and CPU seconds until a loss is reached, with each combination of five
 techniques.
 
-    lpkit bench whole-stack --out data/measured     # 10 minutes on two quiet cores
+    lpkit bench whole-stack --out data/measured     # 3 minutes on two quiet cores
 
 Updates are counted in runs that share the cores, with one thread each, and depend on no load. The
 seconds of each kind of update are CPU seconds, measured in turns. Notebook 31 shows the record,
