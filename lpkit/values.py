@@ -91,7 +91,7 @@ def folder(name: str, value: str | Path) -> None:
     path = expanded(value)
     there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
     if there is not None and not there.is_dir():
-        raise ConfigError(f"{name} is to be a folder, and {named(there)} is something else; choose "
+        raise ConfigError(f"{name} must be a folder, and {named(there)} is something else; choose "
                           f"another path")
 
 

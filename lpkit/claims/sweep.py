@@ -46,8 +46,8 @@ class Sweep(protocol.Made):
         super().__post_init__()
         here = self.config({})
         if self.pruner != "none" and not 0 < here.eval_every < here.steps:
-            raise ConfigError(f"pruner={self.pruner} asks at evaluations on the way, and eval_every="
-                              f"{here.eval_every} of {here.steps} steps has none; set settings."
+            raise ConfigError(f"pruner={self.pruner} decides at evaluations during a run, and "
+                              f"eval_every={here.eval_every} of {here.steps} steps has none; set settings."
                               f"eval_every to {max(1, here.steps // 10)}")
         for key in self.search:
             for value in (one := self.domain(key)[1]).get("choices") or (one["low"], one["high"]):

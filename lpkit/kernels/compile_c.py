@@ -168,7 +168,7 @@ def _ran(command: list[str], limit: float, *,
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(0.1)
                 if os.fstat(out.fileno()).st_size > MOST_SAID:
-                    raise OSError(f"{name} said more than {MOST_SAID:,} bytes")
+                    raise OSError(f"{name} printed more than {MOST_SAID:,} bytes")
                 if code is None and time.monotonic() > end:
                     raise TimeoutError(f"{name} did not end in {limit} seconds")
         finally:

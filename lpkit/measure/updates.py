@@ -206,7 +206,7 @@ def refuse_compiled(config: Config) -> None:
     for key, row in asked(config).items():
         if row.needs_compile:
             raise ConfigError(f"memory.{key}={getattr(config.memory, key)} needs torch.compile, "
-                              f"and what is compiled cannot be watched; compare peak_bytes of "
+                              f"and a compiled update cannot be watched; compare peak_bytes of "
                               f"lpkit.train instead, or choose another memory.{key}")
 
 

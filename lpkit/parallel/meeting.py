@@ -201,7 +201,7 @@ def _private(store: dist.Store, rank: int, world: int) -> dist.Store:
     folder = os.fsdecode(store.get("folder"))
     status = os.lstat(folder) if os.path.lexists(folder) else None
     if status is None or status.st_uid != os.geteuid() or status.st_mode != stat.S_IFDIR | 0o700:
-        raise ConfigError(f"rank {rank} was told to meet the others in {named(folder)!r}, which is "
+        raise ConfigError(f"rank {rank} must meet the other ranks in {named(folder)!r}, which is "
                           f"no private folder of this user: {STRANGER}")
     return dist.FileStore(os.path.join(folder, "store"), world)
 
@@ -223,8 +223,8 @@ def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
     for at, rank in enumerate(ranks):
         part = slice(at * PROOF_BYTES, (at + 1) * PROOF_BYTES)
         if not hmac.compare_digest(received[part], due[part]):
-            raise ConfigError(f"who answers rank {mine} as rank {rank} does not know the secret of "
-                              f"this launch: {STRANGER}")
+            raise ConfigError(f"the process that answers rank {mine} as rank {rank} does not know "
+                              f"the secret of this launch: {STRANGER}")
 
 
 @contextmanager

@@ -254,6 +254,6 @@ def _number(name: str, default: int) -> int:
     """Reads a number from the environment. Raises ConfigError."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
-        raise ConfigError(f"the environment has {name}={shown(value)}, and it is to be a number; "
+        raise ConfigError(f"environment variable {name} must be a number, got {shown(value)}; "
                           f"start all ranks with torchrun, or unset {name}")
     return int(value)

@@ -410,10 +410,10 @@ def _refuse_other_data(run: Run, training: Training) -> None:
         raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
                           f"{said['tokens']}, and data.source={source} now gives "
                           f"{training.tokens}; give back the text that it was begun with, or "
-                          f"start anew with another --out")
+                          f"start a new run with another --out")
     if said["tokenizer"] != records.digest(training.tokenizer):
         raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={source} now gives "
-                          f"another tokenizer than the one that it was begun with; start anew "
+                          f"another tokenizer than the one that it was begun with; start a new run "
                           f"with another --out")
 
 

@@ -121,7 +121,7 @@ class Run(Checked):
             changes.append(f"steps was {was['steps']} and is {now['steps']}")
         if changes:
             raise ConfigError(f"cannot resume {str(self.path)!r} with other settings: "
-                              f"{', '.join(changes)}; leave them, or start anew with another "
+                              f"{', '.join(changes)}; leave them, or start a new run with another "
                               f"--out. Only steps may be raised")
         if now["steps"] == was["steps"]:
             return {}

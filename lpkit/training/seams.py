@@ -31,7 +31,7 @@ def refuse(config: Config) -> None:
     """Raises ConfigError for a config that would silently train other numbers than it says."""
     reads = [one.name for one in config.model.changes if getattr(one, "reads_base", False)]
     if reads and config.parallel.stage > 1:
-        raise ConfigError(f"model.changes={reads[0]} begins as something made of whole weights, "
+        raise ConfigError(f"model.changes={reads[0]} is initialised from whole weights, "
                           f"and ZeRO {config.parallel.stage} gives each rank rows; set "
                           f"parallel.zero=1")
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -82,7 +82,7 @@ class Start:
             raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
                               f"{due or 'none'}, and {self.where or 'start.run'} has "
                               f"{self.sha256 or 'none'}; give back the run that it was begun from "
-                              f"(start.run names it where it has moved), or start anew with "
+                              f"(start.run names it where it has moved), or start a new run with "
                               f"another --out")
 
 

@@ -59,8 +59,8 @@ WRONG = [
     ({"target": "val_los"}, "target cannot be 'val_los'; did you mean 'val_loss'?"),
     ({"sampler": "grid"}, "sampler cannot be 'grid'; choose one of cmaes, random, tpe"),
     ({"trials": 0}, "trials must be positive, got 0"),
-    ({"pruner": "median"}, "pruner=median asks at evaluations on the way, and eval_every=0 of 3 "
-                           "steps has none; set settings.eval_every to 1"),
+    ({"pruner": "median"}, "pruner=median decides at evaluations during a run, and "
+                           "eval_every=0 of 3 steps has none; set settings.eval_every to 1"),
     ({"pruner": "asha", "settings": SMALL | {"eval_every": 3}}, "eval_every=3 of 3 steps has none"),
     ({"executor": "slurm"}, "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
     ({"job": 3}, "job must be a mapping"),

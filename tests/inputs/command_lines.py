@@ -98,7 +98,7 @@ TYPED: list[tuple[str, Right | str]] = [
         "complete")),
     (TRAIN.replace("steps=2", "steps=2.5"), "steps must be a whole number, got '2.5'"),
     (TRAIN.replace("text.txt", "nowhere.txt"), "there is no file, folder or glob 'nowhere.txt'"),
-    (TRAIN + " --out text.txt", "--out is to be a folder, and "),
+    (TRAIN + " --out text.txt", "--out must be a folder, and "),
     (TRAIN + " --out ''", "--out is empty"),
     (TRAIN + " --processes 0", "processes must be positive, got 0"),
     (TRAIN + " --processes two", "--processes must be a whole number, got 'two'"),
@@ -115,7 +115,7 @@ TYPED: list[tuple[str, Right | str]] = [
                                                 "got 1.0"),
     ("data sho tokens", "did you mean 'show'?"),
     ("sample nowhere --temperature hot", "--temperature must be a number, got 'hot'"),
-    ("import text.txt --check", "is to be a folder"),
+    ("import text.txt --check", "must be a folder"),
     ("import adapter --base run --check --out new", "needs --out DIR, without --check or "
                                                    "--tokenizer"),
     ("bench --all import", "--all runs every benchmark; leave out import"),

@@ -658,7 +658,7 @@ ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
 @pytest.mark.parametrize("script, said", [
     (ANSWERS + "exit 3", "exit code 3"),
     (ANSWERS + "printf 'caf\\351 \\033[31m' >&2; exit 1", "caf\ufffd \\x1b[31m"),
-    (ANSWERS + "head -c 40000000 /dev/zero >&2; exit 1", "said more than 16,777,216 bytes"),
+    (ANSWERS + "head -c 40000000 /dev/zero >&2; exit 1", "printed more than 16,777,216 bytes"),
     (ANSWERS + "sleep 60 & sleep 60", "did not end in 0.5 seconds"),
     (ANSWERS + 'for last; do :; done; mkdir "$last"; exit 0', "wrote no library"),
     ("sleep 60", "did not end"), ("head -c 300 /dev/urandom", "wrote no library"),

@@ -127,8 +127,8 @@ def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, family, at, 
 
 
 @pytest.mark.parametrize("function, told, sentence", [
-    *(("lie", {"lie": lie}, "rank [01] of 2: who answers rank [01] as rank [01] does not know the "
-                            "secret of this launch: another program .*; start again")
+    *(("lie", {"lie": lie}, "rank [01] of 2: the process that answers rank [01] as rank [01] does "
+                            "not know the secret of this launch: another program .*; start again")
       for lie in ("secret", "reflected", "group")),
     ("silent", None, "rank 0 of 2: rank 0 cannot make sure of the others: another program"),
     ("abort", None, "rank 1 of 2 died at step 0 in meeting the others of SIGABRT: another program"),
@@ -205,7 +205,7 @@ def test_ranks_of_torchrun_on_one_machine_meet_in_a_private_folder(tmp_path, mon
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "open").mkdir(mode=0o755)
     for other in ("link", "open", "absent"):
-        with pytest.raises(ConfigError, match=r"rank 1 was told to meet the others in '.*', which "
+        with pytest.raises(ConfigError, match=r"rank 1 must meet the other ranks in '.*', which "
                                               r"is no private folder of this user"):
             meeting._private(Store(folder=os.fsencode(tmp_path / other)), 1, 2)
 

@@ -97,7 +97,7 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
              if len(ends[rank]) < len(actions)}
     for rank, (stage, kind, micro) in stuck.items():
         raise ConfigError(f"rank {rank} waits for ever before {kind} of micro-batch {micro} in "
-                          f"stage {stage}; what that needs must come before")
+                          f"stage {stage}; put the operation that it needs before it")
     has = Counter(kind for actions in order.values() for _, kind, _ in actions)
     if not has["F"] == has["I"] + has["B"] == has["W"] + has["B"] == each:
         raise ConfigError(f"the order has {dict(has)} actions for {m} micro-batches in {stages} "

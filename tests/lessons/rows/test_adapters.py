@@ -268,7 +268,7 @@ def test_ranks_have_the_numbers_of_one_process_or_are_refused(name, parent, tmp_
                                 else {"parallel.data": 2})
         if zero > 1 and name in ("dora", "pissa"):
             with pytest.raises(ConfigError,
-                               match=rf"model\.changes={name} begins as something made of whole "
+                               match=rf"model\.changes={name} is initialised from whole "
                                      rf"weights, and ZeRO {zero} gives each rank rows"):
                 Training.build(layout)
             continue
