@@ -175,7 +175,8 @@ def test_one_process_says_how_to_start_two(tmp_path):
 
 @pytest.mark.parametrize("environment, sentence", [
     ({"WORLD_SIZE": "3"}, r"3 processes were started; .* is 2 devices, not 3; set"),
-    ({"WORLD_SIZE": "two"}, r"environment variable WORLD_SIZE must be a number, got 'two'; start all ranks with"),
+    ({"WORLD_SIZE": "two"},
+     r"environment variable WORLD_SIZE must be a number, got 'two'; start all ranks with"),
     ({"WORLD_SIZE": "2"}, r"rank 0 on .* cannot meet .* MASTER_ADDR expected, but not set; start"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "taken"},
      r"rank 0 .* cannot meet the others: .*address already in use"),
