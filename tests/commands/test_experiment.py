@@ -59,7 +59,7 @@ def test_an_example_of_each_family_lies_beside_the_package():
     assert (EXAMPLES == resource("notebooks") / "experiments"
             and set(new.FAMILIES.values()) <= set(outside.TABLES))
     there = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert there - {"distil.py", "length_ramp.py", "prune.py", "weighted.py"} == {
+    assert there - {"distil.py", "length_ramp.py", "prune.py", "qat.py", "weighted.py"} == {
         file.format(f"my_{family}") for family in new.FAMILIES for file in new.FILES}
 
 
