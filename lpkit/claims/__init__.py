@@ -1,2 +1,3 @@
-"""Is X better than Y? A file says beforehand what will be compared (`protocol`), runs are made
-(`runs`), and a referee says what was seen and what could not have been (`referee`, `settle`)."""
+"""Test whether X is better than Y. A file fixes the comparison beforehand (`protocol`), `runs`
+makes the runs, and a referee (`referee`, `settle`) says what was measured and what the test could
+not have detected."""

@@ -1,6 +1,8 @@
-"""Who makes the runs of a file, if not workers: jobs of submitit, or tasks of Ray, which see the
-same folder under the same path. Each is `executor(out, job, stack)`, and returns a `runs.Submit`,
-and what says of a job's exception whether it is no error of the run's own: it is started again.
+"""Executors that make the runs of a file in place of workers: jobs of submitit or tasks of Ray.
+They must see the same folder under the same path.
+
+Each is a function `executor(out, job, stack)`. It returns a `runs.Submit`, and a function that is
+true for an exception of a job which is no error of the run itself. Such a run is started again.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +18,8 @@ Jobs = tuple[runs.Submit, Callable[[Any], bool]]
 
 
 def alone(where: str, *told: Any) -> None:
-    """Does as `runs.make`, once: a job that outlived its command is waited for."""
+    """Makes the run as `runs.make` does, once. If a job of an earlier command still makes this run,
+    waits for that job."""
     with locked(lock := Path(f"{where}.lock")):
         if not Path(f"{where}.json").is_file():
             runs.make(where, *told)
@@ -24,13 +27,14 @@ def alone(where: str, *told: Any) -> None:
 
 
 def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
-    """`job`: as of `update_parameters` of https://github.com/facebookincubator/submitit."""
+    """`job`: arguments of AutoExecutor.update_parameters,
+    https://github.com/facebookincubator/submitit."""
     from submitit import AutoExecutor
     from submitit.core.utils import UncompletedJobError
 
     executor = AutoExecutor(folder=out / "submitit")
     try:
-        executor.update_parameters(**{"timeout_min": 24 * 60, **job})      # its default: 5
+        executor.update_parameters(**{"timeout_min": 24 * 60, **job})      # submitit's default is 5
     except Exception as error:
         raise ConfigError(f"job is none of submitit's: {in_one_line(str(error))}") from None
 
@@ -40,11 +44,12 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
                        or future.cancel(check=False))
         return future
 
-    return submit, lambda error: type(error) is UncompletedJobError     # an error's is derived
+    # a run's error has a derived class
+    return submit, lambda error: type(error) is UncompletedJobError
 
 
 def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
-    """`job`: as of `ray.remote` of https://docs.ray.io."""
+    """`job`: arguments of `ray.remote`, https://docs.ray.io."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 

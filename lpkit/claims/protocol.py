@@ -1,5 +1,5 @@
-"""The file of a claim: all that could be chosen after the fact, said before the first run.
-docs/claim.md has every key."""
+"""The file of a claim. It fixes, before the first run, every choice that could otherwise be made
+after the results are known. docs/claim.md documents every key."""
 
 import itertools
 import math
@@ -26,37 +26,39 @@ NEEDED = {"arms": "two or more names, each with a mapping of settings",
           "budget": "{steps: 300}, {flops: 1e13}, {seconds: 30} or {joules: 500}",
           "seeds": "how many an arm may have",
           "tuning": "a list of values for each tuned setting, which every arm tries"}
-TUNED = ("optimizer.lr", "optimizer.weight_decay")      # at least
-DECIDED = {"seed": "seeds", "steps": "budget"}          # settings, and the key that decides them
+TUNED = ("optimizer.lr", "optimizer.weight_decay")      # settings that every claim must tune
+DECIDED = {"seed": "seeds", "steps": "budget"}          # setting -> the claim's key that decides it
 BUDGETS = ("steps", "flops", "seconds", "joules")
-METERED = ("seconds", "joules")     # of a step, by short runs: a formula knows neither here
-METERED_STEPS = 20                  # of such a run
+# their cost of a step is measured by short runs; no formula gives it
+METERED = ("seconds", "joules")
+METERED_STEPS = 20                  # steps of such a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made(Checked):
-    """Who makes the runs of a file (`executors`), which changes no number of them."""
+    """The executor that makes the runs of a file (`executors`). It changes no result."""
 
     executor: Literal["workers", "submitit", "ray"] = "workers"
-    job: Mapping = field(default_factory=dict)      # what the executor is told of each
+    job: Mapping = field(default_factory=dict)      # the executor's arguments for each run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Made):
-    """A claim as its file says it. Raises ConfigError for one that cannot be settled."""
+    """The contents of a claim's file. Raises ConfigError for a claim that cannot be settled."""
 
     base: Text = "cpu-3m"               # a preset or a config file
-    settings: Mapping = field(default_factory=dict)     # over it, of all arms
-    arms: Mapping                       # the first is the one to beat
+    settings: Mapping = field(default_factory=dict)     # changes of `base`, for all arms
+    arms: Mapping                       # name -> settings; the first arm is the baseline
     differ: tuple[str, ...]
-    target: Text                        # val_loss, as `Training.evaluate` has it
+    target: Text                        # val_loss, as `Training.evaluate` returns it
     effect: InnerShare
     budget: Mapping
     seeds: Annotated[int, between(referee.LEAST, 1000)]
     tuning: Mapping
     tuning_seeds: Count = 1
-    pilot: Annotated[int, between(referee.LEAST, 100)] = 5      # runs of the first arm, for sigma
-    sigma: Positive | None = None       # a share of the target, from earlier runs: no pilot
+    # runs of the first arm that measure sigma
+    pilot: Annotated[int, between(referee.LEAST, 100)] = 5
+    sigma: Positive | None = None       # share of the target, from earlier runs; then no pilot
     looks: Annotated[int, between(1, 5)] = 2
 
     def __post_init__(self):
@@ -95,7 +97,7 @@ class Claim(Made):
 
     def _check_pair(self, first: str, other: str, ours: Mapping, theirs: Mapping) -> None:
         differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)
-                     and key != "imports"]      # which the rows decide
+                     and key != "imports"]      # the rows of the arm decide it
         if not differing:
             raise ConfigError(f"{first} and {other} have the same settings; let them differ, or "
                               f"hold an arm against itself with --null")
@@ -108,13 +110,14 @@ class Claim(Made):
 
     @property
     def level(self) -> float:
-        """Returns that of the last look, which must see the effect without the others."""
+        """Returns the error that the last look may spend. The plan relies on the last look only."""
         return referee.levels(self.looks, len(self.arms) - 1)[-1]
 
     def config(self, arm: str, point: Mapping[str, Any] | None = None,
                cost: float | None = None) -> Config:
-        """Makes an arm with its budget, with seed 0; on one thread: more add in other orders.
-        `cost`: metered, of a step; None: METERED_STEPS, which tell it."""
+        """Returns the Config of an arm with the steps that its budget pays for, and seed 0. It has
+        one thread, since more threads add numbers in other orders.
+        `cost`: the measured cost of a step; None: METERED_STEPS steps, which measure it."""
         config = resolve(self.base).replace(self.settings).replace(self.arms[arm] | (point or {}))
         config = config.replace({"seed": 0, "system.threads": config.system.threads or 1})
         kind = next(iter(self.budget), "")
@@ -134,21 +137,22 @@ class Claim(Made):
         return config.replace({"steps": int(budget / cost) if cost else METERED_STEPS})
 
     def metering(self, arm: str, point: Mapping[str, Any]) -> Config:
-        """Returns the run that tells what a step costs there; rate and decay change nothing."""
+        """Returns the run that measures the cost of a step at this point. Learning rate and weight
+        decay do not change the cost, so they keep the arm's values."""
         return self.config(arm, {key: point[key] for key in point if key not in TUNED})
 
     @property
     def points(self) -> list[dict[str, Any]]:
-        """The tuning grid, point by point."""
+        """Returns the points of the tuning grid."""
         return [dict(zip(self.tuning, one)) for one in itertools.product(*self.tuning.values())]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
-        """Returns the gain that n seeds an arm find; `sigma`: of one arm's target, a share of it.
-        Pairs are taken to share nothing."""
+        """Returns the smallest gain that n seeds per arm detect. `sigma`: the standard deviation of
+        one arm's target, as a share of it. Assumes that the two runs of a pair are uncorrelated."""
         return referee.visible(n, math.sqrt(2) * sigma, self.level, pilot_df)
 
     def seeds_to_see(self, sigma: float, pilot_df: int | None = None) -> int:
-        """Returns the seeds an arm that see it. Raises ConfigError where the budget has fewer."""
+        """Returns how many seeds per arm detect `effect`. Raises ConfigError if `seeds` is less."""
         n = referee.needed(self.effect, math.sqrt(2) * sigma, self.level, pilot_df)
         if n > self.seeds:
             raise ConfigError(
@@ -163,33 +167,34 @@ def _below(key: str, declared: list[str]) -> bool:
 
 
 def step_flops(config: Config) -> float:
-    """Returns the FLOPs of products in an update: the model's, and those of an optimizer that
+    """Returns the FLOPs of an update's matmuls: those of the model, and those of an optimizer that
     multiplies matrices (`techniques.optimizers`)."""
     work = optimizer_work(config)
     return (training_flops(governed(config).model, batch=config.global_batch)
             + (work.flops * parameter_count(config.model) if work.flops else 0))
 
 
-# what decides which tokens an evaluation counts, and what a token is, by the settings that say it
+# setting -> its value in a Config: which tokens an evaluation counts, and what a token is
 EVALUATED = {
     "data.source": lambda c: c.data.source, "data.tokenizer": lambda c: c.data.tokenizer,
     "data.val_fraction": lambda c: c.data.val_fraction,
     "data.special_tokens": lambda c: c.data.special_tokens,
     "data.policy": lambda c: evaluating(c.data.policy),
     "model.context": lambda c: c.model.context,
-    "model.vocab": lambda c: c.data.tokenizer == "bpe" and c.model.vocab,   # it learns as many
+    # bpe learns this many entries
+    "model.vocab": lambda c: c.data.tokenizer == "bpe" and c.model.vocab,
     "eval_batches * global_batch": lambda c: c.eval_batches * c.global_batch,
     "seed": lambda c: POLICIES[evaluating(c.data.policy).name].seeded and c.seed,
 }
 
 
 def other_text(a: Config, b: Config) -> str:
-    """Returns the settings by which two evaluations are of other text; empty: losses compare."""
+    """Returns the settings that make two runs evaluate different text; empty: losses compare."""
     return " and ".join(key for key, of in EVALUATED.items() if of(a) != of(b))
 
 
 def _modules(value: Any, named: bool = False) -> list[str]:
-    """Returns the modules that are named below `imports`, at any depth, for `outside`."""
+    """Returns the modules that the values of `imports` keys name, at any depth."""
     if isinstance(value, Mapping):
         return [module for key, one in value.items()
                 for module in _modules(one, named or key == "imports")]
@@ -200,8 +205,8 @@ def _modules(value: Any, named: bool = False) -> list[str]:
 
 def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED,
          executor: str | None = None) -> Any:
-    """Reads a claim, or another `kind`, of a YAML file; `executor`: whatever the file says. Raises
-    ConfigError before anything runs."""
+    """Reads a claim, or another `kind`, from a YAML file. `executor` replaces the file's executor.
+    Raises ConfigError before anything runs."""
     values, known = read_yaml(path), {f.name: f for f in fields(kind)}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")

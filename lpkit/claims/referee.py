@@ -1,11 +1,13 @@
-"""The statistics of a claim, on the standard library alone.
+"""The statistics of a claim, with the standard library only.
 
-Losses of two arms come in pairs: one seed is one initialisation and one order of the data. The gain
-of a pair is log(first / other); a t-test asks whether its mean is 0, at a few looks. The error that
-each look may spend is fixed beforehand (the spending function of Lan and DeMets 1983, after O'Brien
-and Fleming 1979), and a look is held to its own part: by the union bound the error rate is at most
-ALPHA at any number of seeds. Boundaries that use what looks share need a known sigma, and would
-save 1% of the seeds at two looks, 9% at three.
+The losses of two arms come in pairs: both runs of a pair have the same seed, so the same
+initialisation and the same order of the data. The gain of a pair is log(first / other). A t-test
+asks, at a few looks, whether the mean gain is 0.
+
+The share of the error rate that each look may spend is fixed beforehand (the spending function of
+Lan and DeMets 1983, after O'Brien and Fleming 1979). By the union bound, the error rate is at most
+ALPHA for any number of seeds. Boundaries that use the correlation of looks need a known sigma; they
+would save 1% of the seeds at two looks and 9% at three.
 """
 
 import functools
@@ -16,14 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ALPHA, POWER = 0.05, 0.8
-LEAST, MOST = 3, 10_000     # seeds of an arm
+LEAST, MOST = 3, 10_000     # seeds per arm
 NORMAL = statistics.NormalDist()
 Losses = Sequence[float]
 
 
 def t_cdf(t: float, df: int) -> float:
-    """Student's t at `df` whole degrees of freedom: a finite sum, exact to rounding (Abramowitz and
-    Stegun 26.7.3 and 26.7.4)."""
+    """Returns the distribution function of Student's t with `df` degrees of freedom, an integer: a
+    finite sum, exact to rounding (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle, odd = math.atan(t / math.sqrt(df)), df % 2
     term = math.cos(angle) if odd else 1.0
     total = term if df > 1 else 0.0
@@ -36,12 +38,13 @@ def t_cdf(t: float, df: int) -> float:
 
 @functools.cache
 def t_quantile(p: float, df: int) -> float:
-    """Inverts `t_cdf` for p from 0.5 to 1, to 1e-12 of its value."""
+    """Returns the inverse of `t_cdf` for p from 0.5 to 1, with a relative error of 1e-12."""
     return _least(lambda t: t_cdf(t, df) >= p, 0.0, 1.0, 1e-12)
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float, share: float) -> float:
-    """Returns the least value above `low` that holds, as all above it do, to a share of itself."""
+    """Returns the least value above `low` for which `holds` is true, with a relative error of
+    `share`. `holds` must be true for all larger values, too."""
     while not holds(high):
         low, high = high, 2 * high
     while high - low > share * high:
@@ -51,24 +54,27 @@ def _least(holds: Callable[[float], bool], low: float, high: float, share: float
 
 
 def levels(looks: int, comparisons: int = 1) -> list[float]:
-    """Returns the error that each look of one comparison may spend: ALPHA / comparisons in all."""
+    """Returns the error that each look of one comparison may spend. Their sum is ALPHA /
+    comparisons."""
     z = NORMAL.inv_cdf(1 - ALPHA / 2)
     spent = [0.0, *(2 - 2 * NORMAL.cdf(z * math.sqrt(looks / k)) for k in range(1, looks)), ALPHA]
     return [(now - before) / comparisons for before, now in itertools.pairwise(spent)]
 
 
 def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
-    """Returns the gain, a share of the loss, that n pairs find POWER of the time at `level`.
+    """Returns the gain, as a share of the loss, that n pairs detect with probability POWER at
+    `level`.
 
-    sd: of a pair's log gain, known (None) or from a pilot of sd_df degrees of freedom
+    sd:    standard deviation of a pair's log gain
+    sd_df: degrees of freedom of the pilot that measured sd; None: sd is known
 
-    A sample's sigma is taken for normal, with its own mean and variance, as is usual for the
-    noncentral t: of a known sd the power is 80.0 to 80.4%, over pilots 80 to 93% (more where few
-    pairs do).
+    A sample's sigma is approximated by a normal variable with its own mean and variance, as usual
+    for the noncentral t. The resulting power is 80.0 to 80.4% for a known sd, and 80 to 93% over
+    pilots (highest where few pairs are needed).
     """
     z, critical = NORMAL.inv_cdf(POWER), t_quantile(1 - level / 2, n - 1)
     own, planned = _mean_sigma(n - 1), _mean_sigma(sd_df) if sd_df else 1.0
-    # (shift * planned - critical * own)^2 = z^2 (their variances, and the mean's, which is 1)
+    # (shift * planned - critical * own)^2 = z^2 (variances of both terms + 1, that of the mean)
     a, b = planned**2 - z**2 * (1 - planned**2), planned * critical * own
     c = (critical * own) ** 2 - z**2 * (1 + critical**2 * (1 - own**2))
     shift = (b + math.sqrt(b * b - a * c)) / a
@@ -76,12 +82,12 @@ def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
 
 
 def _mean_sigma(df: int) -> float:
-    """Returns the mean of a sample's sigma over the true one; the mean of its square is 1."""
+    """Returns the mean of (a sample's sigma / the true sigma). The mean of its square is 1."""
     return math.sqrt(2 / df) * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2))
 
 
 def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> int:
-    """Returns the fewest pairs that see `effect`; MOST where none do."""
+    """Returns the fewest pairs that detect `effect`, or MOST if that many do not."""
     def seen(n: float) -> bool:
         return n > MOST - 1 or visible(math.ceil(n), sd, level, sd_df) <= effect
 
@@ -90,15 +96,16 @@ def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Shares of the first arm's loss, positive where the other's is lower. The interval holds the
-    gain 95 times in 100 whenever looking ends; it leaves 0 out where p is at most ALPHA."""
+    """The result of a comparison. Gains are shares of the first arm's loss, positive if the other
+    arm's loss is lower. The interval contains the gain with probability 95%, at whichever look the
+    comparison ends. It excludes 0 if p is at most ALPHA."""
 
     gain: float
     interval: tuple[float, float]
     p: float                # adjusted for looks and comparisons
     seeds: int              # of each arm
-    could_see: float        # the smallest gain that as many seeds find POWER of the time
-    level: float            # of the error, what this look may spend
+    could_see: float        # the smallest gain that so many seeds detect with probability POWER
+    level: float            # the share of the error rate that this look may spend
 
     @property
     def word(self) -> str:
@@ -106,7 +113,7 @@ class Verdict:
 
 
 def look(first: Losses, other: Losses, level: float) -> Verdict:
-    """Judges the losses of both arms by seed, held to `level`."""
+    """Returns the verdict on the losses of both arms, in the order of seeds, at error `level`."""
     gains = [math.log(a / b) for a, b in zip(first, other, strict=True)]
     mean, sd, n = statistics.fmean(gains), statistics.stdev(gains), len(gains)
     error = sd / math.sqrt(n)
@@ -119,7 +126,8 @@ def look(first: Losses, other: Losses, level: float) -> Verdict:
 
 def judge(losses: Callable[[int], tuple[Losses, Losses]], n: int, looks: int,
           comparisons: int = 1) -> Verdict:
-    """Looks until a difference is seen or all n seeds are. `losses(seeds)`: of both arms."""
+    """Looks until a difference is detected or all n seeds are used. `losses(seeds)` returns the
+    losses of both arms."""
     for number, level in enumerate(levels(looks, comparisons), 1):
         found = look(*losses(max(LEAST, math.ceil(n * number / looks))), level)
         if found.p <= ALPHA:

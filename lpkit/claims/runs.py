@@ -1,9 +1,13 @@
-"""Make the runs of a claim, each once. NAME.json is the record of a run that has ended, NAME/ the
-folder of a run that has begun. NAME is a hash of its config, the code, the data and the machine.
+"""Make the runs of a claim, each once.
 
-After a kill, the same command goes on from the newest checkpoints. Keepers end all workers when
-this process ends, however it does. A worker that is killed is replaced, and the record of its run
-says how often. NAME.stop has the step after which a run is to end.
+    NAME        a hash of the run's config, the code, the data and the machine
+    NAME/       the folder of a run that has begun
+    NAME.json   the record of a run that has ended
+    NAME.stop   the step after which a run must end
+
+After a kill, the same command continues from the newest checkpoints. Keepers end all workers when
+this process ends, also when it is killed. A killed worker is replaced, and the record of its run
+counts the restarts.
 """
 
 import functools
@@ -32,15 +36,16 @@ from lpkit.training.launch import launch, spread
 from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "exchange", "execution", "kernels", "memory",
-           "nn", "optim", "parallel", "precision", "techniques", "training")   # of a run
+           # code that decides a run's results
+           "nn", "optim", "parallel", "precision", "techniques", "training")
 LOOK_SECONDS = 0.1
-DAMAGED = "damaged"         # the folder for what was in the place of a record or a run
-RESTARTS = 2                # of a run whose worker or job is killed, by one command
-Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
+DAMAGED = "damaged"         # the folder for damaged records and runs
+RESTARTS = 2                # most restarts per command of a run whose worker or job was killed
+Evaluations = list[tuple[int, float | None]]        # (step, loss); None: the loss is NaN
 RESULTS = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules")
 FIELDS = dict.fromkeys(RESULTS, float | None) | {"seconds": float, "restarts": int,
-    "error": str | None, "stopped_after": int | None, "device": str | None}     # of a record
-Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
+    "error": str | None, "stopped_after": int | None, "device": str | None}     # a record's
+Submit = Callable[..., Any]     # calls `make` with its arguments; returns a future of the run
 
 
 @functools.cache
@@ -56,14 +61,15 @@ def code() -> str:
 
 @functools.cache
 def _data(data: DataConfig, vocab: int) -> dict[str, str]:
-    """Hashes of the tokens, which are prepared here before all workers want them at once."""
+    """Returns the hashes of the tokens, and prepares them here, before all workers need them."""
     from lpkit.datasets.prepared import prepare
 
     return {split: one["sha256"] for split, one in prepare(data, vocab).header["splits"].items()}
 
 
 def name_of(config: Config, tag: str = "") -> str:
-    """`tag`: of a run that may be stopped. The weights that it begins from, and scores, count."""
+    """Returns the name of a run: a hash that includes the weights that it starts from and its
+    scores. `tag` marks a run that a judge may stop."""
     base = sorted(Path(config.start.run or os.devnull).glob(MANIFESTS))[-1:]
     held = [sha256(Path(one)) for one in [*base, config.data.scores] if os.path.isfile(one)]
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
@@ -71,11 +77,11 @@ def name_of(config: Config, tag: str = "") -> str:
 
 
 def evaluations(path: Path) -> Evaluations:
-    """Reads those that a run has made so far, but for damaged lines. Raises OSError."""
+    """Reads the evaluations that a run has made so far. Skips damaged lines. Raises OSError."""
     metrics, found = path / METRICS, []
     for text in metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ():
         with suppress(*records.UNREADABLE):
-            # asked ten times a second: lines without the key, which are most, are not parsed
+            # called ten times per second, so lines without the key (most lines) are not parsed
             if b'"val_loss"' in text and (line := records.Line.parse(text).value):
                 found.append((line["step"], line["val_loss"]))
     return found
@@ -83,11 +89,11 @@ def evaluations(path: Path) -> Evaluations:
 
 @dataclass
 class _Worker:
-    """Also the future of the run that it is at."""
+    """A worker process, and the future of the run that it makes now."""
 
     keeper: subprocess.Popen
-    told: int                   # a pipe: a line for each run
-    at: Path                    # the record of the run
+    told: int                   # file descriptor of a pipe: one line of JSON for each run
+    at: Path                    # where the run's record will be
 
     def done(self) -> bool:
         return self.keeper.poll() is not None
@@ -99,8 +105,11 @@ class _Worker:
 
 
 class Workers(ExitStack):
-    """Processes that make runs, the next when one has ended; they end when the block does. None are
-    started where others `submit`; `lost`: whether a future's exception is no error of the run's."""
+    """Worker processes, each of which makes one run after another. They end when the block ends.
+
+    submit: starts a run elsewhere, so that no workers are started here; None: workers
+    lost:   true for an exception of a future that is no error of the run itself
+    """
 
     def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
                  submit: Submit | None = None,
@@ -111,9 +120,10 @@ class Workers(ExitStack):
 
     def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None,
                  judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Returns the records of `configs`, in order; what `out` lacks is run. Judges (of sweeps)
-        hear evaluations. Raises RunFailedError for a run that could not go on, OSError;
-        KeyboardInterrupt when told to end."""
+        """Returns the records of `configs`, in order, and makes the runs whose records `out` lacks.
+        Each judge (a sweep has them) is called with the evaluations of its run. Raises
+        RunFailedError for a run that could not continue, OSError, and KeyboardInterrupt when this
+        process must end."""
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
         wanted, made = dict(zip(names, configs)), Counter()
@@ -123,12 +133,13 @@ class Workers(ExitStack):
             if max(made.values()) > 1 + RESTARTS:
                 raise RunFailedError(f"{named(self.out)}: records are altered as they are written")
             for one in due.values() if self.submit == self._submit else ():
-                spread(one, one.parallel.devices)       # refused here, in one sentence
+                # raises here, so that the message is one sentence
+                spread(one, one.parallel.devices)
             alone = gpus() and configs[0].system.device != "cpu"
             most = max(one.system.threads * one.parallel.devices for one in configs)
             beside = 1 if alone else max(1, cores() // most)
             self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
-        sweep(self.out)     # half-written records of those that were killed
+        sweep(self.out)     # half-written records of killed processes
         for name in names:
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
@@ -139,7 +150,8 @@ class Workers(ExitStack):
         return [found[name] for name in names]
 
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
-        """Returns the record of a run; None: it is due. What is not its record is set aside."""
+        """Returns the record of a run, or None if the run must be made. Moves a file that is not
+        the run's record to DAMAGED."""
         path, every = self.out / f"{name}.json", config.eval_every or config.steps
         if not os.path.lexists(path):
             return None
@@ -156,19 +168,19 @@ class Workers(ExitStack):
         processes.tell(f"lpkit: {named(path)} is damaged, or not the record of its run; it is "
                        f"moved to {DAMAGED}/, and the run is made again")
         move_into(self.out / DAMAGED, path)
-        return remove(self.out / name)      # its folder, which it may have been made from
+        return remove(self.out / name)      # the record may come from this folder
 
     def _submit(self, *told: Any) -> _Worker:
         self.workers = [one for one in self.workers if not one.done()]
         free = [one for one in self.workers if one.at.is_file()]
         worker = free[0] if free else self._start()
         worker.at = Path(f"{told[0]}.json")
-        with suppress(BrokenPipeError):     # it has just died
+        with suppress(BrokenPipeError):     # the worker has just died
             os.write(worker.told, f"{json.dumps(told)}\n".encode())
         return worker
 
     def _start(self) -> _Worker:
-        # modules are looked for where this process finds them
+        # the worker gets this process's sys.path
         reader, writer = os.pipe()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lpkit.claims.runs import work; work("
         keeper = self.children.start([sys.executable, "-P", "-c", f"{start}{reader})"],
@@ -186,13 +198,14 @@ class Workers(ExitStack):
         while (going or (waiting and not failed)) and not self.children.over:
             while waiting and not failed and len(going) < at_once:
                 config = due[name := waiting.pop(0)]
-                remove(self.out / f"{name}.stop")       # of a command that was killed
+                remove(self.out / f"{name}.stop")       # left by a killed command
                 going[name] = self.submit(str(self.out / name), config.imports, config.to_dict(),
                                           begun[name])
                 begun[name] += 1
             time.sleep(LOOK_SECONDS)
             for name, job in list(going.items()):
-                over = job.done()       # before the record is looked for, which comes first
+                # asked before the record is looked for, since the job writes its record first
+                over = job.done()
                 if (self.out / f"{name}.json").is_file():
                     del going[name]
                     done += 1
@@ -208,34 +221,36 @@ class Workers(ExitStack):
         if self.children.over:
             raise KeyboardInterrupt
         if failed:
-            # of a traceback the last line, which is a sentence
+            # the last line of a traceback is a sentence
             words = "; ".join({str(error).strip().rpartition("\n")[2]: 0 for error in failed})
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not finish; "
                                  f"repeat the command to continue. Their errors: {words}")
 
 
 def work(told: int) -> None:
-    """Makes the runs of a worker, as it is told them by this pipe, one after the other."""
+    """Makes the runs of a worker one after another. `told`: the file descriptor of a pipe with one
+    line for each run."""
     lines = open(told)
-    # a keeper that is killed ends nobody, also where this was still importing
+    # a killed keeper cannot end this process, even if it dies while this process still imports
     processes.end_with_parent(int(next(lines)))
     for line in lines:
         make(*json.loads(line))
 
 
 def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
-    """Makes a run, or goes on with it; `restarts`: so often already. A folder from which it cannot
-    go on is set aside. Raises RunFailedError, SystemExit when told to end."""
+    """Makes a run, or continues it. `restarts`: how often it was restarted. If the run cannot
+    continue from its folder, moves the folder to DAMAGED. Raises RunFailedError, and SystemExit
+    when this process must end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
 
     path, begun, control = Path(where), time.perf_counter(), Control()
     resume = os.path.lexists(path)
-    Config(imports=imports)     # as the process has that started this one
+    Config(imports=imports)     # the modules that the parent process has imported
     config = Config.from_dict(values)
 
     def heed(record: StepRecord) -> None:
-        # one that goes on from a checkpoint comes to that step again
+        # >=, because a run that continues from a checkpoint repeats steps
         if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
             end("judge")
 
@@ -245,11 +260,11 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         more = {"out": path, "resume": resume, "observers": [heed]}
         world = config.parallel.devices
         ranks = launch(config, processes=world, **more) if world > 1 else None
-        end = ranks.stop if ranks else control.stop         # before a rank has imported torch
+        end = ranks.stop if ranks else control.stop         # set before any rank has imported torch
         found = (ranks.result() if ranks else train(config, control=control, **more)).summary
         if found["stopped_by"] == "judge":
             found |= {"val_loss": None, "stopped_after": found["steps"]}
-        elif found["status"] != "complete":     # told to stop, it kept a checkpoint
+        elif found["status"] != "complete":     # it was stopped, and wrote a checkpoint
             sys.exit(1)
     except ConfigError:
         if not resume or is_locked(path / LOCK):
@@ -261,7 +276,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         if last.get("loss", 0) is not None and (last.get("grad_norm", 0) is not None
                                                 or last.get("extra", {}).get("dropped")):
             raise
-        # a loss that is no number is a result
+        # a loss of NaN or infinity is a result
         found = last | {"val_loss": None, "error": str(error)}
     if found.get("energy_wh") and found["energy_tokens"]:
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step

@@ -1,5 +1,5 @@
-"""From a claim to its verdict: what a step costs, pilot, tuning, looks, and once more at equal
-seconds and FLOPs."""
+"""From a claim to its verdict: measure the cost of a step, run the pilot, tune all arms, compare
+them in a few looks, and compare them again at equal seconds and FLOPs."""
 
 import math
 import statistics
@@ -12,23 +12,25 @@ from lpkit.claims.protocol import Claim
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, RunFailedError
 
-# The comparison has the seeds from 0. Runs that chose its size or its settings are none of it.
+# The compared runs have the seeds 0, 1, ... Runs that choose how many seeds or which settings are
+# compared have other seeds, so that no run of the comparison was used to plan it.
 TUNING_SEED, PILOT_SEED, AGAIN_SEED, METERED_SEED = 1_000_000, 2_000_000, 3_000_000, 4_000_000
 METERED_RUNS = 3
-SAME = 1.02     # of seconds or FLOPs; beyond it the dearer arm must win at equal ones, too
+SAME = 1.02     # ratio of seconds or FLOPs; above it, the costlier arm must also win at equal cost
 Records = list[dict[str, Any]]
 
 
 class Settling:
-    """`finished(what, configs)` gives the records of runs; `say` hears what a person should know
-    before the verdict."""
+    """`finished(what, configs)` returns the records of runs. `say(line)` prints what a person
+    should know before the verdict."""
 
     def __init__(self, claim: Claim, finished: Callable[[str, list[Config]], Records],
                  say: Callable[[str], None]):
         self.claim, self._finished, self.say = claim, finished, say
         self.ledger: dict[str, dict[str, Any]] = {}         # all runs by name
-        self.costs: dict[Config, float] = {}                # of a step, by what metered it
-        self.arms: dict[str, tuple[Config, int]] = {}       # tuned; and the first seed
+        # cost of a step, by the config that measured it
+        self.costs: dict[Config, float] = {}
+        self.arms: dict[str, tuple[Config, int]] = {}       # tuned config, first seed
         self.doubts: list[str] = []
 
     def run(self, what: str, configs: list[Config]) -> Records:
@@ -41,9 +43,9 @@ class Settling:
         return found
 
     def settle(self, null: bool) -> dict[str, Any]:
-        """Returns what the command prints. `null`: the first arm against itself, with other seeds.
-        Raises ConfigError where the budget cannot see the effect, RunFailedError for an arm that
-        diverges."""
+        """Returns what the command prints. `null`: compare the first arm with itself, with other
+        seeds. Raises ConfigError if the budget cannot detect the effect, and RunFailedError for an
+        arm that diverges."""
         claim, (first, *others) = self.claim, self.claim.arms
         arms = [first] if null else list(claim.arms)
         self._meter(arms)
@@ -65,12 +67,12 @@ class Settling:
                 "energy_wh": None if None in energy else math.fsum(energy)}
 
     def _config(self, arm: str, point: Mapping[str, Any]) -> Config:
-        """Makes an arm with as many steps as its budget allows."""
+        """Returns the Config of an arm with as many steps as its budget allows."""
         return self.claim.config(arm, point, self.costs.get(self.claim.metering(arm, point)))
 
     def _meter(self, arms: list[str]) -> None:
-        """Tells what a step costs where the budget is of seconds or joules, by short runs. Their
-        records are kept as all are, so a claim that goes on has the same steps."""
+        """Measures the cost of a step by short runs, if the budget is in seconds or joules. Their
+        records are kept like all others, so a continued claim has the same number of steps."""
         [kind] = self.claim.budget
         if kind not in protocol.METERED:
             return
@@ -139,7 +141,7 @@ class Settling:
         claim, seen = self.claim, {}
 
         def losses(seeds: int) -> tuple[list[float], list[float]]:
-            # in turns: what disturbs the machine meanwhile slows both
+            # alternate the arms, so that other load on the machine slows both
             pairs = zip(self._seeds(a, seeds), self._seeds(b, seeds))
             runs = self.run(f"{b} against {a}", [one for pair in pairs for one in pair])
             seen.update({a: runs[::2], b: runs[1::2]})
@@ -155,7 +157,8 @@ class Settling:
                  "steps": {arm: config.steps for arm, config in configs.items()}}
         for kind, cost in costs.items():
             found |= {f"step_{kind}": cost, f"equal_{kind}": None}
-            if verdict.word != "no difference":     # asked of what was seen alone, and once
+            # tested only for a detected difference, and once
+            if verdict.word != "no difference":
                 better, other = (b, a) if verdict.gain > 0 else (a, b)
                 took = {arm: cost[arm] * config.steps for arm, config in configs.items()}
                 found[f"equal_{kind}"] = self._at_equal(better, found["losses"][other],
@@ -163,8 +166,8 @@ class Settling:
         return found | {"sentence": sentence(claim, found, tuning_runs)}
 
     def _at_equal(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
-        """Asks whether the better arm stays so in the other's seconds or FLOPs, with a schedule
-        that ends there. `ratio`: of what they took."""
+        """Tests whether the better arm still wins with the other arm's seconds or FLOPs, with a
+        schedule that ends there. `ratio`: cost of the better arm / cost of the other."""
         steps = self.arms[better][0].steps
         if ratio <= SAME:
             return {"ratio": ratio, "steps": steps, "survives": True}

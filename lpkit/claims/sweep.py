@@ -1,7 +1,9 @@
-"""A search over settings: a file says what is searched, optuna suggests trials, runs answer.
+"""A search over settings: a file defines the search, Optuna suggests trials, and runs give their
+losses.
 
-A killed sweep asks for all trials again and tells what the records of their runs say: a sampler of
-one seed that is told the same suggests the same. The journal is for readers, and written again.
+A sweep that continues after a kill asks Optuna for all trials again, and reports the losses from
+the records of finished runs. A sampler with the same seed and the same losses suggests the same
+trials. The journal is only for readers; it is written again.
 """
 
 import copy
@@ -24,23 +26,24 @@ WAYS = "{low: 1e-4, high: 1e-2, log: true} or {choices: [...]}"
 NEEDED = {"search": f"a mapping of settings, each to {WAYS}", "trials": "how many runs, such as 20",
           "target": "val_loss"}
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
-KEPT = ("val_loss", "seconds", "error", "name", "evaluations")      # of a run's record
+KEPT = ("val_loss", "seconds", "error", "name", "evaluations")      # fields of a run's record
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(protocol.Made):
-    """A sweep as its file says it. Raises ConfigError before anything runs."""
+    """The contents of a sweep's file. Raises ConfigError before anything runs."""
 
     base: Text = "cpu-3m"               # a preset or a config file
-    settings: Mapping = field(default_factory=dict)     # over it, of all trials
+    settings: Mapping = field(default_factory=dict)     # changes of `base`, for all trials
     search: Mapping
     trials: Count
-    target: Literal["val_loss"]         # at the end, as `Training.evaluate` has it
+    target: Literal["val_loss"]         # after the last step, as `Training.evaluate` returns it
     sampler: Literal["tpe", "random", "cmaes"] = "tpe"
     seed: Annotated[int, between(0, 2**32 - 1)] = 0     # of the sampler
-    at_once: Count = 1                  # trials side by side, which do not hear of each other
-    pruner: Literal["none", "median", "asha"] = "none"      # at each evaluation of a trial
+    # parallel trials; their suggestions do not depend on one another
+    at_once: Count = 1
+    pruner: Literal["none", "median", "asha"] = "none"      # decides at each evaluation of a trial
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,12 +59,13 @@ class Sweep(protocol.Made):
                                       f"losses do not compare; leave it out")
 
     def config(self, point: Mapping[str, Any]) -> Config:
-        """Makes a trial's; on one thread: more add in other orders."""
+        """Returns the Config of a trial. It has one thread, since more threads add numbers in other
+        orders."""
         config = resolve(self.base).replace(self.settings).replace(point)
         return config.replace({"system.threads": config.system.threads or 1})
 
     def domain(self, key: str) -> tuple[str, dict[str, Any]]:
-        """Returns the name of optuna's distribution, and what it is given."""
+        """Returns the name of Optuna's distribution, and its arguments."""
         told, name, here = self.search[key], f"search.{key}", flat(self.config({}))
         keys = set(told) if isinstance(told, Mapping) else set()
         if keys == {"choices"} and isinstance(told["choices"], list) and told["choices"]:
@@ -80,11 +84,11 @@ class Sweep(protocol.Made):
 
 @dataclass
 class Judge:
-    """A trial before its pruner. It hears the evaluations of its run, but for the last."""
+    """Passes the evaluations of a trial's run, except the last, to the pruner."""
 
-    trial: Any                          # optuna's
-    tag: str                            # as of `runs.name_of`
-    steps: float = math.inf             # of the run
+    trial: Any                          # Optuna's
+    tag: str                            # for `runs.name_of`
+    steps: float = math.inf             # steps of the run
     heard: runs.Evaluations = field(default_factory=list)
     stop_after: int | None = None       # the step of the evaluation that pruned it
 
@@ -92,7 +96,7 @@ class Judge:
         for step, loss in evaluations[len(self.heard):]:
             if self.stop_after is None and step < self.steps:
                 self.heard.append((step, loss))
-                if loss is not None:        # such a run ends by itself
+                if loss is not None:        # a run with a loss of NaN ends by itself
                     self.trial.report(loss, step)
                     self.stop_after = step if self.trial.should_prune() else None
 
@@ -100,14 +104,19 @@ class Judge:
 def settle(sweep: Sweep, out: Path,
            finished: Callable[[str, list[Config], list[Judge]], list[dict[str, Any]]],
            ended: Callable[[list[dict]], None] = lambda trials: None) -> dict:
-    """Returns what the command prints. `finished`: as of `Settling`; the journal: `out`-MARK.jsonl;
-    `ended` hears of all trials so far. Raises RunFailedError for a run that could not go on, or if
-    no trial has a number."""
+    """Returns what the command prints, and writes the journal `out`-MARK.jsonl.
+
+    finished: makes runs and returns their records, as for `settle.Settling`, with a judge for each
+    ended:    called with all trials so far, when some have ended
+
+    Raises RunFailedError for a run that could not continue, or if no trial has a loss.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     here = sweep.config({})
-    alike = asdict(replace(sweep, trials=1, executor="workers", job={}))    # give the same trials
+    # these fields do not change the trials
+    alike = asdict(replace(sweep, trials=1, executor="workers", job={}))
     mark = records.digest([alike, optuna.__version__, runs.name_of(here)])[:records.MARK_DIGITS]
     if os.path.lexists(path := Path(f"{out}-{mark}.jsonl")):
         remove(before := path.with_name(f"{path.name}.before"))
@@ -118,7 +127,7 @@ def settle(sweep: Sweep, out: Path,
     rungs = {"min_resource": here.eval_every} if sweep.pruner == "asha" else {}
     pruner = getattr(optuna.pruners, PRUNERS[sweep.pruner])(**rungs)
     study, trials, losses = optuna.create_study(sampler=sampler, pruner=pruner), [], []
-    # what a pruner sees: of trials side by side none hears how far another is
+    # the pruner sees finished trials only, so the progress of parallel trials changes nothing
     before = copy.copy(study)
     before.get_trials = lambda deepcopy=True, states=None: [
         one for one in study.get_trials(deepcopy, states) if one.state.is_finished()]
@@ -136,16 +145,17 @@ def settle(sweep: Sweep, out: Path,
             try:
                 due[i] = sweep.config(judge.trial.params)
                 judge.steps = due[i].steps
-            except ConfigError as error:        # settings that do not go together
+            except ConfigError as error:        # settings that contradict one another
                 lines[i]["error"] = str(error)
         if due:
             word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
             for i, run in zip(due, finished(word, [*due.values()], [judges[i] for i in due])):
                 lines[i] |= {key: run[key] for key in KEPT}
-        for judge, line in zip(judges, lines):      # all, before any is told
+        for judge, line in zip(judges, lines):      # all of them, before Optuna gets any result
             judge(line.get("evaluations", []))
             line |= {"evaluations": judge.heard, "pruned": None}
-            if judge.stop_after is not None:        # it may have gone on until it heard
+            # the run may have continued until it was stopped
+            if judge.stop_after is not None:
                 line |= {"val_loss": None, "error": None,
                          "pruned": dict(zip(("step", "val_loss"), judge.heard[-1]))}
         for judge, line in zip(judges, lines):
@@ -157,7 +167,8 @@ def settle(sweep: Sweep, out: Path,
         ended(trials)
     if (least := min(losses)) == math.inf:
         raise RunFailedError(f"none of {len(trials)} trials has a number: {trials[0]['error']}")
-    enough = len({*losses} - {math.inf}) >= 20      # it is of the best tenth: not of one
+    # importance looks at the best tenth of the trials, which needs more than one
+    enough = len({*losses} - {math.inf}) >= 20
     return {"best": trials[losses.index(least)], "trials": trials, "journal": str(path),
             "importance": optuna.importance.get_param_importances(study) if enough else None,
             "seconds": math.fsum(line["seconds"] for line in trials)}
