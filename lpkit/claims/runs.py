@@ -35,8 +35,8 @@ from lpkit.techniques import lessons
 from lpkit.training.launch import launch, spread
 from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
+# the code that decides the results of a run
 NUMBERS = ("config.py", "contracts.py", "datasets", "exchange", "execution", "kernels", "memory",
-           # code that decides a run's results
            "nn", "optim", "parallel", "precision", "techniques", "training")
 LOOK_SECONDS = 0.1
 DAMAGED = "damaged"         # the folder for damaged records and runs

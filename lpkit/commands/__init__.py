@@ -1,11 +1,11 @@
-"""One file per command of `lpkit`. Each has
+"""One module per command of `lpkit`. Each module has these functions:
 
-    arguments(parser)    add its arguments, by `options`
-    run(args) -> dict    do it, and return one JSON-ready object; progress goes to standard error
-    text(result) -> str  the same object for a person
+    arguments(parser)    add the arguments of the command; `options` makes this function
+    run(args) -> dict    do the work, and return one JSON-ready object; progress goes to stderr
+    text(result) -> str  the text that shows this object to a person
 
-A command imports what needs torch inside `run`, after all that can be refused without it:
-`--help` and a wrong word are answered at once.
+A command imports torch inside `run`, after every check that does not need torch, so that `--help`
+and errors in the arguments are printed at once.
 """
 
 import argparse
@@ -26,23 +26,23 @@ from lpkit.values import Folder
 
 a_folder = Folder       # the type of an argument
 Arguments = Callable[[argparse.ArgumentParser], None]
-FILES = (".yaml", ".yml", ".ipynb")     # whose names may hold an =
+FILES = (".yaml", ".yml", ".ipynb")     # suffixes of files; their names may contain "="
 
 
 def say(text: str) -> None:
-    """Prints to stdout, in its encoding. Raises OSError, but not when its reader has left."""
+    """Prints to stdout, in its encoding. Raises OSError, except if the reader has closed a pipe."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
-        # Python would try the rest of its buffer again when it ends
+        # Python would write the rest of its buffer again at exit, and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):      # `lpkit ... | head`: it has seen enough
+        if not isinstance(error, BrokenPipeError):      # `lpkit ... | head` closes the pipe
             raise
 
 
 def needs(what: str, *packages: str) -> None:
-    """Raises ConfigError for those that are not installed."""
+    """Raises ConfigError if some of these Python packages are not installed."""
     absent = [package for package in packages if not _there(package)]
     if absent:
         raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; run "
@@ -58,11 +58,11 @@ def _there(package: str) -> bool:
 
 
 def opened(path: Path) -> Any:
-    """The run in a folder, when its own files agree. Raises ConfigError."""
+    """Returns the run in a folder, after checking its identity files. Raises ConfigError."""
     from lpkit.training.runs import Run
 
     run = Run.open(path)
-    _ = run.identity        # reads them
+    _ = run.identity        # reads and checks the files
     return run
 
 
@@ -70,11 +70,13 @@ MARKS = {"?": {"nargs": "?"}, "!": {"required": True}, "...": {"action": "append
 
 
 def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
-    """Return the function `arguments` of a command. It adds an argument for each row.
+    """Return the function `arguments` of a command. It adds one argument for each row of `parts`.
 
-    The key of a row has the name, the metavar and the default: "--top N=10", or "--json" for a
-    flag. `name?` may be left out, `name!` must be given, `name...` is repeatable. The value is the
-    help, or (type, help), or (choices, help). A part may be another such function.
+    key:   name, metavar and default of the argument: "--top N=10"; a flag has the name only:
+           "--json". `name?` is optional, `name!` is required, `name...` is repeatable
+    value: the help, or (type, help), or (choices, help)
+
+    A part may also be a function like the one returned.
     """
     def arguments(parser: argparse.ArgumentParser) -> None:
         for part in parts:
@@ -98,8 +100,9 @@ def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
 
 
 def settings(parser: argparse.ArgumentParser, what: str = "change a setting") -> None:
-    """`KEY=VALUE` and `--set KEY=VALUE`, which mean the same, before, between and after options.
-    Comes after the other positional arguments; `asked` reads what was given."""
+    """Add the arguments `KEY=VALUE` and `--set KEY=VALUE`, which mean the same. They may stand
+    before, between and after options. Call this after adding the other positional arguments.
+    `asked` reads the values."""
     parser.parse_args = parser.parse_intermixed_args
     parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE",
                         help=f"{what}; repeatable")
@@ -108,7 +111,8 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
 
 
 def asked(args: argparse.Namespace, **options: str) -> list[str]:
-    """Returns every `key=value`. Refuses a key that one of the `options`, by name, sets too."""
+    """Returns every given `key=value`. `options` maps the name of an option to the keys that this
+    option sets. Raises ConfigError if such a key and its option are both given."""
     given = [*args.settings, *args.set]
     parse_settings([*given, *(f"{key}=--{option}" for option, keys in options.items()
                               if getattr(args, option) is not None for key in keys.split())])
@@ -116,20 +120,21 @@ def asked(args: argparse.Namespace, **options: str) -> list[str]:
 
 
 def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """The same beside a target that may be left out, and whose place a setting then took."""
+    """Returns the target and every given `key=value`. The target is None if it was left out:
+    argparse then took the first setting for the target."""
     target = args.target
     if target is None or "=" not in target or Path(target).suffix in FILES:
         return target, asked(args)
     return None, [target, *asked(args)]
 
 
-TARGET = "PRESET|config.yaml|RUN|config.json|FOLDER"    # which `config_of` reads
+TARGET = "PRESET|config.yaml|RUN|config.json|FOLDER"    # the targets that `config_of` reads
 MODEL = "preset, config file, run folder, or a transformers model (its config.json or its folder)"
 
 
 def config_of(target: str, settings: Iterable[str]) -> Config:
-    """Returns what `presets.resolve` does, and also the Config of a model of transformers: target
-    is its `config.json`, or a folder with one that is no run. Raises ConfigError."""
+    """Returns the Config of a target. A target is anything that `presets.resolve` takes, or a model
+    of transformers: its `config.json`, or its folder. Raises ConfigError."""
     path = Path(target)
     theirs = path / "config.json" if path.is_dir() else path
     if is_preset(target) or (path / "config.yaml").is_file() or not (
@@ -144,7 +149,7 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
     return config.replace(changes)
 
 
-# the arguments of every command that predicts
+# arguments of every command that predicts
 settings_and_machine = options(settings, {
     "--machine MACHINE=h200": "name from the catalogue, YAML file, or `this` to measure this "
                               "machine now (default h200)"})

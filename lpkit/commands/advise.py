@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _here():
-    """The GPU's row of the catalogue, or this machine, measured."""
+    """Returns the catalogue's row of this GPU, or else this machine as measured now."""
     import torch
 
     from lpkit import hardware

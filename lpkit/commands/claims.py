@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    columns = shutil.get_terminal_size((160, 24)).columns   # a pipe has room for the table
+    # wide enough for the table if stdout is a pipe
+    columns = shutil.get_terminal_size((160, 24)).columns
     if "claims" in result:
         lines = [*map(line, result["claims"])]
         table = text_table([HEADS, *lines])
@@ -41,12 +42,13 @@ def text(result: dict[str, Any]) -> str:
 
 
 HEADS = ("claim", "claimed", "kit", "measured", "verdict")
-QUANTITIES = ("bytes", "FLOPs", "days")     # units of a claim that promises a quantity and no change
+QUANTITIES = ("bytes", "FLOPs", "days")     # units of claims about a quantity, not a change
 SHARES = {"cases": "cases", "time": "the time"}
 
 
 def words(unit: str, value: float) -> str:
-    """
+    """Return a number of a claim in words.
+
     >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
     ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
     >>> words("bytes", 141e9), words("FLOPs", 2.1), words("time", 0.96)
@@ -61,7 +63,7 @@ def words(unit: str, value: float) -> str:
 
 
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A claim under HEADS: each number with its least and its most."""
+    """Return the cells of a claim under HEADS. Several numbers are a range: least to most."""
     said = [] if row["claimed"] is None else [row["claimed"]]
     ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
                                         if values))
@@ -71,13 +73,13 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def narrow(row: tuple[str, ...]) -> str:
-    """Writes what `line` gives on two lines; on one where there are no numbers."""
+    """Returns the row of `line` as two lines of text, or one line if it has no numbers."""
     told = [f"{what} {one}" for what, one in zip(HEADS[1:4], row[1:4], strict=True) if one]
     return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(told) if told else "")
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns everything in the row as names and words."""
+    """Returns every field of the row as (name, text)."""
     unit, said = row["unit"], "no number"
     if row["claimed"] is not None:
         said = words(unit, row["claimed"])

@@ -11,7 +11,8 @@ from lpkit.errors import printable
 from lpkit.measure import probes
 from lpkit.tables import beside
 
-GIB, BUSY = 2**30, 0.25     # the share of the cores that others take before figures are marked
+# BUSY: share of the cores that other processes use; above it, speeds are marked
+GIB, BUSY = 2**30, 0.25
 TITLES = {"recipe": "Recipe: forward and backward by each backend; --json has the reasons"}
 
 
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The last line: `run` has printed the others."""
+    """Returns the last line. `run` has printed the other lines."""
     if not result["chosen"]:
         return "\nWhich precision a run takes here is not known, because no race was measured."
     return ("\nA run here computes in {used}: {why}".format(**result["chosen"]["precision"])
@@ -33,10 +34,10 @@ def text(result: dict[str, Any]) -> str:
 
 
 class Page:
-    """Makes lines of the parts of a report, in the order in which they are known."""
+    """Turns the parts of a report into lines, in the order in which the parts arrive."""
 
     def __init__(self):
-        self.kind, self.backends = "", {}       # of each recipe, those that will be tried
+        self.kind, self.backends = "", {}       # recipe -> backends to try
         self.cells: dict[str, str] = {}
 
     def lines(self, part: dict[str, Any]) -> Iterator[str]:
@@ -59,7 +60,7 @@ class Page:
                              24, 118)
 
     def _recipe(self, row: dict[str, Any]) -> Iterator[str]:
-        """Yields the line of a recipe when its last backend is known."""
+        """Yields the line of a recipe once its last backend has been tried."""
         recipe, backend = row["name"].split(", ")
         self.cells[backend] = ", ".join([
             row["detail"].partition(",")[0] or {None: "not measured"}.get(row["works"], "no"),
@@ -71,7 +72,7 @@ class Page:
 
 
 def _facts(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields title and value of what is known of the machine."""
+    """Yields (title, value) for each fact about the machine in this part."""
     machine, ceilings = part.get("machine", {}), part.get("ceilings")
     if "gpus" in machine:
         gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability "
@@ -102,7 +103,7 @@ def _facts(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _busy(ceilings: dict[str, Any], then: str = "") -> str:
-    """A mark for figures that were taken on a busy machine."""
+    """Returns the mark of speeds that were measured on a busy machine, else ""."""
     if ceilings["others"] <= BUSY:
         return ""
     return f" (BUSY: other processes took {ceilings['others']:.0%} of the cores{then})"

@@ -39,7 +39,8 @@ def run(args: Namespace) -> dict:
         bring(plan, args.out)
     m, here = plan.config.model, hardware.room(choose_device("auto").used)
     contexts = [m.T >> i for i in range(32) if POSITIONS[m.position].turns
-                and 128 <= m.T >> i <= 4096] or [m.T]       # learned places cannot be fewer
+                # learned positions need the full context
+                and 128 <= m.T >> i <= 4096] or [m.T]
     fits = (f"model.context={T} global_batch={batch}"
             for T, batch in product(contexts, (16, 8, 4, 2, 1)) if fit(plan.config.replace({
                 "model.context": T, "global_batch": batch}), here).peak_bytes <= here.memory_bytes)

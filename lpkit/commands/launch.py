@@ -59,7 +59,7 @@ def _handed_on(command: list[str], written: str) -> str:
     if tool is None:
         raise ConfigError(f"{written}`{command[0]}` is not on this machine; elsewhere: {by_hand}")
     if command[0] == "bash":
-        os.execv(tool, command)     # what it hears is the run's
+        os.execv(tool, command)     # replaces this process, so that the run gets its signals
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = in_one_line((done.stderr or done.stdout).strip()[-300:])

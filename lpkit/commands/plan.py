@@ -24,7 +24,7 @@ COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 FACTOR = Annotated[float, values.between(0.1, 10)]
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
-# Settings that change a plan: these, and the model's but for four.
+# Settings that change a plan: USED, memory.*, and model.* without UNUSED_MODEL.
 USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history",
         "precision.cache_weight_casts", "system.attention", "system.stack", "system.compile")
 UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "model.init")
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_unused(settings: dict[str, str]) -> None:
-    """A setting that changes nothing is an error."""
+    """Raises ConfigError for a setting that does not change the plan."""
     for key in settings:
         if key in UNUSED_MODEL or not (key in USED or key.startswith(("memory.", "model."))):
             raise ConfigError(f"plan does not use {key}: it searches layouts and micro-batches, "
@@ -95,7 +95,8 @@ def _refuse_unused(settings: dict[str, str]) -> None:
 
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
-    """'250k', '$250,000', '1e12', '1.5T' as a number above 0. Raises ConfigError."""
+    """Returns a text such as '250k', '$250,000', '1e12' or '1.5T' as a number above 0. Raises
+    ConfigError."""
     plain = re.sub(r"^\$?[1-9]\d{0,2}(,\d{3})+(?![\d,])", lambda found: found[0].replace(",", ""),
                    text.strip()).removeprefix("$")
     return _scaled(option, text, plain, COUNTS, most, f"{most:g} {unit}",
@@ -103,7 +104,7 @@ def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
 
 
 def span(option: str, text: str) -> float:
-    """'12h', '30d', '2w' as seconds."""
+    """Returns the seconds of a text such as '12h', '30d' or '2w'. Raises ConfigError."""
     return _scaled(option, text, text, SPANS, MOST_SECONDS, "100 years",
                    "a time; write it as 90min, 12h, 30d or 2w")
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """Return bytes and seconds of an update on this machine: predicted and measured."""
+    """Return the predicted and the measured bytes and seconds of an update on this machine."""
     from lpkit import hardware, measure, reconcile
     from lpkit.training.formulas import said
 

@@ -32,7 +32,7 @@ def bar(total: int) -> Callable[[list[dict]], None]:
 
     def show(trials: list[dict]) -> None:
         best = min((one["val_loss"] for one in trials if one["val_loss"]), default=math.nan)
-        with suppress(OSError):     # a terminal that closed
+        with suppress(OSError):     # the terminal is closed
             shown.update(len(trials) - shown.n)
             shown.set_postfix_str(f"best {best:.4g}")
             if len(trials) == total:

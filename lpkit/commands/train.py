@@ -57,14 +57,14 @@ def run(args: Namespace) -> dict:
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)
-    world = os.environ.get("WORLD_SIZE", "1")       # torchrun's
+    world = os.environ.get("WORLD_SIZE", "1")       # set by torchrun
     if world != "1" and args.processes is not None:
         raise ConfigError(f"--processes={args.processes} starts processes, but torchrun started "
                           f"{world} already; leave it out")
-    if world != "1" and os.environ.get("RANK", "0") != "0":     # the first shows steps and result
+    if world != "1" and os.environ.get("RANK", "0") != "0":     # rank 0 alone prints
         train(config, out=out, resume=args.resume)
         sys.exit(0)
-    bar = None      # from the first step on: what is refused before it should not show one
+    bar = None      # made at the first step, so that an error before it shows no bar
 
     def show(record):
         nonlocal bar
@@ -82,7 +82,7 @@ def run(args: Namespace) -> dict:
                    launch(config, processes=args.processes, **more).result()).summary
     finally:
         if bar is not None:
-            with suppress(OSError):     # a terminal that closed
+            with suppress(OSError):     # the terminal is closed
                 bar.close()
     for problem in summary["damaged"]:
         print(f"lpkit: skipped a damaged file: {in_one_line(problem)}", file=sys.stderr)

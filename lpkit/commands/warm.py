@@ -33,7 +33,7 @@ def run(args: Namespace) -> dict:
         refuse_what_cannot_fit(config, decisions, ranks.local_world)
         training = Training.build(config, data=RandomTokens(config, decisions.device),
                                   decisions=decisions, ranks=ranks)
-        float(training.update(0).loss)      # waits for the device
+        float(training.update(0).loss)      # `float` waits until the device has finished
     return {"target": args.target, "seconds": perf_counter() - begun, "cache": f"{own_cache()}*",
             "chosen": training.decisions.record}
 
