@@ -1,5 +1,5 @@
-"""Will low precision be faster for this model on this machine? The verdict of
-`lpkit.measure.advice` on the steps that `lpkit.modules.predict` prices."""
+"""Say whether low precision would be faster for a model on a machine: the verdict of
+`lpkit.measure.advice` on steps that `lpkit.modules.predict` predicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lpkit.techniques.recipes import RECIPES
 
 
 def advise(of: Config | nn.Module, *args: Any, **how: Any) -> Advice:
-    """Advise which recipe to train with: a Config (`lpkit.measure.advice.advise`), or a model and a
+    """Advise which recipe to use for a Config (`lpkit.measure.advice.advise`), or for a model and a
     batch (`advise_model`)."""
     return (advice.advise if isinstance(of, Config) else advise_model)(of, *args, **how)
 
@@ -28,9 +28,14 @@ def advise(of: Config | nn.Module, *args: Any, **how: Any) -> Advice:
 def advise_model(model: nn.Module, batch: Any, machine: str | Machine = "h200", *,
                  recipes: Sequence[str] | None = None, base: str | None = None,
                  **how: Any) -> Advice:
-    """Compare a step of `model` under each of `recipes` (None: every one that casts) with one in
-    `base` (bf16, fp16 or fp32; None: the fastest of what the machine has). how: as of
-    `lpkit.modules.predict.predict`. Raises ConfigError."""
+    """Compare a step of `model` under each recipe with a step in `base`.
+
+    recipes: rows of RECIPES; None: every recipe that casts
+    base:    bf16, fp16 or fp32; None: the fastest that the machine has
+    how:     further arguments of `lpkit.modules.predict.predict`
+
+    Raises ConfigError.
+    """
     on = machines.find(machine)
     base = base or max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
     plain, plans = predict(model, batch, machine=on, precision=base, **how), []
@@ -40,7 +45,7 @@ def advise_model(model: nn.Module, batch: Any, machine: str | Machine = "h200", 
         except ConfigError:
             if recipes:
                 raise
-            continue        # no Linear of this model tiles
+            continue        # the sizes of no Linear fit this recipe's tiles
         cost = advice.compared(plain.step, cast.step, cast.work.products, cast.casts)
         more = advice.difference(cast.footprint.rows, plain.footprint.rows)
         plans.append(Plan(

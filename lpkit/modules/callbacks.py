@@ -1,4 +1,4 @@
-"""`watch` for loops that somebody else's trainer runs: pass the callback, then read its `seen`.
+"""`watch` for the trainers of other libraries: pass the callback, then read its `seen`.
 
     trainer = transformers.Trainer(..., callbacks=[watching := callbacks.transformers()])
     trainer.train()
@@ -27,7 +27,7 @@ class _Watching:
 
 
 def transformers(**how: Any) -> Any:
-    """Make a `transformers.TrainerCallback`. how: as of `watch`."""
+    """Make a `transformers.TrainerCallback`. how: arguments of `watch`."""
     class Watching(_Watching, import_module("transformers").TrainerCallback):
         def on_train_begin(self, *_: Any, model: Any = None, optimizer: Any = None,
                            **__: Any) -> None:
@@ -37,7 +37,7 @@ def transformers(**how: Any) -> Any:
 
 
 def lightning(**how: Any) -> Any:
-    """Make a `lightning.Callback`. how: as of `watch`."""
+    """Make a `lightning.Callback`. how: arguments of `watch`."""
     class Watching(_Watching, import_module("lightning").Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.begin(module, trainer.optimizers[0])

@@ -1,13 +1,14 @@
 """Convert the Linears of any model to a recipe, in place, and back.
 
-A converted module stays the same object, with the same parameters, hooks and name: only its class
-changes, to a subclass of its class whose forward runs the three products under the recipe. So the
-optimizer, `state_dict`, adapters that are added later, `fully_shard`, DDP and torch.compile see the
-model that they would see without the recipe.
+A converted module stays the same object, with the same parameters, hooks and name. Only its class
+changes, to a subclass whose forward runs the three matmuls under the recipe. So the optimizer,
+`state_dict`, adapters that are added later, `fully_shard`, DDP and torch.compile see the same model
+as without the recipe.
 
-Histories of delayed scaling and draws of stochastic rounding move on by themselves. A backward pass
-leaves a mark, and the next forward (or `state_dict`) moves them on if it finds the mark: a forward
-that activation checkpointing runs again inside backward finds none.
+Histories of delayed scaling, and counters of stochastic rounding, advance without a call. A
+backward pass sets a mark (`due`). The next forward (or `state_dict`) advances them if the mark is
+set, and clears it. A forward that activation checkpointing repeats inside the backward pass does
+not advance them.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import Recipe, at_end, kept, resolve, untiled
 
 CONVERTED, KEPT, LEFT = "converted", "kept", "not convertible"
-TRANSPOSED = "transformers.pytorch_utils.Conv1D"        # its weight is (in_features, out_features)
-RACED_TOKENS = (256, 4096)      # a few for the definition in float64, and a micro-batch
+TRANSPOSED = "transformers.pytorch_utils.Conv1D"        # weight (in_features, out_features)
+RACED_TOKENS = (256, 4096)      # few, to verify with the float64 definition; a micro-batch, to race
 MULTIPLY_NOTHING = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -45,21 +46,21 @@ class Row:
     """A module that has a weight of two or more dimensions."""
 
     name: str
-    kind: str                   # of the module, by its class before it was converted
-    shape: tuple[int, ...]      # of the weight
+    kind: str                   # name of the module's class before it was converted
+    shape: tuple[int, ...]      # shape of the weight
     status: str                 # CONVERTED, KEPT or LEFT
     why: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` did, module by module, in the order of the model."""
+    """The result of `convert`: one row per module, in the order of the model."""
 
     recipe: str
     backend: str
-    why: str                    # of the backend
+    why: str                    # why this backend
     rows: tuple[Row, ...]
-    kernels: Mapping[str, str] = field(default_factory=dict)    # the version of each cast
+    kernels: Mapping[str, str] = field(default_factory=dict)    # cast -> version
 
     def __getitem__(self, name: str) -> Row:
         return {row.name: row for row in self.rows}[name]
@@ -68,7 +69,7 @@ class Report:
         return [row.name for row in self.rows if row.status == status]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the report, JSON-ready."""
         return asdict(self)
 
     @property
@@ -90,14 +91,14 @@ class Report:
 
 
 class Converted(Scaling):
-    """The first base of a converted module's class; `before` is the class that it had."""
+    """The first base of a converted module's class. `before`: the module's class before."""
 
     before: type[nn.Module]
 
     def forward(self, x: Tensor) -> Tensor:
         self.catch_up()
         if not (x.requires_grad or self.weight.requires_grad) and self.training:
-            self.due.fill_(1)       # no backward pass will come here
+            self.due.fill_(1)       # no backward pass of this module will set the mark
         return super().forward(x)
 
     def cast(self, product: str, role: str, *args: Any, first: bool = False, **how: Any) -> Any:
@@ -106,8 +107,8 @@ class Converted(Scaling):
         return super().cast(product, role, *args, first=first, **how)
 
     def catch_up(self) -> None:
-        """Move on what a finished micro-batch left: `Scaling.advance` where `due` is 1, in tensor
-        operations, so that a graph may contain them."""
+        """Do `Scaling.advance` if `due` is 1: a micro-batch is finished. Uses tensor operations
+        only, so that a graph can contain them."""
         if not (self.recipe.delayed or self.recipe.stochastic):
             return
         if not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None:
@@ -123,7 +124,8 @@ class Converted(Scaling):
                 self.draws += self.due
             self.due.zero_()
 
-    def __reduce__(self) -> tuple:      # a pickle finds `before` by name, and no class made here
+    # a pickle can name `before`, but not a class that `_class` made
+    def __reduce__(self) -> tuple:
         return _empty, (self.before,), self.__dict__
 
     def extra_repr(self) -> str:
@@ -162,13 +164,14 @@ def _path(kind: type) -> str:
 
 
 def transposed(module: nn.Module) -> bool:
-    """True for a Linear, converted or not, whose weight is (in_features, out_features)."""
+    """Return True for a Linear, converted or not, whose weight is (in_features, out_features)."""
     return any(_path(kind) == TRANSPOSED for kind in type(module).__mro__)
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield every module that owns a parameter of two or more dimensions, once, by its first name,
-    with that parameter: the module's `weight` if it has one."""
+    """Yield (name, module, parameter) for every module that owns a parameter of two or more
+    dimensions. The parameter is `weight` if the module has it. A shared module comes once, under
+    its first name."""
     for name, module in model.named_modules():
         found = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim > 1}
         if found:
@@ -176,9 +179,9 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
-    """Find the modules that compute logits: those that `get_output_embeddings()` names, Linears
-    that share their weight with an embedding, and, if there are neither, the last Linear with one
-    output for each row of an embedding."""
+    """Find the modules that compute logits: the module that `get_output_embeddings()` returns, and
+    Linears that share their weight with an embedding. If there are none, it is the last Linear with
+    as many outputs as an embedding has rows."""
     tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
     linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
     heads = {one for one in linears if any(one.weight is table.weight for table in tables)}
@@ -187,19 +190,19 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
             try:
                 heads |= {get()} - {None}
             except (AttributeError, NotImplementedError):
-                pass        # transformers' way to have none
+                pass        # transformers raises these for a model without a head
     rows = {table.num_embeddings for table in tables}
     return heads or {*[one for one in linears if one.out_features in rows][-1:]}
 
 
 def head_names(model: nn.Module) -> list[str]:
-    """Name the modules that `output_heads` finds."""
+    """Return the names of the modules that `output_heads` finds."""
     heads = output_heads(model)
     return [name for name, module in model.named_modules() if module in heads]
 
 
 def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> str:
-    """The reason why the product of a module's weight cannot be converted; empty: it can."""
+    """Return why the matmul of a module's weight cannot be converted; empty: it can."""
     kind, parent = type(module), parents.get(name.rpartition(".")[0])
     if isinstance(module, MULTIPLY_NOTHING):
         return "an embedding looks up rows and multiplies nothing"
@@ -218,18 +221,20 @@ def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> s
 
 def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
             backend: str = "auto", pad: bool = False, seed: int = 0) -> Report:
-    """Run the products of `model`'s Linears under a row of RECIPES, in place, and report on every
-    module with a weight matrix.
+    """Run the matmuls of `model`'s Linears under a row of RECIPES, in place. Return a report on
+    every module with a weight matrix.
 
-    keep:    modules that stay as they are, besides the output head and the layers that the recipe
-             itself keeps: names, the start or end of names at a dot, patterns such as `*.q_proj`,
+    keep:    modules that are not converted, in addition to the output head and the layers that the
+             recipe keeps: names, the start or end of names at a dot, patterns such as `*.q_proj`,
              or `first`, `last:2` for blocks
     backend: a row of BACKENDS; auto: the fastest that runs the recipe on the model's device
-    pad:     pad operands with zeros where a shape does not tile; otherwise the layer is left
-    seed:    of stochastic rounding
-    Raises ConfigError, and leaves the model as it was, for an unknown recipe, a name in `keep` that
+    pad:     pad operands with zeros if a shape does not fit the tiles; otherwise such a layer is
+             not converted
+    seed:    seed of stochastic rounding
+
+    Raises ConfigError, without changing the model, for an unknown recipe, a name in `keep` that
     matches nothing, a model without a Linear to convert, weights on the meta device, and a model
-    that is converted already.
+    that is already converted.
     """
     name, row = recipe_of(recipe, pad)
     if not row.products:
@@ -253,7 +258,7 @@ def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
 
 
 def recipe_of(recipe: str | Recipe, pad: bool = False) -> tuple[str, Recipe]:
-    """The name and the row of a recipe. Raises ConfigError."""
+    """Return the name and the row of a recipe. Raises ConfigError."""
     row = recipe if isinstance(recipe, Recipe) else resolve(recipe)
     if pad and row.make is not None:
         row = resolve(replace(row.settings, pad=True))
@@ -262,8 +267,8 @@ def recipe_of(recipe: str | Recipe, pad: bool = False) -> tuple[str, Recipe]:
 
 def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep: Iterable[str] = (),
               seed: int = 0) -> tuple[Row, ...]:
-    """Convert `model` in place, its products computed `by` a backend; the rows of the report.
-    Raises ConfigError as `convert` does."""
+    """Convert `model` in place and return the rows of the report. `by`: the backend that computes
+    the matmuls. Raises ConfigError as `convert` does."""
     if done := next((one for one in model.modules() if isinstance(one, Converted)), None):
         raise ConfigError(f"this model is converted already, to {done.recipe.settings.name}; call "
                           f"lpkit.unconvert(model) first")
@@ -276,7 +281,8 @@ def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep:
                           f"Linear is needed whose sizes tile, or pad=True")
     for one in due:
         _equip(found[one.name][0], recipe, copy(by), one.name, seed)
-    for layer in model.modules():       # in evaluation its fast path would call no converted module
+    # in evaluation, its fast path would bypass the converted modules
+    for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.fast_path, layer.activation_relu_or_gelu = layer.activation_relu_or_gelu, 0
     return tuple(rows)
@@ -335,9 +341,9 @@ def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: i
 
 
 def choose_kernels(model: nn.Module) -> dict[str, str]:
-    """Verify and race the versions of each cast on the operands of the first converted module, as
-    a run does (`lpkit.execution.kernels`), and let all modules use the fastest. Returns their
-    names."""
+    """Verify and race the versions of each cast on the operands of the first converted module, as a
+    run does (`lpkit.execution.kernels`). All modules use the fastest version. Returns its name for
+    each cast."""
     layers = [one for one in model.modules() if isinstance(one, Converted)]
     layer, seen = deepcopy(layers[0]), ({}, {})
     for tokens, calls in zip(RACED_TOKENS, seen):
@@ -358,7 +364,7 @@ def choose_kernels(model: nn.Module) -> dict[str, str]:
 
 
 def unconvert(model: nn.Module) -> nn.Module:
-    """Undo `convert`, in place: the weights are those of now. Returns the model."""
+    """Undo `convert` in place. The weights keep their current values. Returns the model."""
     for module in model.modules():
         if hasattr(module, "fast_path"):
             module.activation_relu_or_gelu = vars(module).pop("fast_path")

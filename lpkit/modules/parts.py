@@ -1,4 +1,4 @@
-"""The kit's optimizers and its ways to keep activations, for any model."""
+"""The kit's optimizers and its techniques for activations, for any model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from lpkit.techniques.memory import ACTIVATION_OFFLOAD, RECOMPUTE
 from lpkit.techniques.optimizers import OPTIMIZERS, find, parameter_groups
 from lpkit.techniques.row import chosen, pick_row
 
-# Kinds, by names that the groups of a row match; of a shared parameter the alphabet's first holds.
-# OTHER: kernels of convolutions, stacks of experts, and whatever is not known.
+# Kinds of parameters. The values are parts of names that the parameter groups of a row match. A
+# shared parameter has the kind whose value comes first in the alphabet. OTHER: kernels of
+# convolutions, stacks of experts, and everything unknown.
 EMBEDDING, HEAD, VECTOR, OTHER, MATRIX = "embed", "head", "norm", "positions", "weight"
 
 
 def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.optim.Optimizer:
-    """Return the class of a row of OPTIMIZERS (`lpkit.optim.classes`), with these settings, on the
-    trained parameters of `model`. A rule of matrices updates the weights of Linears; other kinds
-    have the rules, learning rates and weight decays (a vector: none) that a run of the kit has."""
+    """Return the optimizer of a row of OPTIMIZERS (`lpkit.optim.classes`), with these settings, for
+    the trained parameters of `model`. A rule for matrices updates the weights of Linears. Other
+    kinds of parameters get the rule, learning rate and weight decay that they have in a run of the
+    kit (vectors: no weight decay)."""
     heads, facts, groups, base = output_heads(model), {}, {}, getattr(model, "base_model", None)
-    if isinstance(base, nn.Module) and hasattr(model, "num_labels"):    # transformers' classifiers
+    # a classifier of transformers
+    if isinstance(base, nn.Module) and hasattr(model, "num_labels"):
         heads |= {one for one in {*model.modules()} - {*base.modules()}
                   if getattr(one, "out_features", None) == model.num_labels}
     own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
@@ -58,9 +61,14 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
 
 def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",
                      offload: str = "device") -> None:
-    """Set how `blocks` of any model (`model.model.layers`) keep activations for backward, until
-    `del block.forward`: `recompute` is none, block or selective, `offload` a row of
-    ACTIVATION_OFFLOAD. Gradients keep their bits, unless activations do not. Raises ConfigError."""
+    """Set how the `blocks` of a model (`model.model.layers`) keep activations for the backward
+    pass. `del block.forward` undoes it.
+
+    recompute: none, block or selective
+    offload:   a row of ACTIVATION_OFFLOAD
+
+    Gradients are bit-exact, except if the row stores activations in fewer bits. Raises ConfigError.
+    """
     blocks = [*dict.fromkeys(blocks)]
     if not blocks or any("forward" in vars(block) for block in blocks):
         raise ConfigError("keep_activations needs blocks whose forward is that of their class; "
@@ -68,7 +76,7 @@ def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",
     again = pick({name: row for name, row in RECOMPUTE.items()
                   if not (row.attention_alone or row.needs_compile)}, recompute, "recompute")
     away = pick_row(ACTIVATION_OFFLOAD, offload, "memory.activation_offload").load()
-    # a Dropout stands for functions of a block that draw
+    # the Dropout tells the transforms that a block may draw random numbers
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "draws": nn.Dropout()})
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for transform in (*again.load()(again.settings).transforms, *away(device).transforms):

@@ -1,9 +1,9 @@
-"""Bytes and seconds of one training step of any model, before it runs.
+"""Predict the bytes and seconds of one training step of any model, before it runs.
 
-The step runs twice on shapes alone (`lpkit.measure.trace`): the first time makes the optimizer's
-state and records what the forward multiplies, the second time is watched, so that its peak is that
-of every later step. The seconds are those of `lpkit.predict.time` for the recorded operations: the
-efficiencies, machines, stacks and ranges of a Config.
+The step runs twice on shapes only (`lpkit.measure.trace`). The first time allocates the optimizer's
+state and records the matmuls of the forward pass. The second time is watched, so its peak is that
+of every later step. `lpkit.predict.time` computes the seconds from the recorded operations, with
+the efficiencies, machines, stacks and ranges that it uses for a Config.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import chosen
 from lpkit.values import Count, Place, Text, checked
 
-CLOSE = 0.05        # what the closed form may differ from the trace without a doubt
-KERNELS = 0.7       # operations as `lpkit.predict.time` counts them, for a kernel of a forward pass
+CLOSE = 0.05        # relative difference of closed form and trace that is no reason for doubt
+KERNELS = 0.7       # launches, as `lpkit.predict.time` counts them, per kernel of a forward pass
 FROM_MODEL = "as the model is"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
-    """A step of a model, on each of `layout.devices` devices."""
+    """The predicted step of a model, on each of `layout.devices` devices."""
 
     footprint: Footprint        # of one device
     step: StepTime
@@ -60,14 +60,14 @@ class Prediction:
     layout: Layout
     parameters: int
     trained_parameters: int
-    forward_flops: int          # of one device's batch, products alone, attention in full
+    forward_flops: int          # matmuls for one device's batch; attention without its mask
     precision: str
     optimizer: str
     converted: Report | None
-    work: RankWork              # what the seconds are of
-    casts: Recipe | None        # as this machine runs them
-    formula_bytes: int | None   # the closed form's peak, if `lpkit import` knows the architecture
-    model: str                  # its class
+    work: RankWork              # the operations that the seconds are predicted from
+    casts: Recipe | None        # the casts, as this machine runs them
+    formula_bytes: int | None   # peak by the closed form; None: unknown architecture
+    model: str                  # the name of its class
 
     @property
     def peak_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def doubt(self) -> str:
-        """The reason to trust the trace alone; empty: the closed form agrees, or there is none."""
+        """The reason to trust only the trace; empty: the closed form agrees, or there is none."""
         off = (self.formula_bytes or self.peak_bytes) / self.peak_bytes - 1
         return "" if abs(off) <= CLOSE else (
             f"the formula of this architecture gives {quantity(self.formula_bytes, 'bytes')} "
@@ -87,7 +87,8 @@ class Prediction:
             f"trace")
 
     def card(self, path: Place, **measured: Any) -> list[str]:
-        """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
+        """Write the card PATH.json and PATH.svg with `lpkit.predict.cards.write`. Return both
+        paths."""
         model = picked(self, "parameters precision optimizer work.tokens", name="model",
                        layers="work.blocks", trained="trained_parameters")
         return cards.write(path, model, self, **measured)
@@ -98,7 +99,7 @@ class Prediction:
 
     @property
     def _sentences(self) -> tuple[str, str]:
-        """What a device holds, and how long a step takes."""
+        """A sentence on the peak memory of a device, and a sentence on the seconds of a step."""
         moment = f"in {self.footprint.phase}, {self.footprint.module or 'the model'}"
         return (f"{self.parameters:,} parameters, {self.precision}, {self.optimizer}, on "
                 f"{self.layout.devices} x {self.machine.title}: peak "
@@ -112,7 +113,7 @@ class Prediction:
         return "; ".join(filter(None, (*self._sentences, self.doubt)))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the prediction, JSON-ready."""
         return {**picked(
             self, "peak_bytes formula_bytes doubt fits parameters trained_parameters forward_flops "
             "step_seconds step.mfu precision optimizer step.stack", bytes="footprint.rows",
@@ -139,21 +140,22 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
             machine: str | Machine = "h200", devices: Count = 1, shard: Count | None = None,
             precision: Text | None = None, loss: object = None, stack: Text | None = None,
             keep: object = (), pad: bool = False) -> Prediction:
-    """Predict the memory and the seconds of a training step of `model` on one `batch` a device.
+    """Predict the memory and the seconds of a training step of `model` with one `batch` per device.
 
-    batch      what the model is called with: a mapping, a tuple or one value; of tensors only the
-               shapes count, and they may be on the meta device, as the model may
+    batch      arguments of the model: a mapping, a tuple or one value. Only the shapes of tensors
+               count. Tensors may be on the meta device, and so may the model
     optimizer  a row of OPTIMIZERS, an optimizer of this model, or a function of the parameters
     machine    a row of the catalogue
-    devices    that have a batch each; `shard` of them share the model's states (FSDP2, a block at a
-               time); None: all
+    devices    number of devices; each has its own batch
+    shard      number of devices that share the model's states (FSDP2, one block at a time); None:
+               all devices
     precision  a row of RECIPES, which runs under autocast; None: the model's own dtypes, without
                autocast
     loss       (model, batch) -> scalar; None: the loss that the model returns
     stack      how the step is programmed, a row of `lpkit.predict.stacks.STACKS`; None: compiled
-               if the model is, else eager
-    keep, pad  as `lpkit.convert`
-    The model stays as it is. Raises ConfigError.
+               if the model is compiled, else eager
+    keep, pad  arguments of `lpkit.convert`
+    The model does not change. Raises ConfigError.
     """
     on, shard = machines.find(machine), devices if shard is None else shard
     if not (loss is None or callable(loss)):
@@ -163,7 +165,7 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     layout = Layout(shard=shard, data=devices // shard)
     stack = stack or ("eager", "compiled")[hasattr(model, "_orig_mod")]
     pick(evidence.STACKS, stack, "stack")
-    model = getattr(model, "_orig_mod", model)      # of torch.compile
+    model = getattr(model, "_orig_mod", model)      # set by torch.compile
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError("this model is sharded already; predict takes it before fully_shard, and "
                           "shard=N")
@@ -173,7 +175,7 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     if precision is not None:
         pick(RECIPES, precision, "precision")
     norms = _OneKernel() if on.kind == "gpu" else nullcontext()
-    # oneDNN's LSTM is one kernel, whose products a trace would not see
+    # off, because oneDNN's LSTM is one kernel, and a trace would not see its matmuls
     with (fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms,
           torch.backends.mkldnn.flags(False, allow_tf32=None, fp32_precision=None)):
         step = Step(model, batch, optimizer, precision, loss)
@@ -187,7 +189,8 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
 
 def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, optimizer: Asked,
                  precision: str) -> int | None:
-    """The peak that `lpkit predict` gives for the Config of a model of transformers."""
+    """Returns the peak bytes that `lpkit predict` computes for the Config of a model of
+    transformers, or None if the model is unknown or differs from its Config."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(optimizer, str) or not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
@@ -207,8 +210,9 @@ def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, opti
 
 
 class _OneKernel(TorchFunctionMode):
-    """Run PyTorch's RMSNorm as its LayerNorm. A GPU has a kernel for each; a CPU writes RMSNorm
-    out, and keeps and moves more. LayerNorm keeps one number more for each row."""
+    """Run PyTorch's RMSNorm as its LayerNorm. A GPU has one kernel for each of them. A CPU computes
+    RMSNorm in several operations, which keep and move more bytes. LayerNorm keeps one number more
+    per row than RMSNorm."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         weight = (kwargs or {}).get("weight")
@@ -219,7 +223,7 @@ class _OneKernel(TorchFunctionMode):
 
 def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str,
             formula_bytes: int | None) -> Prediction:
-    """The prediction of a step whose operations were `seen` and whose bytes are in `footprint`."""
+    """Returns the prediction of a step with the operations `seen` and the bytes of `footprint`."""
     report, recipe, emulated = step.report, None, ""
     left = {row.name for row in report.rows if row.status != CONVERTED} if report else set()
     products, kept_calls = _products(seen, step.heads, left)
@@ -233,7 +237,7 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     blocks = blocks_of(step.model)
     in_blocks = sum(p.numel() for name, p in step.model.named_parameters() if in_block(name))
-    weights = Counter()         # of the Linears outside the head, by whether they are trained
+    weights = Counter()         # numbers in Linears outside the head, by "is trained"
     for product in products:
         if product.name != "head":
             weights[product.trained] += product.N * product.K * product.calls
@@ -261,8 +265,8 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
 
 def _products(seen: Seen, heads: Collection[str], left: Collection[str]
               ) -> tuple[tuple[Product, ...], Counter[str]]:
-    """The products of equal Linears in all blocks together, and how many calls of each the recipe
-    leaves alone: those of `heads` and of modules that are `left`."""
+    """Returns the matmuls, with equal Linears of all blocks added up, and for each the number of
+    calls without the recipe: those of `heads` and of the modules `left`."""
     label = {name: "head" if name in heads else short(name) or "Linears"
              for name, *_ in seen.products}
     kinds = {(label[name], *sizes) for name, *sizes in seen.products}
@@ -277,7 +281,8 @@ def _products(seen: Seen, heads: Collection[str], left: Collection[str]
 
 
 def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
-    """Each parameter's rule is its group's, else `name`; an unknown rule counts as AdamW."""
+    """Returns the work of an update. The rule of a parameter is the rule of its group, else `name`.
+    An unknown rule counts as AdamW."""
     found = []
     for group in optimizer.param_groups:
         rule = group.get("rule", name)

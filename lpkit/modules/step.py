@@ -1,5 +1,5 @@
-"""A training step of any model on shapes alone: a copy of the model without memory, what its
-forward multiplies and moves, and every byte of its second update."""
+"""A training step of any model on shapes only: a copy of the model without memory, the matmuls and
+the memory traffic of its forward pass, and every byte of its second update."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import ALL, RECIPES, SCALES, Cast, Recipe
 
 aten = torch.ops.aten
-# where the two operands of a product are among an operation's arguments
+# operation -> index of the argument that is the first operand of its matmul
 PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
-# operations that read as many numbers of their first argument as they return
+# look-ups: of their first argument, these operations read only as many numbers as they return
 LOOK_UP = "embedding gather index index_select nll_loss_forward nll_loss2d_forward".split()
-SCALE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}    # by bytes of a scale
+SCALE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}    # by the bytes of one scale
 OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
 MULTIPLIES = "this machine multiplies these formats itself"
-# PyTorch's own class of a row, which a loop without this kit has
+# PyTorch's own class for a row of OPTIMIZERS, which a loop without this kit uses
 PYTORCHS = {"adamw": torch.optim.AdamW}
 MakeLoss = Callable[[nn.Module, Any], Tensor]
 # a row of OPTIMIZERS, a function of the parameters, or an optimizer of the model
@@ -50,10 +50,10 @@ Asked = str | torch.optim.Optimizer | Callable[[Sequence[nn.Parameter]], torch.o
 class Step:
     """A training step of a copy of the model, inside `fake_step`.
 
-    copies:    the copies of parameters, by the originals
+    copies:    original parameter -> its copy
     heads:     names of the modules that compute logits
-    priced_as: the row of PRECISIONS whose products the step has
-    report:    what `convert` did; None: the copy is not converted
+    priced_as: the row of PRECISIONS whose matmuls the step runs
+    report:    the report of `convert`; None: the copy is not converted
     updater:   the optimizer of the copy
     """
 
@@ -72,7 +72,7 @@ class Step:
             self.around = autocast(RECIPES[precision], torch.device("cpu"))
 
     def recorded(self) -> Seen:
-        """The operations of a step as it is without casts."""
+        """Returns the operations of a step without casts."""
         self.model.train()
         with Recorder(self.model, heads=self.heads) as recorder:
             self._backward()
@@ -81,7 +81,7 @@ class Step:
         return recorder.seen
 
     def convert(self, on: Machine, keep: Any, pad: bool) -> None:
-        """Convert the copy as a run on this machine would be."""
+        """Convert the copy as `lpkit.convert` would convert the model on this machine."""
         name, row = recipe_of(self.precision, pad)
         why = why_emulated(row, on)
         by = BACKENDS["emulated"] if why else OnShapes()
@@ -89,11 +89,11 @@ class Step:
         self.report = Report(name, "emulated" if why else "scaled_mm", why or MULTIPLIES, rows)
 
     def watched(self, ranks: Ranks, foreach: bool) -> Footprint:
-        """The bytes of the second update."""
+        """Returns the bytes of the second update."""
         names = {p: name for name, p in self.model.named_parameters()}
         if ranks.world > 1:
             compute = compute_dtype(RECIPES[self.precision]) if self.precision else None
-            self.around = nullcontext()     # weights are gathered in the dtype of the products
+            self.around = nullcontext()     # FSDP gathers weights in the dtype of the matmuls
             _shard(self.model, shard_mesh(ranks), MixedPrecisionPolicy(
                 param_dtype=compute, reduce_dtype=torch.float32))
         now = dict(self.model.named_parameters())
@@ -111,7 +111,7 @@ class Step:
                 loss = self.loss(self.model, self.batch)
         except ConfigError:
             raise
-        except Exception as error:      # anything that a model may raise
+        except Exception as error:      # a model may raise anything
             shapes = type(error).__module__.startswith("torch._subclasses")
             hint = "; a size depends on values, and a prediction knows shapes alone" * shapes
             raise ConfigError(f"the model raised {type(error).__name__} on this batch: "
@@ -123,7 +123,8 @@ class Step:
 
     def _update(self) -> None:
         self.updater.zero_grad()
-        _loss = self._backward()        # which a loop keeps until it has another
+        # a training loop keeps the loss until the next one replaces it
+        _loss = self._backward()
         self.updater.step()
 
 
@@ -147,9 +148,13 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter],
                    foreach: bool = False) -> torch.optim.Optimizer:
-    """Make the optimizer of a copied model: that of `asked`, with its groups and settings. copies:
-    by the original parameters; foreach: PyTorch's own optimizers work on all parameters at once,
-    as they do by default on a GPU. Raises ConfigError."""
+    """Make the optimizer of a copied model, with the groups and settings of `asked`.
+
+    copies:  original parameter -> its copy
+    foreach: let PyTorch's own optimizers update all parameters at once, as by default on a GPU
+
+    Raises ConfigError.
+    """
     trained = [p for p in copies.values() if p.requires_grad]
     if isinstance(asked, str):
         kind = PYTORCHS.get(asked)
@@ -165,16 +170,16 @@ def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter,
         if foreach and own.get("foreach", 0) is None and not own.get("fused"):
             own["foreach"] = True
         groups.append(own)
-    takes = inspect.signature(type(asked)).parameters      # AdamW's defaults have one key more
+    takes = inspect.signature(type(asked)).parameters      # AdamW's defaults have a key more
     settings = {key: asked.defaults[key] for key in takes & asked.defaults.keys()}
     return type(asked)(groups, **settings)
 
 
 def without_memory(model: nn.Module, batch: Any, device: str
                    ) -> tuple[nn.Module, Any, dict[nn.Parameter, nn.Parameter]]:
-    """Copy a model and a batch inside a FakeTensorMode: shapes and dtypes without values. Tensors
-    that are shared stay shared, and weights on the meta device get `device`. Returns the copy, the
-    batch, and the copies of parameters by the originals."""
+    """Copy a model and a batch inside a FakeTensorMode: shapes and dtypes without values. Shared
+    tensors stay shared. Weights on the meta device move to `device`. Returns the copied model, the
+    copied batch, and the copy of each parameter by its original."""
     known: dict[int, Any] = {}
 
     def like(t: Tensor) -> Tensor:
@@ -194,17 +199,17 @@ def without_memory(model: nn.Module, batch: Any, device: str
 
 @dataclass
 class Seen:
-    """A forward of a model: products by module, attention by its sizes, the bytes of other
-    operations."""
+    """The operations of a model's forward pass: matmuls by (module, M, N, K, trained), attention by
+    (B, T, S, E, V, causal), and the bytes and kernels of other operations."""
 
     products: Counter[tuple[str, int, int, int, bool]] = field(default_factory=Counter)
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    moved: Counter[bool] = field(default_factory=Counter)     # bytes, by whether in a block
-    kernels: Counter[bool] = field(default_factory=Counter)   # how many, by whether in a block
+    moved: Counter[bool] = field(default_factory=Counter)     # bytes, by "is in a block"
+    kernels: Counter[bool] = field(default_factory=Counter)   # count, by "is in a block"
 
     def flops(self, *, backward: bool) -> int:
-        """Of the forward; or with `backward`: a product has two gradients, one if its weight is
-        frozen."""
+        """Returns the FLOPs of the forward pass, or with `backward` of both passes. The backward
+        pass has two matmuls for each matmul, or one if its weight is frozen."""
         products = sum(2 * M * N * K * calls * (1 + backward * (1 + trained))
                        for (_, M, N, K, trained), calls in self.products.items())
         return products + sum(2 * B * T * S * (E + V) * calls * (1 + 2 * backward)
@@ -212,7 +217,7 @@ class Seen:
 
 
 class Recorder(Tracker):
-    """A Tracker that also records operations of the forward, by module."""
+    """A Tracker that also records the operations of the forward pass, by module."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -231,7 +236,7 @@ class Recorder(Tracker):
         if packet in PRODUCTS:
             a, b = args[PRODUCTS[packet]:][:2]
             *batch, M, K = a.shape
-            if batch:       # of pairs of tokens: one of the two products of attention
+            if batch:       # a batched matmul over pairs of tokens: one of attention's two matmuls
                 self.seen.attentions[math.prod(batch), M, b.shape[-1], K, 0, False] += 1
             else:
                 self._product(name, M, b.shape[1], K)
@@ -265,7 +270,7 @@ class Recorder(Tracker):
 # ---- operands as hardware holds them
 
 class OnShapes(Arithmetic):
-    """The bytes of `scaled_mm`, on any device."""
+    """Allocates the operands of `scaled_mm` on any device, and computes nothing."""
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
         return ""
@@ -300,7 +305,7 @@ class OnShapes(Arithmetic):
 # ---- blocks
 
 def blocks_of(model: nn.Module) -> int:
-    """Count the modules of the outermost lists: an encoder's and a decoder's together."""
+    """Count the modules of the outermost lists. An encoder and a decoder are added."""
     return sum(map(len, outermost_lists(model))) or 1
 
 
@@ -317,7 +322,8 @@ def in_block(name: str) -> bool:
 
 
 def _shard(model: nn.Module, mesh: Any, policy: MixedPrecisionPolicy) -> None:
-    """FSDP2 as most loops have it: each block of the outermost lists, then the rest."""
+    """Apply FSDP2 as most training loops do: to each block of the outermost lists, then to the
+    whole model."""
     for blocks in outermost_lists(model):
         for block in blocks:
             if next(block.parameters(), None) is not None:

@@ -1,13 +1,13 @@
-"""Watch the training steps of any model: bytes, seconds and numerics, from hooks on its optimizer.
+"""Watch the training steps of any model: bytes, seconds and numerics, by hooks on its optimizer.
 
     with lpkit.watch(model, optimizer, telemetry_every=100) as seen:
         ...                                 # your loop
     print(seen.reconcile(predicted))
 
-The optimizer's `step` ends an update. The first update makes the optimizer's state. The second is
-run under `Tracker`, which sees every storage, and takes several times as long. The others are timed
-from the end of one update to the end of the next. Every `telemetry_every` updates `Telemetry` looks
-at the operands of Linears, and that update's time is left out, too.
+The optimizer's `step` ends an update. The first update allocates the optimizer's state. The second
+update runs under `Tracker`, which sees every storage, and takes several times as long. Later
+updates are timed, from the end of one update to the end of the next. In every `telemetry_every`-th
+update, `Telemetry` looks at the operands of Linears, and this update is not timed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lpkit.predict import cards
 from lpkit.predict.compare import Comparison
 from lpkit.predict.units import duration, quantity
 
-TRACKED = 2         # the update whose bytes are counted, from 1
+TRACKED = 2         # number of the update whose bytes are counted, from 1
 
 
 class Watch:
-    """What `watch` has seen so far."""
+    """The measurements of `watch` so far."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
                  telemetry_every: int | None, **telemetry: Any):
@@ -45,7 +45,7 @@ class Watch:
             raise ConfigError(f"watch needs the optimizer whose step ends an update, got "
                               f"{shown(optimizer)}")
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner       # accelerate's is around the one that steps
+            optimizer = inner       # accelerate wraps the optimizer that steps
         self.model, self.optimizer = model, optimizer
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:
@@ -98,7 +98,7 @@ class Watch:
         if self.tracker is not None:
             self.tracker.at_update(1)
         else:
-            self.around.close()         # telemetry: forward and backward are over
+            self.around.close()         # ends telemetry: the forward and backward passes are done
 
     def _after(self, *_: Any) -> None:
         """End an update."""
@@ -125,7 +125,7 @@ class Watch:
 
     @property
     def step_seconds(self) -> float | None:
-        """The median of the updates that were timed."""
+        """The median seconds of the timed updates."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
@@ -134,7 +134,7 @@ class Watch:
 
     @property
     def uncalled(self) -> list[str]:
-        """Converted modules whose forward never ran: something else multiplies their weights, and
+        """Names of converted modules whose forward never ran: other code multiplies their weights,
         without the recipe."""
         return [name for name, module in self.model.named_modules()
                 if isinstance(module, Converted) and not self.calls[name]]
@@ -146,14 +146,15 @@ class Watch:
         return self.footprint
 
     def reconcile(self, predicted: Prediction) -> Comparison:
-        """Predicted beside measured bytes, by row at the peak. Raises ConfigError before the second
-        update has ended."""
+        """Compare the predicted with the measured bytes at the peak, row by row. Raises ConfigError
+        before the second update has ended."""
         rows = [{**one.rows, "peak": one.peak_bytes} for one in (predicted.footprint, self._seen())]
         return Comparison.of_rows(*rows, unit="bytes", where=self.where)
 
     def card(self, path: str, predicted: Prediction | None = None) -> list[str]:
-        """Write what was measured, and predicted, as `lpkit.predict.cards.write` does; return both
-        paths. Raises ConfigError before the second update has ended."""
+        """Write a card of the measurements, and of the prediction if given, with
+        `lpkit.predict.cards.write`. Return both paths. Raises ConfigError before the second update
+        has ended."""
         count = sum(p.numel() for p in self.model.parameters())
         if predicted is not None and predicted.parameters != count:
             raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} "
@@ -181,7 +182,12 @@ class Watch:
 
 def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, telemetry_every: int | None = None,
           **telemetry: Any) -> Watch:
-    """Return a context manager that watches the steps of `optimizer` on `model`. telemetry_every:
-    look at Linears' operands in each so many-th update, None: never; telemetry: `layers`, `roles`,
-    `counterfactuals` and `rows`, as of `lpkit.measure.telemetry.Telemetry`. Raises ConfigError."""
+    """Return a context manager that watches the steps of `optimizer` on `model`.
+
+    telemetry_every: look at the operands of Linears in every n-th update; None: never
+    telemetry:       `layers`, `roles`, `counterfactuals` and `rows` of
+                     `lpkit.measure.telemetry.Telemetry`
+
+    Raises ConfigError.
+    """
     return Watch(model, optimizer, telemetry_every, **telemetry)
