@@ -4,7 +4,7 @@
     policy = RandomWindows(tokens=files.train, batch=16, context=256, seed=0)
     x, y = policy.batch(step)                               # (B, T) int64, from the step alone
 
-The names below load on first use: a run whose tokens are prepared reads no text, and only the
+The names below load on first use, because a run with prepared tokens reads no text, and only the
 policies need torch.
 """
 

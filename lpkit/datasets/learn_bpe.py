@@ -1,17 +1,18 @@
-"""Learns a BPE's merges in a process of its own: the library hears no signal while it counts and
-merges, for seconds to minutes, and whoever waits for a process does.
+"""Learn the merges of a BPE in a separate process. The library handles no signals while it counts
+and merges, which takes seconds to minutes; a parent that waits for this process handles them.
 
     python -P learn_bpe.py SOURCE TARGET VOCAB SPECIAL
 
-SOURCE and TARGET are numbers of open files: for texts as lines of JSON, and for the tokenizer as
-JSON. It imports nothing of lpkit, and its keeper ends it when its parent is gone.
+SOURCE and TARGET are numbers of open files. The script reads texts as lines of JSON from SOURCE,
+and writes the tokenizer as JSON to TARGET. It imports nothing of lpkit. Its keeper ends it when its
+parent has ended.
 """
 
 import json
 import sys
 from collections.abc import Iterable
 
-# Characters: learning takes time with the square of a word's length.
+# Characters. The time of learning grows with the square of a word's length.
 LONGEST_WORD = 512
 
 
@@ -33,6 +34,6 @@ def learn(texts: Iterable[str], vocab: int, special: str) -> str:
 if __name__ == "__main__":
     source, target, vocab, special = sys.argv[1:]
     with open(int(source), encoding="utf-8") as lines, open(int(target), "w") as learned:
-        # of a line without end the parent is gone
+        # a line without a line break: the parent died while it wrote
         whole = (json.loads(line) for line in lines if line.endswith("\n"))
         learned.write(learn(whole, int(vocab), special))

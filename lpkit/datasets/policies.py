@@ -1,10 +1,10 @@
-"""Data policies: which tokens are seen, in what order. To add one: a subclass of `Windows` with
-`starts(step)`, and a row in `lpkit/techniques/data.py`.
+"""Data policies: which tokens are read, in what order. To add a policy, write a subclass of
+`Windows` with `starts(step)`, and add a row to `lpkit/techniques/data.py`.
 
-A batch follows from the settings and the step alone, so there is no state to save: step 1000 of a
-resumed run reads what step 1000 of an uninterrupted one reads. Random positions come from hashing a
-counter (splitmix64: Steele, Lea and Flood 2014), which costs microseconds where building a
-generator for each step costs as much as the batch.
+A batch depends only on the settings and the step, so there is no state to save: step 1000 of a
+resumed run reads the same tokens as step 1000 of an uninterrupted run. Random positions are hashes
+of a counter (splitmix64: Steele, Lea and Flood 2014). A hash takes microseconds; making a random
+generator for each step would take as long as the batch.
 """
 
 import math
@@ -24,12 +24,11 @@ _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the cou
 
 
 class Windows(DataPolicy):
-    """Batches of windows of T + 1 consecutive tokens, given by where they start.
+    """Batches of windows. A window is T + 1 consecutive tokens; `starts` gives their positions.
 
-    tokens:  (N,) unsigned integers, a memory map as a rule; a batch copies B * (T + 1) of them and
-             holds nothing else
-    batch:   B, sequences
-    context: T, tokens; raises ConfigError when N < T + 1
+    tokens:  (N,) unsigned integers, usually a memory map; a batch copies B * (T + 1) of them
+    batch:   B, number of sequences
+    context: T, number of tokens; raises ConfigError if N < T + 1
     """
 
     def __init__(self, *, tokens: np.ndarray, batch: int, context: int, seed: int = 0):
@@ -38,28 +37,29 @@ class Windows(DataPolicy):
                               f"split of this corpus has only {len(tokens)}; set "
                               f"model.context={len(tokens) - 1} or less, or use more text")
         self.B, self.T, self.seed = batch, context, seed
-        # A plain array, because slices of a memmap carry its Python attributes along; a view, so
-        # nothing is copied.
+        # A plain array, because slices of a memmap copy its Python attributes. It is a view, so no
+        # token is copied.
         self._windows = sliding_window_view(np.asarray(tokens), context + 1)
 
     @abstractmethod
     def starts(self, step: int) -> np.ndarray:
-        """(B,) int64: where the windows of this step start, each in 0 ... N - T - 1."""
+        """Return the positions of this step's windows: (B,) int64, each from 0 to N - T - 1."""
 
     def batch(self, step: int) -> Batch:
-        """Contiguous tensors that share memory with nothing: both may be changed in place."""
+        """Return the batch of a step. Its tensors are contiguous and share no memory, so that both
+        may be changed in place."""
         windows = self._windows[self.starts(step)]      # (B, T + 1): the only random access
         return Batch(torch.from_numpy(windows[:, :-1].astype(np.int64)),
                      torch.from_numpy(windows[:, 1:].astype(np.int64)))
 
 
 class RandomWindows(Windows):
-    """Windows drawn uniformly, with replacement, from all N - T of them."""
+    """Windows drawn uniformly, with replacement, from all N - T windows."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
         self._lanes = np.arange(1, self.B + 1, dtype=np.uint64) * np.uint64(_GAMMA)
-        # seeds 0 and 1 are far apart
+        # hashed, so that seeds 0 and 1 give unrelated keys
         self._key = int(_splitmix64(np.array([self.seed & _MASK], np.uint64))[0])
 
     def starts(self, step: int) -> np.ndarray:
@@ -69,21 +69,23 @@ class RandomWindows(Windows):
 
 
 class SpreadWindows(Windows):
-    """Windows without overlap, each once, then again, in strides of the golden ratio: any few
-    batches are a fair sample of the whole split.
+    """Windows without overlap. Each is read once per pass, with a stride of the golden ratio, so
+    that a few batches are a representative sample of the whole split.
 
-    For evaluation: the first windows in order are the first files in the alphabet.
+    For evaluation. Reading windows in order would start with the first files in the alphabet.
     """
 
     def __init__(self, **settings):
         super().__init__(**settings)
         self.count = 1 + (len(self._windows) - 1) // self.T
         self.stride = max(1, round(self.count * (math.sqrt(5) - 1) / 2))
-        while math.gcd(self.stride, self.count) > 1:    # coprime, so one pass meets every window
+        # coprime, so that one pass reads every window
+        while math.gcd(self.stride, self.count) > 1:
             self.stride += 1
 
     def __len__(self) -> int:
-        """Batches in one pass; the last one is filled up from the front."""
+        """Return the number of batches in one pass. The last batch is filled up with the first
+        windows."""
         return -(-self.count // self.B)
 
     def starts(self, step: int) -> np.ndarray:
@@ -92,9 +94,10 @@ class SpreadWindows(Windows):
 
 
 class Documents(Windows):
-    """Windows that know their documents. A document is closed by the tokenizer's `end` token, which
-    is the last of each split; what a window cuts off its first one is not there for any query. The
-    token after an `end` is another document's, and nothing of this one tells it: weight 0."""
+    """Windows with the document of each token. The tokenizer's `end` token closes each document,
+    and is the last token of each split. If a window begins inside a document, its queries cannot
+    see the part before the window. The target after an `end` token belongs to another document and
+    cannot be predicted, so its weight is 0."""
 
     def __init__(self, *, tokens: np.ndarray, **settings):
         super().__init__(tokens=tokens, **settings)
@@ -115,8 +118,8 @@ class SpreadDocuments(Documents, SpreadWindows):
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """The finalizer, in place and modulo 2**64: a bijection that scatters consecutive multiples of
-    _GAMMA."""
+    """Apply splitmix64's finalizer in place, modulo 2**64: a bijection that scatters consecutive
+    multiples of _GAMMA."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor)
@@ -125,7 +128,7 @@ def _splitmix64(z: np.ndarray) -> np.ndarray:
 
 
 class Scored(DataPolicy):
-    """The batches of `policy`, with a number for each target, (B, T) float32, as extra scores."""
+    """The batches of `policy`, with `extra["scores"]`: a number for each target, (B, T) float32."""
 
     def __init__(self, policy: Windows, scores: np.ndarray):
         self.policy, self._windows = policy, sliding_window_view(scores, policy.T + 1)
@@ -137,7 +140,8 @@ class Scored(DataPolicy):
 
 
 def scored(policy: DataPolicy, file: str, tokens: int) -> DataPolicy:
-    """Adds the scores of an .npy file, one for each of `tokens`. Raises ConfigError."""
+    """Adds the scores of an .npy file, one for each of the `tokens` training tokens. Raises
+    ConfigError."""
     asked = f"data.scores={shown(file)}"
     if not isinstance(policy, Windows):
         raise ConfigError(f"{asked} are of a corpus, and this data.policy draws its own tokens; "
@@ -156,12 +160,13 @@ def scored(policy: DataPolicy, file: str, tokens: int) -> DataPolicy:
 
 
 class Ramped(DataPolicy):
-    """The sequences of `policy`, whose batches have `sequences` each, in their order: as many for
-    an update, and as many tokens of each, as `sizes(step)` says."""
+    """The sequences of `policy` in their order, in batches of other sizes. `sizes(step)` returns
+    the number of sequences of an update, and the tokens per sequence. `sequences`: the number of
+    sequences in a batch of `policy`."""
 
     def __init__(self, policy: DataPolicy, sequences: int, sizes: Callable[[int], tuple[int, int]]):
         self.policy, self.sequences, self.sizes = policy, sequences, sizes
-        self.first = [0]        # sequence of each update
+        self.first = [0]        # number of the first sequence of each update
 
     def batch(self, step: int) -> Batch:
         while len(self.first) <= step:

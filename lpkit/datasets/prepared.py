@@ -1,11 +1,12 @@
-"""Token files: a folder with `train.bin` and `val.bin`, flat little-endian ids, and `header.json`.
+"""Token files: a folder with `train.bin`, `val.bin` and `header.json`. The .bin files are flat
+arrays of little-endian ids.
 
 The folder is written under a temporary name, synced and renamed, so a folder with a header is
-complete. Sizes and SHA-256 are checked whenever one is opened: about half a second for each GB, and
-it brings the file into the page cache. Where a text stops, and wherever the other split took over,
-stands the tokenizer's `end` token.
+complete. Opening it checks sizes and SHA-256: this takes about half a second per GB, and brings the
+file into the page cache. The tokenizer's `end` token stands after each text, and also where a text
+continues in the other split.
 
-Nothing of a folder is executed. The checksums find damage, and not malice (docs/data.md).
+Nothing in the folder is executed. The checksums detect damage, not malice (docs/data.md).
 """
 
 from dataclasses import dataclass
@@ -45,22 +46,23 @@ class TokenFiles:
 
 @checked
 def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> TokenFiles:
-    """The token files of `data.source`, made when they are not there yet.
+    """Returns the token files of `data.source`, and makes them if they do not exist.
 
-    They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
-    source, the tokenizer and the split. `vocab` is the model's: the number of entries that `bpe`
-    learns, and the bound that every token id must respect. A source that is itself a prepared
-    folder is opened as it is. Raises ConfigError for a source or a tokenizer that does not serve,
+    They are stored in `cache_dir` (None: the user's cache), under a name that depends on the files
+    of the source, the tokenizer and the split. `vocab` is the vocabulary size of the model: `bpe`
+    learns so many entries, and every token id must be below it. A source that is a prepared folder
+    is opened without changes. Raises ConfigError for a source or a tokenizer that cannot be used,
     and OSError.
     """
     if is_prepared(data.source):
         return fits(_open_as(data), vocab)
-    make = resolve_name("lpkit.datasets.tokens:make")       # which reads text, and imports this
+    make = resolve_name("lpkit.datasets.tokens:make")       # late: `tokens` imports this module
     return fits(make(data, vocab, cache_dir), vocab)
 
 
 def _open_as(data: DataConfig) -> TokenFiles:
-    """`data.source`, as it is. Raises ConfigError where `data` says otherwise."""
+    """Opens the prepared folder `data.source`. Raises ConfigError if its settings differ from
+    `data`."""
     opened = open_tokens(data.source)
     same = data.tokenizer == opened.tokenizer.name or records.digest(
         opened.tokenizer.to_dict()) == getattr(builder(data.tokenizer), "identity", None)
@@ -133,9 +135,9 @@ def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
 
 
 def byte_unigram_entropy(opened: TokenFiles) -> float:
-    """Returns the nats per token of the validation split under the token frequencies of the
-    training split. One is added to every count, so that a token never seen in training costs
-    finitely."""
+    """Returns the cross-entropy, in nats per token, of the validation split under the token
+    frequencies of the training split. Every count has 1 added, so that it is finite for tokens that
+    the training split lacks."""
     train, val = (_counts(tokens, opened.vocab) for tokens in (opened.train, opened.val))
     return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + opened.vocab)))
 

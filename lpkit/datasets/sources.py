@@ -1,14 +1,13 @@
-"""Where text comes from. A source is a stream of pieces of documents, so a corpus never has to fit
-in memory.
+"""Sources of text. A source is a stream of pieces of documents, so a corpus need not fit in memory.
 
     python-stdlib               the standard library of the running interpreter (no download)
     a file, a folder, a glob    .txt .md .py .jsonl .parquet
     hf:owner/name[:subset]      streamed from the Hugging Face hub
 
-Training or validation is decided by a hash, never by an order, so that adding a document moves no
-other one. What is hashed is the path of a file relative to its folder; for the documents of a
-.jsonl or .parquet file, and for the blocks of a text file that stands alone, it is the text itself,
-so that equal texts never straddle the split.
+A hash decides whether a document is for training or for validation, so that adding a document moves
+no other document. For a text file in a folder, the hash is of its path relative to the folder. For
+the documents of a .jsonl or .parquet file, and for the blocks of a single text file, it is of the
+text, so that equal texts are in the same split.
 """
 
 import contextlib
@@ -30,12 +29,12 @@ from typing import Any, BinaryIO, NamedTuple
 from lpkit.errors import ConfigError, named, shown
 from lpkit.files import check_regular, expanded
 
-PIECE_CHARS = 1 << 18       # of a text file, read at once
-BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
-MOST_DOCUMENT_CHARS = 1 << 24   # of one in a .jsonl or .parquet file, which is held in memory
-MOST_LINE_CHARS = 1 << 26       # of its line, where each may be escaped
-# What a .parquet file may hold: so many characters, and beyond them so many times its own size.
-# Text packs 3 to 20 times smaller, and a page of a dictionary unpacks to any length.
+PIECE_CHARS = 1 << 18       # characters of a text file that are read at once
+BLOCK_CHARS = 1 << 14       # characters of a block of a single text file; 1 MB has about 60 blocks
+MOST_DOCUMENT_CHARS = 1 << 24   # of a .jsonl or .parquet file, since documents are held in memory
+MOST_LINE_CHARS = 1 << 26       # of a .jsonl file: 4 times as many, for escaped characters
+# Most characters of a .parquet file: FREE_BYTES, or MOST_RATIO times its size if that is more. Text
+# compresses 3 to 20 times; a dictionary page of a malicious file can unpack to any length.
 FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -47,21 +46,21 @@ _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "di
 class Piece(NamedTuple):
     """Some text of a document, in order."""
 
-    key: str        # decides the split
+    key: str        # its hash decides the split
     text: str
-    ends: bool      # the document is complete
+    ends: bool      # True for the last piece of a document
 
 
 def is_validation(key: str, val_fraction: float) -> bool:
-    """The split of one document: a hash of its key, as a number in [0, 1). A larger fraction only
-    adds documents."""
-    # the name of a file may be no UTF-8
+    """Return True if a document is for validation: if the hash of its key, as a number in [0, 1),
+    is below the fraction. A larger fraction only adds documents."""
+    # a file name need not be UTF-8
     digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
 def find(source: str) -> "Source":
-    """The source of that name. Raises ConfigError when there is nothing to read under it."""
+    """Return the source of this name. Raises ConfigError if there is nothing to read."""
     path = expanded(source)
     if source == "python-stdlib":
         return python_stdlib()
@@ -79,11 +78,12 @@ def find(source: str) -> "Source":
                       f"hf:owner/name, or python-stdlib, which needs no download")
 
 
-@functools.cache    # some 700 files, which every run asks for twice
+@functools.cache    # it lists about 700 files, and every run calls it twice
 def python_stdlib() -> "Files":
-    """The interpreter's own library, without its tests and without what others installed."""
+    """Return the interpreter's standard library, without its tests and without installed
+    packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    # _sysconfigdata is written by the build: one machine's paths
+    # the build writes _sysconfigdata, with the paths of one machine
     files = [(key, path) for key, path in _walk(root, (".py",), without=_NOT_THE_LIBRARY)
              if not path.name.startswith("_sysconfigdata")]
     return Files(name="python-stdlib", files=files, facts={"python": platform.python_version()})
@@ -95,8 +95,9 @@ class Files:
 
     name: str
     files: list[tuple[str, Path]]
-    alone: bool = False         # one file named by itself: its blocks are split, not the file
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what else a header should say of it
+    # a single file: its blocks are split between training and validation
+    alone: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)  # more fields for the header
 
     def __post_init__(self):
         if not self.files:
@@ -104,11 +105,12 @@ class Files:
                               f"holds {', '.join(SUFFIXES)} files")
 
     def header(self) -> dict[str, Any]:
-        """Says where tokens came from; no path of this machine beyond the name that was given."""
+        """Returns the source's fields for the header of token files. They contain no path of this
+        machine, except the given name."""
         return {"name": self.name, "files": len(self.files), **self.facts}
 
     def fingerprint(self) -> list[Any]:
-        """Ready for JSON; changes when the content does."""
+        """Returns a JSON-ready list that changes if the content changes."""
         facts = []
         for key, path in self.files:
             with _sentences(path):
@@ -117,12 +119,13 @@ class Files:
         return facts
 
     def mode(self) -> int:
-        """Returns a copy's widest mode: others may read it if all files are open to them."""
+        """Returns the widest mode of a copy. Others may read the copy only if they may read all
+        files."""
         open_to_all = all(path.stat().st_mode & stat.S_IROTH for _, path in self.files)
         return 0o666 if open_to_all else 0o600
 
     def total_bytes(self) -> int | None:
-        """Returns the bytes of text, for the progress bar; None: not known."""
+        """Returns the bytes of text, for the progress bar; None: unknown."""
         if any(path.suffix.lower() == ".parquet" for _, path in self.files):
             return None
         return sum(path.stat().st_size for _, path in self.files)
@@ -142,7 +145,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The training split of a dataset on the Hugging Face hub, streamed and not kept."""
+    """The training split of a dataset on the Hugging Face hub, streamed and not stored."""
 
     name: str                   # hf:owner/name or hf:owner/name:subset
 
@@ -155,7 +158,7 @@ class HubSource:
         return {"name": self.name}
 
     def fingerprint(self) -> list[Any]:
-        return [self.name]      # what the hub holds is not asked: prepare again with --out to renew
+        return [self.name]      # the hub is not queried for changes: prepare again with --out
 
     def mode(self) -> int:
         return 0o666
@@ -178,7 +181,8 @@ class HubSource:
                 yield from _document(text)
         except ConfigError:
             raise
-        except Exception as error:  # whatever the network, the hub or the dataset's own files raise
+        # the network, the hub and the dataset's files may raise anything
+        except Exception as error:
             why = " ".join(str(error).split())[:200]
             raise ConfigError(f"cannot stream {shown(self.name)} ({type(error).__name__}: {why}); "
                               f"go online, or give a file or folder as data.source") from error
@@ -189,8 +193,9 @@ Source = Files | HubSource
 
 def _walk(root: Path, suffixes: tuple[str, ...],
           without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """Finds files under `root` with such names, by relative path. Hidden folders and folders named
-    in `without` are left. Every run walks: no Path for what is left."""
+    """Returns (relative path, path) of the files under `root` with one of the suffixes. Skips
+    hidden folders, and folders named in `without`. Makes a Path only for these files, because every
+    run calls this."""
     files = []
     for folder, below, names in os.walk(root, onerror=lambda error: (_ for _ in ()).throw(error)):
         below[:] = [name for name in below if not name.startswith(".")
@@ -215,7 +220,7 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
 
 @contextlib.contextmanager
 def _sentences(path: Path) -> Iterator[None]:
-    """Whatever reading `path` raises, as one sentence that names it."""
+    """Turn any error of reading `path` into a ConfigError of one sentence that names the file."""
     try:
         yield
     except ConfigError:
@@ -240,15 +245,16 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _document(text: str) -> Iterator[Piece]:
-    """Its text decides the split, all of it at once."""
+    """Yields the pieces of a document. The whole text is the key of all of them."""
     for start in range(0, len(text) or 1, PIECE_CHARS):
         yield Piece(text, text[start:start + PIECE_CHARS], start + PIECE_CHARS >= len(text))
 
 
 def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
-    """Blocks of about `chars` that end with a line, each with whether it is the last."""
+    """Yields blocks of about `chars` characters that end at the end of a line, and for each True if
+    it is the last."""
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as lines:
-        block = lines.read(chars) + lines.readline(chars)   # a line without end is cut
+        block = lines.read(chars) + lines.readline(chars)   # a very long line is cut
         while block:
             following = lines.read(chars) + lines.readline(chars)
             yield _checked(block, named(path)), not following
@@ -321,4 +327,4 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
         yield text
 
 
-DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # every other suffix is one text
+DOCUMENTS = {".jsonl": _jsonl, ".parquet": _parquet}     # a file of any other suffix is one text

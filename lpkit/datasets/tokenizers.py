@@ -1,7 +1,8 @@
-"""Text to token ids and back. To add a tokenizer: a subclass of `Named`, and a row below.
+"""Text to token ids and back. To add a tokenizer, write a subclass of `Named`, and add a row to
+TOKENIZERS.
 
-Every tokenizer has an `end` token that closes each document. Text produces no special token: where
-it spells `<|endoftext|>`, it gets the ordinary tokens of these characters, unless `special` is set.
+Every tokenizer has an `end` token that closes each document. Without `special`, text produces no
+special token: the text `<|endoftext|>` gets the ordinary tokens of its characters.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from lpkit.files import PACKAGE, expanded, write_atomically
 from lpkit.processes import Children, new_folder
 
 END_OF_TEXT = "<|endoftext|>"
-FILE = "tokenizer.json"     # the library's; transformers uses it as SETTINGS say
+FILE = "tokenizer.json"     # the library's file; SETTINGS tell transformers how to use it
 CONFIG, GENERATION, TOKENS, MAP, _ = SETTINGS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja")
@@ -34,10 +35,11 @@ PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.
           "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~"
           "caf\u00e9~\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~"
           + "a b\n" * 999).split("~")
-# where patterns try much, and fail
+# texts for which a bad pattern would backtrack for a very long time
 STRAINS = [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]
-MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE, and of a vocabulary: above those of any hub
-# what hears no signal, with 10 s of a CPU and 4 GiB of addresses
+MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE; of a vocabulary. Larger than any on the hub
+# script that tries a tokenizer, with 10 s of CPU time and 4 GiB of addresses: the library cannot be
+# interrupted by a signal
 TRY = """import json, resource as r, sys, tokenizers
 for of, most in ((r.RLIMIT_CPU, 10), (r.RLIMIT_AS, 1 << 32))[:1 + (sys.platform == "linux")]:
     r.setrlimit(of, (min(most, (hard := r.getrlimit(of)[1]) % 2**63), hard))
@@ -50,7 +52,7 @@ Texts = Callable[[], Iterator[str]]
 
 
 class Named:
-    """A tokenizer that learns nothing. `ends`: the ids that end what a model writes."""
+    """A tokenizer that learns nothing. `ends`: the ids that end a text that a model generates."""
 
     name: str
     ends: frozenset[int] = frozenset()
@@ -60,8 +62,8 @@ class Named:
         return cls()
 
     def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
-        """Returns the ids of a part of a document, `continued` where it is not the first, and where
-        they decode to other text; empty: nowhere."""
+        """Returns the ids of a part of a document, and where they decode to other text (empty:
+        nowhere). `continued`: the part is not the first part of its document."""
         return np.array(self.encode(text, special), np.uint32), ""
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
@@ -72,8 +74,8 @@ class Named:
 
 
 class Bytes(Named):
-    """One token for each byte of UTF-8. Token 0 ends a document: NUL, which no source accepts
-    inside a text."""
+    """One token for each byte of UTF-8. Token 0 (NUL) ends a document; no source accepts NUL inside
+    a text."""
 
     name = "bytes"
     default_vocab = 256
@@ -90,15 +92,17 @@ class Bytes(Named):
         return np.frombuffer(text.encode(), np.uint8), ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        # half a character, and an id that is no byte, show as U+FFFD: 0xff is never UTF-8
+        # part of a character, or an id that is no byte, becomes U+FFFD, since 0xff is never UTF-8
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
 
 
 class BPE(Named):
-    """A tokenizer of the `tokenizers` library: a byte-level BPE (Sennrich et al. 2016) learned
-    here, with GPT-2's pre-tokenisation, from which every text comes back; or a folder's, of any
-    kind.
-    `values`: "model", the library's JSON; "files", those of a folder's SETTINGS."""
+    """A tokenizer of the `tokenizers` library. It is either a byte-level BPE (Sennrich et al. 2016)
+    that was learned here, with GPT-2's pre-tokenisation, and decodes to the same text for every
+    text. Or it is any tokenizer of a transformers folder.
+
+    `values`: "model" is the library's JSON; "files" are the SETTINGS files of a folder.
+    """
 
     name = "bpe"
     default_vocab = 8192
@@ -107,10 +111,10 @@ class BPE(Named):
         from tokenizers import Tokenizer as Library
 
         self._model = model = _asked(Library.from_str, json.dumps(values.get("model")))
-        model.no_truncation()       # it was saved as it was used last
+        model.no_truncation()       # a saved tokenizer keeps the state of its last use
         model.no_padding()
-        _asked(model.encode, "\U0010ffff")      # has it a token for what it does not know?
-        if hasattr(model.model, "dropout"):     # of merges, by chance
+        _asked(model.encode, "\U0010ffff")      # raises without a token for unknown characters
+        if hasattr(model.model, "dropout"):     # random dropout of merges
             model.model.dropout = None
         self._values = {"name": type(model.model).__name__.lower(), **values}
         self.name, self._files = self._values["name"], values.get("files", {})
@@ -131,7 +135,8 @@ class BPE(Named):
         self._special = {self.end, *(i for i, one in added.items() if one.special)}
 
     def _ids(self, name: str, key: str) -> list[int]:
-        """Returns the ids that the file `name` gives, by number or by text. Raises ConfigError."""
+        """Returns the ids that `key` of the file `name` gives as numbers or as texts. Raises
+        ConfigError."""
         said = self._files.get(name, {}).get(key)
         each = said if isinstance(said, list) else [said] * (said is not None)
         if not key.endswith("_id"):
@@ -145,7 +150,8 @@ class BPE(Named):
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
-        """Learns `vocab` entries from `texts`, or takes them from the cache, by the texts' hash."""
+        """Learns `vocab` entries from `texts`, or reads them from the cache, where they are stored
+        under the hash of the texts."""
         if vocab < 257:
             raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which "
                               f"starts from 256 bytes and {END_OF_TEXT}; use at least 257 (8192 is "
@@ -161,7 +167,7 @@ class BPE(Named):
                 warnings.warn(f"{error}. Its entries are learned again", stacklevel=2)
             model = _train(_first(texts(), BPE_TRAINING_CHARS), vocab)
             cache_dir.mkdir(parents=True, exist_ok=True)
-            # whose texts were private, has entries that are
+            # mode 0600, because entries learned from private texts are private
             write_atomically(cached, records.sealed({"model": model}), 0o600)
         return cls({"model": json.loads(model)})
 
@@ -177,22 +183,22 @@ class BPE(Named):
     def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
         lead = self.encode("\n", True) if continued else []
         if self.encode("\na", True) == [*lead, *self.encode("a", True)]:
-            lead = []       # nothing is put before a text
+            lead = []       # this tokenizer puts nothing before a text
         whole = "\n" * bool(lead) + text
         ids = self.encode(whole, special)
         back = _asked(self._model.decode, ids, skip_special_tokens=False)
-        if ids[:len(lead)] != lead:     # the line break is part of a longer token
+        if ids[:len(lead)] != lead:     # the line break became part of a longer token
             lead, ids, back = [], self.encode(text, special), f"\n {text}"
         at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
         found = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
         return np.array(ids[len(lead):], np.uint32), found * (back != whole)
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
-        self.encode(text, special)      # refuses
+        self.encode(text, special)      # raises for special tokens
         return _asked(self._model.encode, text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        # the library drops ids that it does not know; here they show
+        # the library drops unknown ids; here they become U+FFFD
         runs = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab)
         return "".join(
             _asked(self._model.decode, list(run), skip_special_tokens=False) if known
@@ -203,7 +209,7 @@ class BPE(Named):
 
 
 class GPT2(Named):
-    """GPT-2's own vocabulary through `tiktoken`, from its cache or the network."""
+    """GPT-2's vocabulary from `tiktoken`, which reads it from its cache or the network."""
 
     name = "gpt2"
     default_vocab = 50257
@@ -213,7 +219,7 @@ class GPT2(Named):
             import tiktoken
 
             self._model = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # no package, requests' errors, a bad checksum, a proxy's page
+        except Exception as error:  # no package, network errors, a bad checksum, a proxy's page
             raise ConfigError(f"data.tokenizer=gpt2 needs `pip install tiktoken`, and its files, "
                               f"fetched once ({type(error).__name__}); or use "
                               f"data.tokenizer=bpe") from None
@@ -241,7 +247,7 @@ def of_folder(folder: Path) -> Tokenizer:
     files = {name: (records.of_others if ".json" in name else records.text_of)(folder / name)
              for name in SETTINGS if os.path.lexists(folder / name)}
     files[CONFIG] = {k: one for k, one in files.get(CONFIG, {}).items() if k.endswith("_token_id")}
-    files.get(TOKENS, {}).pop("auto_map", None)     # names code
+    files.get(TOKENS, {}).pop("auto_map", None)     # it names code to run
     _asked(_try, json.dumps(said))
     found = BPE({"model": said, "files": files})
     for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
@@ -252,7 +258,8 @@ def of_folder(folder: Path) -> Tokenizer:
 
 
 def _try(library: str) -> None:
-    """Raises Exception where a process that can be ended does not read texts by it."""
+    """Tries the tokenizer on texts in a separate process, which can be ended. Raises Exception if
+    the process fails."""
     done = subprocess.run([sys.executable, "-P", "-c", TRY], capture_output=True, text=True,
                           input=json.dumps([library, *PROBES, *STRAINS]))
     if done.returncode:
@@ -260,7 +267,7 @@ def _try(library: str) -> None:
 
 
 def _asked(call: Callable, *args: Any, **named: Any) -> Any:
-    """Returns what the library does. Raises ConfigError for its errors, and its panics."""
+    """Returns the result of a call of the library. Raises ConfigError for its errors and panics."""
     try:
         return call(*args, **named)
     except BaseException as error:
@@ -272,7 +279,8 @@ def _asked(call: Callable, *args: Any, **named: Any) -> Any:
 
 
 def builder(name: str) -> Any:
-    """Finds what `data.tokenizer` names: a row, or a folder's own. Raises ConfigError."""
+    """Returns the builder of the tokenizer that `data.tokenizer` names: a row, or the tokenizer of
+    a folder. Raises ConfigError."""
     if name not in TOKENIZERS and os.path.lexists(expanded(name) / FILE):
         found = of_folder(expanded(name))
         return SimpleNamespace(build=lambda *_: found, default_vocab=found.vocab,
@@ -281,7 +289,7 @@ def builder(name: str) -> Any:
 
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """Returns the tokenizer that `to_dict` described."""
+    """Returns the tokenizer that `to_dict` describes. Raises ConfigError."""
     if "model" in values:
         return BPE({key: values[key] for key in ("name", "model", "end", "files") if key in values})
     return pick(TOKENIZERS, str(values.get("name")), "tokenizer")()
@@ -296,7 +304,7 @@ def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
 
 
 def _train(texts: Iterator[str], vocab: int) -> str:
-    """Learns a vocabulary in a process that ends with this function, however it ends."""
+    """Learns a vocabulary in a process, which ends when this function returns or raises."""
     source, asks = os.pipe()
     answers, target = os.pipe()
     command = [sys.executable, "-P", LEARN, source, target, vocab, END_OF_TEXT]

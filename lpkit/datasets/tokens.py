@@ -1,4 +1,4 @@
-"""Text becomes token files (`lpkit.datasets.prepared`), once."""
+"""Turn text into token files (`lpkit.datasets.prepared`), once."""
 
 import contextlib
 import hashlib
@@ -35,7 +35,8 @@ from lpkit.values import Count, Folder, checked
 @checked
 def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
                  cache_dir: Folder | None = None) -> TokenFiles:
-    """Does the same in a new or empty folder, which can be moved, and used as a data.source."""
+    """Makes the token files of `data.source` in a new or empty folder. The folder can be moved and
+    used as data.source. Raises ConfigError and OSError."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, "
                           f"or remove it first")
@@ -47,15 +48,16 @@ def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
 
 def make(data: DataConfig, vocab: int, cache_dir: Path | None,
          asked: Path | None = None) -> TokenFiles:
-    """Written by whichever process comes first; the others wait for it. What was damaged in the
-    cache is made again; nobody may read there what was closed to him."""
+    """Opens the token files in `asked` (None: in the cache), and makes them if they are missing.
+    The first process makes them, and other processes wait. Damaged files in the cache are made
+    again. Files in the cache are not readable by others if the source is not."""
     kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
     folder = cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
     folder = asked or folder
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-    found, _ = _opened(folder)      # whose cache it is, need not let us write
+    found, _ = _opened(folder)      # without the lock, since the cache may be read-only
     if found is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(files.own_folder(cache / "locks") / lock):
@@ -69,14 +71,14 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
                     _write(source, data, kind, vocab, temporary, cache)
                 found = open_tokens(folder)
     if asked is None and (mode := source.mode()) != 0o666:
-        for path in folder.iterdir():       # it may have been closed since
-            with contextlib.suppress(PermissionError):      # then somebody else had it read
+        for path in folder.iterdir():       # the source may have become private since
+            with contextlib.suppress(PermissionError):      # another user owns the file
                 path.chmod(path.stat().st_mode & mode)
     return found
 
 
 def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
-    """Returns the whole tokens there, or None and what is damaged. Raises ConfigError."""
+    """Returns (token files, ""), or (None, what is damaged; "" if absent). Raises ConfigError."""
     try:
         return (open_tokens(folder) if is_prepared(folder) else None), ""
     except DamagedError as error:
@@ -84,7 +86,8 @@ def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
 
 
 def _name(source: sources.Source, data: DataConfig, vocab: int, who: str) -> str:
-    """Names the folder after what decides its content; `who`: the tokenizer's identity."""
+    """Returns the folder's name, which depends on everything that decides its content. `who`: the
+    tokenizer's identity."""
     learned = vocab if data.tokenizer == "bpe" else None
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), who, learned,
              data.val_fraction, *["special"] * data.special_tokens]
@@ -117,7 +120,7 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
             split = SPLITS[sources.is_validation(piece.key, data.val_fraction)]
             continued = unfinished is writers[split]
             if unfinished and not continued:
-                unfinished.end()            # its text goes on in the other split
+                unfinished.end()            # its text continues in the other split
             unfinished = writers[split]
             ids, differs = tokenizer.part(piece.text, data.special_tokens, continued)
             altered += [differs] * bool(differs)
@@ -153,11 +156,11 @@ def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, di
 
 
 class _Writer:
-    """Ids to one file, counted and hashed on the way: memory holds one piece."""
+    """Writes ids to a file, and counts and hashes them. Memory holds one piece at a time."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, end: int, special: bool):
         self.file, self.dtype, self.last = file, dtype, np.array([end], dtype)
-        self.special, self.ended = special, False       # a text may end itself
+        self.special, self.ended = special, False       # a text may contain the end token
         self.digest, self.tokens, self.documents, self.largest = hashlib.sha256(), 0, 0, -1
 
     def write(self, ids: np.ndarray) -> None:

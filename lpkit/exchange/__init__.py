@@ -1,1 +1,1 @@
-"""Models of other programs: folders of Hugging Face and adapters of peft, read and written."""
+"""Read and write models of other programs: folders of transformers and adapters of peft."""

@@ -1,8 +1,9 @@
-"""A run with adapters: merged into one model, and as the files of peft, both ways.
+"""A run with adapters: merge the adapters into one model, or write and read them as files of peft.
 
-peft's layout: `adapter_config.json`, and in `adapter_model.safetensors` an A (rank, in) and a B
-(out, rank) for each of its modules, whose names are those of transformers. A is the same for q, k
-and v where ours is `shared`. A row of `model.changes` names who saves and who brings its files.
+peft has two files. `adapter_config.json` holds the settings. `adapter_model.safetensors` holds an A
+(rank, in) and a B (out, rank) for each adapted module; module names are those of transformers. If
+our adapter is `shared`, q, k and v have equal A. A row of `model.changes` names the functions that
+write (`saves`) and read (`brings`) its files.
 """
 
 import json
@@ -28,7 +29,8 @@ from lpkit.training import build, start
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# keys that change nothing of a saved adapter, or are read below; and values that others may have
+# FREE: keys that do not change a saved adapter, or that are read below. MEANS: the values that
+# other keys may have.
 FREE = {*"""auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
     target_modules use_rslora lora_dropout fan_in_fan_out megatron_core qalora_group_size
     runtime_config eva_config num_virtual_tokens num_attention_heads init_weights
@@ -37,29 +39,29 @@ FREE = {*"""auto_mapping peft_version base_model_name_or_path revision inference
 MEANS = {"task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
          "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
          "num_transformer_submodules": (None, 1)}
-OTHERS = "lessons.rows.adapters"    # DoRA, a prompt and a prefix
+OTHERS = "lessons.rows.adapters"    # the module with rows for DoRA, a prompt and a prefix
 
 
 def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Builds the model of `run` in float32, with the weights that it began from and its own. Raises
-    ConfigError where it was begun from others."""
+    """Builds the model of `run` in float32, with the weights that it started from and the weights
+    of the run. Raises ConfigError if the run started from other weights than its config names."""
     began = start.read(run.config)
     began.refuse_other(run)
     model = build.made(run.config, "plain", began)
     own = model.state_dict()
     with torch.no_grad():
-        for name in own.keys() & tensors.keys():    # the others are states of a recipe
+        for name in own.keys() & tensors.keys():    # other tensors are states of a recipe
             own[name].copy_(tensors[name])
     return model
 
 
 def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Returns the model without changes that computes the same, and weights as the run keeps them.
-    Raises ConfigError for changes that no Linear is."""
+    """Returns an equivalent model without `changes`, and its weights in the dtype of the run.
+    Raises ConfigError for a change that cannot be merged into one Linear."""
     model, plain = rebuilt(run, tensors), run.config.replace({"model.changes": []}).model
     dtype = next(tensors[name].dtype for name in model.state_dict()
                  if name in tensors and not name.endswith(CODED))
-    for name, one in reversed(list(model.named_modules())):     # what is inside comes first
+    for name, one in reversed(list(model.named_modules())):     # inner modules first
         if whole := getattr(one, "merged", lambda: None)():
             weight, bias = whole
             linear = nn.Linear(*weight.shape[::-1], bias=bias is not None)
@@ -85,7 +87,7 @@ def _lies_transposed(family: Family, m: ModelConfig) -> bool:
 
 
 def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes the files of peft. Raises ConfigError for what it does not have."""
+    """Writes the files of peft. Raises ConfigError for an adapter that peft does not have."""
     settings = run.config.model.changes
     saves = [getattr(MODEL_CHANGES[one.name], "saves", "") for one in settings]
     if len(saves) != 1 or not saves[0]:
@@ -97,8 +99,8 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def save_lora(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes A and B; of a row that changes the base, of twice its rank: W - B A of its start + B A
-    as they are now."""
+    """Writes A and B. A row that changes the base matrix (such as PiSSA) is written with twice its
+    rank: the difference to the original W is (B A now) - (B A at the start)."""
     plain, [lora] = run.config.replace({"model.changes": []}).model, run.config.model.changes
     found, family = {}, families.of_model(plain)
     transposed, rank = _lies_transposed(family, plain), lora.rank * (1 if lora.keeps_base else 2)
@@ -138,31 +140,34 @@ def write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) -
 
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
-    """Makes a run of the model that peft loads: `base` with an adapter, where what the files leave
-    out has an A and a B of zeros. Raises ConfigError, with the name of the key, for another
-    adapter."""
+    """Makes a run of the model that peft would load: `base` with an adapter. Modules that the files
+    do not adapt get A and B of zeros. Raises ConfigError, which names the key, for an adapter that
+    this kit does not have."""
     said, rows = records.of_others(folder / CONFIG), _read()
     fits = [name for name, theirs in rows.items() if theirs.items() <= said.items()]
-    name = max(fits, key=lambda one: len(rows[one]), default="lora")    # which refuses the others
+    # lora raises the error for unknown adapters
+    name = max(fits, key=lambda one: len(rows[one]), default="lora")
     return resolve_name(MODEL_CHANGES[name].brings)(folder, said, base, out, name)
 
 
 def _read() -> dict[str, Mapping[str, Any]]:
-    """Returns the keys of peft's files that mean a row, by its name."""
+    """Returns for each row, by name, the keys and values by which peft's files identify it."""
     rows = {name: getattr(row, "theirs", {}) for name, row in MODEL_CHANGES.items()}
     return {name: theirs for name, theirs in rows.items() if theirs}
 
 
 def check_keys(folder: Path, said: Mapping[str, Any], means: Mapping[str, tuple]) -> None:
-    """Raises ConfigError for a value of a key that makes it another adapter. `means`: the values of
-    keys that this row has besides MEANS and those by which rows are told apart."""
+    """Raises ConfigError for a key whose value makes it another adapter. `means`: further keys of
+    this row and the values that they may have, in addition to MEANS and to the keys that identify
+    rows."""
     means, rows = {**MEANS, **means}, _read().values()
     for key, value in (pair for theirs in rows for pair in theirs.items()):
         before = means.get(key, (None, False) if value is True else ())
         means[key] = (*before, *[value] * (value not in before))
-    kinds = [key for theirs in rows for key in theirs]      # these keys first: they say what it is
+    # checked first, since they name the kind of adapter
+    kinds = [key for theirs in rows for key in theirs]
     for key, value in {**dict.fromkeys([*kinds, *means]), **said}.items():
-        fine = means.get(key, (None, False, [], {}))        # of other keys: switched off
+        fine = means.get(key, (None, False, [], {}))        # other keys must be switched off
         if value not in fine and key not in FREE:
             more = f"; DoRA, a prompt and a prefix are rows of {OTHERS}: add --import {OTHERS}"
             raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads "
@@ -171,8 +176,8 @@ def check_keys(folder: Path, said: Mapping[str, Any], means: Mapping[str, tuple]
 
 
 def tensors(folder: Path, due: Mapping[str, tuple], keys: str) -> dict[str, Tensor]:
-    """Returns those of the file. Raises ConfigError where they have not the shapes `due`, which
-    follow from `keys`."""
+    """Returns the tensors of the file. Raises ConfigError if names or shapes are not those of
+    `due`, which follow from `keys` of the config."""
     has = {name: tuple(shape) for name, (_, shape, _) in imported.header(folder / WEIGHTS).items()}
     if wrong := [one for one in sorted(has.keys() | due.keys()) if has.get(one) != due.get(one)]:
         raise ConfigError(f"{shown(wrong[0])} of {str(folder)!r} is "
@@ -183,8 +188,8 @@ def tensors(folder: Path, due: Mapping[str, tuple], keys: str) -> dict[str, Tens
 
 def begun(base: Run, change: Mapping[str, Any], out: Path,
           fill: Callable[[nn.Module], None]) -> Run:
-    """Makes a run that begins from `base` with a change of the model, whose numbers `fill(model)`
-    sets."""
+    """Makes a run that starts from `base` with a change of the model. `fill(model)` sets the
+    weights of the change."""
     config = base.config.replace({
         "start.run": str(base.path), "start.map": [], "model.changes": [change]})
     began = start.read(config)
@@ -225,13 +230,14 @@ def bring_lora(folder: Path, said: Mapping[str, Any], base: Run, out: Path, name
                 blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
                 pairs.append([theirs.get(f"{PREFIX}{key}.lora_{ab}.weight", t)
                               for ab, t in zip("AB", blank)])
-            if transposed:      # of one matrix, whose rows lie otherwise
+            if transposed:      # one matrix for q, k and v, whose rows are in another order here
                 [(A, B)] = pairs
                 pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
             one.A.weight.copy_(torch.cat([A for A, _ in pairs]))
             for B, (_, t) in zip(one.B, pairs):
                 B.weight.copy_(t)
-            for vector, there in vectors.items():       # those that are not adapted keep theirs
+            # modules that are not adapted keep their vector
+            for vector, there in vectors.items():
                 own = getattr(one, vector)
                 numbers = family.parts(f"{name}.bias", own, m).values()
                 own.copy_(family.whole(f"{name}.bias", [

@@ -1,10 +1,10 @@
-"""A run's weights as transformers reads them: `model.safetensors` beside a `config.json`.
+"""Write a run's weights in the format of transformers: `model.safetensors` and `config.json`.
 
     lpkit export runs/six --out six          then AutoModelForCausalLM.from_pretrained("six")
 
-However many ranks wrote the checkpoint, tensors are whole here. A tied head is the embedding, and
-is not in the file: transformers ties it again, and a tensor that is there twice is read twice.
-`lpkit.exchange.families` has what is called how there, and a BPE tokenizer goes along.
+The file holds whole tensors, regardless of how many ranks wrote the checkpoint. A tied head is not
+written: transformers ties it to the embedding again. `lpkit.exchange.families` maps our names to
+theirs. A tokenizer of the `tokenizers` library is exported, too.
 """
 
 import json
@@ -25,14 +25,14 @@ from lpkit.values import Folder, Place, checked
 
 @checked
 def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
-    """Write the newest good weights of a run, in float32 or as it keeps them, and its tokenizer
-    where that is one of the `tokenizers` library; of bytes there is none elsewhere.
+    """Write the newest undamaged weights of a run in the dtype of the run. Write its tokenizer,
+    too, if it is one of the `tokenizers` library (transformers has no equivalent of `bytes`).
 
-    Adapters are merged into the matrices that they adapt; with `adapter` they alone are written, as
-    peft reads them.
+    Adapters are merged into the matrices that they adapt. With `adapter`, only the adapters are
+    written, as files of peft.
 
     Raises ConfigError for a model that transformers does not have, a run without a checkpoint, and
-    a folder that is there already.
+    an existing folder.
     """
     run, out = run if isinstance(run, Run) else Run.open(run), Path(out)
     m = replace(run.config.model, changes=()) if run.config.model.changes else run.config.model
@@ -59,7 +59,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         files, kept = {CONFIG: about}, run.tokenizer.get("files", {})
         if library := run.tokenizer.get("model"):
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
-            # else a class is chosen by the model's name, which may split text in another way
+            # without this, transformers chooses a class by the model's name, which may split text
+            # differently
             spelled = {one["id"]: {"eos_token": one["content"]}
                        for one in library.get("added_tokens", ())}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})

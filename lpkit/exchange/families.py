@@ -1,9 +1,13 @@
-"""What a model is called elsewhere: rows that read both ways, for export and import.
+"""Families of transformers' models: names, settings and layouts, for export and for import.
 
-A family says which models it has, the names of its settings and weights there, and how a tensor of
-ours is made of those of theirs: heads by group here, one after the other there; `gate_up` is two;
-GPT-2's Conv1D lies transposed. Nothing imports torch before a tensor is converted, so that
-`lpkit predict` of a `config.json` is answered at once.
+A family defines which of our models it contains, the names of their settings and weights in
+transformers, and how a tensor of ours is made of theirs. The layouts differ:
+
+    q, k, v    ours: one matrix with heads sorted by group; theirs: one after the other
+    gate_up    ours: one matrix; theirs: two
+    Conv1D     GPT-2 stores matrices transposed
+
+Nothing imports torch before a tensor is converted, so `lpkit predict` of a `config.json` is fast.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from lpkit.techniques.operation import FAST, POSITIONS, SLOW, TRAINED
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_TOKENS = 4096      # of a sequence, where only a config.json says how many a model can read
+MOST_TOKENS = 4096      # default limit of a sequence for a model that only a config.json describes
 
 IN_GPT2 = {"embed.": "transformer.wte.", "positions.transformer.wte.": "transformer.wpe.",
            "blocks.": "transformer.h.", "norm1.": "ln_1.", "norm2.": "ln_2.",
@@ -35,12 +39,19 @@ IN_LLAMA = {"embed.": "model.embed_tokens.", "blocks.": "model.layers.",
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`needs`: settings of the model. `names`: ours, and what to write instead, one after the
-    other; `last`: the last norm; `prefix`: what the names lack in a file of the bare model.
-    `parts` makes of a name and tensor of ours those of theirs, and `whole` one of ours of them.
-    `sizes`: settings of ours by the names that they have there. `means`: other settings of theirs
-    that change what is computed, and the values under which it is what we compute, the one that
-    is meant where none is given first. `defaults`: of their class. `also`: names of keys that win.
+    """A family of models in transformers.
+
+    needs:    our settings that every model of the family has
+    names:    part of our parameter name -> replacement; applied in order
+    last:     their prefix of the last norm
+    prefix:   the prefix that their names lack in a file of the bare model
+    parts:    (our name, our tensor, model) -> their tensors by name
+    whole:    (our name, their tensors, model) -> our tensor
+    sizes:    our setting -> their key
+    means:    their other keys that change the computation -> the values for which it is the same as
+              ours; the first value is meant if the key is absent
+    defaults: default values of their class
+    also:     alternative key -> key that it overrides
     """
 
     architecture: str
@@ -57,7 +68,7 @@ class Family:
     also: Mapping[str, str] = field(default_factory=dict)
 
     def config(self, m: ModelConfig) -> dict[str, Any]:
-        """Returns what `config.json` says of a model of ours."""
+        """Returns the `config.json` of a model of ours."""
         ours = vars(m) | {"kv_heads": m.G, "head_dim": m.E, "mlp_width": m.F}
         found = {"architectures": [self.architecture], "model_type": self.model_type,
                  "bos_token_id": None, "eos_token_id": None,
@@ -70,8 +81,8 @@ class Family:
         return found
 
     def model(self, said: Mapping[str, Any]) -> ModelConfig:
-        """Returns the model that transformers makes of a `config.json`. Raises ConfigError, with
-        the name of the key, for an invalid size and for a model that this kit does not compute."""
+        """Returns the model that transformers makes from a `config.json`. Raises ConfigError, which
+        names the key, for an invalid size and for a model that this kit does not compute."""
         values = {**self.defaults, **said, **{
             self.also[key]: value for key, value in said.items() if key in self.also}}
         sizes, means = dict(self.sizes), dict(self.means)
@@ -95,7 +106,7 @@ class Family:
             for key, there in sizes.items():
                 sentence = sentence.replace(f"model.{key}", there)
             raise ConfigError(f"config.json of a {self.model_type} model: {sentence}") from None
-        # a window that covers the context hides nothing
+        # a window as long as the context masks nothing
         idle = {key for key in WINDOWS if isinstance(values.get(key), int) and values[key] >= m.T}
         means["layer_types"] = (None, ["full_attention"] * min(m.L, 4096))
         for key, fine in means.items():
@@ -113,7 +124,7 @@ class Family:
                 for one, part in self.parts(name, t, m).items()}
 
     def named(self, name: str) -> str:
-        """Returns the name there of a parameter of ours, or of a part of one."""
+        """Returns their name of our parameter, or of a part of it."""
         for ours, theirs in self.names.items():
             name = name.replace(ours, theirs)
         return name.replace("norm.", self.last) if name.startswith("norm.") else name
@@ -124,7 +135,7 @@ def _gpt2_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
 
     if ".qkv." in name:
         t = torch.cat(_queries_keys_values(t, m))
-    return {name: t.mT if t.ndim == 2 and name.startswith("blocks.") else t}    # (in, out) there
+    return {name: t.mT if t.ndim == 2 and name.startswith("blocks.") else t}    # theirs: (in, out)
 
 
 def _gpt2_whole(name: str, parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
@@ -151,7 +162,8 @@ def _llama_whole(name: str, parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
 
 
 def _queries_keys_values(t: Tensor, m: ModelConfig) -> list[Tensor]:
-    """Returns the rows of each, heads one after the other; ours lie by group."""
+    """Returns the rows of q, of k and of v, with heads one after the other. Ours are sorted by
+    group."""
     parts = t.unflatten(0, (m.G, m.H // m.G + 2, m.E)).split([m.H // m.G, 1, 1], dim=1)
     return [part.flatten(0, 2) for part in parts]
 
@@ -167,13 +179,13 @@ AT_FIRST, WINDOWS = "original_max_position_embeddings", ("sliding_window", "atte
 SLOWED = {"low_freq_factor": (SLOW,), "high_freq_factor": (FAST,), AT_FIRST: (TRAINED,)}
 TURNED = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1.0),
           "full_attention": (None,), "sliding_attention": (None,)}
-# keys that transformers reads of any class
+# keys that transformers reads for every class
 ALWAYS = {"is_causal": (True,), "is_encoder_decoder": (False,), "auto_map": (None, {}),
           "per_layer_config": (None, {}), **dict.fromkeys((
               "attention_chunk_size", "quantization_config", "transformers_weights"), (None,))}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
 UNBIASED, WHOLE = {"attention_bias": (False,)}, {"sliding_window": (None,)}
-SWITCHED = {"use_sliding_window": (False,)}     # without it, sliding_window is not read
+SWITCHED = {"use_sliding_window": (False,)}     # if false, sliding_window is ignored
 FAMILIES = (
     Family(architecture="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
            parts=_gpt2_parts, whole=_gpt2_whole, names=IN_GPT2, last="transformer.ln_f.",
@@ -202,7 +214,7 @@ FAMILIES = (
 
 
 def of_model(m: ModelConfig) -> Family:
-    """Raises ConfigError for a model that none of FAMILIES is."""
+    """Returns the family of a model. Raises ConfigError if FAMILIES has none."""
     def differs(one: Family) -> dict[str, Any]:
         return {key: due for key, due in one.needs.items() if getattr(m, key) != due}
 
@@ -219,14 +231,14 @@ def of_model(m: ModelConfig) -> Family:
 
 
 def of_type(model_type: object) -> Family:
-    """Raises ConfigError for an architecture that none of FAMILIES is."""
+    """Returns the family of a `model_type`. Raises ConfigError if FAMILIES has none."""
     return pick({one.model_type: one for one in FAMILIES}, str(model_type), "model_type")
 
 
 def described(path: Path) -> Config:
-    """Returns the Config of the model that a `config.json` describes, as `lpkit import` would make
-    it of the folder, but with sequences of at most MOST_TOKENS. Reads this file and nothing else.
-    Raises ConfigError."""
+    """Returns the Config of the model that a `config.json` describes. It is the Config that `lpkit
+    import` would make from the folder, but with sequences of at most MOST_TOKENS. Reads only this
+    file. Raises ConfigError."""
     said = records.of_others(path)
     try:
         m = of_type(said.get("model_type")).model(said)
@@ -235,7 +247,7 @@ def described(path: Path) -> Config:
                           f"torch.nn.Module, and weights are not needed: make the model under "
                           f"torch.device('meta')") from None
     in_bf16 = said.get("dtype", said.get("torch_dtype")) == "bfloat16"
-    # learned positions are parameters: fewer of them are another model
+    # learned positions are parameters, so a shorter context would be another model
     context = min(m.T, MOST_TOKENS) if POSITIONS[m.position].turns else m.T
     return Config(model=m).replace({"model.context": context, "steps": 1,
                                     "memory.param_dtype": "bf16" if in_bf16 else "fp32"})

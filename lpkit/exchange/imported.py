@@ -1,11 +1,11 @@
-"""A folder of transformers becomes a run, which others begin from.
+"""Turn a folder of transformers into a run that other runs can start from.
 
     lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
 
-`planned` reads the headers of its files alone, so that a model of any size is known, or refused,
-at once; but it compares a tied head that is in a file with its embedding. `bring` then writes a
-checkpoint of step 0, block by block, in the memory of one block. Nothing is fetched, unpickled or
-executed, and a folder with a tensor that has no place is refused.
+`planned` reads only the headers of the files, so that it accepts or refuses a model of any size at
+once. (If a tied head is in a file, it also compares the head with the embedding.) `bring` then
+writes a checkpoint of step 0, one block at a time, with the memory of one block. Nothing is
+downloaded, unpickled or executed. A folder with a tensor that our model lacks raises ConfigError.
 """
 
 import os
@@ -31,14 +31,14 @@ from lpkit.values import Place, checked
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants of old files
+NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants in old files
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A folder of transformers by its headers. `places`: the file of each tensor;
-    `ours`: for each parameter of ours the names of those that it is made of."""
+    """A folder of transformers, as its headers describe it. `places`: the file of each of their
+    tensors. `ours`: our parameter -> the names of the tensors that it is made of."""
 
     folder: Path
     family: Family
@@ -49,8 +49,7 @@ class Plan:
     weights: int
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Parameters of ours as a checkpoint has them, made of tensors that are mapped in the
-        files."""
+        """Returns our parameters `names`, as in a checkpoint. Reads their tensors memory-mapped."""
         found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
             parts = [tensor(self.places[there], there) for there in self.ours[name]]
@@ -61,8 +60,9 @@ class Plan:
 
 @checked
 def planned(folder: Place, tokenizer: str = "") -> Plan:
-    """Reads headers. `tokenizer`: a name, where the folder has none ("bytes"). Raises ConfigError
-    for a folder that holds no model, or one that this kit does not compute."""
+    """Reads the headers of a folder. `tokenizer`: the name of a tokenizer ("bytes"), if the folder
+    has none. Raises ConfigError for a folder without a model, or with a model that this kit does
+    not compute."""
     folder = files.expanded(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
@@ -73,7 +73,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
-    if model.L > len(headers):          # before so many are built
+    if model.L > len(headers):          # checked before so many layers are built
         raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
                           f"{model.L:,} layers; they are not of one model")
     tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
@@ -81,7 +81,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     for name, t in (due := parameters(model)).items():
         theirs = {family.named(one): tuple(part.shape)
                   for one, part in family.parts(name, t, model).items()}
-        # as in files of the whole model, or of the bare one
+        # the names in files of the whole model, or of the bare model
         wanted[name] = tuple(one if one in headers else one.removeprefix(family.prefix)
                              for one in theirs)
         missing += [one for one, there in zip(theirs, wanted[name]) if there not in headers]
@@ -119,14 +119,14 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Returns its parameters by name, without memory."""
+    """Returns the parameters of a model by name, on the meta device."""
     with torch.device("meta"):
         made = build.made(Config(model=model), "plain")
     return dict(made.named_parameters())
 
 
 def bring(plan: Plan, out: Path) -> Run:
-    """Writes the run. Raises ConfigError for an `out` that is there."""
+    """Writes the run. Raises ConfigError if `out` exists."""
     groups: dict[str, list[str]] = {}
     for name in plan.ours:
         groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []
@@ -138,8 +138,8 @@ def bring(plan: Plan, out: Path) -> Run:
 
 def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
             tensors: Mapping[str, Tensor], write: checkpoint.Write = shards.save) -> Run:
-    """Writes a run that was trained elsewhere, whole or not at all: its weights at step 0, and no
-    states of an optimizer. Raises ConfigError for an `out` that is there."""
+    """Writes a run that was trained elsewhere: its weights at step 0, without optimizer states. The
+    folder appears only when it is complete. Raises ConfigError if `out` exists."""
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
     tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
@@ -160,9 +160,9 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
 
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Returns file, shape and dtype of each tensor. Raises ConfigError."""
+    """Returns the file, the shape and the dtype of each tensor. Raises ConfigError."""
     names, found = {WEIGHTS}, {}
-    if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as transformers does
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as in transformers
         of = records.of_others(folder / INDEX).get("weight_map")
         if not isinstance(of, Mapping) or not of:
             raise ConfigError(f"{INDEX} has weight_map={shown(of)}, which must be an object with "
@@ -176,8 +176,8 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
 
 
 def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Reads what a file says of its tensors. Raises ConfigError, also for a dtype that none has
-    here."""
+    """Reads the path, the shape and the dtype of each tensor from a file's header. Raises
+    ConfigError, also for a dtype that is not in DTYPES."""
     if not os.path.lexists(path):
         pickled = [one.name for kind in PICKLED for one in path.parent.glob(kind)]
         if pickled and not path.with_name(INDEX).is_file():
@@ -187,7 +187,8 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
         raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
     files.check_regular(path)
     try:
-        with safe_open(path, framework="numpy") as file:    # torch would reserve all of its bytes
+        # framework "pt" would allocate all bytes
+        with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             found = {name: (path, one.get_shape(), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
@@ -201,7 +202,7 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
 
 
 def tensor(path: Path, name: str) -> Tensor:
-    """Returns a tensor that lies mapped in its file. Raises ConfigError for NaN and infinity."""
+    """Returns a memory-mapped tensor of a file. Raises ConfigError for NaN and infinity."""
     with safe_open(path, framework="pt") as file:
         t = file.get_tensor(name)
     if t.numel() and not all(map(torch.isfinite, t.aminmax())):
