@@ -1,4 +1,5 @@
-"""Modules of the folder of notebooks, which is beside this package: the lessons, and hosting."""
+"""Import modules of the folder `notebooks`, which is next to this package: the lessons, and
+hosting."""
 
 import sys
 from importlib import import_module
@@ -9,8 +10,8 @@ from lpkit.files import resource
 
 
 def beside(name: str) -> ModuleType:
-    """Return a module of the folder, such as `lessons.catalogue`; no other module of its name comes
-    first. Raises ConfigError where the folder is not there."""
+    """Return a module of the folder, such as `lessons.catalogue`. The folder comes first in
+    sys.path, so no other module of this name is found. Raises ConfigError if there is no folder."""
     if (place := _folder()) != sys.path[0]:
         sys.path.insert(0, place)
     return import_module(name)
@@ -19,7 +20,8 @@ def beside(name: str) -> ModuleType:
 def begin() -> None:
     """Make `lessons` importable from any folder, and check this notebook's parameters.
 
-    A copy of the lessons in the kernel's own folder comes first. Raises ConfigError."""
+    The folder comes last in sys.path, so a copy of the lessons in the kernel's current folder is
+    found first. Raises ConfigError."""
     if (place := _folder()) not in sys.path:
         sys.path.append(place)
     import_module("hosting.parameters").check()

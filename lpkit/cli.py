@@ -1,8 +1,13 @@
-"""The command line: find the command, run it, print one object. Everything else goes to standard
-error.
+"""The command line: find the command, run it, and print one object. Everything else goes to
+standard error.
 
-Exit codes: 0 done; 1 a process was killed; 2 wrong input, or a machine that cannot serve it, and a
-sentence; 129, 130, 143 hung up, interrupted, terminated. A traceback is a fault of lpkit's.
+Exit codes:
+    0              done
+    1              a process was killed
+    2              wrong input, or this machine cannot do it; a sentence explains
+    129, 130, 143  ended by SIGHUP, SIGINT, SIGTERM
+
+A traceback is a bug of lpkit.
 """
 
 import argparse
@@ -51,8 +56,9 @@ COMMANDS = {
     "pack": "write one file that installs lpkit and the course without a network",
     "bench": "run benchmarks of the kit and of its peers in the same process",
 }
-HOSTED = {"lab", "room", "progress", "notebook", "slides", "pack"}     # files of `hosting.commands`
-MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
+# modules of `hosting.commands`
+HOSTED = {"lab", "room", "progress", "notebook", "slides", "pack"}
+MOST_CHARACTERS = 600       # of argparse's message, which repeats the whole input
 WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another folder"),
     errno.EROFS: "choose a folder that can be written",
@@ -63,7 +69,7 @@ WAYS_OUT = {
 
 
 class _SignalError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, which unwind as Ctrl-C does: what is half-written goes."""
+    """SIGTERM or SIGHUP. It unwinds like Ctrl-C, so that half-written files are removed."""
 
 
 def usage() -> str:
@@ -73,26 +79,26 @@ def usage() -> str:
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a command. Raises ConfigError where the notebooks that it needs are not
-    there."""
+    """Return the module of a command. Raises ConfigError if it needs the folder `notebooks`, and
+    there is none."""
     return beside(f"hosting.commands.{name}") if name in HOSTED else \
         import_module(f"lpkit.commands.{name}")
 
 
 def complain(sentence: object, code: int = 2) -> int:
     first, *more = printable(str(sentence)).split("\n")
-    with contextlib.suppress(OSError):      # nobody reads it
+    with contextlib.suppress(OSError):      # stderr is closed
         print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
     return code
 
 
 class _Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, words: list[str]):
-        # argparse makes an empty list of --budget=--
+        # argparse reads --budget=-- as an empty list
         if action.option_strings and words == ["--"]:
             raise argparse.ArgumentError(action, "'--' is no value")
         if action.option_strings and isinstance(action, argparse._StoreAction):
-            first = vars(action).setdefault("given", words)     # argparse takes the last
+            first = vars(action).setdefault("given", words)     # argparse keeps only the last
             unique((action.option_strings[-1], " ".join(one)) for one in (first, words))
         return super()._get_values(action, words)
 
@@ -151,7 +157,7 @@ def _main(argv: list[str]) -> int:
                         help="import a module with your own rows; repeatable")
     command.arguments(parser)
     pending: list[int] = []
-    # argparse's reading of mixed arguments cannot be interrupted: its own clearing up would fail
+    # wait with signals until argparse has finished: an exception would break its clean-up
     with heard_by(lambda number, _frame: pending.append(number)):
         args = parser.parse_args(argv[1:])
     for number in pending:
@@ -159,13 +165,14 @@ def _main(argv: list[str]) -> int:
     if args.imports:
         from lpkit.config import Config
 
-        Config(imports=args.imports)    # whoever types it asks for it: files may name them now
+        # the user requested these modules, so files may name them, too
+        Config(imports=args.imports)
     result = command.run(args)
-    code = result.pop("exit_code", 0)   # a command that ran, and has bad news
+    code = result.pop("exit_code", 0)   # the command ran, and found a problem
     try:
         say(json.dumps(result, allow_nan=False) if args.json else printable(command.text(result)))
     except OSError:
-        if not code:        # a terminal that closed hears nothing; its signal is the news
+        if not code:        # stdout is closed, but the exit code reports the problem
             raise
     return code
 
@@ -175,7 +182,7 @@ def _unwind(number: int, frame: object) -> None:
 
 
 def _of_system(error: OSError) -> str:
-    """Says which file, which error, and the way out."""
+    """Returns a sentence with the file, the error and the way out."""
     files = [named(os.fsdecode(name)) for name in (error.filename, error.filename2)
              if isinstance(name, (str, bytes, os.PathLike))]
     where = f"{' -> '.join(files)}: " if files else ""

@@ -1,11 +1,13 @@
-"""Everything that decides the numbers of one training run, as frozen settings without device state.
+"""Config: every setting that decides the results of one training run, frozen, without device state.
 
-A Config comes from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and goes
-back to each of them. A field that names a technique is tagged: `memory.recompute: {name: block,
-every: 2}`, or the name alone; the row in `lpkit.techniques` says which settings there are, and
-every name and value is checked when a Config is made. Sizes carry the letters of docs/notation.md
-as properties, so that formulas read like the notation. Standard library only (PyYAML is imported
-when YAML is asked for): `lpkit.predict` stands on this module.
+A Config is made from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and can
+be converted back. A field that names a technique has the name of a row and its settings:
+`memory.recompute: {name: block, every: 2}`, or the name alone. The row in `lpkit.techniques`
+defines the settings. Every name and value is checked when a Config is made.
+
+Sizes are also properties with the letters of docs/notation.md (L, D, T), so that formulas look like
+the notation. Uses the standard library only, since `lpkit.predict` imports this module; PyYAML is
+imported when YAML is read or written.
 """
 
 import dataclasses
@@ -37,11 +39,13 @@ from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
-GONE = {"parallel.tensor_messages": "apart"}    # settings with one value, in files of older runs
+# removed settings, with the value that old files may have
+GONE = {"parallel.tensor_messages": "apart"}
 
 
 class Group(Checked):
-    """Settings of which some name rows, by a name or by a mapping: those become the row's own."""
+    """A group of settings. A field that names a row, by its name or by a mapping, becomes the row's
+    Settings."""
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -55,37 +59,37 @@ class Group(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Group):
-    """A decoder-only transformer by its sizes and its choices. GPT-2 style by default."""
+    """The sizes and techniques of a decoder-only transformer. The defaults are those of GPT-2."""
 
     where = "model."
 
-    layers: Annotated[int, between(1, 10_000)] = 4      # predictions walk them one by one
-    width: Count = 256                  # the residual stream
-    heads: Count = 4                    # query heads
+    layers: Annotated[int, between(1, 10_000)] = 4      # bounded: predictions visit each layer
+    width: Count = 256                  # width of the residual stream
+    heads: Count = 4                    # number of query heads
     kv_heads: Count | None = None       # key/value heads; None: as many as heads
-    head_dim: Count | None = None       # None: width / heads. Gemma and Qwen3 have others
+    head_dim: Count | None = None       # None: width / heads (not so in Gemma and Qwen3)
     mlp_width: Count | None = None      # None: 4 * width
     vocab: Count = 256
-    context: Annotated[int, between(1, 2**24)] = 256    # tokens of a sequence: walked by tiles
-    block: str = "pre-norm"             # this and the next rows: names of rows of their own
+    context: Annotated[int, between(1, 2**24)] = 256    # tokens per sequence
+    block: str = "pre-norm"             # the name of a row of BLOCKS
     norm: str = "layernorm"             # layernorm, rmsnorm
     norm_eps: Positive = 1e-5
     position: str = "learned"           # learned, rope
     rope_theta: Positive = 10_000.0
-    rope_factor: Positive = 1.0         # slow pairs turn so many times slower, as in Llama 3.1
+    rope_factor: Positive = 1.0         # slow pairs rotate this many times slower, as in Llama 3.1
     mlp: str = "gelu"                   # gelu, swiglu
     bias: bool = True
-    qkv_bias: bool | None = None        # of q, k and v alone, as in Qwen2; None: as bias
+    qkv_bias: bool | None = None        # bias of q, k and v, as in Qwen2; None: as `bias`
     qk_norm: bool = False               # an RMSNorm of each head's q and k, as in Qwen3
     tied: bool = True                   # the head is the token embedding
     init: Settings = one_of(INITS, "gpt2")
-    attention: Settings = one_of(KINDS, "full")     # which keys a query sees
-    changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # adapters, and other folds
+    attention: Settings = one_of(KINDS, "full")     # the keys that a query sees
+    changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # such as adapters
 
-    # what of it the updates of a run see, where governors say so: lpkit.predict.governed
+    # the shares of tokens and layers that updates see; `lpkit.predict.governed.Seen` has others
     shares, running = (), 1
 
-    # functions, which torch.compile looks into
+    # lambdas, since torch.compile can trace them
     L = property(lambda self: self.layers)
     D = property(lambda self: self.width)
     H = property(lambda self: self.heads)
@@ -140,25 +144,26 @@ def _divisors(count: int) -> str:
 class DataConfig(Group):
     where = "data."
 
-    # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
+    # python-stdlib, a file, a folder, a glob, hf:owner/name, or a folder of token files
     source: Text = "python-stdlib"
-    tokenizer: str = "bytes"    # bytes, bpe (trained on the source), gpt2, or a folder's
+    # bytes, bpe (trained on the source), gpt2, or the folder of a tokenizer
+    tokenizer: str = "bytes"
     policy: Settings = one_of(POLICIES, "random-windows")
-    # an .npy of a float for each training token, which comes with each batch; "": none
+    # an .npy file with a float for each training token, which batches then contain; "": none
     scores: str = ""
-    val_fraction: InnerShare = 0.1      # share of the files, or of the documents, for validation
-    special_tokens: bool = False        # text may spell them: <|endoftext|> ends a document
+    val_fraction: InnerShare = 0.1      # share of the files or documents for validation
+    special_tokens: bool = False        # True: the text <|endoftext|> becomes the special token
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Group):
-    """Settings of how the operands of products are cast, and of which backend multiplies them."""
+    """How the operands of matmuls are cast, and which backend multiplies them."""
 
     where = "precision."
 
     recipe: Settings = one_of(ASKABLE, "auto")
     backend: str = "auto"               # auto: the fastest that runs this recipe here
-    cache_weight_casts: bool = False    # once an update instead of in each micro-batch, for memory
+    cache_weight_casts: bool = False    # cast once per update, not per micro-batch; takes memory
     telemetry_every: CountOrZero = 0    # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):
@@ -168,7 +173,7 @@ class PrecisionConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Group):
-    """Settings of what a step keeps, where and in how many bits. Defaults are PyTorch's own way."""
+    """What a step keeps, where, and in how many bits. The defaults are PyTorch's behaviour."""
 
     where = "memory."
 
@@ -190,16 +195,16 @@ class SystemConfig(Group):
     where = "system."
 
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
-    # auto: on GPUs; true: block by block
+    # auto: on GPUs only; true: the same as "blocks"
     compile: bool | Literal["auto", "blocks", "model"] = "auto"
-    cuda_graphs: bool | Literal["auto"] = "auto"    # an update's kernels started by one call
-    # of the kernels that a layer calls, of all or by name: triton, or rms-norm:triton,swiglu:auto;
-    # auto: on GPUs the fastest that is right, verified and raced
+    cuda_graphs: bool | Literal["auto"] = "auto"    # start all kernels of an update by one call
+    # versions of the kernels that layers call, for all or by name: triton, or
+    # rms-norm:triton,swiglu:auto; auto: on GPUs, the fastest version that passes verification
     kernels: Annotated[str, check_asked] = "auto"
-    products: Literal["auto", "bf16", "float32"] = "auto"   # that multiply bf16 on a CPU
-    attention: str = "auto"         # who computes it: a row of ATTENTION
-    threads: Annotated[int, between(1, 1024)] | None = None     # None: by size and load
-    stack: str = "auto"             # whose step predictions price: a row of predict.stacks.STACKS
+    products: Literal["auto", "bf16", "float32"] = "auto"   # how a CPU multiplies bf16
+    attention: str = "auto"         # the backend of attention: a row of ATTENTION
+    threads: Annotated[int, between(1, 1024)] | None = None     # None: by matmul size and load
+    stack: str = "auto"             # how the predicted step is programmed: predict.stacks.STACKS
 
     def __post_init__(self):
         if isinstance(self.kernels, Mapping):
@@ -220,20 +225,21 @@ class StartConfig(Group):
 
     where = "start."
 
-    run: str = ""       # a run's folder; "": the initialisation
-    map: Annotated[tuple[str, ...], _mapping] = ()      # NEW:OLD, where names differ
-    grow: Settings = one_of(GROWTH, "none")     # how a smaller model becomes this one
+    run: str = ""       # the folder of a run; "": start from initialised weights
+    map: Annotated[tuple[str, ...], _mapping] = ()      # NEW:OLD for names that differ
+    grow: Settings = one_of(GROWTH, "none")     # how the run's smaller model grows into this model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Group):
-    """One training run."""
+    """The settings of one training run."""
 
     imports: tuple[str, ...] = ()       # modules that add rows: your own, and lessons.rows.NAME
     model: ModelConfig = field(default_factory=ModelConfig)
     start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    objective: Settings = one_of(OBJECTIVES, "next-token")  # of updates; evaluation has its own
+    # the loss of updates; evaluation has another
+    objective: Settings = one_of(OBJECTIVES, "next-token")
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
     schedule: Settings = one_of(SCHEDULES, "cosine")
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -242,10 +248,10 @@ class Config(Group):
     transforms: tuple[Settings, ...] = many_of(MODEL_TRANSFORMS)
     governors: tuple[Settings, ...] = many_of(GOVERNORS)
     system: SystemConfig = field(default_factory=SystemConfig)
-    sizes: Settings = one_of(SIZES, "constant")     # of an update, as a function of the step
+    sizes: Settings = one_of(SIZES, "constant")     # size of an update, as a function of the step
     steps: Count = 300
     global_batch: Count = 16            # sequences per update
-    grad_accum_steps: Count = 1         # micro-batches that they are split into
+    grad_accum_steps: Count = 1         # micro-batches per update
     seed: Seed = 0
     eval_every: CountOrZero = 100       # steps; 0: only at the end
     eval_batches: Count = 8
@@ -254,7 +260,7 @@ class Config(Group):
     version: Count = VERSION
 
     def __post_init__(self):
-        outside.load(self.imports)      # before rows are named
+        outside.load(self.imports)      # first, since fields may name rows of these modules
         super().__post_init__()
         object.__setattr__(self, "imports", outside.needed(self))
         if self.version != VERSION:
@@ -275,24 +281,24 @@ class Config(Group):
         return self.global_batch * self.model.context
 
     def sizes_at(self, step: int) -> tuple[int, int]:
-        """Sequences, and tokens of each, of the update after `step` others."""
+        """Returns the sequences, and the tokens per sequence, of update `step` (from 0)."""
         at, most = SIZES[self.sizes.name].at, (self.global_batch, self.model.context)
         return at(step, self.sizes, *most) if at else most
 
     def tokens_after(self, steps: int) -> int:
-        """Returns the tokens of the first `steps` updates."""
+        """Returns the number of tokens of the first `steps` updates."""
         if SIZES[self.sizes.name].at is None:
             return steps * self.tokens_per_step
         return _token_sums(self)[steps]
 
     @property
     def micro_batch(self) -> int:
-        """Sequences that a rank forwards at a time,"""
+        """The sequences in a micro-batch of one rank."""
         return self._of_rank[0]
 
     @property
     def micro_batches(self) -> int:
-        """and how often it does until the update."""
+        """The micro-batches of one rank per update."""
         return self._of_rank[1]
 
     @functools.cached_property
@@ -301,16 +307,17 @@ class Config(Group):
                                    self.parallel.batch_ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, JSON-ready. A row that has no settings is its name alone."""
+        """Returns nested plain values, JSON-ready. A row without settings becomes its name."""
         return dataclasses.asdict(self, dict_factory=_plain)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
-        """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
-        name. `values` may come from a stranger's file: they import the kit's own modules alone
-        (`lpkit.techniques.outside`)."""
+        """Makes a Config from nested values: the inverse of `to_dict`. Missing keys get their
+        defaults. Raises ConfigError for unknown keys. `values` may come from a stranger's file, so
+        they can import only modules of the kit (`lpkit.techniques.outside`)."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
-        if isinstance(version, int) and version != VERSION:     # before its keys are called unknown
+        # else its keys are reported as unknown
+        if isinstance(version, int) and version != VERSION:
             cls(version=version)
         if isinstance(values, Mapping):
             outside.refuse_unknown(values.get("imports", ()))
@@ -328,11 +335,11 @@ class Config(Group):
         return cls.from_dict(parse_yaml(text))
 
     def replace(self, changes: Mapping[str, Any]) -> "Config":
-        """A copy with dotted keys changed: `config.replace({"model.layers": 6, "steps": "1_000"})`.
+        """Returns a copy with changes: `config.replace({"model.layers": 6, "steps": "1_000"})`.
 
-        Strings are converted by the field's annotation, so the command line and papermill need no
-        parsing of their own. Another row's name starts from that row's settings, and keeps those of
-        the old row that were changed and that both have.
+        Keys are dotted. Strings are converted by the field's annotation, so the command line and
+        papermill need no parsing. If the name of a row changes, the new row has its default
+        settings, except for settings of the old row that were changed and that both rows have.
         """
         if not isinstance(changes, Mapping):
             raise ConfigError(f"changes must be a mapping of dotted keys, got {shown(changes)}")
@@ -340,14 +347,14 @@ class Config(Group):
         known = dict(_leaves(values))
         outside.load(changes.get("imports", ()))
         changes = {str(key).removesuffix(".name"): changes[key] for key in changes}
-        for key in sorted(changes):     # a row's name before its settings
+        for key in sorted(changes):     # sorted: the name of a row comes before its settings
             _change(values, key, changes[key], known)
         return Config.from_dict(values)
 
 
 @functools.lru_cache(maxsize=8)
 def _token_sums(config: Config) -> list[int]:
-    """Sums the tokens after each update, which a run of many steps asks for."""
+    """Returns the total tokens after 0, 1, ... updates. Cached, since a run asks at every step."""
     return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 
@@ -355,13 +362,13 @@ def _token_sums(config: Config) -> list[int]:
 
 _pick = functools.partial(pick_row, families=FAMILIES)
 
-# the annotation of each field; reading them takes longer than building a Config
+# class -> the annotation of each field; cached, since reading them is slower than making a Config
 _kinds = functools.cache(typing.get_type_hints)
 
 
 @functools.cache
 def _tables(cls: type, prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """The families, by the dotted name of the field that names one of their rows."""
+    """Returns the families, by the dotted name of the field that names a row of the family."""
     tables = {}
     for f in dataclasses.fields(cls):
         kind = _kinds(cls)[f.name]
@@ -373,8 +380,8 @@ def _tables(cls: type, prefix: str = "") -> dict[str, Mapping[str, Any]]:
 
 
 def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
-    """The settings of the row, or the rows, that `value` names: by settings, a name, or a mapping
-    (without a name: of the field's own default). Raises ConfigError for what a row cannot be."""
+    """Returns the Settings of the row, or of the rows, that `value` names. `value` is Settings, a
+    name, or a mapping (without a name, it means the field's default row). Raises ConfigError."""
     table = f.metadata["table"]
     if "default" in f.metadata:
         return _settings(table, value, key, f.metadata["default"])
@@ -387,7 +394,7 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
 
 
 def _row_and_settings(text: str) -> dict[str, str]:
-    """lora:rank=8:shared=true"""
+    """Returns the name and settings of a text such as lora:rank=8:shared=true."""
     name, *settings = text.split(":")
     return rules.unique([("name", name), *(one.partition("=")[::2] for one in settings)])
 
@@ -418,10 +425,10 @@ def _who_has(table: Mapping[str, Any], setting: str, kinds: Mapping[str, Any]) -
     return nearest(setting, known) if known else "it has none"
 
 
-# Nested, and flat.
+# Nested and flat settings.
 
 def flat(config: Config) -> dict[str, Any]:
-    """Returns every setting under its dotted name; a row is its name under the field's."""
+    """Returns every setting by its dotted name. The field of a row has the row's name."""
     return dict(_leaves(config.to_dict()))
 
 
@@ -439,12 +446,13 @@ def _plain(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]) -> None:
-    """Changes one setting of a Config's dict. Raises ConfigError for an unknown key."""
+    """Changes one setting in the dict of a Config. Raises ConfigError for an unknown key."""
     group, _, last = key.rpartition(".")
     node, rows = values, _tables(Config)
     for name in filter(None, group.split(".")):
         inner = node.setdefault(name, {})
-        if isinstance(inner, str | dict):       # a row by its name alone; what the caller has stays
+        # a name becomes a mapping; a mapping is copied, so that the caller's does not change
+        if isinstance(inner, str | dict):
             inner = node[name] = {"name": inner} if isinstance(inner, str) else dict(inner)
         node = inner if isinstance(inner, dict) else {}
     now = node.get(last)
@@ -464,9 +472,11 @@ def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]
 
 
 def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> None:
-    """Keeps those settings of the old row that were changed and that the new row has too."""
+    """Changes the name of a row. Keeps the settings of the old row that were changed and that the
+    new row has, too."""
     old, new = table[values["name"]].settings, None
-    if isinstance(name, str) and name in table:     # else whoever builds the Config says so
+    # an unknown name raises an error when the Config is built
+    if isinstance(name, str) and name in table:
         new = table[name].settings
     for setting, default in vars(old).items():
         if not hasattr(new, setting) or values.get(setting) == default:
@@ -475,7 +485,7 @@ def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> 
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:
-    """['model.layers=6'] -> {'model.layers': '6'}."""
+    """Returns settings as a dict: ['model.layers=6'] -> {'model.layers': '6'}."""
     return rules.unique(map(key_and_value, settings))
 
 
@@ -487,7 +497,8 @@ def key_and_value(setting: str) -> tuple[str, str]:
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
-    """A group from a mapping. What names rows, and the groups inside, it reads itself."""
+    """Makes a group of settings from a mapping. The group itself reads its rows and inner
+    groups."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got "
                           f"{shown(values)}")

@@ -1,5 +1,5 @@
-"""Every seam of lpkit on one page. To add a technique, implement one of these and add one row to
-its family in `lpkit.techniques`. Nothing here imports an implementation.
+"""The interfaces of lpkit. To add a technique, implement one of them and add a row to its family in
+`lpkit.techniques`. This module imports no implementation.
 """
 
 from __future__ import annotations
@@ -11,38 +11,46 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
+if TYPE_CHECKING:  # not at run time: a widget that shows a StepRecord does not need torch
     import torch
     from torch import Tensor, nn
 
-# q (B, H, T, E), k and v (B, G, T, E), ids of documents (B, T) int64 or None, what the kind has
-# besides or None (a score (H,) of each head's sink; FAVOR+'s features; gates of the delta rule) ->
-# (B, H, T, E). A backend of softmax kinds has the `techniques.attention.Rule` too, by name
+# Attend(q, k, v, ids, more) -> (B, H, T, E), the backend of a kind of attention
+#     q     (B, H, T, E)
+#     k, v  (B, G, T, E)
+#     ids   (B, T) int64, the document of each token, or None
+#     more  tensors of the kind, or None: a score (H,) of each head's sink; FAVOR+'s features; gates
+#           of the delta rule
+# A backend of softmax kinds also gets the `techniques.attention.Rule` as a keyword argument.
 Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
-# q (B, H, Tq, E), k and v (B, G, Tk, E), ids of the documents of queries (B, Tq) and of keys (B, Tk)
-# or None, and by name the rule, which says where both begin -> what Attend gives, and the logarithm
-# of each query's sum of exponentials, (B, H, Tq); both have gradients. A query that sees no key has
-# zeros, and -inf. Parts are combined with the weights softmax(log-sums)
+# Partial(q, k, v, ids, rule=...) -> (out, lse), attention over a part of the keys
+#     q     (B, H, Tq, E)
+#     k, v  (B, G, Tk, E)
+#     ids   the documents of queries (B, Tq) and of keys (B, Tk), or None
+#     rule  the Rule, with the positions of the first query and the first key
+#     out   (B, H, Tq, E), 0 for a query that sees no key
+#     lse   (B, H, Tq), logarithm of each query's sum of exponentials, -inf if it sees no key
+# Both results have gradients. Parts are combined with the weights softmax(lse) over parts.
 Partial = Callable[..., "tuple[Tensor, Tensor]"]
-Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
-Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
+Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, weighted by batch.weights
+Schedule = Callable[[int], float]       # step, from 0 -> multiplier of the peak learning rate
 
 
-IGNORED = -100      # a target that does not count, as in PyTorch and transformers
+IGNORED = -100      # a target without loss, as in PyTorch and transformers
 
 
 class Stage(IntEnum):
-    """The moment when a model transform must run. Stages are sorted, so that a Config cannot get
-    the order wrong."""
+    """The stage at which a model transform runs. Transforms are sorted by stage, so the order in a
+    Config does not matter."""
 
-    TENSOR = 0      # keep a part of each layer, before anything moves to its device
+    TENSOR = 0      # keep this rank's part of each layer, before the model moves to its device
     PIPELINE = 1    # keep this rank's layers
-    STORAGE = 2     # the dtype of the parameters, before anything is made of them
-    PRECISION = 3   # swap Linears, before anything wraps them
-    KERNELS = 4     # which version of a kernel a layer calls: a forward shows the tensors at hand
+    STORAGE = 2     # set the dtype of the parameters, before others use them
+    PRECISION = 3   # replace Linears, before other transforms wrap them
+    KERNELS = 4     # choose the version of each kernel, by a forward on the layers as they are now
     RECOMPUTE = 5   # activation checkpointing
     COMPILE = 6
-    DATA = 7        # FSDP or DDP wraps what is left
+    DATA = 7        # FSDP or DDP wraps the result
 
 
 class Transform(ABC):
@@ -54,14 +62,14 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class ObjectiveContext:
-    """The parts that an objective is made from. `next_token` is the loss that evaluation
-    reports."""
+    """The arguments of the function that makes an objective. `next_token` is the loss that
+    evaluation reports."""
 
     device: torch.device
     autocast: AbstractContextManager
     ranks: Any
     next_token: Loss
-    tokenizer: Mapping[str, Any]    # of the run; empty where its data was handed over
+    tokenizer: Mapping[str, Any]    # the run's tokenizer; empty if the data was passed in
 
 
 class StatePlacement:
@@ -69,25 +77,26 @@ class StatePlacement:
     allocated."""
 
     name = "device"
-    in_memory = True    # the device's or the host's, and not a file
+    in_memory = True    # in device or host memory, not in a file
 
     def __init__(self, why: str = ""):
-        self.why = why      # it is here and not where it was asked for; empty: as the row says
+        self.why = why      # why this place and not the requested one; empty: it is the requested
 
     @property
     def used(self) -> str:
         return self.name
 
     def store(self, t: Tensor) -> Tensor:
-        """`t`, new or from a checkpoint, as it is stored there."""
+        """Move `t`, which is new or from a checkpoint, to its stored form."""
         return t
 
     def prefetch(self, stored: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
-        """Start to copy them to `device`; call the result to have them there."""
+        """Start to copy the stored tensors to `device`. Return a function that waits for the copies
+        and returns them."""
         return lambda: stored
 
     def write_back(self, stored: list[Tensor], used: list[Tensor]) -> None:
-        """Copy what `prefetch` gave, updated, to where it is stored."""
+        """Copy the updated tensors that `prefetch` returned back to the stored tensors."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +105,22 @@ class Batch:
     it here."""
 
     tokens: Tensor                      # int64
-    targets: Tensor     # int64, `tokens` shifted by one; IGNORED ones have no loss and no weight
-    document_ids: Tensor | None = None  # which document a token is from
-    weights: Tensor | None = None       # of each target in the loss; None: all alike
-    places: Tensor | None = None        # int64, in the sequence, alike in all; None: in order
-    # (B, ...) each, what a technique reads besides: scores, a teacher's words
+    targets: Tensor     # int64, `tokens` shifted by one; a target IGNORED has no loss, no weight
+    document_ids: Tensor | None = None  # int64, the document of each token
+    weights: Tensor | None = None       # weight of each target in the loss; None: equal weights
+    places: Tensor | None = None        # int64, positions, equal in all sequences; None: 0, 1, ...
+    # (B, ...) each, further inputs of a technique: scores, a teacher's predictions
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def present(self) -> dict[str, Tensor]:
-        """Every tensor by its name, flat."""
+        """Every tensor by its name. Tensors of `extra` are named extra/NAME."""
         own = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
         return own | {f"extra/{name}": t for name, t in self.extra.items()}
 
     @classmethod
     def of(cls, present: Mapping[str, Tensor]) -> Batch:
-        """The inverse of `present`."""
+        """Make a batch from tensors by name: the inverse of `present`."""
         extra = {name.removeprefix("extra/"): t for name, t in present.items()
                  if name.startswith("extra/")}
         own = {name: t for name, t in present.items() if not name.startswith("extra/")}
@@ -123,24 +132,25 @@ class Batch:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """The arguments that a model reads besides tokens."""
+        """The model's keyword arguments in addition to tokens."""
         found = {} if self.document_ids is None else {"documents": self.document_ids}
         return found if self.places is None else found | {"places": self.places[0]}
 
     def to(self, device: torch.device) -> Batch:
-        """Returns it on `device`, with IGNORED targets as targets of weight 0 where it has some. Those
-        that are on a GPU already stay as they are: looking would wait for the GPU."""
+        """Returns the batch on `device`. On the CPU, it first gives IGNORED targets the weight 0. A
+        batch that is already on a GPU is not searched for them, since this would wait for the GPU.
+        """
         if self.tokens.is_cpu and int((out := self.targets == IGNORED).sum()):
             weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
             targets = self.targets.masked_fill(out, 0)
             return replace(self, targets=targets, weights=weights).to(device)
-        if self.tokens.device == device:        # all of a batch lies in one place
+        if self.tokens.device == device:        # all tensors of a batch are on one device
             return self
         there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
         return Batch.of(there)
 
     def chunk(self, parts: int) -> list[Batch]:
-        """Micro-batches: `parts` of B / `parts` sequences each."""
+        """Returns `parts` micro-batches of B / `parts` sequences each."""
         if parts == 1:
             return [self]
         pieces = [t.chunk(parts) for t in self.tensors]
@@ -149,47 +159,46 @@ class Batch:
 
 @dataclass(frozen=True)
 class Parameter:
-    """The facts that an optimizer's rule is told of the parameter that it updates, where its row
-    asks for it.
+    """The facts about a parameter that an optimizer's rule gets, if its row requests them.
 
-    ZeRO 1 to 3 give a rule this rank's rows of a parameter, of its gradient and of the slots of the
-    parameter's shape; then these methods send messages, and all ranks call them alike. Here all
-    rows are this rank's.
+    With ZeRO 1 to 3, a rule sees only this rank's rows of a parameter, of its gradient and of its
+    slots. A subclass then sends messages in these methods, and all ranks must call them in the same
+    order. In this class, the rank owns all rows.
     """
 
     name: str
     shape: tuple[int, ...]      # of the whole parameter
-    fused: tuple[int, ...] = field(default=(), kw_only=True)   # as `techniques.operation.fused`
-    # True if weight decay applies; None: to matrices and embeddings, and to no vector
+    fused: tuple[int, ...] = field(default=(), kw_only=True)   # see `techniques.operation.fused`
+    # True if weight decay applies; None: it applies to matrices and embeddings, not to vectors
     decays: bool | None = field(default=None, kw_only=True)
 
     def sum(self, t: Tensor) -> Tensor:
-        """The sum of what each rank has."""
+        """Returns the sum of `t` over the ranks."""
         return t
 
     def norm(self, t: Tensor) -> Tensor:
-        """The Euclidean norm of all rows, from this rank's."""
+        """Returns the Euclidean norm of all rows. `t`: this rank's rows."""
         return self.sum(t.square().sum()).sqrt()
 
     def gather(self, t: Tensor) -> Tensor:
-        """Returns all rows, from this rank's."""
+        """Returns all rows. `t`: this rank's rows."""
         return t
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's rows, from all."""
+        """Returns this rank's rows of all rows."""
         return whole
 
 
 class DataPolicy(ABC):
-    """A policy says which tokens are seen, in what order. A batch depends on nothing but the
-    policy's settings and `step`: a resumed run needs no loader state."""
+    """A policy decides which tokens are read, in what order. A batch depends only on the policy's
+    settings and `step`, so a resumed run needs no state of a loader."""
 
     @abstractmethod
     def batch(self, step: int) -> Batch: ...
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. `name` and `vocab` go into the token file's header."""
+    """Text to token ids and back. `name` and `vocab` are written into the header of token files."""
 
     name: str
     vocab: int
@@ -202,31 +211,32 @@ class Tokenizer(Protocol):
 
 
 class RunAccount(Protocol):
-    """The account that formulas give of a run that goes on (`lpkit.training.formulas`)."""
+    """What formulas predict of the current run (`lpkit.training.formulas`)."""
 
     def mfu(self, tokens_per_second: float) -> float:
-        """The share of the peak FLOP/s that the model's own FLOPs are."""
+        """Returns the model FLOPs utilisation: the model's FLOP/s as a share of the peak."""
         ...
 
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
-        """Returns what the summary says of a run whose memory ended by `error`, and a
-        "sentence"."""
+        """Returns the fields of the summary of a run that ran out of memory with `error`. The field
+        "sentence" explains it."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One line of metrics.jsonl. Steps count from 1; `tokens` is the total so far."""
+    """One line of metrics.jsonl. Steps count from 1. `tokens` is the total since the first step."""
 
     step: int
     loss: float             # nats per token, mean over the batch, before the update
-    grad_norm: float        # before clipping; inf (null in JSON): overflowed, so nothing was updated
+    # before clipping; inf (null in JSON): it overflowed, and the update was skipped
+    grad_norm: float
     lr: float
     tokens: int
     step_seconds: float
-    peak_bytes: int         # the most held since the run began: of `hardware.peak_bytes`
+    peak_bytes: int         # `hardware.peak_bytes` since the run began
     val_loss: float | None = None   # only after an evaluation
-    extra: dict[str, float] = field(default_factory=dict)   # what techniques report, by their names
+    extra: dict[str, float] = field(default_factory=dict)   # reports of techniques, by name
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, {})}
@@ -234,22 +244,23 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A choice has what was asked, what was used, and why: nothing falls back silently."""
+    """A choice: the request, what is used, and the reason. So no fallback is silent."""
 
     asked: str
     used: str
     why: str
 
 
-Observer = Callable[[StepRecord], None]   # observers read and never steer
+Observer = Callable[[StepRecord], None]   # observers read a run and never change it
 
 
 class Governor(Protocol):
     """Changes a run between updates: prunes weights, drops layers, ramps a setting.
 
-    What it does depends on nothing but the step (from 0) and its state, so a resumed run repeats
-    it. A checkpoint holds the state under `governor/NAME/`. It has `begin`, `end`, or both; only a
-    run whose governors have `end` alone can be stopped between the micro-batches of an update.
+    Its changes depend only on the step (from 0) and on its state, so that a resumed run makes the
+    same changes. A checkpoint stores the state under `governor/NAME/`. A governor has `begin`,
+    `end`, or both. A run can be stopped between the micro-batches of an update only if its
+    governors have no `begin`.
     """
 
     def begin(self, training: Any, step: int) -> None:
@@ -257,7 +268,7 @@ class Governor(Protocol):
 
     def end(self, training: Any, step: int) -> None:
         """Called after the update, before the model is evaluated, saved or sampled. May change
-        `training.model` in place, on each rank that has all of it alike."""
+        `training.model` in place. Ranks with equal copies of the model must change it equally."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 

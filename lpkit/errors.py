@@ -1,4 +1,4 @@
-"""The error for an invalid setting, and how it shows what was given. Standard library only."""
+"""The kit's errors, and functions that show values in their messages. Standard library only."""
 
 import difflib
 import errno
@@ -10,36 +10,37 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MOST_SHOWN = 80         # characters of a value
-MOST_LISTED = 240       # of a list of names; of a longer one, the nearest
+MOST_LISTED = 240       # characters of a list of names; for a longer list, the nearest are shown
 
 
 class ConfigError(ValueError):
-    """An invalid setting. The message names the key, the value and the way out, and holds nothing
-    that a terminal would obey."""
+    """An invalid setting. The message names the key, the value and the way out. Control characters
+    in it are escaped, so that a terminal does not obey them."""
 
     def __init__(self, sentence: object):
         super().__init__(printable(str(sentence)))
 
 
 class DamagedError(ConfigError):
-    """A file is not what was written. The message names it and what is wrong."""
+    """A file differs from what was written. The message names the file and the damage."""
 
 
 class RunFailedError(RuntimeError):
-    """A run that could not go on. The message says at which step, why, and what was kept."""
+    """A run could not continue. The message says at which step, why, and what was saved."""
 
 
 class GoneError(RunFailedError):
-    """A process of a run was killed, or left without an error: no input was wrong."""
+    """A process of a run was killed, or exited without an error message. The input was valid."""
 
 
-# A lack of memory in the words of PyTorch's CPU allocator, of C++, of CUDA and its libraries
+# parts of out-of-memory messages: of PyTorch's CPU allocator, of C++, of CUDA and its libraries
 NO_MEMORY = ("DefaultCPUAllocator", "annot allocate memory", "bad_alloc", "ALLOC_FAILED",
              "out of memory")
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """True if memory ran out, here or in what `error` comes from. PyTorch is not imported."""
+    """Returns True if `error`, or an error that caused it, says that memory ran out. Does not
+    import PyTorch."""
     if error is None:
         return False
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -49,13 +50,13 @@ def out_of_memory(error: BaseException | None) -> bool:
             or out_of_memory(error.__cause__ or error.__context__))
 
 
-# Errors that go from process to process, by name and arguments.
+# Errors that can be sent to another process, as name and arguments.
 KINDS = {kind.__name__: kind for kind in (
     ConfigError, DamagedError, GoneError, RunFailedError, OSError, MemoryError, ValueError)}
 
 
 def packed(error: BaseException) -> list[Any]:
-    """Packs the error for `unpacked`, as JSON can say it."""
+    """Returns the error as a JSON-ready list for `unpacked`."""
     kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), "")
     if kind == "OSError" and error.errno is not None:
         one, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
@@ -65,12 +66,13 @@ def packed(error: BaseException) -> list[Any]:
 
 
 def unpacked(kind: str, *args: Any) -> Exception:
-    """An error of the same kind with the same message; one of no known kind is a RuntimeError."""
+    """Returns an error of the same kind with the same message. An unknown kind becomes a
+    RuntimeError."""
     return KINDS.get(kind, RuntimeError)(*args)
 
 
 class _Short(reprlib.Repr):
-    """repr() in bounded time: of a long text its ends, of a container its first few."""
+    """repr() in bounded time: the ends of a long text, the first few elements of a container."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +80,7 @@ class _Short(reprlib.Repr):
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() < 128:
-            return repr(x)      # the digits of a huge one take quadratic time
+            return repr(x)      # above this, computing the digits takes quadratic time
         return f"a whole number of about {round(x.bit_length() * 0.30103)} digits"
 
 
@@ -86,7 +88,7 @@ _short = _Short()
 
 
 def shown(value: object) -> str:
-    """`value` for a sentence: as repr() has it, at most MOST_SHOWN characters, all of them
+    """Returns `value` for a sentence: its repr(), with at most MOST_SHOWN characters, all
     printable."""
     text = " ".join(printable(_short.repr(value)).split("\n"))
     if len(text) <= MOST_SHOWN:
@@ -95,7 +97,7 @@ def shown(value: object) -> str:
 
 
 def named(path: object) -> str:
-    """A path for a sentence: in one line, whole unless it is longer than any that people give."""
+    """Returns a path for a sentence: in one line, and cut if it is longer than MOST_LISTED."""
     text = in_one_line(str(path))
     return text if len(text) <= MOST_LISTED else f"{text[:MOST_LISTED // 3]}...{text[-120:]}"
 
@@ -105,8 +107,8 @@ def in_one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Escapes what a terminal would obey or hide: control characters, marks of direction,
-    characters without width. Ends of lines and tabs stay.
+    r"""Escapes characters that a terminal would obey or hide: control characters, direction marks,
+    characters without width. Keeps line breaks and tabs.
 
     >>> printable("red: \x1b[31m")
     'red: \\x1b[31m'
@@ -117,9 +119,9 @@ def printable(text: str) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns 'did you mean X?' by `lpkit.names`, or the list of what there is; of a long list, the
-    three nearest."""
-    from lpkit.names import alike  # only a wrong name needs it
+    """Returns 'did you mean X?' by `lpkit.names`, or the list of known names, or of a long list the
+    three nearest names."""
+    from lpkit.names import alike  # imported late, since only a wrong name needs it
 
     known, name = sorted(known), str(name)[:MOST_LISTED]
     close = alike(name, known)
@@ -135,7 +137,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def pick(table: Mapping[str, T], name: Any, what: str = "entry") -> T:
-    """Look `name` up. Raises ConfigError for an unknown name, with the nearest."""
+    """Return table[name]. Raises ConfigError for an unknown name, and names the nearest."""
     if not isinstance(name, str) or name not in table:
         raise ConfigError(f"there is no {what} {shown(name)}; {nearest(name, table)}")
     return table[name]

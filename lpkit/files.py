@@ -1,5 +1,5 @@
-"""Files and folders that are whole or absent, that nobody else writes meanwhile, and that lie where
-they seem to; and where the project's own files are kept."""
+"""Safe files and folders: writes that are complete or absent, locks against concurrent writers, and
+checks that a path is no link to somewhere else. Also the places of the project's own files."""
 
 import errno
 import hashlib
@@ -19,27 +19,28 @@ from typing import IO
 from lpkit.errors import ConfigError, named
 
 with suppress(ImportError):
-    import fcntl  # Unix alone has it
+    import fcntl  # only Unix has it
 
 PACKAGE = Path(__file__).resolve().parent
-LONGEST_NAME = 200      # bytes; most filesystems allow 255, and temporary names are longer
+LONGEST_NAME = 200      # bytes; most filesystems allow 255, and a temporary name is longer
 
 
 def resource(name: str) -> Path:
-    """The folder `notebooks`, `data/measured` or `data/published`. An installed wheel has it inside
-    the package, where setup.py puts it; a checkout has it beside the package."""
+    """Returns the folder `notebooks`, `data/measured` or `data/published`. In an installed wheel it
+    is inside the package, where setup.py puts it. In a checkout it is next to the package."""
     packed = PACKAGE / name
     return packed if packed.is_dir() else PACKAGE.parent / name
 
 
 def cache_dir(name: str) -> Path:
-    """Returns the platform's folder for what can be made again: `tokens`, `kernels`."""
+    """Returns the user's folder for files that can be made again: `tokens`, `kernels`."""
     return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lpkit" / name
 
 
 def data_dir(name: str) -> Path:
-    """Returns the platform's folder for what a person made: `course`. LPKIT_LEARNER names one of
-    several people in one account. Raises ConfigError for a name that no folder can have."""
+    """Returns the user's folder for a person's own work: `course`. If several people share one
+    account, LPKIT_LEARNER names the person. Raises ConfigError for a name that no folder can have.
+    """
     own = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
     learner = os.environ.get("LPKIT_LEARNER")
     if learner and not re.fullmatch(r"\w[\w.-]{0,63}", learner):
@@ -49,13 +50,14 @@ def data_dir(name: str) -> Path:
 
 
 def own_cache(room: str = "") -> Path:
-    """This user's, of those who share a cache: what lies there is executed."""
+    """Returns the cache of this user alone, also if users share a cache folder, because files in it
+    are executed."""
     return cache_dir(f"kernels-{os.geteuid()}{room and f'-{room}'}")
 
 
 def expanded(path: Path | str) -> Path:
-    """Return `path` with the home that its ~ stands for. Every path that a person gives is read
-    here. Raises ConfigError for a user who has no home, and for a path that no record can hold."""
+    """Return `path` with ~ replaced by the home. Every path that a person gives passes through this
+    function. Raises ConfigError for a user without a home, and for a path that is not UTF-8."""
     try:
         str(path).encode()
         return Path(path).expanduser()
@@ -72,7 +74,8 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: 
 
 
 def check_regular(path: Path) -> None:
-    """Raises ConfigError for what is no file: a pipe waits for ever, and a device has no end."""
+    """Raises ConfigError if `path` is not a regular file: reading a pipe can wait for ever, and a
+    device has no end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -84,7 +87,8 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """Return a text in UTF-8. Raises ConfigError for another file, or for too many bytes."""
+    """Return the text of a UTF-8 file. Raises ConfigError for any other file, and for a file of
+    more than `most_bytes`."""
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -94,14 +98,15 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def read_private(path: Path, most_bytes: int) -> str:
-    """The same of a file that this user alone can have written. Raises OSError, too."""
+    """Return the text of a UTF-8 file that only this user can have written. Raises ConfigError as
+    `read_text` does, and for a file that others can write; OSError."""
     with open_own(path, "rb") as file:
         refuse_others(os.fstat(file.fileno()), path)
         return _text(file, path, most_bytes)
 
 
 def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
-    # a read with a bound takes the bound at once
+    # size first, then read() without a bound: read(n) allocates n bytes at once
     too_large = os.fstat(file.fileno()).st_size > most_bytes
     if too_large or len(content := file.read()) > most_bytes:
         raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many to be "
@@ -114,13 +119,15 @@ def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
 
 
 def of_transformers(path: Path) -> str:
-    """Returns the way out where a run is needed and `path` is a folder of transformers; else ""."""
+    """Returns the end of an error message for a folder of transformers that was given as a run;
+    for other paths, ""."""
     return (f"; it is a folder of transformers: import it first, by lpkit import {named(path)} "
             f"--out runs/{named(path.resolve().name)}") * (path / "config.json").is_file()
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a crash of the machine."""
+    """Write a file's content, or the names in a folder, to disk, so that they survive a crash of
+    the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -135,10 +142,11 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Write into the path that this yields: `path` then holds the old content or all of the new.
+    """Replace a file atomically: write into the path that this yields.
 
-    Other writers and readers never meet half of it. Who may read and write it: at most `mode`, the
-    umask and the old file allow. Raises OSError, ConfigError for a folder.
+    At any moment, `path` has either the complete old content or the complete new content, for all
+    readers and writers. Its permissions are those that `mode`, the umask and the old file all
+    allow. Raises OSError, and ConfigError for a folder.
     """
     if path.is_dir() and not path.is_symlink():
         raise _folder_in_the_way(path)
@@ -157,7 +165,8 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 def sweep(folder: Path, pattern: str = ".*.????????.tmp") -> None:
-    """Remove what killed writers left in `folder`, whose lock the caller holds."""
+    """Remove the temporary files that killed writers left in `folder`. The caller must hold the
+    lock of the folder."""
     for leftover in folder.glob(pattern):
         remove(leftover)
 
@@ -169,10 +178,12 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
 @contextmanager
 def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
-    """Fill the folder that this yields, without folders in it: it becomes `path` whole, or never.
+    """Make a folder atomically: write files (no folders) into the folder that this yields. At the
+    end it is renamed to `path`; after an error it is removed.
 
-    An older `path` goes into the folder `aside`; without `aside` it must be empty or absent. What a
-    killed process left is removed: the caller holds a lock, or writes alone. Raises OSError.
+    An existing `path` is moved into the folder `aside`; without `aside`, it must be empty or
+    absent. Removes what a killed process left, so the caller must hold a lock, or be the only
+    writer. Raises OSError.
     """
     temporary = _hidden(path)
     temporary.mkdir()
@@ -186,7 +197,7 @@ def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
         os.rename(temporary, path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # a full disk: of that library, or of a write, which names no file
+        # an error of a full disk does not name the file: safetensors' error, or that of a write
         if type(error).__name__ == "SafetensorError" or getattr(error, "filename", path) is None:
             why = getattr(error, "strerror", None) or str(error)
             raise OSError(getattr(error, "errno", None) or errno.EIO, why, str(path)) from error
@@ -195,18 +206,19 @@ def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """A folder that is half removed is never seen under its name."""
+    """Remove a folder. It is renamed first, so that nobody sees a partly removed folder under its
+    name."""
     shutil.rmtree(path.rename(_hidden(path)))
 
 
 def move_into(folder: Path, path: Path) -> None:
-    """Rename `path` into `folder`, under a number too when its name is taken there."""
+    """Move `path` into `folder`. If its name is taken there, a number is added to the name."""
     own_folder(folder)
     os.rename(path, free(folder / path.name))
 
 
 def free(path: Path) -> Path:
-    """`path`, or where that is taken the same with a number: learner-1.json."""
+    """Return `path` if it does not exist, else the path with a number: learner-1.json."""
     names = (path.with_stem(f"{path.stem}-{n}") if n else path for n in itertools.count())
     return next(name for name in names if not os.path.lexists(name))
 
@@ -218,22 +230,22 @@ def _hidden(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """A file, a link and not what it names, or a folder with all that is in it."""
+    """Remove a file, a folder with its contents, or a link (not its target)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-# ---- nothing outside a folder is touched
+# ---- checks that nothing outside a folder is touched
 
 def refuse_links(folder: Path) -> None:
-    """Raises ConfigError where `folder` holds anything but files and folders of its own: what is
-    written through a link lands elsewhere, and a pipe keeps its reader waiting."""
+    """Raises ConfigError if `folder` contains anything other than regular files and folders: a
+    write through a link changes a file elsewhere, and reading a pipe can wait for ever."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):       # a temporary one, gone by now
+                with suppress(FileNotFoundError):       # a temporary file, removed by now
                     _refuse(entry.path, entry.stat(follow_symlinks=False).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         pass
@@ -243,8 +255,8 @@ def refuse_links(folder: Path) -> None:
 
 
 def own_folder(path: Path, mode: int = 0o777) -> Path:
-    """`path`, made if need be; open to no more people than `mode` says. Raises ConfigError where
-    its name is that of a link or a file, OSError."""
+    """Return `path`, which is made if it does not exist, with permissions of at most `mode`. Raises
+    ConfigError if it is a link or a file; OSError."""
     if not os.path.lexists(path):
         path.mkdir(mode, parents=True, exist_ok=True)
     has = path.lstat().st_mode
@@ -257,13 +269,15 @@ def own_folder(path: Path, mode: int = 0o777) -> Path:
 
 
 def private_folder(path: Path, by: str = "XDG_CACHE_HOME") -> Path:
-    """`path`, made if need be, where no other user writes, renames or replaces anything: what lies
-    there may be executed under its name. `by`: the variable that chooses it. Raises ConfigError,
-    also for a folder above it in which others write; OSError."""
+    """Return the folder `path`, which is made if it does not exist. Files in it may be executed, so
+    no other user may be able to write, rename or replace anything there. Raises ConfigError if
+    another user can, also in a folder above it; OSError. `by`: the environment variable that
+    chooses the folder, for the message."""
     path = Path(os.path.abspath(path))
     for folder in (*reversed(path.parents), path):
         with suppress(FileExistsError):
-            if not os.path.lexists(folder):     # a writable folder would not be trusted below
+            # 0755: the check below refuses a folder that others can write
+            if not os.path.lexists(folder):
                 folder.mkdir(0o700 if folder == path else 0o755)
     refuse_others(own_folder(path).lstat(), path, by)
     for above in _way_to(path.parent):
@@ -280,7 +294,7 @@ def private_folder(path: Path, by: str = "XDG_CACHE_HOME") -> Path:
 
 
 def refuse_others(status: os.stat_result, path: Path, by: str = "XDG_CACHE_HOME") -> None:
-    """Raises ConfigError for what another user owns or writes."""
+    """Raises ConfigError for a file or folder that another user owns or can write."""
     if status.st_uid != os.geteuid():
         raise ConfigError(f"{named(path)} belongs to user {status.st_uid}, who could have planted "
                           f"it; remove it, or set {by} to a folder of your own")
@@ -290,7 +304,7 @@ def refuse_others(status: os.stat_result, path: Path, by: str = "XDG_CACHE_HOME"
 
 
 def _way_to(path: Path) -> Iterator[Path]:
-    """The folders and links that are looked up between the root and `path`, which is there."""
+    """Yields the folders and links that the system follows from the root to the existing `path`."""
     for here in (*reversed(path.parents), path):
         yield here
         if here.is_symlink():
@@ -298,7 +312,8 @@ def _way_to(path: Path) -> Iterator[Path]:
 
 
 def _administrators() -> set[int]:
-    """Root; where a container does not know it, whoever files belong to that it does not know."""
+    """Returns the ids of root. In a user namespace without root, files of root belong to the
+    overflow uid, so this is included."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         if rows and all(int(first) > 0 for first, *_ in rows):
@@ -307,7 +322,7 @@ def _administrators() -> set[int]:
 
 
 def _of_one(group: int) -> bool:
-    """True if it is this user's own group, as systems make one for each user."""
+    """Returns True if this is the user's private group, which many systems make for each user."""
     import grp
     import pwd
 
@@ -319,10 +334,10 @@ def _of_one(group: int) -> bool:
 
 
 def open_own(path: Path | str, mode: str) -> IO:
-    """Opens, as `open`, a file that has no other name: what is written stays there. Raises
-    ConfigError for a link or a device, OSError."""
+    """Opens a regular file like `open`. Raises ConfigError for a link, a device, and a file with
+    other hard links, through which a write would change another path; OSError."""
     def opener(name: str, flags: int) -> int:
-        # nothing is cut before it was looked at, and a pipe must not keep us waiting
+        # truncate only after the checks, and do not block on a pipe
         how = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             handle = os.open(name, how, 0o666)
@@ -363,7 +378,8 @@ def _folder_in_the_way(path: Path | str) -> ConfigError:
 
 
 def one_name(name: str) -> str:
-    """`name`, which makes a file or a folder inside any other. Raises ConfigError."""
+    """Return `name` if it is valid as the name of a file or folder in any folder. Raises
+    ConfigError."""
     if not isinstance(name, str) or name in ("", ".", "..") or not name.isprintable() \
             or "/" in name or "\\" in name or len(os.fsencode(name)) > LONGEST_NAME:
         raise ConfigError(f"{name!r} cannot be the name of a folder; use letters, digits and "
@@ -372,8 +388,9 @@ def one_name(name: str) -> str:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Whole ones, after what is there; a line torn by a kill is cut off, it would swallow the next.
-    Raises ConfigError as `open_own`, OSError."""
+    """Append lines to a file. First removes a last line without a line break, which a killed
+    process left, since the next line would be joined to it. Raises ConfigError as `open_own` does;
+    OSError."""
     with open_own(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)
         if end:
@@ -386,14 +403,15 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 # ---- locks
 
-# What flock raises where the filesystem has none: NFS without lockd, Lustre without -o flock, FUSE.
+# errors of flock on filesystems without it: NFS without lockd, Lustre without -o flock, FUSE
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-LOOK_SECONDS = 0.25     # for which another may look whether a lock is held
+LOOK_SECONDS = 0.25     # `is_locked` holds a lock for a moment; without `wait`, retry for this long
 POLL_SECONDS = 0.005
 
 
 def _flock(file: IO, how: int, folder: Path, way_out: str) -> None:
-    """Raises BlockingIOError where another has it, ConfigError where there is no flock; OSError."""
+    """Lock an open file without waiting. Raises BlockingIOError if another process holds the lock,
+    and ConfigError if the filesystem has no flock; OSError."""
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except OSError as error:
@@ -404,18 +422,18 @@ def _flock(file: IO, how: int, folder: Path, way_out: str) -> None:
 
 
 def lockable(folder: Path, by: str) -> None:
-    """Raises ConfigError where there is no flock. `by`: the variable that chose the folder. Raises
-    OSError."""
+    """Raises ConfigError if the filesystem of `folder` has no flock; OSError. `by`: the environment
+    variable that chose the folder, for the message."""
     with tempfile.TemporaryFile(dir=folder) as file:
         _flock(file, fcntl.LOCK_EX, folder, f"set {by} to a folder on a local disk")
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock file `path` alone. The kernel lets go of it when its holder dies.
+    """Hold an exclusive lock on the file `path`. The kernel releases it when its holder dies.
 
-    Raises BlockingIOError, whose `strerror` says who, when another process holds it and this one
-    does not `wait`; ConfigError as `open_own`, and where the filesystem has no flock; OSError.
+    Raises BlockingIOError, whose `strerror` names the lock, if another process holds it and `wait`
+    is false; ConfigError as `open_own` does, and if the filesystem has no flock; OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path, "ab") as file:
@@ -433,12 +451,14 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)    # forks of this process have the file open, too
+            # explicitly: a forked process may still have the file open
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def is_locked(path: Path) -> bool:
-    """True if somebody, this process included, holds the lock file `path` now. Needs no right to
-    write. Raises ConfigError as `locked`, OSError when it cannot be read."""
+    """Return True if any process, including this one, holds the lock file `path` now. Needs no
+    permission to write. Raises ConfigError as `locked` does, and OSError if the file cannot be
+    read."""
     try:
         with open_own(path, "rb") as file:
             _flock(file, fcntl.LOCK_SH, path.parent, "choose a folder on a local disk")

@@ -1,10 +1,11 @@
-"""Functions for tensors of your own, each with a gradient: losses, attention, casts and Linears.
+"""Functions for your own tensors: losses, attention, casts and Linears. All but `cast` have
+gradients.
 
     cross_entropy(logits, targets)                  linear_cross_entropy(hidden, weight, targets)
     attention(q, k, v, rule=Rule(window=256))       cast(x, "e4m3fn", block=(1, 32))
     scaled_linear(1024, 4096, recipe="mxfp8")
 
-They check what they are given and raise ConfigError. docs/functions.md has an example of each.
+They check their arguments and raise ConfigError. docs/functions.md has an example of each.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lpkit.techniques.recipes import SCALES, Cast, resolve
 
 
 class _Head(NamedTuple):
-    """A function of hidden states as `loss` takes it; without a weight these are logits."""
+    """The head for `loss`: hidden states to logits. Without a weight, the input is the logits."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -45,7 +46,8 @@ class _Head(NamedTuple):
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
                   **options: Any) -> Tensor:
-    """`linear_cross_entropy` with the same options of logits (..., V) that exist already."""
+    """Returns the cross-entropy of existing logits (..., V). The options are those of
+    `linear_cross_entropy`."""
     return linear_cross_entropy(logits, None, targets, None, weights, **options)
 
 
@@ -56,13 +58,20 @@ def linear_cross_entropy(
         reduction: str = "mean") -> Tensor:
     """Returns the cross-entropy of the logits hidden @ weight.T + bias, in float32 or float64.
 
-    hidden (..., D), weight (V, D), targets and weights (...). Logits exist for `chunk_tokens`
-    tokens at a time, unless reduction is none. `mean` is sum(weights x nats) / sum(weights) over
-    the targets that are not `ignore_index`, and 0 if there are none; `sum`; `none` is weights x
-    nats, (...). label_smoothing, as PyTorch's; z_loss is times logsumexp(logits)^2 (Chowdhery et
-    al. 2022, https://arxiv.org/abs/2204.02311); soft_cap makes of logits cap tanh(logits / cap).
-    Another target outside the vocabulary is a ConfigError on a CPU, NaN on a GPU. A backward pass of
-    mean and sum consumes what it reads, and runs once.
+    hidden           (..., D)
+    weight           (V, D)
+    targets          (...), 0 to V - 1, or ignore_index
+    weights          (...), weight of each target
+    chunk_tokens     logits are in memory for so many tokens at a time, unless reduction is none
+    reduction        mean: sum(weights x nats) / sum(weights) over the targets that are not
+                     ignored, 0 if there are none; sum; none: weights x nats, (...)
+    label_smoothing  as in PyTorch
+    z_loss           factor of logsumexp(logits)^2 (Chowdhery et al. 2022,
+                     https://arxiv.org/abs/2204.02311)
+    soft_cap         cap of soft_cap x tanh(logits / soft_cap), which replaces the logits
+
+    A target outside the vocabulary raises ConfigError on a CPU and gives NaN on a GPU. The backward
+    pass of mean and sum overwrites its inputs, so it can run only once.
     """
     pick({"mean": 0, "sum": 0, "none": 0}, reduction, "reduction")
     if chunk_tokens < 1 or not 0 <= label_smoothing <= 1 or (soft_cap is not None and soft_cap <= 0):
@@ -89,7 +98,7 @@ def linear_cross_entropy(
 
 def _nats(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float,
           soft_cap: float | None) -> Tensor:
-    """The definition, in PyTorch's operations."""
+    """Returns the nats of each target by the definition, in PyTorch's operations."""
     ignored, known = targets == IGNORED, (targets >= 0) & (targets < logits.shape[1])
     z = wide(logits).masked_fill(ignored[:, None], 0)
     z = z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)
@@ -102,7 +111,8 @@ def _nats(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: fl
 
 
 def _in_place(nats_of: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Leaves the gradient in `logits`, as `kernels.cross_entropy.cross_entropy_` does."""
+    """Returns the nats and overwrites `logits` with their gradient, as
+    `kernels.cross_entropy.cross_entropy_` does."""
     with torch.enable_grad():
         nats = nats_of(z := logits.detach().requires_grad_(), targets)
         (g,) = torch.autograd.grad(nats, z, torch.ones_like(nats) if weights is None else
@@ -116,11 +126,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
               return_lse: bool = False, backend: str = "auto") -> Any:
     """Returns softmax(q k^T / sqrt(E)) v over the keys that `rule` lets each query see.
 
-    q (B, H, Tq, E), k and v (B, G, Tk, E), G a divisor of H; documents (B, Tk) ids, sinks (H,).
-    Where Tq is not Tk, queries are the last Tq places, as in FlashAttention. A query that sees no
-    key has zeros. return_lse: also the logarithm of each query's sum of exponentials, (B, H, Tq),
-    with its gradient, -inf where the query sees no key. For it, and for other lengths, backends are
-    plain and tiled.
+    q           (B, H, Tq, E)
+    k, v        (B, G, Tk, E); G divides H
+    documents   (B, Tk), id of each key's document
+    sinks       (H,), score of each head's sink
+    return_lse  also return the logarithm of each query's sum of exponentials, (B, H, Tq), with its
+                gradient; -inf for a query that sees no key
+    backend     a row of ATTENTION; plain or tiled if Tq is not Tk, or with return_lse
+
+    If Tq is not Tk, queries are the last Tq positions, as in FlashAttention. The result of a query
+    that sees no key is 0.
     """
     Tq, Tk = q.shape[2], k.shape[2]
     if Tq == Tk and not return_lse:
@@ -134,7 +149,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
     last = replace(rule, query_start=rule.query_start + rule.causal * (Tk - Tq), sinks=False)
     ids = (documents[:, Tk - Tq:], documents) if rule.documents else None
     out, lse = partial_of("tiled" if backend == "auto" else backend)(q, k, v, ids, rule=last)
-    if sinks is not None:       # a key without a value
+    if sinks is not None:       # a sink is a key without a value
         out = out * torch.sigmoid(lse - sinks[:, None])[..., None].type_as(out)
         lse = torch.logaddexp(lse, sinks[:, None].type_as(lse))
     return (out, lse) if return_lse else out
@@ -142,16 +157,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
 
 def cast(x: Tensor, format: str, *, block: tuple[int, int] = (0, 0),
          scale: str = "float32") -> Scaled:
-    """Returns x (M, K) in a format of FORMATS; `.dequantise()` is what is left of x. The elements of
-    a block share a scale, by a rule of SCALES; a side of 0 is the whole axis. No gradient."""
+    """Returns x (M, K) cast to a format of FORMATS. `.dequantise()` returns the cast values. The
+    elements of a block share a scale, which a row of SCALES computes. A block side of 0 means the
+    whole axis. Has no gradient."""
     pick(SCALES, scale, "scale")
     return quantise(x, Cast(format=format, block=block, scale=scale))
 
 
 def scaled_linear(in_features: int, out_features: int, *, recipe: str, bias: bool = True,
                   backend: str = "auto", device: Any = None, seed: int = 0) -> nn.Module:
-    """Returns an nn.Linear whose products run under a row of RECIPES, by a row of BACKENDS. Call its
-    `advance()` after each backward if the recipe has a history or draws its rounding."""
+    """Returns an nn.Linear whose matmuls run under a row of RECIPES, on a row of BACKENDS. Call its
+    `advance()` after each backward pass if the recipe has a history or rounds stochastically."""
     row, linear = resolve(recipe), nn.Linear(in_features, out_features, bias, device=device)
     by = BACKENDS[choose(backend, recipe, row, linear.weight.device).used]
     tiles(recipe, row, {"K": in_features, "N": out_features}, by.alignment)

@@ -1,7 +1,7 @@
 """Measure this machine: its memory, its best speeds, and the dtype that suits it.
 
-Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries, since other work
-can only slow a try.
+Values are bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries, because
+other work on the machine can only make a try slower.
 """
 
 import contextlib
@@ -25,25 +25,26 @@ from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Products of formats that a GPU multiplies from this compute capability on
+# format -> the least compute capability of GPUs that multiply it
 LOW = {"fp8": (8, 9), "int8": (7, 5)}
-LEAST = (7, 0)              # compute capability, of Triton
+LEAST = (7, 0)              # least compute capability for Triton
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RAPL = Path("/sys/class/powercap")
-SMALL_FLOPS = 1e8           # of a product: a millisecond of one core
-BUSY_SHARE = 0.25           # of the cores, by others
-WORKING = ("user", "nice", "system", "irq", "softirq", "steal")      # of a core's times
-SLOW_SECONDS = 2.0          # of a product
+SMALL_FLOPS = 1e8           # FLOPs of a matmul: a millisecond of one core
+BUSY_SHARE = 0.25           # share of the cores that other processes use
+WORKING = ("user", "nice", "system", "irq", "softirq", "steal")      # a core's times at work
+SLOW_SECONDS = 2.0          # most seconds of a matmul
 MOST_SPEEDUP = 32           # bf16 over fp32 on a CPU; AMX has 16 times the FLOP/s of AVX-512
-PROBE = 256                 # rows and columns of one that is tried first
+PROBE = 256                 # rows and columns of the matmul that is tried first
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
-    """Decides which dtype the products of `precision.recipe=auto` take, "bf16" or "fp32", and why.
+    """Returns the dtype of matmuls under `precision.recipe=auto`, "bf16" or "fp32", and the reason.
 
-    A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides
-    by a race of (size, size) products, because some emulate bf16 at a tenth of the speed. The CPU
-    time of one thread counts: wall-clock ratios beside other work were 2 to 31 instead of 2.
+    On a GPU, the compute capability decides: tensor cores multiply bf16 from 8.0 (Ampere) on. On a
+    CPU, a race of (size, size) matmuls decides, because some CPUs emulate bf16 at a tenth of the
+    speed. The race compares CPU times of one thread. Ratios of wall-clock times were 2 to 31,
+    instead of 2, while other processes ran.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -68,12 +69,15 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
 
 def threads_choice(asked: int | None, device: torch.device, *, flops: float,
                    before: str | None = None, processes: int = 1) -> Choice:
-    """Decides how many threads a run computes with on the CPU, whose largest product takes `flops`.
-    On a GPU, PyTorch's number stays. `processes` share the cores. `before` is the number with which
-    a resumed run began: another number would add up in another order.
+    """Returns the number of threads of a run on the CPU, and the reason. On a GPU, it is PyTorch's
+    number.
 
-    Threads spin while they wait for one another after every operation. If products are small, or if
-    other processes keep the cores busy, an update takes up to ten times as long as with one thread.
+    flops:     FLOPs of the run's largest matmul
+    before:    the number with which a resumed run began; another number would add in another order
+    processes: number of processes that share the cores
+
+    Threads spin while they wait for one another after every operation. If matmuls are small, or if
+    other processes use the cores, an update takes up to ten times as long as with one thread.
     """
     allowed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     most = min(max(1, machine_facts.cores() // processes),
@@ -104,20 +108,21 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
 
 
 def others() -> Callable[[], float]:
-    """Returns a function that returns the share of this process's cores that processes which it did
-    not start have taken since now, time stolen from a virtual machine included."""
+    """Returns a function. It returns the share of this process's cores that other processes have
+    used since now. Processes that this process started do not count as other; time that is stolen
+    from a virtual machine does."""
     def busy() -> float:
-        """Seconds in which those cores worked, of all of them."""
+        """Seconds that all these cores have worked."""
         each = psutil.cpu_times(percpu=True)
         spent = (each[core] for core in cores if core < len(each))
         return sum(getattr(one, field, 0.0) for one in spent for field in WORKING)
 
     def ours() -> float:
-        """Seconds of this process, and of those that it started, also if they have ended."""
+        """CPU seconds of this process and of its children, also of ended ones."""
         me = psutil.Process()
         spent = time.process_time() + sum(me.cpu_times()[2:4])
         for child in me.children(recursive=True):
-            with contextlib.suppress(psutil.Error):     # gone since it was listed
+            with contextlib.suppress(psutil.Error):     # the child ended meanwhile
                 spent += sum(child.cpu_times()[:4])
         return spent
 
@@ -133,33 +138,34 @@ def others() -> Callable[[], float]:
 
 
 def peak_bytes(device: torch.device | str) -> int:
-    """Return the most bytes held since the process began or `reset_peak`, which a run calls when it
-    starts. Cheap enough for every step.
+    """Return the peak memory in bytes since the process began, or since `reset_peak`, which a run
+    calls when it starts. Cheap enough for every step.
 
-    On a GPU these are tensors of PyTorch's allocator. Elsewhere it is the RAM of the whole process
-    (VmHWM on Linux), about 300 MB of which are Python and its libraries.
+    On a GPU, these are tensors of PyTorch's allocator. Elsewhere it is the RAM of the whole process
+    (VmHWM on Linux), which includes about 300 MB of Python and its libraries.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # first: getrusage's maximum would include the process that started this one
+    # before getrusage, whose maximum includes the process that started this one
     if (peak := status_bytes("VmHWM")) is not None:
         return peak
-    import resource  # Unix alone has it
+    import resource  # only Unix has it
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def held_bytes(device: torch.device | str) -> int | None:
-    """Returns bytes held now; `peak_bytes` is their maximum. None where the system does not say."""
+    """Returns the bytes held now; `peak_bytes` is their maximum. None if the system has no number.
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return status_bytes("VmRSS")
 
 
 def reset_peak(device: torch.device | str) -> bool:
-    """Start `peak_bytes` again from what is held now. False where the system does not allow it:
-    then it only rises."""
+    """Restart `peak_bytes` from the bytes held now. Returns False if the system does not allow
+    it."""
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -171,11 +177,11 @@ def reset_peak(device: torch.device | str) -> bool:
 
 
 def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
-    """A counter of the energy that the device has used, and whose it is; only differences mean
-    something. None without.
+    """Returns (joules, source) of a counter of the device's energy, or None without a counter. Only
+    differences of joules have a meaning.
 
-    A GPU's by NVML (nvidia-ml-py, Volta and later), a CPU's by RAPL where the system lets one read
-    it.
+    The counter is NVML's for a GPU (nvidia-ml-py, Volta and later), and RAPL's for a CPU, if this
+    user may read it.
     """
     device = torch.device(device)
     try:
@@ -188,7 +194,7 @@ def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
             joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
             return joules, "NVML's counter, this GPU alone"
         counters = [int(path.read_text()) for path in RAPL.glob("intel-rapl:?/energy_uj")]
-    except Exception:   # no library, no driver, no counter, root's alone: each with its own error
+    except Exception:   # no library, driver, counter or permission: each raises another error
         return None
     if device.type != "cpu" or not counters:
         return None
@@ -196,23 +202,25 @@ def energy_joules(device: torch.device | str) -> tuple[float, str] | None:
 
 
 def machine(device: str | None = None) -> Machine:
-    """This machine as a row of the catalogue, with ceilings that were reached here: the best matrix
-    product in each dtype, the best memory sweep. Under 3 s, and measured once per process and
-    number of threads. On a GPU a datasheet promises more."""
+    """Returns this machine as a row of the catalogue, with measured ceilings: the best matmul in
+    each dtype, and the best memory sweep. On a GPU they are below the datasheet's. The measurement
+    takes less than 3 s, and is done once per process and number of threads."""
     return _machine(device or usable(), torch.get_num_threads())
 
 
 def usable() -> str:
-    """The device that can be tried here, "cuda" or "cpu"."""
+    """Returns the device that can be used here, "cuda" or "cpu"."""
     return "cuda" if torch.cuda.device_count() and not why_no_gpu() else "cpu"
 
 
 def why_no_gpu(index: int | None = None) -> str:
-    """Says why no run can use this GPU (None: the current one), in one clause, or empty. Where
-    PyTorch refuses it, in PyTorch's words: `is_available` and `device_count` warn once at most."""
+    """Returns why no run can use this GPU (None: the current one), as one clause; empty: it can. If
+    PyTorch refuses the GPU, this is PyTorch's message; `is_available` and `device_count` would show
+    it only as a warning, and only once."""
     try:
         torch.cuda.init()
-        torch.cuda.mem_get_info(index)      # a context: another process may have left no room
+        # makes a context, which fails if other processes use all memory
+        torch.cuda.mem_get_info(index)
         about = torch.cuda.get_device_properties(index)
     except Exception as error:      # AssertionError, RuntimeError, errors of CUDA
         return str(error).partition("\n")[0].rstrip(". ")
@@ -227,7 +235,8 @@ def why_no_gpu(index: int | None = None) -> str:
 
 
 def _made_for(architecture: str, has: int) -> bool:
-    """Machine code runs where the major version is its own, PTX also on all that came later."""
+    """Returns True if code built for `architecture` runs on compute capability `has`. Machine code
+    needs the same major version; PTX runs on all later ones, too."""
     kind, _, number = architecture.partition("_")
     capability = int(number.rstrip("af"))
     return capability == has or (capability < has and number[-1] != "a"
@@ -238,7 +247,7 @@ def _made_for(architecture: str, has: int) -> bool:
 def _machine(device: str, threads: int) -> Machine:
     on, details = torch.device(device), {}
     flops = {name: peak_flops(name, device, threads) for name in (*DTYPES, *low_formats(on))}
-    if "fp8" in flops:      # Hopper sums in float32 at every step only when asked to
+    if "fp8" in flops:      # Hopper sums in float32 at every step only without fast accumulation
         details["fp8_without_fast_accumulation"] = peak_flops("fp8", device, threads, fast=False)
     sweep, swept = triad(on)
     (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
@@ -254,7 +263,7 @@ def _machine(device: str, threads: int) -> Machine:
 
 
 def low_formats(device: torch.device) -> tuple[str, ...]:
-    """Returns the formats of LOW that this device multiplies itself."""
+    """Returns the formats of LOW that this device multiplies in hardware."""
     if device.type != "cuda" or torch.version.hip:
         return ()
     return tuple(name for name, least in LOW.items()
@@ -262,24 +271,26 @@ def low_formats(device: torch.device) -> tuple[str, ...]:
 
 
 def multiplies_tiles() -> bool:
-    """True if PyTorch may multiply tiles of bf16 here (AMX): ATen's limit may keep it from them."""
+    """Returns True if PyTorch can multiply tiles of bf16 here (AMX). The environment can limit ATen
+    to paths without AMX."""
     path = torch.backends.cpu.get_cpu_capability()
     return torch.cpu._is_amx_tile_supported() and path not in ("DEFAULT", "AVX2")
 
 
 @functools.cache
 def peak_flops(dtype: str, device: str, threads: int, *, fast: bool = True) -> float:
-    """FLOP/s of the best square product in a dtype of DTYPES or LOW. Under a second, once per
-    process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
+    """Returns the FLOP/s of the fastest square matmul in a dtype of DTYPES or LOW. Takes less than
+    a second, once per process and number of threads. `threads` must be PyTorch's current number.
+    `fast`: fast accumulation of FP8."""
     return max(2 * n**3 / min(*interleaved_seconds([square], rounds=9, within_seconds=0.35))
                for n, square in squares(dtype, torch.device(device), fast=fast).items())
 
 
 def squares(dtype: str, device: torch.device, *,
             fast: bool = True) -> dict[int, Callable[[], object]]:
-    """Products of two square matrices, by size. A CPU with AVX2 alone multiplies bf16 a number at a
-    time, a hundredth of float32's speed: there the kit widens (`kernels.wide_product`), and so does
-    this. No size is tried that would take seconds."""
+    """Returns matmuls of two square matrices, by size. Leaves out sizes that would take seconds. A
+    CPU with only AVX2 multiplies bf16 one number at a time, at a hundredth of the speed of float32.
+    There the kit multiplies in float32 (`kernels.wide_product`), and so does this function."""
     if device.type == "cuda":
         return {n: product((n, n), (n, n), dtype, device, fast=fast) for n in (4096, 8192)}
     tried = interleaved_seconds(ways((PROBE, PROBE), (PROBE, PROBE), dtype, device), rounds=9,
@@ -291,7 +302,7 @@ def squares(dtype: str, device: torch.device, *,
 
 def ways(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
          device: torch.device) -> list[Callable[[], object]]:
-    """The product; of bf16 on a CPU the widened one, too."""
+    """Returns the ways to compute a matmul: directly, and for bf16 on a CPU also in float32."""
     if dtype != "bf16" or device.type == "cuda":
         return [product(left, right, dtype, device)]
     x, y = _drawn(left, device).bfloat16(), _drawn(right, device).bfloat16()
@@ -300,8 +311,9 @@ def ways(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
 
 def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device, *,
             fast: bool = True) -> Callable[[], object]:
-    """Makes a product of normally distributed numbers: zeros and ones take less power, and so run
-    at clocks that no training sees. FP8 and INT8 by the layout that tensor cores want."""
+    """Returns a function that multiplies normally distributed numbers. (Zeros and ones take less
+    power, so that the GPU would run at higher clocks than in training.) FP8 and INT8 operands have
+    the layout that tensor cores need."""
     x, y = _drawn(left, device), _drawn(right, device)
     if dtype == "int8":
         x, y = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, y.mT.contiguous()))
@@ -316,20 +328,21 @@ def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: t
 
 
 def _drawn(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Draws from a generator of its own: a measurement must not change what a run draws."""
+    """Draws from a separate generator, since a measurement must not change a run's random
+    numbers."""
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
 
 
 def triad(device: torch.device) -> tuple[Callable[[], object], int]:
-    """STREAM's triad, a = b + s c, over arrays larger than a cache; and the bytes it moves: two
-    read, one written."""
+    """Returns STREAM's triad, a = b + s c, over arrays larger than a cache, and the bytes that it
+    moves: it reads two arrays and writes one."""
     a, b, c = _drawn((3, 2**28 if device.type == "cuda" else 2**24), device)
     return synchronised(lambda: torch.add(b, c, alpha=3.0, out=a), device), 3 * a.nbytes
 
 
 def provenance(device: torch.device | str) -> dict[str, Any]:
-    """Returns the software and settings of a GPU that a speed depends on; empty for others. What
-    the machine does not say is left out."""
+    """Returns the software and the settings of a GPU that its speed depends on, except unknown
+    ones. Empty for other devices."""
     if torch.device(device).type != "cuda":
         return {}
     found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
@@ -340,15 +353,16 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """A GPU's memory; elsewhere RAM, or the container's share of it."""
+    """Returns the memory of a GPU. Elsewhere it is the RAM, or the container's share of it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return memory_limit_bytes() or psutil.virtual_memory().total
 
 
 def available_bytes(device: torch.device | str) -> int:
-    """Returns what a run can still take there: what the driver has left, and what PyTorch's
-    allocator took from it and does not use; elsewhere as `machine_facts.available_bytes`."""
+    """Returns the bytes that a run can still allocate. On a GPU: the driver's free bytes, and the
+    bytes that PyTorch's allocator has reserved and does not use. Elsewhere:
+    `machine_facts.available_bytes`."""
     if torch.device(device).type != "cuda":
         return machine_facts.available_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -357,7 +371,8 @@ def available_bytes(device: torch.device | str) -> int:
 
 
 def others_bytes(device: torch.device | str) -> int:
-    """Returns what other processes hold of a GPU, and CUDA itself, half a GiB for each."""
+    """Returns the bytes of a GPU that other processes and CUDA contexts hold (a context has about
+    half a GiB)."""
     if torch.device(device).type != "cuda":
         return 0
     free, whole = torch.cuda.mem_get_info(device)
@@ -365,8 +380,9 @@ def others_bytes(device: torch.device | str) -> int:
 
 
 def room(device: torch.device | str, processes: int = 1) -> Machine:
-    """Return this device with the memory that a run can still take (`processes` share a CPU's) and
-    round speeds, which only put techniques in order; a CPU's fp32 says if it multiplies tiles."""
+    """Return this device with the memory that a run can still allocate (`processes` share a CPU's),
+    and with round speeds, which serve only to sort techniques. A CPU that multiplies tiles has a
+    lower speed of fp32 than of the other dtypes."""
     device = torch.device(device)
     return Machine(
         name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
@@ -381,14 +397,14 @@ def device_name(device: torch.device) -> str:
 
 
 def now(device: torch.device) -> float:
-    """The clock, in seconds, once the device has done all that it was given."""
+    """Returns the clock, in seconds, after waiting until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`runner`, ended only when the device is done."""
+    """Returns `runner`, but with a wait until the device has finished."""
     if device.type != "cuda":
         return runner
 

@@ -1,6 +1,6 @@
-"""The operating system's words of this machine: the one reader of /proc and of cgroups.
+"""What the operating system knows about this machine: the only module that reads /proc and cgroups.
 
-What torch must be asked is in `lpkit.hardware`, and psutil where its facts are used.
+Facts from torch are in `lpkit.hardware`; facts from psutil are read where they are used.
 Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
 """
 
@@ -16,7 +16,7 @@ import psutil
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
                     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-# A person limits a CPU's paths by these: oneDNN, MKL and PyTorch are other programs then.
+# environment variables by which a person limits the instructions of oneDNN, MKL and PyTorch
 CPU_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
               "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 CONTAINER_USE = (Path("/sys/fs/cgroup/memory.current"),
@@ -24,7 +24,7 @@ CONTAINER_USE = (Path("/sys/fs/cgroup/memory.current"),
 
 
 def cpu_facts() -> dict[str, str]:
-    """The first processor's entries in /proc/cpuinfo; empty where there is no such file."""
+    """Returns the entries of the first processor in /proc/cpuinfo; empty without this file."""
     facts: dict[str, str] = {}
     for line in _read(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
@@ -37,26 +37,27 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> set[str]:
-    """Instruction sets: "flags" on x86, "Features" on ARM."""
+    """Returns the instruction sets: "flags" on x86, "Features" on ARM."""
     facts = cpu_facts()
     return set(facts.get("flags", facts.get("Features", "")).split())
 
 
 def cpu_limits() -> list[str]:
-    """The limits on the CPU's paths that are set here, as a shell sets them."""
+    """Returns the variables of CPU_LIMITS that are set here, as NAME=VALUE."""
     return [f"{name}={os.environ[name]}" for name in CPU_LIMITS if name in os.environ]
 
 
 def cores() -> int:
-    """The cores that this process may use. A container often allows fewer than the machine has."""
+    """Returns how many cores this process may use. A container often allows fewer than the machine
+    has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpus() -> int:
-    """NVIDIA's, that this process may use; found without loading a driver, on Linux alone. Of
-    CUDA_VISIBLE_DEVICES CUDA takes those before the first that is none."""
+    """Returns how many NVIDIA GPUs this process may use. Loads no driver, and works on Linux only.
+    CUDA reads CUDA_VISIBLE_DEVICES up to the first invalid entry, and so does this function."""
     here = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(here))))
     there = itertools.takewhile(
@@ -66,7 +67,7 @@ def gpus() -> int:
 
 
 def memory_limit_bytes() -> int | None:
-    """Returns what the container allows, or None without a limit below the machine's own memory."""
+    """Returns the container's memory limit; None if there is none below the machine's memory."""
     for path in CONTAINER_LIMITS:
         text = _read(path).strip()
         if text.isdigit() and int(text) < psutil.virtual_memory().total:
@@ -75,9 +76,10 @@ def memory_limit_bytes() -> int | None:
 
 
 def available_bytes() -> int:
-    """Returns what this process can still take: of the machine, its container, its own limits.
+    """Returns the bytes that this process can still allocate: the least that the machine, its
+    container and its resource limits allow.
 
-    Free swap counts, and so do pages of files, which give way; what others hold does not.
+    Free swap counts, and so do cached pages of files, which the system can drop.
     """
     swap = psutil.swap_memory().free
     left = [psutil.virtual_memory().available + swap]
@@ -90,7 +92,7 @@ def available_bytes() -> int:
                         for name in ("active_file", "inactive_file"))
             left.append(int(limit) - int(_read(used) or 0) + pages + swap)
     try:
-        import resource  # Unix alone has it
+        import resource  # only Unix has it
     except ImportError:
         return max(0, min(left))
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
@@ -101,7 +103,7 @@ def available_bytes() -> int:
 
 
 def status_bytes(field: str, pid: int | str = "self") -> int | None:
-    """An entry of /proc/PID/status in bytes, such as VmHWM; None where the system has none."""
+    """Returns an entry of /proc/PID/status in bytes, such as VmHWM; None if there is none."""
     for line in _read(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -114,7 +116,7 @@ SMI = {"driver": "driver_version", "power_limit_watts": "enforced.power.limit",
 
 
 def gpu_facts(uuid: str) -> dict[str, str | float]:
-    """Driver, power limit and clocks of the GPU, as nvidia-smi says; empty where it does not."""
+    """Returns the driver, power limit and clocks of a GPU from nvidia-smi; empty if it fails."""
     command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(SMI.values())}",
                "--format=csv,noheader,nounits"]
     try:
@@ -122,12 +124,12 @@ def gpu_facts(uuid: str) -> dict[str, str | float]:
         driver, *numbers = said.stdout.strip().split(", ")
         found = zip(list(SMI)[1:], numbers, strict=True)
         return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
-    except (OSError, ValueError, subprocess.SubprocessError):   # no program, no driver, no right
+    except (OSError, ValueError, subprocess.SubprocessError):   # no program, driver or permission
         return {}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Returns the versions of Python packages, by name; None where one is not installed."""
+    """Returns the versions of Python packages by name; None for a package that is not installed."""
     found: dict[str, str | None] = {}
     for package in packages:
         try:

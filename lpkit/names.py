@@ -1,4 +1,4 @@
-"""Which known names somebody may have meant. Standard library only."""
+"""Find the known names that a person may have meant. Standard library only."""
 
 import difflib
 import math
@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-SLIP, ROUGHLY = 0.8, 0.6        # of difflib's ratio
+SLIP, ROUGHLY = 0.8, 0.6        # least ratio of difflib
 
 
 def alike(name: str, known: list[str]) -> list[str]:
-    """Return the known names of the first rule below that finds any."""
+    """Return the known names that the first successful rule of `_rules` finds."""
     return next(filter(None, _rules(name, known)), [])
 
 
@@ -19,15 +19,15 @@ def _rules(name: str, known: list[str]) -> Iterator[list[str]]:
     theirs = {one: _words(one) for one in known}
     # the same letters and digits, in any case
     yield [one for one in known if _plain(one) == plain]
-    # of the same family, and the nearest in size
+    # a name of the same family with the nearest size
     sized = {one: abs(math.log(of / size)) for one in known if size and (of := _size(one))
              and difflib.get_close_matches(theirs[one][0], words, 1, SLIP)}
     yield [one for one, off in sized.items() if off == min(sized.values())]
     yield _close(name, known, SLIP)
-    # the same words and fewer: as many as possible
+    # some of the same words and no others: as many as possible
     fewer = {one: len(each) for one, each in theirs.items() if each and {*each} <= {*words}}
     yield [one for one, count in fewer.items() if count == max(fewer.values())]
-    # the same words, or beginning, and more
+    # all the same words, or the same beginning, and more
     yield [one for one, each in theirs.items() if (words and {*words} <= {*each})
            or (len(plain) > 1 and _plain(one).startswith(plain))]
     yield _close(name, known, ROUGHLY)
@@ -36,7 +36,8 @@ def _rules(name: str, known: list[str]) -> Iterator[list[str]]:
 
 
 def _close(name: str, known: list[str], cutoff: float) -> list[str]:
-    """The name that is spelled most alike: with the same first letter and the nearest number."""
+    """Returns the name with the most similar spelling. Prefers the same first letter; among equals,
+    the nearest number."""
     lower, name = {one.lower(): one for one in known}, name.lower()
     found = difflib.get_close_matches(name, lower, 10, cutoff)
     number = {one: int(re.sub(r"\D", "", f"0{one}")) for one in (*found, name)}
@@ -50,12 +51,12 @@ def _plain(name: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Words in lower case; of a number its digits without zeros before and GB after."""
+    """Returns the words in lower case. Numbers lose leading zeros and a trailing GB."""
     found = re.findall(r"\d+\.\d+[kmbt]\b|[a-z0-9]+", name.lower())
     return [re.sub(r"^0+(?=\d)|(?<=\d)gb?$", "", word) for word in found]
 
 
 def _size(name: str) -> float:
-    """The last size in a name, such as 8B or 1.5b; 0 without."""
+    """Returns the last size in a name, such as 8B or 1.5b, as a number; 0 if there is none."""
     found = re.findall(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([kmbt])(?![a-z0-9])", name.lower())
     return float(found[-1][0]) * UNITS[found[-1][1]] if found else 0.0

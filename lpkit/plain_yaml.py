@@ -1,8 +1,7 @@
-"""YAML as settings need it: mappings, lists and plain values.
+"""A safe subset of YAML for settings: mappings, lists and plain values.
 
-Anchors and aliases are refused (a few hundred bytes of them stand for more than any memory holds),
-and so are duplicate keys (PyYAML keeps the last), tags, whole numbers in other bases, deep nesting
-and large texts.
+Refused are anchors and aliases (a few hundred bytes of them can expand to more than any memory),
+duplicate keys (PyYAML keeps the last), tags, integers in other bases, deep nesting and large texts.
 """
 
 import re
@@ -16,12 +15,12 @@ from lpkit.files import read_text
 
 MOST_CHARACTERS = 1 << 16
 DEEPEST = 16
-OTHER_BASE = re.compile(r".*:.*|[-+]?0[0-7_]+")     # 1:30 is 90, and 010 is 8
+OTHER_BASE = re.compile(r".*:.*|[-+]?0[0-7_]+")     # YAML 1.1 reads 1:30 as 90, and 010 as 8
 
 
 def read_yaml(path: Path, rule: str = "") -> Any:
-    """The file's values; an empty one has none: {}. Raises ConfigError, which names file and
-    line, and ends with the `rule` for such a file."""
+    """Returns the values of a file; {} for an empty file. Raises ConfigError, which names the file
+    and the line, and ends with `rule`: what such a file should be."""
     try:
         return parse_yaml(read_text(path, MOST_CHARACTERS), named(path))
     except ConfigError as error:
@@ -35,13 +34,13 @@ def parse_yaml(text: str, where: str = "the text") -> Any:
         raise ConfigError(f"{where} has {len(text):,} characters, and YAML is read up to "
                           f"{MOST_CHARACTERS:,}; shorten it")
     try:
-        values = yaml.load(text, _Plain)    # a SafeLoader that takes less: no tag makes an object
+        values = yaml.load(text, _Plain)    # a restricted SafeLoader: tags cannot make objects
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{where} is not valid YAML, line {mark.line + 1}: "
                           f"{_short(error.problem)}; write plain settings, as `key: value`"
                           ) from None
-    except (yaml.YAMLError, ValueError) as error:   # characters, numbers and dates that are none
+    except (yaml.YAMLError, ValueError) as error:   # invalid characters, numbers and dates
         raise ConfigError(f"{where} is not valid YAML: {_short(error)}") from None
     return {} if values is None else values
 

@@ -1,4 +1,4 @@
-"""Named configs. Shapes are the published ones; where a size is rounded, a comment says so.
+"""Named configs. Shapes are the published shapes; a comment marks each rounded size.
 
 Sources: GPT-2 (Radford et al. 2019, table 2); Llama 3.1 (https://arxiv.org/abs/2407.21783, table
 3); Llama 3.2 1B (its model card and config.json).
@@ -15,7 +15,7 @@ from lpkit.values import checked
 
 def _gpt2(layers: int, width: int, heads: int, lr: float) -> Config:
     return Config(
-        # 50,257 entries rounded up to a multiple of 64, which tensor cores want
+        # 50,257 entries, rounded up to a multiple of 64 for tensor cores
         model=ModelConfig(layers=layers, width=width, heads=heads, vocab=50_304, context=1024),
         data=DataConfig(tokenizer="bpe"),
         optimizer={"name": "adamw", "lr": lr}, schedule={"name": "cosine", "warmup_steps": 700},
@@ -43,25 +43,26 @@ PRESETS = {
     "llama-8b": _llama(32, 4096, 32, 14_336, 3e-4),
     "llama-70b": _llama(80, 8192, 64, 28_672, 1.5e-4),
     "llama-405b": _llama(126, 16_384, 128, 53_248, 8e-5),
-    # nobody's model: an example shape of 1.005T parameters
+    # not a published model: an example with 1.005T parameters
     "dense-1t": _llama(160, 24_576, 192, 67_584, 5e-5),
 }
 
 
 def preset(name: str) -> Config:
-    """The named Config, in any case. Raises ConfigError with the nearest name."""
+    """Returns the Config of a name, in upper or lower case. Raises ConfigError, which names the
+    nearest."""
     return pick(PRESETS, name.lower() if is_preset(name) else name, "preset")
 
 
 def is_preset(target: object) -> bool:
-    """True if `target` names a preset, in any case."""
+    """Returns True if `target` names a preset, in upper or lower case."""
     return isinstance(target, str) and target.lower() in PRESETS
 
 
 @checked
 def resolve(target: str, settings: Iterable[str] = ()) -> Config:
-    """A preset's name, a YAML file or a run's folder, with `key=value` settings on top. Raises
-    ConfigError."""
+    """Returns the Config of a preset's name, a YAML file or a run's folder, changed by `settings`
+    (`key=value`). Raises ConfigError."""
     path = Path(target)
     if not is_preset(target) and (path / "config.yaml").is_file():
         path /= "config.yaml"
