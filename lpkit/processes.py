@@ -1,12 +1,16 @@
-"""Processes that end with this one, however it ends, and signals that are not lost.
+"""Child processes that end when this process ends, and signals that are not lost.
 
-A child is started under a keeper: a small process (this file, run as a script) to which we hold a
-pipe. It makes the child's private folder and starts the child. When the pipe closes, because we
-closed it or died (also of SIGKILL, also before the keeper first looked), it asks the child to end,
-ends it, ends all that descends from it, and removes the folder. On Linux orphans become the
-keeper's children, so a descendant cannot hide by leaving its parent, group or session; elsewhere
-those are found whose parents live. A keeper that is killed leaves its folder, and the next keeper
-removes it when nobody holds its lock: the keeper and its child hold that for life.
+A child is started under a keeper: a small process (this file, run as a script) to which this
+process holds a pipe. The keeper makes the child's private folder and starts the child. When the
+pipe closes, the keeper asks the child to end, kills it if it does not, kills all its descendants,
+and removes the folder. The pipe closes when we close it, or when we die (also by SIGKILL, also
+before the keeper first reads the pipe).
+
+On Linux, orphans become children of the keeper, so a descendant cannot escape by leaving its
+parent, group or session. Elsewhere, the keeper finds only descendants whose parents are alive.
+
+The keeper and its child hold a lock in the folder as long as they live. If a keeper is killed, its
+folder remains; the next keeper removes it, because nobody holds its lock.
 Sources: prctl(2), PR_SET_CHILD_SUBREAPER; signal.set_wakeup_fd of the Python library.
 """
 
@@ -36,22 +40,22 @@ import psutil
 from lpkit.errors import in_one_line
 from lpkit.signals import POLITE, heard_by
 
-CHILD_SECONDS = 1.0         # after SIGTERM, before SIGKILL: for the child itself,
-REST_SECONDS = 0.3          # and for what it left
-SWEEP_SECONDS = 5.0         # for the system to bury what was killed
-TAIL_BYTES = 1500           # of a log that goes with its folder
-HELD = f".held-on-{platform.node()}"    # a folder for several machines may have locks for each
+CHILD_SECONDS = 1.0         # from SIGTERM to SIGKILL, for the child
+REST_SECONDS = 0.3          # from SIGTERM to SIGKILL, for the child's descendants
+SWEEP_SECONDS = 5.0         # most seconds to wait for killed processes
+TAIL_BYTES = 1500           # the end of a log, which is kept when its folder is removed
+HELD = f".held-on-{platform.node()}"    # name of the lock; machines that share a folder have others
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def new_folder() -> Path:
-    """The name of a private folder, which the keeper makes: then nobody can die between making it
-    and having it removed."""
+    """Returns the path of a new private folder. The keeper makes it, so that it is removed even if
+    this process dies."""
     return Path(tempfile.gettempdir()) / f"lpkit-{secrets.token_hex(8)}"
 
 
 class Children:
-    """The processes that one command starts."""
+    """The child processes of one command."""
 
     def __init__(self):
         self._started: list[subprocess.Popen] = []
@@ -60,13 +64,13 @@ class Children:
     def start(self, command: Sequence[str], folder: Path, *, files: Mapping[str, Any] | None = None,
               log: str | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None,
               fds: Collection[int] = ()) -> subprocess.Popen:
-        """The keeper of `command`. `with` it, the command ends at the latest when the block does.
-        It exits as the command did (128 + the signal that ended it), and its standard output is
-        then the end of `log`.
+        """Start `command` under a keeper, and return the keeper's process. At the end of a `with`
+        block of the keeper, the command is ended. The keeper exits with the command's exit code
+        (128 + the signal that ended it), and then its standard output is the end of `log`.
 
-        folder: of `new_folder`; mode 0700, with `files` by relative path, mode 0600: text, or what
-                becomes JSON
-        log:    the file in `folder` for all that the command says; None: our standard error
+        folder: from `new_folder`; mode 0700
+        files:  relative path -> content, text or a value that becomes JSON; mode 0600
+        log:    the file in `folder` for the command's output; None: our standard error
         fds:    open files that the command inherits under the same numbers
         """
         keeper = subprocess.Popen(
@@ -76,16 +80,16 @@ class Children:
         told = {"command": list(map(str, command)), "folder": str(folder), "log": log,
                 "files": dict(files or {}), "cwd": cwd and str(cwd), "fds": list(fds)}
         if not self.over:
-            with contextlib.suppress(OSError, ValueError):  # it is gone; or `end` closed the pipe
+            with contextlib.suppress(OSError, ValueError):  # it has ended; or `end` closed the pipe
                 keeper.stdin.write(json.dumps(told) + "\n")
                 keeper.stdin.flush()
-        if self.over:       # since before, or since a moment ago
+        if self.over:       # `end` was called before or meanwhile
             end(keeper)
         return keeper
 
     def end(self) -> None:
-        """Let them all end, and those started from now on; wait for none. For a signal: it raises
-        nothing, and may be called again."""
+        """Ask all children to end, also those that are started later, and do not wait. A signal
+        handler may call this: it raises nothing, and may be called again."""
         self.over = True
         for keeper in list(self._started):
             end(keeper)
@@ -97,12 +101,12 @@ def end(keeper: subprocess.Popen) -> None:
 
 
 def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
-    """Do `work` while SIGINT, SIGTERM and SIGHUP call `stop`, which must make it end. Returns its
-    result and 0, or None and the signal.
+    """Call `work`. On SIGINT, SIGTERM and SIGHUP, call `stop`, which must make `work` end. Returns
+    (result, 0), or (None, signal number).
 
-    The work is done in a thread. An exception that a handler raises is lost when it interrupts a
-    destructor or a callback, and a handler waits for a long call into C; so the main thread does
-    nothing but read the bytes that the signals write into a pipe.
+    A thread calls `work`. The main thread only reads the bytes that signals write into a pipe,
+    because an exception from a signal handler is lost if it interrupts a destructor or a callback,
+    and a handler cannot run during a long call into C.
     """
     heard = 0
     reader, writer = os.pipe()
@@ -124,16 +128,16 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
 
 
 class Channel:
-    """Messages to and from another process over a socket: a kind and a value that becomes JSON, in
-    a line each. Where the other has closed its end, or is gone, this end is `over`, and what is
-    sent is lost without an error."""
+    """Messages to and from another process over a socket. A message is one line of JSON: a kind and
+    a value. If the other process has closed its end or has ended, `over` is True, and messages to
+    it are lost without an error."""
 
     def __init__(self, end: socket.socket | int):
         self.socket = socket.socket(fileno=end) if isinstance(end, int) else end
         self.over = False
-        self._part = b""            # of a message that has not arrived whole
+        self._part = b""            # the received part of an incomplete message
         self._unsent = bytearray()
-        self._sending = threading.RLock()       # a signal may send while its thread sends
+        self._sending = threading.RLock()       # a signal handler may send while its thread sends
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -144,30 +148,32 @@ class Channel:
             self._unsent.clear()
 
     def post(self, kind: str, value: Any = None) -> None:
-        """Sends it without waiting for a busy reader; the rest leaves by `flush`."""
+        """Sends a message without waiting for a busy reader. `flush` sends the rest later."""
         self._unsent += _message(kind, value)
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much of what was posted as the reader takes now."""
-        with contextlib.suppress(OSError):      # it takes no more now; or it is gone
+        """Sends as much of the posted messages as the reader takes now."""
+        with contextlib.suppress(OSError):      # the reader takes no more now, or has ended
             while self._unsent:
                 del self._unsent[:self.socket.send(self._unsent[:1 << 16], socket.MSG_DONTWAIT)]
 
     def receive(self, wait: bool = False) -> list[tuple[str, Any]]:
-        """Returns the messages that have arrived. `wait`: until something has, or it is `over`."""
+        """Returns the messages that have arrived. With `wait`, waits until some bytes arrive or the
+        channel is `over`."""
         try:
             some = self.socket.recv(1 << 16, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
-        except OSError:             # it is gone, before it had read everything; or closed here
+        # the other ended before it read everything; or this end is closed
+        except OSError:
             some = b""
         self.over = not some
         *lines, self._part = (self._part + some).split(b"\n")
         return [tuple(json.loads(line)) for line in lines]
 
     def finish(self) -> None:
-        """Says that nothing more will be sent; messages still arrive."""
+        """Closes the channel for sending. Messages can still be received."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
@@ -181,7 +187,7 @@ def _message(kind: str, value: Any) -> bytes:
 
 
 def tell(line: str) -> None:
-    """Prints a line to standard error, and nothing that a terminal would obey."""
+    """Prints a line to standard error, with control characters escaped."""
     with contextlib.suppress(OSError):      # the terminal is closed
         print(in_one_line(line), file=sys.stderr, flush=True)
 
@@ -189,11 +195,14 @@ def tell(line: str) -> None:
 # --- the keeper
 
 def keep() -> int | str:
-    """Do what standard input says, until it closes. Returns the exit code, or what is wrong."""
-    for number in POLITE:           # the pipe alone says when; a handler, since exec resets it
+    """Run the keeper: start the command that standard input describes, and end it when standard
+    input closes. Returns the exit code, or an error message."""
+    # Only the pipe ends a keeper. Signals get a handler, not SIG_IGN, which the child would
+    # inherit.
+    for number in POLITE:
         signal.signal(number, lambda *_: None)
     line = sys.stdin.readline()
-    if not line.endswith("\n"):     # our parent died before it had said everything
+    if not line.endswith("\n"):     # the parent died before it had written the whole line
         return 0
     told = json.loads(line)
     folder = Path(told["folder"])
@@ -205,7 +214,7 @@ def keep() -> int | str:
             _write_private(folder / name, text if isinstance(text, str) else json.dumps(text))
         code = _run(told, held)
         if told["log"]:
-            with contextlib.suppress(OSError):      # nobody listens any more
+            with contextlib.suppress(OSError):      # nobody reads it any more
                 os.write(1, (folder / told["log"]).read_bytes()[-TAIL_BYTES:])
     except OSError as error:
         return f"lpkit: cannot start {told['command'][0]}: {error}"
@@ -217,13 +226,14 @@ def keep() -> int | str:
 
 
 def make_and_hold(folder: Path) -> int:
-    """The folder's lock file, open and locked; with it, the folder is made (0700). Raises
+    """Makes a folder (mode 0700) with its lock file. Returns the lock file, open and locked. Raises
     OSError."""
     while True:
         folder.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):    # taken for an abandoned one in between
+        with contextlib.suppress(FileNotFoundError):    # another keeper took it for abandoned
             held = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            with contextlib.suppress(OSError):          # no flock here: nobody will remove it
+            # without flock, nobody will remove the folder
+            with contextlib.suppress(OSError):
                 fcntl.flock(held, fcntl.LOCK_EX)
             if os.path.exists(folder / HELD):
                 return held
@@ -231,9 +241,9 @@ def make_and_hold(folder: Path) -> int:
 
 
 def remove_abandoned(place: Path) -> None:
-    """The folders in `place` of keepers of this user and machine that were killed."""
+    """Removes the folders in `place` that killed keepers of this user and machine left."""
     for lock in place.glob(f"lpkit-*/{HELD}"):
-        # another's, or a link, or one that is held
+        # errors: another user's folder, a link, or a lock that is held
         with contextlib.suppress(OSError), \
                 open(os.open(lock, os.O_RDWR | os.O_NOFOLLOW), "rb") as held:
             status = lock.parent.lstat()
@@ -249,7 +259,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _run(told: Mapping[str, Any], held: int) -> int:
-    """The exit code of the command, when none of its descendants is left."""
+    """Runs the command. Returns its exit code after all its descendants have ended."""
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         out: Any = 2
@@ -262,7 +272,7 @@ def _run(told: Mapping[str, Any], held: int) -> int:
         os.close(fd)
     ended = threading.Event()
     threading.Thread(target=_end_at_eof, args=(child.pid, ended), daemon=True).start()
-    while True:                     # also orphans, that none of them stays a zombie
+    while True:                     # reaps orphans, too, so that none stays a zombie
         pid, status = os.waitpid(-1, 0)
         if pid == child.pid:
             break
@@ -281,13 +291,13 @@ def _end_at_eof(pid: int, ended: threading.Event) -> None:
 
 
 def adopt_orphans() -> None:
-    """Processes that descend from this one, and whose parent ends, become its children."""
+    """Let descendants of this process become its children when their parents end."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """This process gets SIGKILL when its parent ends; at once where that was `parent`, and ended
-    before this was called."""
+    """Let the kernel kill this process when its parent ends. If `parent` is given and has already
+    ended, kills this process at once."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -300,7 +310,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def sweep() -> None:
-    """End what descends from this process, and wait until it is buried."""
+    """End all descendants of this process, and wait until they are reaped."""
     keeper = psutil.Process()
     for number, seconds in ((signal.SIGTERM, REST_SECONDS), (signal.SIGKILL, SWEEP_SECONDS)):
         signalled, deadline = set(), time.monotonic() + seconds

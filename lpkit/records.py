@@ -1,8 +1,9 @@
-"""JSON that shows when it is not what was written: a flipped bit, a lost half, another hand.
+"""JSON with checksums, which detect a flipped bit, a truncated file and later edits.
 
-An object carries the SHA-256 of the rest of it, a line the first 16 digits of its own. Both are of
-the canonical text (sorted keys, no spaces), so only what changes a value is damage. Lines of a file
-are a chain: a line that is lost, doubled, moved or of another run shows, too.
+An object contains the SHA-256 of its other fields; a line contains the first 16 digits of its
+SHA-256. Both are computed from the canonical text (sorted keys, no spaces), so a change of spaces
+or order is no damage. The lines of a file form a chain: a line that is lost, repeated, moved or
+from another run is detected, too.
 """
 
 import hashlib
@@ -19,15 +20,16 @@ from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import read_text, whole_file, write_atomically
 
 SUM, LINE_SUM = "sha256", "sum"
-RUN, NUMBER, BEFORE = "run", "line", "before"       # what a line carries besides its value
-MARK_DIGITS = 16            # of a SHA-256, in lines and in what names a run
-MOST_BYTES = 1 << 28        # a header of tokens holds its tokenizer
+RUN, NUMBER, BEFORE = "run", "line", "before"       # fields of a line in addition to its value
+MARK_DIGITS = 16            # digits of a SHA-256 in lines and in the names of runs
+MOST_BYTES = 1 << 28        # large, since the header of token files contains its tokenizer
 LONGEST_LINE = 1 << 20
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def plain(value: Any) -> Any:
-    """Returns it as JSON gives it back: without tuples, numbers as keys, and NaN, which is null."""
+    """Returns `value` as JSON would return it: lists for tuples, texts as keys, None for NaN and
+    infinity."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -49,7 +51,7 @@ def sealed(value: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str, path: Path) -> dict[str, Any]:
-    """Returns what `sealed` was given. Raises DamagedError, which names `path`."""
+    """Returns the value of a text that `sealed` made. Raises DamagedError, which names `path`."""
     try:
         value = json.loads(text)
         due, found = value.pop(SUM), digest(value)
@@ -63,17 +65,19 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all; NaN becomes null. Raises OSError."""
+    """Writes a sealed value to a file atomically. NaN becomes null. Raises OSError."""
     write_atomically(path, sealed(value))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises DamagedError, also for a file that is not there or cannot be read."""
+    """Returns the value of a sealed file. Raises DamagedError, also for a file that does not exist
+    or cannot be read."""
     return unsealed(text_of(path), path)
 
 
 def of_others(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """A JSON object without a checksum of ours. Raises DamagedError."""
+    """Returns the JSON object of a file of another program, without a checksum. Raises
+    DamagedError."""
     text = text_of(path, most_bytes)
     try:
         said = json.loads(text)
@@ -85,7 +89,7 @@ def of_others(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Raises DamagedError."""
+    """Returns the text of a file. Raises DamagedError if it cannot be read."""
     try:
         return read_text(path, most_bytes)
     except ConfigError as error:
@@ -93,8 +97,8 @@ def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 class Chain:
-    """Makes the lines of a file. Each carries its run, its number and the checksum of the line
-    before it, so its own checksum stands for all lines up to it."""
+    """Makes the lines of a file. Each line contains its run, its number and the checksum of the
+    line before it, so its own checksum covers all lines up to it."""
 
     def __init__(self, path: Path, run: str | None):
         self.run, (self.number, self.sum) = run, head(path)
@@ -116,7 +120,7 @@ class Line:
 
     @classmethod
     def parse(cls, text: bytes) -> "Line":
-        """Raises one of UNREADABLE."""
+        """Returns the line of a text. Raises one of UNREADABLE."""
         value = json.loads(text)
         due = value.pop(LINE_SUM)
         if due != digest(value)[:MARK_DIGITS] or not text.endswith(b"\n"):
@@ -125,8 +129,8 @@ class Line:
 
 
 def head(path: Path) -> tuple[int, str]:
-    """The number and the checksum of the last whole line, which stand for all lines. (0, "") where
-    there is none."""
+    """Returns the number and the checksum of the last undamaged line. The checksum covers all
+    lines. (0, "") if there is no such line."""
     if path.is_file():
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LONGEST_LINE))
@@ -139,14 +143,15 @@ def head(path: Path) -> tuple[int, str]:
 
 def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, int, str]] = ()
                ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines that are as they were written, and a sentence for each that is not. Of a missing
-    file, none.
+    """Returns the values of the undamaged lines, and sentences about the others. A missing file has
+    no lines.
 
-    run:     whose lines they are; None: nobody knows, and lines are read one by one
-    vouched: (who says so, the number of a line, its checksum)
+    run:     the run of the lines; None: unknown, and lines are checked one by one, without the
+             chain
+    vouched: (file, number of a line, its checksum): lines that another file says were written
     """
     good, problems, sums = [], [], {}
-    before: Line | None = Line({}, run, 0, "", "")      # None: the one before is not known
+    before: Line | None = Line({}, run, 0, "", "")      # None: the previous line is unknown
     text = path.read_bytes() if path.is_file() else b""
     for place, one in enumerate(text.splitlines(keepends=True), 1):
         why = ""
@@ -178,7 +183,7 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
 
 
 def _told(path: Path, problems: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """Yield a sentence for each run of neighbours that have one reason."""
+    """Yield a sentence for each group of consecutive lines with the same reason."""
     runs = groupby(enumerate(problems), lambda one: (one[1][1], one[1][0] - one[0]))
     for (why, _), group in runs:
         places = [place for _, (place, _) in group]
@@ -188,7 +193,8 @@ def _told(path: Path, problems: Iterable[tuple[int, str]]) -> Iterator[str]:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Keep the lines up to `step`, since what came after is done again. Damage before it stays."""
+    """Remove the lines after `step`, because a resumed run repeats these steps. Damaged lines
+    before it stay."""
     lines, end = [], 0
     for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:

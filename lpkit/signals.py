@@ -1,4 +1,4 @@
-"""Signals that ask a program to end: Ctrl-C, SIGTERM, and SIGHUP from a terminal that closes."""
+"""Signals that ask a program to end: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (the terminal closes)."""
 
 import signal
 import threading
@@ -14,10 +14,12 @@ POLITE = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 @contextmanager
 def heard_by(handler: Callable[[int, Any], None],
              numbers: Collection[int] = POLITE) -> Iterator[Collection[int]]:
-    """Lets `handler(number, frame)` hear these signals within; yields those it does hear.
+    """Installs `handler(number, frame)` for these signals during the block. Yields the signals for
+    which it was installed.
 
-    Only the main thread can hear any. Who said nohup wants to outlive the terminal, so an ignored
-    SIGHUP stays ignored; SIGINT does not, because a shell's `&` makes its children deaf to it.
+    Only the main thread can install handlers; in other threads, no signal is handled. An ignored
+    SIGHUP stays ignored, because `nohup` means that the program must outlive the terminal. An
+    ignored SIGINT is handled, because a shell ignores it for every command started with `&`.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""What results show: a dict for JSON, HTML for a notebook, aligned text for a terminal."""
+"""Formats of results: a dict for JSON, HTML for a notebook, aligned text for a terminal."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -9,19 +9,19 @@ from typing import Any
 
 from lpkit.errors import in_one_line
 
-INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # on white: of figures
-# in HTML those of JupyterLab's theme, where there is one
+INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # colours of figures on white
+# colours in HTML: those of JupyterLab's theme, or else the second value
 TEXT, QUIET, LINE, LINK = (f"var(--jp-{name}, {colour})" for name, colour in (
     ("content-font-color1", INK), ("content-font-color2", FAINT), ("border-color2", GRID),
     ("content-link-color", "#004488")))
-SENTENCE = 16       # letters in a cell
+SENTENCE = 16       # a cell with more letters is a sentence
 FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, "
         "sans-serif")
 
 
 def picked(source: object, names: str, **renamed: str) -> dict[str, Any]:
-    """Return attributes of `source` by name, for JSON. A name may be dotted, and its last part is
-    the key; `renamed` gives other keys.
+    """Return a dict of attributes of `source`, for JSON. A name may be dotted; its last part is
+    then the key. `renamed` gives other keys.
 
     >>> picked(range(2, 9), "start stop.real", every="step")
     {'start': 2, 'real': 9, 'every': 1}
@@ -33,15 +33,16 @@ def picked(source: object, names: str, **renamed: str) -> dict[str, Any]:
 
 
 def page(lines: Callable[[Any], Iterator[str]]) -> Callable[[Any], str]:
-    """Decorate a generator of the lines and tables of a result: it returns one text."""
+    """Decorate a function that yields the lines and tables of a result: it then returns one
+    text."""
     return wraps(lines)(lambda result: "\n".join(lines(result)))
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
                caption: str = "", below: Iterable[str] = ()) -> str:
-    """A quiet table. Cells are escaped. The first column, and those that hold sentences, are set to
-    the left, others to the right; sentences alone may wrap. No heads: rows alone. `below`:
-    sentences beneath the rows."""
+    """Return a plain HTML table with escaped cells. The first column and columns with sentences are
+    aligned left, others right. Only sentences may wrap. Empty `heads`: no header row. `below`:
+    sentences under the rows."""
     rows = [list(map(str, row)) for row in rows]
     columns = list(zip(*rows)) or [()] * len(heads)
     least = [min(16, max(map(len, column)) / 2) if any(
@@ -70,8 +71,8 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
 
 
 def text_table(rows: Iterable[Sequence[str]], *, align: str = "<", indent: str = "") -> str:
-    """Columns as wide as their widest cell. `align`: < or > for each column; the last holds for the
-    rest."""
+    """Return a table of text. Each column is as wide as its widest cell. `align`: < or > for each
+    column; the last one applies to all further columns."""
     rows = [[in_one_line(cell) for cell in row] for row in rows]
     sides = align + align[-1] * max(map(len, rows), default=0)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -81,7 +82,7 @@ def text_table(rows: Iterable[Sequence[str]], *, align: str = "<", indent: str =
 
 
 def beside(name: str, value: str, at: int, width: int) -> str:
-    """`value` in lines of `width` that begin at column `at`, and `name` before the first. No word
-    is broken."""
+    """Return `name`, followed by `value` in lines that begin at column `at` and end at `width`. No
+    word is broken."""
     return fill(value, width, initial_indent=f"{name:<{at - 2}}  ", subsequent_indent=" " * at,
                 break_long_words=False, break_on_hyphens=False)

@@ -1,11 +1,12 @@
-"""Timing callables in turns: a slow moment of the machine meets all of them, ratios stay fair."""
+"""Time functions in interleaved rounds, so that a slow moment of the machine slows all of them and
+their ratios stay fair."""
 
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-# what goes through the rounds, and may say how far it is
+# iterates over the rounds, and may show progress
 Watch = Callable[[Sequence[int]], Iterable[int]]
 
 
@@ -13,11 +14,11 @@ def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int,
                         shuffle: bool = False, within_seconds: float = math.inf,
                         clock: Callable[[], float] | None = None,
                         watch: Watch = iter) -> list[list[float]]:
-    """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
+    """Returns the seconds of each runner in each round, without the first `warm_up` rounds.
 
-    A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
-    new round begins after `within_seconds`, but one is always measured. `clock` is perf_counter by
-    default.
+    A round calls every runner once, in the given order, or with `shuffle` in a new random order. No
+    new round begins after `within_seconds`, but at least one round is measured. `clock` is
+    perf_counter by default.
     """
     clock = clock or time.perf_counter
     seconds: list[list[float]] = [[] for _ in runners]

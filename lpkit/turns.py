@@ -1,9 +1,9 @@
-"""Turns at a GPU that several people share: one run at a time, in the order of asking.
+"""A queue for a GPU that several people share: one run at a time, in the order of arrival.
 
-LPKIT_TURNS names a folder in which everybody may make files and remove only their own (mode 1777);
-without it nobody waits. A ticket is an empty file that its owner's process holds locked, so one
-whose process was killed counts no more. Its age is what the kernel wrote down (ctime), which nobody
-can make older. Sources: flock(2); inode(7).
+LPKIT_TURNS names a folder in which every user may make files and remove only their own files (mode
+1777). Without it, runs do not wait. A ticket is an empty file. The waiting process holds a lock on
+it, so the ticket of a killed process no longer counts. The age of a ticket is its ctime, which the
+kernel sets, so that no user can make a ticket older. Sources: flock(2); inode(7).
 """
 
 import fcntl
@@ -20,8 +20,8 @@ LOOK_SECONDS = 0.5
 
 @contextmanager
 def turn(device: str) -> Iterator[None]:
-    """Waits until it is this process's turn at the GPU, and says where it stands; for a CPU it does
-    not wait. What begins inside the block, here or in a child, has the turn already."""
+    """Waits until it is this process's turn at the GPU, and prints its place in the queue. Does not
+    wait for a CPU. Inside the block, other runs of this process and its children do not wait."""
     shared = os.environ.get("LPKIT_TURNS")
     if not shared or device == "cpu":
         yield
@@ -29,7 +29,8 @@ def turn(device: str) -> Iterator[None]:
     ticket = Path(shared, secrets.token_hex(8))
     with open(os.open(ticket, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644), "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        os.fchmod(held.fileno(), 0o644)         # whatever the umask is: others ask whether we live
+        # regardless of the umask: others must open it to test the lock
+        os.fchmod(held.fileno(), 0o644)
         try:
             said = 0
             while before := _before(ticket):
@@ -45,11 +46,11 @@ def turn(device: str) -> Iterator[None]:
 
 
 def _before(ticket: Path) -> int:
-    """How many living tickets are older."""
+    """Returns how many older tickets of living processes there are."""
     mine = ticket.stat()
     living = 0
     for other in ticket.parent.iterdir():
-        with suppress(OSError):     # gone in between; or held, which is what locking it says
+        with suppress(OSError):     # the ticket was removed meanwhile
             status = other.lstat()
             if (status.st_ctime_ns, other.name) >= (mine.st_ctime_ns, ticket.name):
                 continue

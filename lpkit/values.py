@@ -1,10 +1,11 @@
-"""Values by annotation: what a setting or an argument may be is written once, where it is declared.
+"""Convert and check values by their annotations, so that the rule of a setting or an argument is
+written once, where it is declared.
 
-    steps: Count = 300              a field of a Checked dataclass is read when one is made
-    @checked                        and so are the arguments of a function, when it is called
+    steps: Count = 300              a field of a Checked dataclass: checked when an object is made
+    @checked                        arguments of a function: checked when it is called
     def sample(run, tokens: Count = 200): ...
 
-Text is read the way a person types it. Standard library only.
+Texts are converted as a person types them. Standard library only.
 """
 
 import contextlib
@@ -23,14 +24,15 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from lpkit.errors import ConfigError, named, nearest, shown
 from lpkit.files import expanded
 
-Check = Callable[[str, Any], None]      # of a key and its value; raises ConfigError
+Check = Callable[[str, Any], None]      # (key, value); raises ConfigError
 Function = TypeVar("Function", bound=Callable[..., Any])
 UNIONS = (UnionType, typing.Union)
-MOST_CHARACTERS = 4096                  # of a text: as long as a path may be
+MOST_CHARACTERS = 4096                  # of a text: the longest path
 
 
 def check(holds: Callable[[Any], bool], must_be: str) -> Check:
-    """NaN holds nowhere."""
+    """Makes a check that raises ConfigError unless `holds(value)`. All comparisons below are false
+    for NaN."""
     def one(name: str, value: Any) -> None:
         if not holds(value):
             raise ConfigError(f"{name} must be {must_be}, got {shown(value)}")
@@ -47,7 +49,7 @@ positive = check(lambda value: 0 < value < math.inf, "positive")
 at_least_zero = check(lambda value: 0 <= value < math.inf, "0 or more")
 share = check(lambda value: 0 <= value <= 1, "between 0 and 1")
 inner_share = check(lambda value: 0 < value < 1, "above 0 and below 1")
-# the rate of a moving average: one that forgets nothing (1) takes in no gradient
+# the rate of a moving average; with rate 1, it would ignore every new gradient
 below_one = check(lambda value: 0 <= value < 1, "0 or more and below 1")
 
 
@@ -56,7 +58,8 @@ def at_most(most: float) -> Check:
 
 
 def text(name: str, value: object) -> None:
-    """Raises ConfigError for text too long or with a NUL: text in settings may become a path."""
+    """Raises ConfigError for a text that is too long or contains NUL, since it may become a
+    path."""
     if isinstance(value, str) and (len(value) > MOST_CHARACTERS or "\0" in value):
         raise ConfigError(f"{name} must be at most {MOST_CHARACTERS:,} characters and none of them "
                           f"NUL, got {len(value):,}: {shown(value)}")
@@ -64,7 +67,8 @@ def text(name: str, value: object) -> None:
 
 
 def utf8(name: str, value: object) -> None:
-    """Bytes that are none reach Python as surrogates, which nothing can write."""
+    """Raises ConfigError for a text with surrogates. Python reads invalid UTF-8 as surrogates, and
+    cannot write them."""
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         raise ConfigError(f"{name} must be UTF-8, got {shown(value)}")
 
@@ -75,7 +79,8 @@ def not_empty(name: str, value: object) -> None:
 
 
 def place(name: str, value: Any) -> None:
-    """A path that a file system can have; of `Run | Place`, a Run is none."""
+    """Raises ConfigError for a path that no file system can have. Ignores other values: an argument
+    `Run | Place` may be a Run."""
     if not isinstance(value, (str, Path)):
         return
     not_empty(name, value)
@@ -86,7 +91,7 @@ def place(name: str, value: Any) -> None:
 
 
 def folder(name: str, value: str | Path) -> None:
-    """Raises ConfigError unless the folder is there or may be made."""
+    """Raises ConfigError unless the folder exists or can be made."""
     place(name, value)
     path = expanded(value)
     there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
@@ -95,11 +100,12 @@ def folder(name: str, value: str | Path) -> None:
                           f"another path")
 
 
-# What a number may be, as an annotation. None may always be, where `| None` is written too.
-# The sums of any settings stay finite, and their divisors are found in milliseconds.
+# Annotations of numbers and texts. With `| None`, None is valid, too. The limits keep sums of
+# settings finite, and let their divisors be found in milliseconds.
 Count = Annotated[int, positive, at_most(2**31 - 1)]
 CountOrZero = Annotated[int, at_least_zero, at_most(2**31 - 1)]
-Seed = Annotated[int, at_least_zero, at_most(2**63 - 1)]    # what every generator takes
+# seeds that every random generator accepts
+Seed = Annotated[int, at_least_zero, at_most(2**63 - 1)]
 Positive = Annotated[float, positive]
 PositiveOrZero = Annotated[float, at_least_zero]
 Share = Annotated[float, share]
@@ -111,8 +117,8 @@ Folder = Annotated[str | Path, folder]
 
 
 class Checked:
-    """A dataclass whose values are read and checked as its annotations say. `where` is the prefix
-    of their keys. Raises ConfigError."""
+    """A dataclass that converts and checks its values by their annotations. `where`: the prefix of
+    their keys in messages. Raises ConfigError."""
 
     where = ""
 
@@ -123,18 +129,18 @@ class Checked:
 
 
 def read(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`given` as the annotations of `kind` say, of keys that begin with `where`. Raises
-    ConfigError."""
+    """Returns the values of `given`, converted and checked by the annotations of `kind`. `where`:
+    the prefix of their keys in messages. Raises ConfigError."""
     rules = _rules(kind)
     return {name: rules[name].read(f"{where}{name}", value) if name in rules else value
             for name, value in given.items()}
 
 
 def checked(function: Function) -> Function:
-    """The arguments are read and checked as the annotations say. Raises ConfigError; TypeError, as
-    Python does, for arguments that there are not.
+    """Decorate a function: its arguments are converted and checked by their annotations. A call
+    raises ConfigError for an invalid value, and TypeError for unknown or missing arguments.
 
-    Annotations that are no values (a callback, an array) are left alone.
+    Arguments with other annotations (a callback, an array) are not checked.
     """
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -158,7 +164,7 @@ _signature = functools.cache(inspect.signature)
 @dataclasses.dataclass(frozen=True)
 class _Rule:
     kind: Any                   # an annotation
-    as_it_is: frozenset[type]   # values of exactly these need not be converted
+    as_it_is: frozenset[type]   # values of exactly these types need no conversion
     checks: tuple[Check, ...]
 
     def read(self, name: str, value: Any) -> Any:
@@ -168,13 +174,14 @@ class _Rule:
             for check in self.checks:
                 check(name, value)
         if isinstance(value, (str, Path)) and not {place, folder}.isdisjoint(self.checks):
-            return expanded(value)      # the one place where an argument becomes a path
+            return expanded(value)      # the only place where an argument becomes a path
         return value
 
 
 @functools.cache
 def _rules(owner: Any) -> dict[str, _Rule]:
-    """Reads rules by field or argument. Fields naming rows, or groups, are read by who has them."""
+    """Returns the rule of each field or argument. Leaves out fields that name rows and fields that
+    are groups of settings: `config.Group` reads these."""
     kinds = typing.get_type_hints(owner)
     if dataclasses.is_dataclass(owner):
         kinds = {f.name: kinds[f.name] for f in dataclasses.fields(owner)
@@ -195,13 +202,13 @@ def _rules(owner: Any) -> dict[str, _Rule]:
 
 
 def _readable(kind: Any) -> bool:
-    """True if `convert` has something to say of it."""
+    """Returns True if `convert` can convert values to this annotation."""
     if get_origin(kind) in (tuple, Mapping, Sequence, Iterable, *UNIONS):
         return all(option is Ellipsis or _readable(option) for option in get_args(kind))
     return get_origin(kind) is Literal or isinstance(kind, type)
 
 
-# Typed values.
+# Conversion of typed values.
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True,
          "false": False, "no": False, "off": False, "0": False}
@@ -209,8 +216,8 @@ WRITTEN = {int: "; write it as 8000 or 8e3", float: "; write it as 0.4 or 4e-1"}
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:
-    """`value` as the annotated `kind`; strings are read the way a person types them. Raises
-    ConfigError.
+    """Returns `value` converted to the annotation `kind`. Texts are converted as a person types
+    them. Raises ConfigError.
 
     >>> convert("1e-3", float, "lr"), convert("no", bool, "compile")
     (0.001, False)
@@ -220,7 +227,7 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     typed = value.lower() if isinstance(value, str) else None
     if origin in UNIONS:
-        # "none" is none before anything else; str accepts anything, so it comes last
+        # NoneType first, so that "none" becomes None; str last, since it accepts any text
         for option in sorted(args, key=lambda option: (option is not NoneType, option is str)):
             with contextlib.suppress(ConfigError):
                 return convert(value, option, name)
@@ -256,13 +263,14 @@ def convert(value: Any, kind: Any, name: str) -> Any:
 
 
 def annotated(value: Any, kind: Any, name: str) -> Any:
-    """`value` as int, Count or another annotation says. Raises ConfigError."""
+    """Returns `value`, converted and checked by int, Count or another annotation. Raises
+    ConfigError."""
     checks, kind = getattr(kind, "__metadata__", ()), getattr(kind, "__origin__", kind)
     return _Rule(kind, frozenset({str} & {kind, *get_args(kind)}), checks).read(name, value)
 
 
 def unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The mapping of the pairs. Raises ConfigError for a key with two values."""
+    """Returns the pairs as a dict. Raises ConfigError for a key with two values."""
     values: dict[str, str] = {}
     for key, value in pairs:
         if values.setdefault(key, value) != value:
@@ -271,15 +279,15 @@ def unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _number(value: Any, kind: type) -> float:
-    """Raises ValueError, TypeError or OverflowError for what is no such number."""
+    """Returns `value` as an int or a float. Raises ValueError, TypeError or OverflowError."""
     if isinstance(value, (bool, bytes, bytearray)):
         raise TypeError
     if kind is float:
         return float(value)
     with contextlib.suppress(ValueError, TypeError):
-        # exact, where a float has 53 bits
+        # exact: a float has only 53 bits
         return int(value) if isinstance(value, str) else operator.index(value)
-    number = float(value)       # 1e3
+    number = float(value)       # such as "1e3"
     if not number.is_integer():
         raise ValueError
     return int(number)
