@@ -1,11 +1,16 @@
-"""A learner's copies of the course: what is written in them stays, and what is new in the course
-arrives.
+"""A learner's copies of the course. An update brings the course's changes, and keeps everything
+that the learner has written.
 
-A work folder holds the notebooks and, in PRISTINE, each of them as the course had it when it was
-last brought here. A cell that differs from that is the learner's and keeps its text; the others
-take the course's. Cells are known by their ids. A lesson, the module beside a notebook, is one
-piece: changed by the learner it stays as it is. Pictures are always the course's. Other files are
-left alone, and every file is written whole, by one process at a time.
+A work folder contains the notebooks, and in PRISTINE the course's version of each notebook at the
+last update. An update compares cells by their ids:
+
+    a cell that the learner changed       keeps the learner's text
+    other cells                           get the course's text
+    a lesson (the module of a notebook)   is kept as a whole if the learner changed it
+    pictures                              are always the course's
+    other files                           are not touched
+
+Files are written atomically, by one process at a time.
 """
 
 import copy
@@ -30,12 +35,13 @@ if TYPE_CHECKING:
 
 PRISTINE = ".pristine"
 LESSONS, PICTURES = "lessons", "pictures"       # folders beside the notebooks
-BESIDE = "-beside"      # after the id of a cell that both had changed
+BESIDE = "-beside"      # suffix of the id of the course's cell, if the learner changed it, too
 
 
 def work_folder(asked: Path | None = None) -> Path:
-    """`asked`, or `course` in the user's data directory; made if need be. Raises ConfigError for a
-    link, for the course's own folder, and for one that holds other things; OSError."""
+    """Returns the work folder: `asked`, or `course` in the user's data directory. It is made if it
+    does not exist. Raises ConfigError for a link, for the folder of the course itself, and for a
+    folder with other contents; OSError."""
     folder = (files.own_folder(asked) if asked else
               files.own_folder(files.data_dir("course"), 0o700)).resolve()
     if files.resource("notebooks").resolve() in (folder, *folder.parents):
@@ -49,8 +55,8 @@ def work_folder(asked: Path | None = None) -> Path:
 
 
 def update(folder: Path) -> list[dict[str, Any]]:
-    """Bring each notebook of the course to `folder`. Those where there was something to do:
-    `notebook`, `done` (copied, updated, left), `notes` (sentences). Raises ConfigError, OSError."""
+    """Update all notebooks, lessons and pictures in `folder`. Returns the changes: `notebook`,
+    `done` (copied, updated, left) and `notes` (sentences). Raises ConfigError, OSError."""
     with _alone(folder):
         for path in (files.resource("notebooks") / PICTURES).glob("*.*"):
             here = files.own_folder(folder / PICTURES) / path.name
@@ -62,8 +68,9 @@ def update(folder: Path) -> list[dict[str, Any]]:
 
 
 def reset(folder: Path, name: str) -> dict[str, Any]:
-    """Put the course's notebook `name` (03_number_formats, 03, number_formats), and its lesson,
-    where the copies are. Exercises keep their answers, and old files stay beside, as `backup`."""
+    """Replace the copies of a notebook and of its lesson by the course's. `name`: such as
+    03_number_formats, 03 or number_formats. Answers to exercises are kept. The old files stay in
+    the folder under another name; `backup` is the old notebook's."""
     path = by_name(_course(), Path(name).stem)
     with _alone(folder):
         said = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
@@ -91,9 +98,9 @@ def _reset(folder: Path, path: Path) -> dict[str, Any]:
 
 def merged(course: "NotebookNode", mine: "NotebookNode",
            was: "NotebookNode | None") -> tuple["NotebookNode", list[str]]:
-    """`mine` with all that changed from `was` to `course`, and a sentence for each cell that both
-    changed. What the learner deleted stays away; what he or she added stays after the cell that it
-    follows."""
+    """Returns `mine` with the changes from `was` to `course`, and a sentence for each cell that the
+    learner and the course both changed. Cells that the learner deleted stay deleted. A cell that
+    the learner added stays after the same cell."""
     before = {cell.id: _content(cell) for cell in was.cells} if was else {}
     now, last = {cell.id: _content(cell) for cell in course.cells}, None
     theirs: dict[str, NotebookNode] = {}
@@ -103,7 +110,7 @@ def merged(course: "NotebookNode", mine: "NotebookNode",
         if cell.id in now and cell.id not in theirs:
             theirs[last := cell.id] = cell
         elif _content(cell) == now.get(id) or _content(cell) != before.get(id):
-            own[last].append(cell)      # and the rest is what the course gave up
+            own[last].append(cell)      # other cells were removed from the course
     cells, notes = own[None], []
     for new in course.cells:
         here, then = theirs.get(new.id), before.get(new.id)
@@ -129,12 +136,12 @@ def merged(course: "NotebookNode", mine: "NotebookNode",
 
 
 def _both(here: "NotebookNode", new: "NotebookNode") -> tuple[list["NotebookNode"], str]:
-    """The learner's cell and the course's, in the order in which they should run; the learner's
-    keeps id and tags."""
+    """Returns the learner's cell and the course's cell in the order in which they should run, and a
+    clause that says so. The learner's cell keeps the id and the tags."""
     tags = new.metadata.get("tags", [])
     if "exercise" in tags:
         return [_kept(here, new)], "your answer stays; the task may read differently now"
-    if "parameters" in tags:        # the values of the second one hold
+    if "parameters" in tags:        # the second cell sets the values
         return [_beside(new), _kept(here, new)], "yours stays, and the new cell stands before it"
     return [_kept(here, new), _beside(new)], "yours stays, and the new cell stands after it"
 
@@ -147,7 +154,7 @@ def _beside(cell: "NotebookNode") -> "NotebookNode":
 
 
 def _kept(here: "NotebookNode", new: "NotebookNode") -> "NotebookNode":
-    """The learner's cell with its outputs, tagged as the course's."""
+    """Returns the learner's cell, with its outputs, and with the course's metadata and tags."""
     here.metadata.pop("tags", None)
     here.metadata.update(new.metadata)
     return here
@@ -168,7 +175,7 @@ def _lessons() -> list[Path]:
 
 
 def _copy_of(lesson: Path, folder: Path) -> Path:
-    """The path of the lesson's copy below `folder`, whose directory exists afterwards."""
+    """Returns the path of the copy of a lesson in `folder`, and makes its parent folders."""
     place = lesson.relative_to(files.resource("notebooks"))
     for parent in (LESSONS, place.parent):
         files.own_folder(folder / parent)
@@ -176,8 +183,9 @@ def _copy_of(lesson: Path, folder: Path) -> Path:
 
 
 def _given_up(folder: Path) -> list[dict[str, Any]]:
-    """Report, once, each copy of a notebook that the course no longer has, and of a lesson that the
-    learner changed. These copies stay; an unchanged lesson goes."""
+    """Handle notebooks and lessons that the course no longer has. Copies of notebooks, and of
+    lessons that the learner changed, are kept, and reported once. Copies of unchanged lessons are
+    removed. Returns the reports."""
     ours, pristine, gone = files.resource("notebooks"), folder / PRISTINE, []
     for was in sorted((*pristine.glob("*.ipynb"), *(pristine / LESSONS).rglob("*.py"))):
         place = was.relative_to(pristine)
@@ -194,14 +202,15 @@ def _given_up(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
-    """Bring one to `folder`; what is said of it, if the learner and the course both changed it."""
+    """Update the copy of a lesson in `folder`. Returns a change if the learner and the course both
+    changed the lesson, else None."""
     text, here, was = path.read_text(), _copy_of(path, folder), _copy_of(path, folder / PRISTINE)
     before, there = was.read_text() if was.exists() else None, _is_there(here)
-    mine = here.read_text("utf-8", "replace") if there else None    # no text: a learner's
+    mine = here.read_text("utf-8", "replace") if there else None    # not UTF-8: the learner's
     if there and mine not in (before, text):
         if text == before:
             return None
-        files.write_atomically(was, text)       # it is said once
+        files.write_atomically(was, text)       # so that it is reported once
         return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated",
                 "notes": [f"you and the course both changed it: yours stays; {way_back(path)}"]}
     for place, old in ((here, mine), (was, before)):
@@ -211,7 +220,8 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
 
 
 def _reset_lesson(folder: Path, path: Path) -> list[str]:
-    """The course's in place of the copy; where the learner's is now, if it was another."""
+    """Replace the copy of a lesson by the course's. Returns sentences that say what changed: where
+    the learner's version is now, or that the copy was missing."""
     here, said = _copy_of(path, folder), "was missing, and is there again"
     if _is_there(here):
         if here.read_bytes() == path.read_bytes():
@@ -222,7 +232,7 @@ def _reset_lesson(folder: Path, path: Path) -> list[str]:
 
 
 def _beside_today(mine: Path) -> Path:
-    """A copy of the learner's file, under today's date."""
+    """Copy the learner's file to a name with today's date. Returns the path."""
     return _copy(mine, files.free(mine.with_stem(f"{mine.stem}-{date.today()}")))
 
 
@@ -234,7 +244,8 @@ def _copy(path: Path, to: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two labs may start at once. What a killed one left goes."""
+    """Hold the lock of the work folder, since two labs may start at once. Removes temporary files
+    that a killed process left."""
     pristine = files.own_folder(folder / PRISTINE)
     files.refuse_links(pristine)
     with files.locked(pristine / ".lock"):
@@ -269,7 +280,8 @@ def _update(path: Path, folder: Path) -> dict[str, Any] | None:
 
 def _bring(folder: Path, path: Path, text: str, mine: str, done: str,
            notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The copy first: killed in between, it is found changed, and what is changed is kept."""
+    """Write the copy, and then its pristine version. If the process is killed between the two, the
+    copy counts as changed by the learner, so nothing is lost."""
     files.write_atomically(folder / path.name, mine)
     files.write_atomically(folder / PRISTINE / path.name, text)
     return _change(path, done, notes)
@@ -280,14 +292,15 @@ def _change(path: Path, done: str, notes: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_there(path: Path) -> bool:
-    """Raises ConfigError for a link, a folder, a device."""
+    """Returns True if the file exists. Raises ConfigError for a link, a folder or a device."""
     with suppress(FileNotFoundError), files.open_own(path, "rb"):
         return True
     return False
 
 
 def _read(path: Path) -> "NotebookNode":
-    with warnings.catch_warnings():     # an id that is there twice: the second cell gets another
+    # for a repeated id, nbformat warns, and gives the second cell a new id
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         book = parse(files.read_text(path, MOST_BYTES), path.name)
     if all(cell.keys() >= {"id", "cell_type", "source", "metadata"} for cell in book.cells):

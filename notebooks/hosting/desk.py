@@ -1,9 +1,10 @@
-"""The process that a room starts for each learner, as that learner: its copies of the course are
-brought up to date, and then it becomes the hub's single-user JupyterLab.
+"""The process that a room starts for each learner, as the learner's Unix user. It updates the
+learner's copies of the course, and then becomes the hub's single-user JupyterLab.
 
-What the lab of one person does for quiet (`hosting.lab`) holds here, too. Kernels have sockets
-in a folder of the learner's own: a port that is free when a kernel is given it may be another's
-once Python has started, where thirty start at once, and ports of 127.0.0.1 are everybody's.
+The lab has the settings QUIET_APP and QUIET_SETTINGS of `hosting.lab`. Kernels use Unix sockets in
+a folder of the learner instead of ports: when thirty kernels start at once, another process can
+take a kernel's port before its Python has started, and every user can connect to ports of
+127.0.0.1.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""JupyterHub's configuration file for `lpkit room`; LPKIT_ROOM names the room.
+"""JupyterHub's configuration file for `lpkit room`. LPKIT_ROOM names the room.
 
-`Desk` starts a learner's lab as a Unix user of its own. If this machine allows control groups
-(either version), all kernels of a lab together have the learner's share of memory and an equal
-weight of the processors. Else each process has the limit (RLIMIT_DATA, which counts what a process
-allocated and not what CUDA reserves), and the hub's log says so. Each lab writes into a log of its
-own, and its state into `labs.json`: the map, the teacher's terminal and the learner's page show
-failures from there.
+`Desk` starts each learner's lab as a separate Unix user. If this machine allows control groups
+(either version), the learner's share of memory is a limit for all kernels of a lab together, and
+labs have equal weights for the processors. Otherwise, the share limits each process (RLIMIT_DATA,
+which counts allocated memory, and not the address space that CUDA reserves), and the hub's log says
+so. Each lab has a separate log. `Desk` writes the states of labs into `labs.json`, from which the
+map, the teacher's terminal and the learner's page show failures.
 Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 
@@ -44,30 +44,30 @@ from lpkit.errors import in_one_line
 from lpkit.processes import prctl
 
 PR_SET_NO_NEW_PRIVS, CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 38, 0x40000000, 0x8914, 1
-LOOK_SECONDS = 1.0      # between looks whether a server that starts has ended
-START_SECONDS = 300.0   # a lab that does not answer by then has failed
-PROCESSES = 400         # threads count
-FILE_BYTES = 8 << 30    # the largest file
-OPEN_FILES, HUB_FILES = 4096, 1 << 20   # of a learner's process; of the hub, for all connections
+LOOK_SECONDS = 1.0      # seconds between checks of a starting server
+START_SECONDS = 300.0   # a lab that does not answer within this time has failed
+PROCESSES = 400         # most processes and threads of a learner
+FILE_BYTES = 8 << 30    # largest file of a learner
+OPEN_FILES, HUB_FILES = 4096, 1 << 20   # per process of a learner; of the hub, for all connections
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "lpkit-room"
 
 
 class Codes(Authenticator):
-    """Names and codes of the room's file."""
+    """Authenticates learners by the names and codes in the room's file."""
 
     folder = Unicode().tag(config=True)
 
     async def authenticate(self, handler: Any, data: dict[str, str]) -> str | None:
         member = rooms.read(Path(self.folder)).members.get(data["username"])
-        # a member who signed up at another authenticator has no code, and "" must not be one
+        # a member who came through another authenticator has no code; "" must not match it
         code = member.code if member and member.code else rooms.new_code()
         right = compare_digest(code.encode(), data["password"].strip().lower().encode())
         return data["username"] if member and right else None
 
 
 class Desk(LocalProcessSpawner):
-    """One learner's server."""
+    """Starts and ends the server of one learner."""
 
     folder = Unicode().tag(config=True)
     own_network = Bool(True, help="Give each lab a loopback and nothing else.").tag(config=True)
@@ -100,7 +100,7 @@ class Desk(LocalProcessSpawner):
                     self.log.warning("%s's lab ended while it started; starting it once more",
                                      self.user.name)
                     address = await self._sit_down()
-            if self.proc.poll() is not None:    # else the hub would ask the held socket for minutes
+            if self.proc.poll() is not None:    # else the hub would wait minutes for the socket
                 raise self._failure("The lab ended twice while it started")
         except Exception as error:
             self._note("failed", str(getattr(error, "jupyterhub_message", error)))
@@ -115,7 +115,7 @@ class Desk(LocalProcessSpawner):
         return error
 
     def _note(self, state: str, reason: str = "") -> None:
-        """Write the lab's state into the file that `rooms.labs` reads; "" removes the lab."""
+        """Write the lab's state into the file that `rooms.labs` reads. The state "" removes it."""
         labs = rooms.labs(Path(self.folder)) | {self.user.name: {
             "state": state, "since": time.time(), "reason": in_one_line(reason)[:500]}}
         try:
@@ -126,15 +126,16 @@ class Desk(LocalProcessSpawner):
                            reason, error)
 
     def clear_state(self) -> None:
-        """JupyterHub calls this before a start and after an end. A failure stays noted."""
+        """Remove the lab's state, except for a failure. JupyterHub calls this before a start and
+        after an end."""
         super().clear_state()
         lab = rooms.labs(Path(self.folder)).get(self.user.name)
         if lab and lab["state"] != "failed":
             self._note("")
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the text that the learner's page shows while the lab starts, until the hub closes
-        this."""
+        """Yield the texts that the learner's page shows while the lab starts. Ends when the hub
+        closes this generator."""
         while True:
             seconds = time.monotonic() - (self._began or time.monotonic())
             line = rooms.last_line(Path(self.folder), self.user.name)
@@ -144,17 +145,19 @@ class Desk(LocalProcessSpawner):
 
     @cached_property
     def listener(self) -> socket.socket:
-        """The socket of the learner's server. The hub holds it as long as it sends anybody there,
-        so no other user can take the port of a server that has died."""
+        """The socket of the learner's server. The hub keeps it open, so that no other user can take
+        the port of a server that has died."""
         return socket.create_server((LOCAL, 0), backlog=128)
 
     async def _sit_down(self) -> tuple[str, int]:
-        """Return when the server answers, or has ended. Raises SpawnException for a late one."""
+        """Start the server, and wait until it answers or has ended. Returns its address and port.
+        Raises SpawnException if it does not answer within START_SECONDS."""
         self.port = self.listener.getsockname()[1]
         ip, port = await super().start()
         url = f"http://{ip}:{port}{self.server.base_url}api"
         while self.proc.poll() is None:
-            with contextlib.suppress(TimeoutError):     # the held socket always lets us connect
+            # a timeout is needed: the open socket accepts connections
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(wait_for_http_server(url), LOOK_SECONDS)
                 break
             if time.monotonic() > self._began + START_SECONDS:
@@ -193,8 +196,8 @@ class Desk(LocalProcessSpawner):
 
 
 def furnish(home: Path, uid: int, shared: Path) -> None:
-    """Makes a home on its owner's first day, with a copy of what all share. As root we write only
-    into a folder that no learner owns yet."""
+    """Makes the home of a learner with a copy of the shared caches, if it does not exist. Root
+    writes into it before the learner owns it, so the learner cannot redirect a write by a link."""
     if home.exists():
         return
     new = home.with_name(f".{home.name}.new")
@@ -213,7 +216,8 @@ def furnish(home: Path, uid: int, shared: Path) -> None:
 
 
 def own_groups(name: str, memory_bytes: int) -> list[Path]:
-    """The control groups of a learner's processes, made if need be; none where that cannot be."""
+    """Returns the control groups of a learner's processes, and makes them if they do not exist.
+    Empty if this machine does not allow it."""
     try:
         if (CGROUPS / "cgroup.controllers").exists():       # version 2
             top = CGROUPS / GROUP
@@ -236,7 +240,7 @@ def _limited(group: Path, file: str = "", most: int = 0) -> Path:
 
 def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int,
              own_network: bool) -> None:
-    """In the new process, before it becomes the learner's server."""
+    """Set limits, groups and the user of a new process, before it becomes the learner's server."""
     if own_network and not leave_network():
         os.write(2, b"no network namespace can be made here: learners share the machine's ports\n")
     (kernels := rooms.SOCKETS / str(uid)).mkdir(exist_ok=True)
@@ -259,11 +263,11 @@ def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int,
 
 
 def leave_network() -> bool:
-    """Leave the machine's ports for a network namespace with a loopback; open sockets stay. Returns
-    False where that cannot be."""
+    """Move this process into a new network namespace with a loopback interface. Open sockets stay
+    open. Returns False if this machine does not allow it."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNET):
         return False
-    with socket.socket() as one:        # struct ifreq: a name of 16 bytes, and flags
+    with socket.socket() as one:        # struct ifreq: name (16 bytes), flags
         fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
     return True
 
@@ -272,7 +276,7 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     hub = Path(room.folder, "hub")
     scheme = "https" if room.tls else "http"
     c.JupyterHub.bind_url = f"{scheme}://{room.address}:{room.port}/"
-    # whoever answers here gets tokens: sockets in a folder of root's, and no ports
+    # Unix sockets in root's folder, not ports: the process that answers here receives tokens
     c.JupyterHub.hub_bind_url, c.ConfigurableHTTPProxy.api_url = (
         f"http+unix://{quote(str(room.socket_path(name)), safe='')}" for name in ("hub", "proxy"))
     c.JupyterHub.hub_connect_url, c.JupyterHub.hub_socket_mode = c.JupyterHub.hub_bind_url, 0o666
@@ -285,7 +289,7 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     c.Codes.folder = c.Desk.folder = room.folder
     c.Desk.options_form = Path(__file__).with_name("agree.html").read_text()
     c.Codes.allowed_users = {*room.members}
-    c.JupyterHub.template_vars = {"announcement": html.escape(room.title)}  # put in as HTML
+    c.JupyterHub.template_vars = {"announcement": html.escape(room.title)}  # inserted as HTML
     c.Authenticator.admin_users = {room.teacher}
     c.ConfigurableHTTPProxy.command = [room.proxy]
     c.ConfigurableHTTPProxy.pid_file = str(hub / "proxy.pid")
@@ -293,7 +297,7 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     c.Spawner.env_keep = ["LANG", "LC_ALL", "PYTHONPATH", "LPKIT_SOLUTIONS"]
     c.Spawner.default_url = f"/lab/tree/{FIRST}"
     c.Spawner.start_timeout = c.Spawner.http_timeout = round(START_SECONDS) + 30
-    c.JupyterHub.concurrent_spawn_limit = 0        # all come at once, and nobody is sent away
+    c.JupyterHub.concurrent_spawn_limit = 0        # 0: no limit, since all learners start at once
     c.JupyterHub.load_roles = [{
         "name": "user", "scopes": ["self", "access:services!service=progress"]}, {
         "name": "server", "scopes": ["users:activity!user", "access:servers!server",
@@ -305,8 +309,8 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
 
 async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Sequence[socket.socket]
                         ) -> None:
-    """Run the service of reports, again whenever it ends, on sockets that the hub holds: no other
-    user can take them while it is away, and requests wait."""
+    """Run the service for reports, and start it again whenever it ends. The hub keeps its sockets
+    open, so that no other user can take them meanwhile, and requests wait."""
     scopes = json.dumps(["access:services", "access:services!service=progress"])
     env = os.environ | {
         "JUPYTERHUB_API_TOKEN": token, "JUPYTERHUB_API_URL": f"{hub_url}/hub/api",
@@ -323,15 +327,16 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
 
 
 def listeners(room: rooms.Room) -> list[socket.socket]:
-    """Listen for the teacher's page, and for reports, on a Unix socket in a folder of root's."""
+    """Return two listening sockets: a port for the teacher's page, and a Unix socket for reports in
+    a folder that only root can change."""
     rooms.SOCKETS.mkdir(mode=0o755, exist_ok=True)
     rooms.SOCKETS.chmod(0o755)
     reports = bind_unix_socket(str(room.socket_path("reports")), mode=0o666)
     return [socket.create_server((LOCAL, 0), backlog=128), reports]
 
 
-if "get_config" in globals():       # JupyterHub's, when it reads this file, in its event loop
-    with contextlib.suppress(OSError, ValueError):      # some containers forbid it
+if "get_config" in globals():       # defined when JupyterHub runs this file, in its event loop
+    with contextlib.suppress(OSError, ValueError):      # some containers do not allow it
         resource.setrlimit(resource.RLIMIT_NOFILE, (HUB_FILES, HUB_FILES))
     config, told = globals()["get_config"](), rooms.read(Path(os.environ["LPKIT_ROOM"]).parent)
     sockets, secret = listeners(told), secrets.token_hex(32)

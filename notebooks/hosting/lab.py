@@ -1,16 +1,21 @@
-"""JupyterLab on the course, served to this machine and to nobody else.
+"""JupyterLab on the course, for this machine only.
 
-What is not left to chance, whatever the user's own Jupyter settings say: the address (127.0.0.1), a
-fresh token in a file that only its owner reads (command lines are public on a shared machine), no
-unauthenticated access, no page of another site, no request to another host (news, updates, the
-extension list, a kernel gateway), encrypted kernel channels. What guards the door is set by
-`hosting.server` when all of the user's files are read; the rest goes in through a private
-folder at the head of Jupyter's search path. Nothing under ~/.jupyter is written, and what the kit
-does not set stays as the user has it.
+The kit sets the following, regardless of the user's own Jupyter settings:
 
-The server inherits a socket that listens already, so whoever answers on its port is our child.
-`serve` proves its promise before it returns: the token is let in; a stranger, a page of another
-site, another host name and a write without the XSRF token are not.
+    address          127.0.0.1
+    token            a new one for each start, in a file that only its owner can read; not on a
+                     command line, which other users of a shared machine can see
+    access           none without authentication, none from pages of other sites
+    requests         none to other hosts (news, updates, the list of extensions, a kernel gateway)
+    kernel channels  encrypted
+
+`hosting.server` sets the options for security after all files of the user have been read. The other
+settings are in a private folder at the start of Jupyter's search path. Nothing under ~/.jupyter is
+written, and settings that the kit does not set are the user's.
+
+The server inherits a socket that already listens, so only our child can answer on its port. `serve`
+checks before it yields that the token gets access, and that these do not: a request without it, a
+page of another site, another host name, a write without the XSRF token.
 Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting overrides).
 """
 
@@ -30,10 +35,10 @@ from pathlib import Path
 from lpkit import processes
 from lpkit.errors import ConfigError
 
-FIRST = "00_start_here.ipynb"      # of a work folder (hosting.copies)
+FIRST = "00_start_here.ipynb"      # in a work folder (hosting.copies)
 LOCAL = "127.0.0.1"
-PORT = 8888                 # Jupyter's own
-START_SECONDS = 120.0       # a cold disk reads slowly
+PORT = 8888                 # Jupyter's default
+START_SECONDS = 120.0       # long, since the first read from a disk is slow
 
 QUIET_APP = {  # no telemetry, no news, no update check, no list of extensions from elsewhere
     "default_url": f"/lab/tree/{FIRST}",
@@ -45,34 +50,35 @@ QUIET_APP = {  # no telemetry, no news, no update check, no list of extensions f
 }
 QUIET_SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false",
                                                                   "checkForUpdates": False}}
-QUIET_LOG = {"filters": {"known": {"()": "__main__.KnownNoise"}},     # of server.py
+QUIET_LOG = {"filters": {"known": {"()": "__main__.KnownNoise"}},     # in server.py
              "handlers": {"console": {"filters": ["known"]}}}
 QUIET = {"LabApp": QUIET_APP, "ServerApp": {"logging_config": QUIET_LOG}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A JupyterLab that answers. It lives as long as the `with serve(...)` that made it."""
+    """A running JupyterLab. It ends when the `with serve(...)` block that made it ends."""
 
     port: int
     token: str
     token_file: Path        # mode 0600
     log_path: Path
-    process: subprocess.Popen   # its keeper, which ends when the server does, as it does
+    process: subprocess.Popen   # the keeper; ends with the server's exit code
 
     @property
     def url(self) -> str:
         return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
-        """Returns a file's address in the lab, with the token: for a browser, never for `ps`."""
+        """Returns the address of a file in the lab, with the token. It must not be an argument of a
+        command, since command lines are public."""
         return f"http://{LOCAL}:{self.port}/lab/tree/{path}?token={self.token}"
 
     def open_browser(self) -> None:
-        """Opens it through a private file, since a command line is public. From here: a browser
-        that the server starts would end with it."""
+        """Opens the lab in a browser through a private file, since command lines are public. This
+        process starts the browser, because a child of the server would end with the server."""
         (page,) = self.token_file.parent.glob("runtime/jpserver-*-open.html")
-        # some browsers are waited for
+        # in a thread, since `open` waits for some browsers
         threading.Thread(target=webbrowser.open, args=[page.as_uri()], daemon=True).start()
 
     def log(self) -> str:
@@ -80,7 +86,8 @@ class Server:
 
 
 def listen(asked: int = 0) -> socket.socket:
-    """A socket that listens on `asked` or the next free port; 0: any. Errors: ConfigError."""
+    """Returns a socket that listens on port `asked`, or on the next free port (0: on any port).
+    Raises ConfigError."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:
@@ -95,11 +102,11 @@ def listen(asked: int = 0) -> socket.socket:
 @contextlib.contextmanager
 def serve(root: Path, *, port: int = 0,
           children: processes.Children | None = None) -> Iterator[Server]:
-    """Start JupyterLab in `root`, yield it once it answers, stop it, its kernels and all that they
-    and its terminals started at the end, also when this process is killed.
+    """Start JupyterLab in `root`, and yield it once it answers. At the end, also if this process is
+    killed, end the server, its kernels, its terminals and all their descendants.
 
-    port:     0 for any free one; a taken one moves to the next (compare with `Server.port`)
-    children: who starts the server, and may end it from another thread
+    port:     0: any free port; if the port is taken, the next free one (see `Server.port`)
+    children: starts the server; another thread can end the server through it
 
     Raises ConfigError for a server that does not start.
     """
@@ -114,14 +121,14 @@ def serve(root: Path, *, port: int = 0,
                   "PasswordIdentityProvider": {"token": token, "hashed_password": "",
                                                "allow_password_change": False},
                   "KernelManager": {"transport_encryption": "auto"}}
-        # Jupyter reads one file for the server and one for the lab; the same words in both leave no
-        # gap.
+        # Jupyter reads one file for the server and one for the lab, so both have the same settings.
         files = {"token": token, "locked.json": {"fd": listener.fileno(), "traits": traits},
                  "config/jupyter_server_config.json": QUIET,
                  "config/jupyter_lab_config.json": QUIET,
                  "config/labconfig/default_setting_overrides.json": QUIET_SETTINGS}
-        # The two endpoints that this warning names (terminals, language servers) check the token
-        # themselves. Jupyter would run a configuration file of the current folder.
+        # The warning is ignored, because the two endpoints that it names (terminals, language
+        # servers) check the token. The server starts in its own folder, because Jupyter would run a
+        # configuration file in the current folder.
         keeper = (children or processes.Children()).start(
             [sys.executable, "-P", "-Wignore:Extension endpoints without",
              Path(__file__).with_name("server.py"), folder / "locked.json"],
@@ -139,14 +146,14 @@ def _environment(folder: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     paths = [str(folder / "config"), env.get("JUPYTER_CONFIG_PATH")]
     env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
-    # the token and the keys of kernels: they go when the server goes
+    # holds the token and the keys of kernels; removed when the server ends
     env["JUPYTER_RUNTIME_DIR"] = str(folder / "runtime")
     return env
 
 
 def _ask(server: Server, path: str, *, method: str = "GET", seconds: float = 10,
          **headers: str) -> tuple[int, http.client.HTTPMessage]:
-    """Status and headers of the answer. No proxy: it is this machine."""
+    """Returns the status and the headers of the answer to a request, sent without a proxy."""
     connection = http.client.HTTPConnection(LOCAL, server.port, timeout=seconds)
     with contextlib.closing(connection):
         connection.request(method, path, headers=headers)
@@ -155,13 +162,13 @@ def _ask(server: Server, path: str, *, method: str = "GET", seconds: float = 10,
 
 
 def _prove(server: Server) -> None:
-    """The token is let in, and nobody else. The socket listens already, so the first question
-    waits until the server has started, or ended."""
+    """Checks that requests with the token get access, and that others do not. Raises ConfigError.
+    The socket already listens, so the first request waits until the server has started or ended."""
     course, nothing, token = "/api/contents?content=0", "/api/kernels/none", f"token {server.token}"
     try:
         inside, headers = _ask(server, course, seconds=START_SECONDS, Authorization=token)
         set_ = headers.get_all("Set-Cookie", [])
-        cookie = "; ".join(one.partition(";")[0] for one in set_)    # as a browser sends it
+        cookie = "; ".join(one.partition(";")[0] for one in set_)    # as browsers send it
         answers = {
             "with the token": (inside, (200,)),
             "with its cookie": (_ask(server, course, Cookie=cookie)[0], (200,)),

@@ -1,4 +1,4 @@
-"""Find and read notebooks, those of the course and others. Nothing of a notebook is executed."""
+"""Find and read notebooks of the course, and others. Executes nothing in a notebook."""
 
 import ast
 import os
@@ -17,7 +17,8 @@ MOST_BYTES = 1 << 28        # of a notebook
 
 
 def course() -> list[Path]:
-    """The notebooks of the course, in order: `notebooks/` here, or the project's own."""
+    """Returns the notebooks of the course, in order: those of `notebooks/` in the current folder,
+    or else the project's. Raises ConfigError."""
     for place in (Path.cwd() / "notebooks", resource("notebooks")):
         if place.is_dir():
             return sorted(place.glob("*.ipynb"))
@@ -26,8 +27,8 @@ def course() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """'00_start_here', '00', 'start_here' or a path -> the file. Raises ConfigError with the
-    nearest name."""
+    """Returns the path of a notebook. `name`: such as 00_start_here, 00, start_here, or a path.
+    Raises ConfigError, which names the nearest."""
     if name.endswith(".ipynb") or os.sep in name:
         if not Path(name).is_file():
             raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
@@ -37,8 +38,8 @@ def find(name: str) -> Path:
 
 
 def by_name(paths: Iterable[Path], name: str) -> Path:
-    """The one of this stem, of the number that opens it, or of the rest. Raises ConfigError, with
-    all numbers for a number."""
+    """Returns the path whose stem is `name`, or whose number is `name`, or whose stem without the
+    number is. Raises ConfigError; for an unknown number, it lists the numbers."""
     known: dict[str, Path] = {}
     for path in paths:
         number, _, rest = path.stem.partition("_")
@@ -58,14 +59,15 @@ def read(path: Path) -> "NotebookNode":
 
 
 def parse(text: str, name: str) -> "NotebookNode":
-    """Raises ConfigError, with the `name` of the file, for what is no notebook."""
-    # jsonschema can do without it, and it takes longer to import than all the rest
+    """Returns the notebook of a text. Raises ConfigError, which names the file `name`, if the text
+    is no notebook."""
+    # disable an optional package of jsonschema, whose import takes longer than everything else
     sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
 
     try:
         return nbformat.reads(text, as_version=4)
-    # of JSON that is anything else, nbformat raises what it stumbles over
+    # for other JSON, nbformat raises various errors
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError,
             nbformat.ValidationError) as error:
         why = named(str(error).partition("\n")[0])
@@ -73,15 +75,15 @@ def parse(text: str, name: str) -> "NotebookNode":
 
 
 def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
-    """The code cells that carry `tag`."""
+    """Returns the code cells with a tag."""
     return [cell for cell in book.cells if cell.cell_type == "code"
             and tag in cell.metadata.get("tags", [])]
 
 
 def claim(book: "NotebookNode") -> str:
-    """Returns what the notebook claims, in one line. Raises ConfigError for a cell tagged `claim`
-    that holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something
-    else is true."""
+    """Returns the claims of a notebook, in one line. Raises ConfigError for a cell tagged `claim`
+    that does not test its claim: it is not plain Python (`%%script`), or has no assert directly in
+    the `with claim(...)` block, where it always runs."""
     return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
 
 

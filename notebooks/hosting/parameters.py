@@ -1,8 +1,9 @@
-"""The parameters of a notebook: what its cell tagged `parameters` declares, and what is asked for.
+"""The parameters of a notebook: read the declarations in the cell tagged `parameters`, and set
+requested values.
 
-papermill would execute the *names* of parameters as code, and take "false" for a true value. So
-this module reads the declarations from the syntax tree, takes declared names only, and converts
-text by annotation.
+papermill would execute the *names* of parameters as code, and treat the text "false" as true. So
+this module reads the declarations from the syntax tree, accepts only declared names, and converts
+texts by annotation.
 """
 
 import ast
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 INJECTED = "injected-parameters"
-SET = "# Parameters"        # how the cell opens that sets them, papermill's too
-TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # papermill's, too: no space in the type
+SET = "# Parameters"        # first line of the cell that sets parameters, as in papermill
+TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # as in papermill: no space in the type
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One line of a parameters cell: `steps: int = 200  # updates`, or, since papermill's own
-    reader takes no quotes in an annotation, `name = "a"  # type: Literal["a","b"] a name`."""
+    """One line of a parameters cell: `steps: int = 200  # updates`. The form `name = "a"  # type:
+    Literal["a","b"] a name` also exists, because papermill cannot read quotes in an annotation."""
 
     kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
     annotation: str         # as written
@@ -42,8 +43,8 @@ class Parameter:
 
 
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
-    """Returns what the parameters cell declares, line by line, unexecuted. Raises ConfigError for a
-    second such cell, which would undo what is asked."""
+    """Returns the parameters that the parameters cell declares. Executes nothing. Raises
+    ConfigError for a second such cell, which would overwrite the requested values."""
     cells = tagged(book, "parameters")
     if len(cells) > 1:
         raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
@@ -53,8 +54,8 @@ def parameters(book: "NotebookNode") -> dict[str, Parameter]:
 
 
 def declared(source: str) -> dict[str, Parameter]:
-    """Parse a parameters cell. Raises ConfigError with the line that is more than a declaration.
-    Whether a default is of its type is left to `choose`."""
+    """Parse a parameters cell. Raises ConfigError, which shows the line, for anything but a
+    declaration. `choose` checks whether a default has its type."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -96,7 +97,8 @@ def _annotation(text: str) -> ast.expr:
 
 
 def _kind(node: ast.expr) -> Any:
-    """An annotation's type from its syntax, by a table of names. Nothing is evaluated."""
+    """Returns the type of an annotation from its syntax tree, by a table of names. Evaluates
+    nothing."""
     match node:
         case ast.Name(id=name) if name in KINDS:
             return KINDS[name]
@@ -118,8 +120,8 @@ def _kind(node: ast.expr) -> Any:
 
 def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
            tier: str | None = None) -> dict[str, Any]:
-    """Returns every declared parameter with its value. Only declared names pass; text is converted
-    by annotation."""
+    """Returns the value of every declared parameter. Texts are converted by annotation. Raises
+    ConfigError for a name that is not declared."""
     if tier is not None:
         if "tier" not in known:
             raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose "
@@ -145,8 +147,8 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
 def check() -> None:
     """Check and convert the parameters of the notebook whose kernel this is.
 
-    papermill sets any name to any value, and so may a person: this reads the declared and the set
-    names from the cells that ran. Raises ConfigError."""
+    papermill or a person can set any name to any value. So this function reads the declared names
+    and the set names from the cells that ran. Raises ConfigError."""
     from IPython import get_ipython
 
     shell, known, names = get_ipython(), {}, []
@@ -162,8 +164,8 @@ def check() -> None:
 
 
 def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
-    """['lr=1e-3,3e-4', 'steps=10', 'steps=20'] -> the four combinations. A repeated key makes a
-    grid, and so do commas, unless the parameter itself is text or a tuple."""
+    """Returns all combinations: ['lr=1e-3,3e-4', 'steps=10', 'steps=20'] gives four. A repeated key
+    makes a grid, and so do commas, except for a parameter that is a text or a tuple."""
     axes: dict[str, list[str]] = {}
     for setting in settings:
         key, value = key_and_value(setting)
@@ -175,9 +177,10 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
 
 
 def with_parameters(book: "NotebookNode", asked: Mapping[str, Any]) -> "NotebookNode":
-    """A copy of `book` with a cell after its parameters cell that sets what was asked. It is not
-    papermill's: that turns a tuple into text and warns about annotations that it cannot parse.
-    What an earlier run set, in a notebook that is its output, is gone."""
+    """Returns a copy of `book` with a cell, after its parameters cell, that sets the requested
+    values. Removes such a cell of an earlier run, if `book` is the output of a run. papermill does
+    not write the cell, because it turns a tuple into text and warns about annotations that it
+    cannot parse."""
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)

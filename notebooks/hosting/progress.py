@@ -1,14 +1,15 @@
-"""The service of a room that keeps what learners report, under pseudonyms, and shows it to the
+"""The service of a room that stores learners' reports under pseudonyms and shows them to the
 teacher.
 
-    POST report       a learner's reports, kept when the answer is 200: on the Unix socket alone, of
-                      whose other end the kernel tells the user. No token travels
-    GET  .            the map, which asks for `now` as long as it is open
-    GET  now          all reports: the teacher's; a learner gets the own ones
-    GET  csv          the same as a table: the teacher's
+    POST report       a learner's reports; they are stored when the answer is 200. Only on the Unix
+                      socket, where the kernel tells which user sends, so that no token is needed
+    GET  .            the map, a page that requests `now` as long as it is open
+    GET  now          reports: all for the teacher, their own for a learner
+    GET  csv          the same reports as a table
 
-`progress.jsonl` has no names; `pseudonyms.json` has. `lpkit progress --delete` removes both, and
-later reports begin new files. A line that a kill cut off was never acknowledged, and is sent again.
+`progress.jsonl` contains no names; `pseudonyms.json` does. `lpkit progress --delete` removes both
+files, and later reports begin new files. If a kill cuts off a line, its report was not
+acknowledged, and the learner's kernel sends it again.
 Sources: JupyterHub 6, `HubOAuthenticated`; MDN, Content-Security-Policy.
 """
 
@@ -39,15 +40,15 @@ NUMBERS = ("attempts", "seconds", "value", "factor", "measured", "time")
 FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "seconds", "value",
           "unit", "factor", "measured", "held", "time")
 NEEDED = {"exercise": {"name", "verdict"}, "guess": {"name"}, "claim": {"name", "verdict"}}
-MOST_BYTES = 1 << 17        # of a request: of `reports.AT_ONCE` reports
-MOST_KEPT = 1 << 30         # of all reports
-EACH = 2_000                # reports of a learner; a course makes some 500
+MOST_BYTES = 1 << 17        # bytes of a request, which has at most `reports.AT_ONCE` reports
+MOST_KEPT = 1 << 30         # bytes of all reports
+EACH = 2_000                # most reports of a learner; a course makes about 500
 MOST_TEXT = 300             # characters of a field
 LARGEST = 1e300
-CHAIN = "progress"          # names the chain of lines
-LOOK_SECONDS = 1.0          # between looks at the states of labs
-TELL_SECONDS = 5.0          # between lines of progress
-LATE_SECONDS = 60.0         # a lab that starts for longer is named
+CHAIN = "progress"          # the `run` of the chain of lines (`lpkit.records`)
+LOOK_SECONDS = 1.0          # seconds between checks of the labs' states
+TELL_SECONDS = 5.0          # seconds between lines of progress
+LATE_SECONDS = 60.0         # a lab that takes longer to start is listed by name
 FIRST = ("amber azure bold brisk calm clear coral eager early fair fleet gold green jade keen "
          "kind").split()
 SECOND = ("alder badger birch crane dune ember fern finch fjord grove harbor heron iris larch lark "
@@ -56,19 +57,18 @@ SECOND = ("alder badger birch crane dune ember fern finch fjord grove harbor her
 
 
 class Store:
-    """Reports of learners, on disk when `add` has returned. Lines are a chain with checksums
-    (`lpkit.records`): a line that was altered is passed over, and named in `problems`."""
+    """The reports of learners. They are on disk when `add` returns. Lines form a chain with
+    checksums (`lpkit.records`): altered lines are skipped and listed in `problems`."""
 
     def __init__(self, folder: Path):
         self.path, self.names = folder / "progress.jsonl", folder / "pseudonyms.json"
-        self._known: dict[str, set[str]] = {}   # ids by pseudonym, of the file as `_seen` has it
+        self._known: dict[str, set[str]] = {}   # ids by pseudonym, in the file at `_seen`
         self._seen: tuple[int, int] | None = None
         self.problems: list[str] = []
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the reports in the order in which they came, without lines that a kill cut off.
-        `problems` has a sentence for each line that is altered or lost, and for pseudonyms whose
-        name is lost."""
+        """Returns the reports in the order of arrival, without damaged lines. `problems` then has a
+        sentence for each line that is altered or lost, and for pseudonyms without a name."""
         names = self._names()
         head = [(named(self.names), *names["lines"])] if "lines" in names else []
         if self._is_none():
@@ -84,12 +84,13 @@ class Store:
         return events
 
     def pseudonyms(self) -> dict[str, str]:
-        """Returns pseudonyms by name. A damaged file is set aside, and names are drawn again."""
+        """Returns pseudonyms by name. A damaged file is moved to damaged/, and new pseudonyms are
+        drawn."""
         return self._names()["names"]
 
     def _names(self) -> dict[str, Any]:
-        """Returns the record of the pseudonyms: `names`, and in `lines` the number and the checksum
-        of the last report, so that a lost end shows."""
+        """Returns the record of the pseudonyms. `names`: pseudonyms by name. `lines`: the number
+        and the checksum of the last report, by which lost lines at the end are detected."""
         if not os.path.lexists(self.names):
             return {"names": {}}
         try:
@@ -103,14 +104,13 @@ class Store:
             return {"names": {}}
 
     def _is_none(self) -> bool:
-        """Returns True where a pipe, a link, a folder or something endless is in the place of the
-        reports."""
+        """Returns True if the path of the reports is a pipe, a link or a folder, or too large."""
         return os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
                                                or self.path.stat().st_size > MOST_KEPT)
 
     def pseudonym(self, name: str) -> str:
-        """Returns the same pseudonym for the same name until all is deleted. It is drawn, so that
-        nobody can calculate it."""
+        """Returns the pseudonym of a name. It stays the same until all reports are deleted. It is
+        random, so that nobody can compute it from the name."""
         known = self.pseudonyms()
         while name not in known:
             drawn = f"{secrets.choice(FIRST)}-{secrets.choice(SECOND)}"
@@ -121,8 +121,8 @@ class Store:
         return known[name]
 
     def add(self, name: str, reports: Iterable[Any]) -> int:
-        """Keeps the new reports among these, and returns how many. What is no report, and what is
-        beyond a learner's share, is passed over: nobody can fill the room for others."""
+        """Stores the new reports among these, and returns how many they are. Ignores invalid
+        reports, and reports beyond EACH per learner, so that no learner can fill the disk."""
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
                 move_into(self.path.parent / "damaged", self.path)
@@ -149,7 +149,7 @@ class Store:
         return len(mine)
 
     def _look(self) -> None:
-        """Reads which reports the file has, where another process changed it."""
+        """Reads the ids of the reports in the file, if another process has changed it."""
         if self._stamp() != self._seen:
             self._known = {}
             for one in self.events():
@@ -162,7 +162,7 @@ class Store:
         return stat.st_ino, stat.st_size
 
     def delete(self) -> int:
-        """Deletes all reports and pseudonyms. Returns how many reports there were."""
+        """Deletes all reports and pseudonyms. Returns the number of deleted reports."""
         with locked(self.path.with_suffix(".lock")):
             events = len(self.events())
             for path in (self.names, self.path):
@@ -171,7 +171,8 @@ class Store:
 
 
 def checked(report: Any) -> dict[str, Any]:
-    """Returns the known fields of a learner's report, which may be anything. Raises ConfigError."""
+    """Returns the known fields of a report. A learner may send anything as a report. Raises
+    ConfigError."""
     if not isinstance(report, dict) or report.get("kind") not in list(NEEDED):
         raise ConfigError(f"a report is a JSON object of kind {', '.join(NEEDED)}")
     kept = {key: report[key] for key in (*TEXTS, *NUMBERS, "held") if report.get(key) is not None}
@@ -184,17 +185,17 @@ def checked(report: Any) -> dict[str, Any]:
 
 
 def fits(key: str, value: Any) -> bool:
-    """Returns True for a value that a field of this name may have."""
-    if key in TEXTS:        # half of a surrogate pair is not printable
+    """Returns True if the field `key` may have this value."""
+    if key in TEXTS:        # `isprintable` also refuses half of a surrogate pair
         return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
     if key == "held":
         return isinstance(value, bool)
-    return type(value) in (int, float) and abs(value) < LARGEST     # NaN is not
+    return type(value) in (int, float) and abs(value) < LARGEST     # False for NaN
 
 
 def table(events: Iterable[Mapping[str, Any]]) -> str:
-    """Returns CSV. A spreadsheet would take a text that begins with = + - @ for a formula: such a
-    text has a ' before it (OWASP, CSV injection)."""
+    """Returns the reports as CSV. A spreadsheet would run a text that begins with = + - @ as a
+    formula, so such a text gets a ' before it (OWASP, CSV injection)."""
     out = io.StringIO()
     writer = csv.DictWriter(out, FIELDS, extrasaction="ignore")
     writer.writeheader()
@@ -249,8 +250,8 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
 # ---- What stops learners, and files that they hand in
 
 def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Returns by exercise how many learners have it right, and how many tried and have not; the
-    exercise that stops most learners is first."""
+    """Returns for each exercise how many learners solved it, and how many tried and have not solved
+    it. The exercise with the most learners who have not solved it is first."""
     right: dict[str, dict[str, bool]] = {}
     for one in events:
         if one["kind"] == "exercise":
@@ -262,7 +263,8 @@ def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def collected(path: Path) -> Iterator[dict[str, Any]]:
-    """A learner's own file as reports. Its owner is called after its folder, or the file."""
+    """Yields the reports in a learner's file. The pseudonym is the name of the file, or of its
+    folder if the file is learner.json."""
     from lessons.judging.learner import read
 
     if not path.is_file():
@@ -306,7 +308,8 @@ def main() -> None:
     class Map(Handler):
         @web.authenticated
         def get(self) -> None:
-            _ = self.xsrf_token     # a cookie; each question of the page has it as a header
+            # sets a cookie, which the page sends as a header with each request
+            _ = self.xsrf_token
             self.write(page)
 
     class Now(Handler):
@@ -326,7 +329,7 @@ def main() -> None:
 
     class Report(web.RequestHandler):
         def check_xsrf_cookie(self) -> None:
-            """No browser reaches the Unix socket."""
+            """Check nothing, since no browser can reach the Unix socket."""
 
         def post(self) -> None:
             end = self.request.connection.stream.socket

@@ -1,15 +1,17 @@
-"""A room: a JupyterHub on one machine for many learners, who cannot read or starve one another.
+"""A room: a JupyterHub on one machine for many learners, who cannot read one another's files or use
+up one another's resources.
 
-Each learner is a Unix user without an account: a number of UIDS, a home that only it may enter, a
-share of memory and threads (`hosting.hub`). So a room is opened by root. What it keeps lies in
-one folder:
+Each learner is a Unix user without an account: a user id of UIDS, a private home, and a share of
+memory and threads (`hosting.hub`). So only root can open a room. Its files are in one folder:
 
-    room.json       names, numbers and codes: root's alone. The same folder opens the same room
-    hub/            the hub's database, secrets and log: root's alone. labs/NAME.log: a lab's log;
-                    labs.json: the state of each lab
-    shared/         what every new learner gets a copy of: tokens, verified and compiled kernels
-    turns/          whose turn it is at each GPU (`lpkit.turns`)
-    learners/NAME   a home; `course` in it is the learner's copies
+    room.json       names, user ids and codes; readable by root only. With the same folder, the same
+                    room is opened again
+    hub/            the hub's database, secrets and log; readable by root only
+                    labs/NAME.log: a lab's log; labs.json: the state of each lab
+    shared/         files that each new learner gets a copy of: tokens, verified and compiled
+                    kernels
+    turns/          the queue for each GPU (`lpkit.turns`)
+    learners/NAME   a learner's home; `course` in it has the learner's copies
 
 Sources: JupyterHub 6 (spawners, services, security); configurable-http-proxy 5; capabilities(7).
 """
@@ -43,12 +45,12 @@ from lpkit.errors import ConfigError, in_one_line, named, nearest, shown
 
 FOLDER = Path("/srv/lpkit-room")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-LETTERS = "abcdefghkmnpqrstuvwxyz23456789"      # none that is read as another
-SOCKETS = Path("/run/lpkit")    # of rooms, and a folder for each learner's kernels: short paths
-UIDS = range(52_000, 60_000)                    # Debian gives accounts 1,000 to 59,999, from below
-MOST = 500
-HUB_BYTES = 1 << 30                             # of the hub, its proxy and the page cache
-LEAST_BYTES = 600 << 20                         # a server, and one kernel that imports torch
+LETTERS = "abcdefghkmnpqrstuvwxyz23456789"      # without letters that look alike
+SOCKETS = Path("/run/lpkit")    # Unix sockets need short paths; has a folder per learner, too
+UIDS = range(52_000, 60_000)                    # Debian assigns 1,000 to 59,999, lowest first
+MOST = 500                                      # learners
+HUB_BYTES = 1 << 30                             # memory of the hub, its proxy and the page cache
+LEAST_BYTES = 600 << 20                         # memory of a server and a kernel that imports torch
 MOST_TEXT = 200                                 # characters of a log's line, or of the room's name
 
 
@@ -60,20 +62,20 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What the hub is told, as JSON."""
+    """The settings of a room; room.json stores them for the hub."""
 
     folder: str
     members: Mapping[str, Member]
-    memory_bytes: int           # of each learner
+    memory_bytes: int           # per learner
     threads: int
     gpus: int
     port: int
     address: str = LOCAL
     tls: Sequence[str] = ()     # certificate and key
     proxy: str = ""             # configurable-http-proxy
-    authenticator: str = ""     # the hub's name of another than ours
+    authenticator: str = ""     # JupyterHub's name of an authenticator; "": `Codes`
     teacher: str = "teacher"
-    config: str = ""            # a file of JupyterHub's, read after ours
+    config: str = ""            # a configuration file of JupyterHub, read after `hosting.hub`
     idle_seconds: int = 3600
     title: str = ""             # the room's name, on the hub's pages
 
@@ -84,9 +86,9 @@ class Room:
 
 def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
            proxy: str = "", authenticator: str = "", title: str = "", **how: object) -> Room:
-    """The room in `folder`, made if need be, with these learners beside those that it has.
+    """Returns the room in `folder`, which is made if it does not exist. Adds learners `names`.
 
-    Raises ConfigError for what cannot be a room; OSError.
+    Raises ConfigError if the room cannot be opened; OSError.
     """
     refuse_what_cannot_be()
     refuse_missing(authenticator)
@@ -97,7 +99,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
     folder = files.own_folder(folder).resolve()
     for place, mode in (("", 0o711), ("hub", 0o700), ("hub/labs", 0o700), ("shared", 0o755),
                         ("learners", 0o711)):
-        files.own_folder(folder / place).chmod(mode)        # whatever the umask is
+        files.own_folder(folder / place).chmod(mode)        # regardless of the umask
     refuse_closed(folder, "the room")
     members = dict(read(folder).members) if (folder / "room.json").exists() else {}
     for name in (teacher, *names):
@@ -116,7 +118,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
                 proxy=_proxy(proxy), authenticator=authenticator, title=cut(title or folder.name),
                 **how)
-    for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
+    for gpu in range(room.gpus):        # 1777: all may make tickets, and remove only their own
         files.own_folder(folder / "turns").chmod(0o711)
         files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
     write(room)
@@ -137,8 +139,8 @@ def last_line(folder: Path, name: str) -> str:
 
 
 def cut(text: str) -> str:
-    """Return text that a learner may have written as one line of at most MOST_TEXT characters,
-    without what a terminal would obey."""
+    """Return a text, which a learner may have written, as one line of at most MOST_TEXT characters.
+    Control characters are escaped, so that a terminal does not obey them."""
     text = in_one_line(text.strip())
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
 
@@ -157,7 +159,7 @@ def write(room: Room) -> None:
 
 
 def read(folder: Path) -> Room:
-    """Raises ConfigError where there is none."""
+    """Returns the room in a folder. Raises ConfigError if there is none."""
     path = folder / "room.json"
     try:
         told = json.loads(files.read_private(path, 1 << 24))
@@ -171,7 +173,8 @@ def read(folder: Path) -> Room:
 
 
 def joined(room: Room, name: str) -> Member:
-    """The member of this name; one who signed up at the hub is new, and the room keeps it."""
+    """Returns the member of a name. A user who came through another authenticator becomes a new
+    member. Raises ConfigError."""
     if name in room.members:
         return room.members[name]
     if not NAME.fullmatch(name):
@@ -186,7 +189,7 @@ def _free_uid(members: Mapping[str, Member]) -> int:
 
 
 def new_code() -> str:
-    """59 bits, to be read from a sheet of paper."""
+    """Returns a code of 59 random bits that is easy to read from paper."""
     return "-".join("".join(secrets.choice(LETTERS) for _ in range(4)) for _ in range(3))
 
 
@@ -201,7 +204,7 @@ def refuse_what_cannot_be() -> None:
 
 
 def refuse_missing(authenticator: str) -> None:
-    """Raises ConfigError for one that JupyterHub would not find."""
+    """Raises ConfigError for an authenticator that JupyterHub would not find."""
     known = {one.name for one in entry_points(group="jupyterhub.authenticators")}
     module, _, name = authenticator.rpartition(".")
     with contextlib.suppress(ImportError, AttributeError):
@@ -214,7 +217,7 @@ def refuse_missing(authenticator: str) -> None:
 
 
 def refuse_closed(place: Path, what: str) -> None:
-    """Raises ConfigError for a place that others may not reach."""
+    """Raises ConfigError if other users cannot reach a folder."""
     for folder in (place, *place.parents):
         if not folder.stat().st_mode & 0o001:
             raise ConfigError(f"{what} lies in {named(place)}, and learners may not pass through "
@@ -223,7 +226,7 @@ def refuse_closed(place: Path, what: str) -> None:
 
 
 def _proxy(asked: str) -> str:
-    """The path of configurable-http-proxy. Raises ConfigError where there is none."""
+    """Returns the path of configurable-http-proxy. Raises ConfigError if it is not installed."""
     if found := shutil.which(asked or "configurable-http-proxy"):
         return found
     name = shown(asked) if asked else "configurable-http-proxy"
@@ -233,9 +236,9 @@ def _proxy(asked: str) -> str:
 
 @contextlib.contextmanager
 def serve(room: Room, children: processes.Children | None = None) -> Iterator[subprocess.Popen]:
-    """Opens the room, yields the hub's keeper once it answers, and ends all labs at the end."""
+    """Starts the hub, and yields its keeper once the hub answers. Ends all labs at the end."""
     refuse_taken(room)
-    Path(room.folder, "hub", "labs.json").unlink(missing_ok=True)       # an earlier hub's
+    Path(room.folder, "hub", "labs.json").unlink(missing_ok=True)       # left by an earlier hub
     folder = processes.new_folder()
     keeper = (children or processes.Children()).start(
         [*python("jupyterhub.app"), "-f", Path(__file__).with_name("hub.py")],
@@ -253,7 +256,7 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
             yield keeper
         finally:
             processes.end(keeper)
-            for one in read(Path(room.folder)).members.values():    # sockets of kernels
+            for one in read(Path(room.folder)).members.values():    # folders of kernels' sockets
                 shutil.rmtree(SOCKETS / str(one.uid), ignore_errors=True)
             for name in ("hub", "proxy", "reports"):
                 room.socket_path(name).unlink(missing_ok=True)
@@ -261,7 +264,7 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
 
 def refuse_taken(room: Room) -> None:
     try:
-        for port in (room.port, 0):     # 0: any, for the service of reports
+        for port in (room.port, 0):     # 0: any free port, for the service for reports
             socket.create_server((room.address, port)).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"the room cannot listen on {room.address}, port {room.port} "
@@ -274,9 +277,10 @@ def url(room: Room) -> str:
 
 
 def answers(room: Room) -> bool:
-    """Returns True when the hub answers at the room's port, and root alone listens there."""
+    """Returns True if the hub answers at the room's port, and only root listens there."""
     table = Path("/proc/net", "tcp6" if ":" in room.address else "tcp").read_text()
-    if {row[7] for row in map(str.split, table.splitlines()[1:])     # users who listen (0A) there
+    # users that listen (state 0A) there
+    if {row[7] for row in map(str.split, table.splitlines()[1:])
             if row[3] == "0A" and row[1].endswith(f":{room.port:04X}")} != {"0"}:
         return False
     kind = http.client.HTTPSConnection if room.tls else http.client.HTTPConnection

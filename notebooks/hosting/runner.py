@@ -1,15 +1,15 @@
-"""Run notebooks without a browser, and keep a record of what happened that survives a crash.
+"""Run notebooks without a browser, and write a record of each run that survives a crash.
 
-nbclient runs the cells. papermill, which does, too, would write `completed` over every cell of a
-kernel that was killed, and take a notebook that leaves half-way with `sys.exit(0)` for one that
-succeeded. So this module counts the cells that ran, and keeps its own record: NAME.json beside
-NAME.ipynb, replaced whole at the start, as each cell begins and at the end. Seconds and bytes
-throughout.
+nbclient runs the cells. (papermill would mark every cell of a killed kernel as `completed`, and
+would treat a notebook that ends early with `sys.exit(0)` as a success.) This module counts the
+cells that ran. Its record is NAME.json next to NAME.ipynb, which is replaced atomically at the
+start, when each cell begins, and at the end. Its units are seconds and bytes.
 
-A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
-and the asserts within hold it. Such a cell is also tagged `raises-exception`: the cells below it
-run, and the notebook fails all the same. Its card says whether the claim holds, fails, or cannot be
-decided on this machine, and the record has it from the card.
+A notebook has a claim: its cell tagged `claim` contains `with claim("..."):`, whose text is the
+claim and whose asserts test it. The cell is also tagged `raises-exception`, so that the cells below
+it run if an assert fails; the notebook then still counts as failed. The card of the claim shows
+whether the claim holds, fails, or cannot be decided on this machine. The record copies this from
+the card.
 """
 
 import ast
@@ -55,7 +55,7 @@ PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s,
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One notebook to run with checked parameters; `label` names its two files in `out`."""
+    """A notebook to run with checked parameters. `label`: the name of its two files in `out`."""
 
     path: Path
     label: str
@@ -74,7 +74,7 @@ class Job:
 
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
-    """Makes a job for each point of the grid, all checked before the first one starts."""
+    """Makes a job for each point of the grid. Checks all jobs before any of them starts."""
     book = read(path)
     known, _ = parameters(book), claim(book)
     points = grid(known, settings)
@@ -88,8 +88,8 @@ def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
 
 
 def _refuse_strangers(job: Job) -> None:
-    """A notebook in `out` may be replaced only by a run of the same notebook, and not while that
-    run goes on."""
+    """Raises ConfigError unless the files in `out` may be replaced. They must be the output of an
+    earlier run of the same notebook, and that run must have ended."""
     if job.out.exists() and not job.out.is_dir():
         raise ConfigError(f"--out {job.out.name} is a file; give a folder")
     recorded = job.record.exists()
@@ -112,11 +112,14 @@ def _refuse_strangers(job: Job) -> None:
 
 
 class Attempt:
-    """A run of one notebook in a fresh kernel of this process. A failing cell and a killed kernel
-    are results, not exceptions: status `failed`, and `error` says which cell; an interrupt is
-    recorded as `killed` and goes on upwards. The record lies in `job.out` all the while, and says
-    `done` only when every code cell ran to its end; its first ending is the one that counts, so
-    that also another thread may end it. `folder` is private: for the kernel's keys and data."""
+    """A run of one notebook in a new kernel of this process.
+
+    A failing cell and a killed kernel are results, not exceptions: the status is `failed`, and
+    `error` names the cell. An interrupt is recorded as `killed` and raised again. The record is in
+    `job.out` from the start. Its status is `done` only if every code cell ran to its end. Only the
+    first call of `end` counts, so that another thread may end the run. `folder` is private, for the
+    kernel's keys and data.
+    """
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]):
         self.job, self.folder, self.say = job, folder, say
@@ -125,15 +128,16 @@ class Attempt:
         self.code = [cell.id for cell in self.book.cells
                      if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
         self.ran: set[str] = set()
-        self.failure: dict[str, Any] = {}       # the first: cells may run after it
-        self.claims: list[dict[str, str]] = []  # as their cards say
+        self.failure: dict[str, Any] = {}       # of the first failed cell
+        self.claims: list[dict[str, str]] = []  # from their cards
         self.kernel, self.lock = _Kernel(), threading.RLock()
         self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}
 
     def update(self, **changes: Any) -> None:
         with self.lock:
             if self.record["end"] is None:
-                ran = len(self.ran.intersection(self.code))     # not the cell that sets parameters
+                # without the cell that sets parameters
+                ran = len(self.ran.intersection(self.code))
                 self.record.update(changes, seconds=time.perf_counter() - self.started, ran=ran,
                                    peak_rss_bytes=self.kernel.peak_rss_bytes)
                 _save(self.job, self.record)
@@ -146,12 +150,12 @@ class Attempt:
             self.update(**ending, result=state, why=why, claims=self.claims, end=_now())
 
     def written(self) -> str:
-        """The notebook as it is now. Without the kernel a widget's view is an error message; the
-        figures lie beside it."""
-        import nbformat  # which `read` has imported: an end that is asked for is quick
+        """Returns the current notebook as text, without widgets: without a kernel, a widget shows
+        an error message. Figures are stored as pictures, too."""
+        import nbformat  # already imported by `read`, so this is fast, also when a signal ends us
 
         for _ in range(50):
-            with contextlib.suppress(RuntimeError):     # its thread has changed a dict meanwhile
+            with contextlib.suppress(RuntimeError):     # nbclient's thread changed a dict meanwhile
                 return nbformat.writes(without_widgets(self.executed))
         raise OSError(f"{self.job.output.name} is never whole")
 
@@ -179,15 +183,15 @@ class Attempt:
 
         manager = AsyncKernelManager(kernel_name="python3",
                                      connection_file=str(self.folder / "kernel.json"))
-        if manager.has_trait("transport_encryption"):       # ipykernel warns where it has none
+        if manager.has_trait("transport_encryption"):       # else ipykernel warns
             manager.transport_encryption = "auto"
         env = os.environ | {
-            "PYTHONOPTIMIZE": "",   # with it Python drops every assert, and with them every claim
-            # what a person guessed and solved is neither shown here nor written
+            "PYTHONOPTIMIZE": "",   # else Python may drop asserts, and the claims with them
+            # a learner's guesses and answers are neither read nor written
             "XDG_DATA_HOME": str(self.folder / "data")}
         self.job.out.mkdir(parents=True, exist_ok=True)
         self.update(status="running")
-        self.job.output.unlink(missing_ok=True)     # of an earlier run
+        self.job.output.unlink(missing_ok=True)     # left by an earlier run
         self.executed = with_parameters(self.book, self.job.values)
         client = NotebookClient(
             self.executed, manager, store_widget_state=False, raise_on_iopub_timeout=True,
@@ -204,15 +208,16 @@ class Attempt:
                              f"{self.record['cell']} ran{self.kernel.cause_of_death()}")
         except Exception as error:
             ending = _failed(self.record, type(error).__name__, str(error))
-            if not isinstance(error, RuntimeError):     # no kernel that did not start: a full disk
+            # RuntimeError: the kernel did not start; others: a full disk
+            if not isinstance(error, RuntimeError):
                 raise
         finally:
             self.end(**ending)
         return self.record
 
     def completed(self) -> dict[str, Any]:
-        """Returns the ending of a run in which no cell failed. A cell may have left the notebook, or
-        its tag may have skipped it."""
+        """Returns the ending of a run in which no cell failed. Some cells may not have run, because
+        a cell ended the notebook, or because of their tags."""
         sources = {cell.id: cell.source.strip() for cell in self.book.cells}
         missing = [number for number, id in enumerate(self.code, 1)
                    if id not in self.ran and sources[id]]
@@ -225,7 +230,7 @@ class Attempt:
 
 
 def _asked(job: Job) -> dict[str, Any]:
-    """The record of a run that has not begun."""
+    """Returns the record of a run that has not begun."""
     packages = versions(("lpkit", "torch", "ipykernel", "nbclient"))
     installed = {name: version or "not installed" for name, version in packages.items()}
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
@@ -251,12 +256,12 @@ def _save(job: Job, record: dict[str, Any]) -> None:
 def run_all(jobs: list[Job], *, at_once: int = 1,
             say: Callable[[str], None] = lambda line: None,
             children: processes.Children | None = None) -> list[dict]:
-    """Run each job in a process of its own, and return their records in order. The record on disk
-    is the only channel, so a process that is killed costs its own job and no other. No process,
-    kernel or private file outlives this process, also when it is killed; another thread may end
-    them all through `children`. Raises ConfigError when the output cannot be written."""
+    """Run each job in a separate process, and return the records in order. Processes report only by
+    the record on disk, so a killed process does not affect other jobs. Processes, kernels and
+    private files are removed when this process ends, also if it is killed. Another thread can end
+    all jobs through `children`. Raises ConfigError if the output cannot be written."""
     children, share = children or processes.Children(), {}
-    if at_once > 1:     # of the processor
+    if at_once > 1:     # share the cores
         threads = str(max(1, cores() // at_once))
         share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
@@ -264,7 +269,8 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
         with ThreadPoolExecutor(at_once) as pool:
             try:
                 return list(pool.map(partial(_supervise, children, share, say), jobs))
-            except BaseException:       # the pool waits for its threads: end what they wait for
+            # the pool waits for its threads, so end the processes that they wait for
+            except BaseException:
                 children.end()
                 raise
     except OSError as error:
@@ -274,19 +280,19 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
 
 def _supervise(children: processes.Children, share: Mapping[str, str],
                say: Callable[[str], None], job: Job) -> dict[str, Any]:
-    """The record of one job, done in a process of its own."""
+    """Run one job in a separate process, and return its record."""
     record, folder = _asked(job), processes.new_folder()
     if children.over:
         return record
     job.out.mkdir(parents=True, exist_ok=True)
     _save(job, record)
-    job.output.unlink(missing_ok=True)      # of an earlier run: this record is not about it
+    job.output.unlink(missing_ok=True)      # of an earlier run, which this record does not describe
     fields = {field: str(value) if isinstance(value, Path) else value
               for field, value in dataclasses.asdict(job).items()}
     with children.start([*python("hosting.runner"), folder], folder, files={"job": repr(fields)},
                         env=os.environ | share) as keeper:
         exit_code = keeper.wait()
-    # read anew: it is the process's own by now
+    # read it again: the process has replaced it
     record = json.loads(job.record.read_text())
     if record["status"] in UNFINISHED:
         why = f"the process that ran it ended with exit code {exit_code}"
@@ -297,8 +303,8 @@ def _supervise(children: processes.Children, share: Mapping[str, str],
 
 
 def main() -> None:
-    """Do one job, whose private folder is the argument of this process. Its keeper ends it with
-    SIGTERM. The kernel is left to the keeper then: nothing is waited for."""
+    """Do the job in the private folder that is the argument of this process. On SIGTERM from its
+    keeper, it exits at once, and the keeper ends the kernel."""
     folder = Path(sys.argv[1])
     fields = ast.literal_eval((folder / "job").read_text())     # reads literals, runs nothing
     fields |= {name: Path(fields[name]) for name in ("path", "out")}
@@ -316,7 +322,7 @@ def _now() -> str:
 
 
 class _Kernel:
-    """The kernel's process, as the record must know it: its memory, and how it ended."""
+    """The facts about the kernel's process for the record: its peak memory, and how it ended."""
 
     process: Any = None
     peak_rss_bytes = 0
@@ -326,7 +332,7 @@ class _Kernel:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Looks at the kernel's memory every SAMPLE_SECONDS while it lasts."""
+        """Samples the kernel's memory every SAMPLE_SECONDS during the block."""
         over = threading.Event()
 
         def watch() -> None:
@@ -348,9 +354,9 @@ class _Kernel:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.process.pid)
             for process in (root, *root.children(recursive=True)):
-                with contextlib.suppress(psutil.Error):     # gone since it was listed
+                with contextlib.suppress(psutil.Error):     # it ended meanwhile
                     total += process.memory_info().rss
-        # the kernel's own high-water mark is what sampling misses between two looks
+        # VmHWM includes peaks of the kernel between two samples
         own = status_bytes("VmHWM", self.process.pid) or 0
         self.peak_rss_bytes = max(self.peak_rss_bytes, total, own)
 
@@ -365,10 +371,10 @@ class _Kernel:
 
 
 def without_widgets(notebook: dict) -> dict:
-    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget
-    state goes, and so do the views of outputs that have a picture to show instead, so that
-    JupyterLab and sphinx draw the stored figures. A control without a picture keeps its view, by
-    which the site knows to say where controls work.
+    """Returns a copy of an executed notebook (nbformat 4, as a dict) for readers without a kernel.
+    It has no widget state, and no widget views in outputs that also have a picture, so that
+    JupyterLab and sphinx show the stored pictures. A control without a picture keeps its view; the
+    site uses it to explain where controls work.
     """
     notebook = copy.deepcopy(notebook)
     notebook["metadata"].pop("widgets", None)

@@ -1,9 +1,11 @@
-"""The process that `lab.serve` starts: JupyterLab, locked, on a socket that listens already.
+"""The process that `lab.serve` starts: JupyterLab with locked options, on an inherited socket that
+already listens.
 
-`python server.py FILE`: FILE is private JSON with `fd`, the number of the socket, and `traits`, by
-class. Jupyter takes a trait from the most specific class that any file names, whatever the order of
-the files. So once all files are read, `OURS` are removed from every class and are Jupyter's
-defaults again, and then `traits` are set. What is not named here stays as the user has it.
+`python server.py FILE`: FILE is private JSON with `fd`, the number of the socket, and `traits`, the
+locked options by class. Jupyter takes an option from the most specific class that any file names,
+regardless of the order of files. So after all files have been read, the options OURS are removed
+from every class, which restores Jupyter's defaults, and then `traits` are set. All other options
+are the user's.
 Source: Jupyter Server 2.21, `ServerApp.initialize`.
 """
 
@@ -31,20 +33,20 @@ OURS = frozenset("""
     """.split())
 # A gateway runs the kernels on another host; an empty Session.key leaves their messages unsigned.
 NOBODYS = ("GatewayClient", "Session")
-COMPUTED = {"token", "notebook_dir", "cookie_secret"}      # their defaults follow from others
+COMPUTED = {"token", "notebook_dir", "cookie_secret"}      # defaults that depend on other options
 
 
 class KnownNoise(logging.Filter):
-    """Drops one warning: Jupyter Server gives its ping times in milliseconds where tornado expects
-    seconds, so tornado finds them odd at the first kernel and pings every 8 hours. Jupyter's own
-    pings, each 30 s, are what counts."""
+    """Drops one warning of tornado. Jupyter Server passes its ping times in milliseconds where
+    tornado expects seconds, so tornado warns at the first kernel, and pings every 8 hours. This has
+    no effect, because Jupyter itself pings every 30 s."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("The websocket_ping_timeout")
 
 
 class OnSocket(ServerApp):
-    """A server on `listener`, a socket that another process opened and hands down."""
+    """A server on `listener`, a socket that another process opened and passed on."""
 
     listener: socket.socket
 
@@ -55,7 +57,7 @@ class OnSocket(ServerApp):
         cls.listener.setblocking(False)
 
     def _find_http_port(self) -> None:
-        """The socket has its port already."""
+        """Do nothing, since the socket already has a port."""
 
     def _bind_http_server_tcp(self) -> bool:
         self.http_server.add_socket(self.listener)
@@ -63,12 +65,14 @@ class OnSocket(ServerApp):
 
 
 class LockedServer(OnSocket):
-    """`locked`, which are traits by class, is set before it is initialized."""
+    """A server whose options `locked`, by class, replace all others. Set `locked` before
+    `initialize`."""
 
     locked: dict[str, dict]
 
     def init_configurables(self) -> None:
-        """Locks the options when every file is read, before any part of the server is made."""
+        """Lock the options, after all files have been read, and before parts of the server are
+        made."""
         for name in NOBODYS:
             self.config.pop(name, None)
         for section in filter(lambda value: isinstance(value, Config), self.config.values()):
@@ -80,7 +84,7 @@ class LockedServer(OnSocket):
         super().init_configurables()
 
     def check(self) -> None:
-        """An extension may have changed what the handlers read."""
+        """Exit if an extension has changed the locked options that the handlers read."""
         settings = self.web_app.settings
         for name in sorted(OURS & set(settings) & set(self.trait_names()) - COMPUTED):
             if settings[name] != getattr(self, name):
@@ -92,11 +96,12 @@ def main(path: Path) -> None:
     LockedServer.inherit(told["fd"])
     app = LockedServer.instance(jpserver_extensions={"jupyterlab": True})
     app.locked = told["traits"]
-    # cookies of an earlier server, or of who knows the user's secret, are worth nothing
+    # a new secret makes cookies of earlier servers invalid, and cookies that others made
     app.locked["ServerApp"]["cookie_secret"] = secrets.token_bytes(32)
     app.initialize(argv=[], starter_extension="lab")
     app.check()
-    os.chdir(app.root_dir)      # for terminals; until now Jupyter would run what is configured here
+    # for terminals; only now, since Jupyter would run a configuration file there
+    os.chdir(app.root_dir)
     app.start()
 
 

@@ -1,8 +1,8 @@
 """Slides of an executed notebook: its headings, short prose, questions, figures and claims.
 
-nbconvert's SlidesExporter makes them for reveal.js, with a template of ours
-(`slides.html`): its own takes reveal.js, MathJax and others from other hosts, and
-a room may have no network. Here all is inside the one file.
+nbconvert's SlidesExporter makes slides for reveal.js, with the template `slides.html`. The template
+of nbconvert loads reveal.js, MathJax and others from other hosts, but a room may have no network.
+Our template includes everything in one file.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from lessons.figures import PLOTLY_MIME, WIDGET_MIME
 from lpkit.errors import ConfigError, named
 from lpkit.files import cache_dir, read_text
 
-LEFT_OUT = ("## By hand", "## Exercises", "## Further reading")     # sections
-PROSE = 420         # characters of a cell, in whole paragraphs
-LIBRARIES = {       # file of an npm package: its SHA-256 at the version that FETCH names
+LEFT_OUT = ("## By hand", "## Exercises", "## Further reading")     # sections without slides
+PROSE = 420         # most characters of prose per cell, in whole paragraphs
+LIBRARIES = {       # file of an npm package -> its SHA-256 in the version that FETCH installs
     "reveal.js/dist/reveal.css":
         "6a829a5979d2b93994b5aaa79585f9dbfe46f4edb9e823027e4612074660d616",
     "reveal.js/dist/reveal.js":
@@ -33,8 +33,8 @@ FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
 
 
 def page(book: Any, name: str) -> str:
-    """HTML. Raises ConfigError where a library is missing or another than the pinned one, or the
-    notebook has not run."""
+    """Returns the HTML of the slides. Raises ConfigError if a library is missing or is not the
+    pinned one, or if the notebook has not run."""
     from nbconvert import SlidesExporter
 
     css, *scripts = _libraries()
@@ -47,8 +47,8 @@ def page(book: Any, name: str) -> str:
 
 
 def _libraries() -> list[str]:
-    """What of LIBRARIES goes into the page. Its scripts run in the reader's browser, so that none
-    is taken that is not, byte for byte, the one that was looked at."""
+    """Returns the contents of LIBRARIES. The scripts run in the reader's browser, so each file must
+    be byte for byte the file that was reviewed. Raises ConfigError."""
     folder = cache_dir("slides")
     paths = {folder / "node_modules" / file: pinned for file, pinned in LIBRARIES.items()}
     fetch = f"once, where there is a network: `{FETCH.format(folder)}`"
@@ -63,7 +63,7 @@ def _libraries() -> list[str]:
 
 
 def slides(book: Any, name: str) -> Any:
-    """The notebook with a markdown cell for each slide. Headings open stacks."""
+    """Returns a notebook with one markdown cell for each slide. Each heading begins a new stack."""
     import nbformat
 
     made, section, left_out, new, top, figures = [], name, False, True, False, 0
@@ -75,14 +75,15 @@ def slides(book: Any, name: str) -> Any:
                     new, left_out, section = True, title.startswith(LEFT_OUT), title.lstrip("# ")
                     top = title.startswith("# ")
                 elif made and not left_out and part[:1].islower() | part.startswith("$$"):
-                    made[-1].source += f"\n\n{_short(part)}"       # the sentence goes on
+                    made[-1].source += f"\n\n{_short(part)}"       # the sentence continues
                     continue
                 if (prose := _short(part)) and not left_out:
                     made.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
                     new = top = False
         outputs = () if left_out else cell.get("outputs", ())
         kept = list(filter(None, map(_shown, outputs)))
-        if outputs and not kept and made and made[-1].source.endswith(":"):    # of what stays away
+        # announces an output that is left out
+        if outputs and not kept and made and made[-1].source.endswith(":"):
             made[-1].source = _without_last_sentence(made[-1].source)
             if "\n" not in made[-1].source:
                 new = made.pop().metadata.slideshow.slide_type == "slide"
@@ -103,8 +104,9 @@ def _slide(source: str, new: bool) -> Any:
 
 
 def _short(source: str) -> str:
-    """Whole paragraphs up to PROSE characters, at least one, and what follows a colon or a comma.
-    No folded answers, and no picture of a figure that has a slide of its own."""
+    """Returns the first paragraphs: up to PROSE characters, at least one paragraph, and the
+    paragraph after a colon or a comma. Leaves out folded answers, and pictures of figures, because
+    figures have their own slides."""
     kept: list[str] = []
     source = re.sub(r"<details>.*?</details>|!\[[^]]*\]\(pictures/[^)]*\)", "", source, flags=re.S)
     for one in source.strip().split("\n\n"):

@@ -1,1 +1,1 @@
-"""The commands of `lpkit` that this package has: a file for each, as in `lpkit.commands`."""
+"""The commands of `lpkit` in this package: one module per command, as in `lpkit.commands`."""

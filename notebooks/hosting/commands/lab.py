@@ -40,9 +40,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
+    """Serves until SIGINT, SIGTERM or SIGHUP. Prints its result as soon as the lab answers."""
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
-    shown_when()        # kernels inherit the word: refuse a wrong one here
+    shown_when()        # kernels inherit the variable, so check its value here
     root, children = copies.work_folder(args.course), processes.Children()
     changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]
     if args.update or args.reset is not None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps(found) if args.json else text(found), flush=True)
             if lab.has_display() and not args.no_browser:
                 server.open_browser()
-            code = server.process.wait()    # also when someone shuts the lab down from its menu
+            code = server.process.wait()    # ends, too, if the lab is shut down from its menu
             if code and not children.over:
                 print(f"JupyterLab ended with exit code {code}; the end of its log:\n"
                       f"{server.process.stdout.read()}", file=sys.stderr)
@@ -82,7 +82,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """One line for the changes that ask for nothing, then each of the others with its notes."""
+    """Returns one line for all changes without notes, then lines for each change with notes."""
     plain: dict[str, list[str]] = {}
     lines = []
     for change in changes:

@@ -70,7 +70,7 @@ def run(args) -> dict[str, Any]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Describes one notebook for `--list`: its title, claim and parameters, JSON-ready."""
+    """Returns the title, claim and parameters of a notebook for `--list`, JSON-ready."""
     book = notebooks.read(path)
     listed = [{"name": name, "annotation": p.annotation, "default": p.default,
                "comment": p.comment} for name, p in parameters(book).items()]

@@ -32,7 +32,7 @@ from lpkit.errors import ConfigError, named, shown
 from lpkit.files import whole_file
 from lpkit.values import between
 
-TELL_SECONDS = 5.0      # between lines of progress
+TELL_SECONDS = 5.0      # seconds between lines of progress
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +66,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     needs("lpkit room", "jupyterhub", "jupyterlab")
-    solutions.shown_when()      # labs inherit the word: refuse a wrong one here
+    solutions.shown_when()      # labs inherit the variable, so check its value here
     if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
         raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give "
                           f"--tls CERT KEY, stay at 127.0.0.1 behind a tunnel, or give --no-tls")
-    if args.authenticator and not args.teacher:     # a stranger there may be called "teacher"
+    # a stranger at the authenticator may be called "teacher"
+    if args.authenticator and not args.teacher:
         raise ConfigError(f"with --authenticator {args.authenticator}, the user with the teacher's "
                           f"name controls the room; give your user name there as --teacher NAME")
     if len(args.title) > rooms.MOST_TEXT or not args.title.isprintable():
