@@ -58,7 +58,7 @@ COMMANDS = {
 }
 # modules of `hosting.commands`
 HOSTED = {"lab", "room", "progress", "notebook", "slides", "pack"}
-MOST_CHARACTERS = 600       # of argparse's message, which repeats the whole input
+MOST_CHARACTERS = 600       # most characters of argparse's message, which repeats the input
 WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another folder"),
     errno.EROFS: "choose a folder that can be written",

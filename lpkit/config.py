@@ -66,9 +66,9 @@ class ModelConfig(Group):
     layers: Annotated[int, between(1, 10_000)] = 4      # bounded: predictions visit each layer
     width: Count = 256                  # width of the residual stream
     heads: Count = 4                    # number of query heads
-    kv_heads: Count | None = None       # key/value heads; None: as many as heads
+    kv_heads: Count | None = None       # number of key/value heads; None: `heads`
     head_dim: Count | None = None       # None: width / heads (not so in Gemma and Qwen3)
-    mlp_width: Count | None = None      # None: 4 * width
+    mlp_width: Count | None = None      # width of the MLP; None: 4 * width
     vocab: Count = 256
     context: Annotated[int, between(1, 2**24)] = 256    # tokens per sequence
     block: str = "pre-norm"             # the name of a row of BLOCKS
@@ -81,7 +81,7 @@ class ModelConfig(Group):
     bias: bool = True
     qkv_bias: bool | None = None        # bias of q, k and v, as in Qwen2; None: as `bias`
     qk_norm: bool = False               # an RMSNorm of each head's q and k, as in Qwen3
-    tied: bool = True                   # the head is the token embedding
+    tied: bool = True                   # the head shares the weight of the token embedding
     init: Settings = one_of(INITS, "gpt2")
     attention: Settings = one_of(KINDS, "full")     # the keys that a query sees
     changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # such as adapters
@@ -221,7 +221,7 @@ _mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for on
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Group):
-    """The weights that a run begins from (`lpkit.training.start`)."""
+    """The weights that a run starts from (`lpkit.training.start`)."""
 
     where = "start."
 
@@ -234,7 +234,8 @@ class StartConfig(Group):
 class Config(Group):
     """The settings of one training run."""
 
-    imports: tuple[str, ...] = ()       # modules that add rows: your own, and lessons.rows.NAME
+    # modules that add rows: your own modules, and lessons.rows.NAME
+    imports: tuple[str, ...] = ()
     model: ModelConfig = field(default_factory=ModelConfig)
     start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -358,7 +359,7 @@ def _token_sums(config: Config) -> list[int]:
     return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 
-# Names of rows, and their settings.
+# Fields that name rows, and the settings of rows.
 
 _pick = functools.partial(pick_row, families=FAMILIES)
 

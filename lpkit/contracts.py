@@ -73,8 +73,8 @@ class ObjectiveContext:
 
 
 class StatePlacement:
-    """A place where an optimizer's state is stored between updates. This one is where it was
-    allocated."""
+    """A place where an optimizer's state is stored between updates. In this class, the state stays
+    where it was allocated."""
 
     name = "device"
     in_memory = True    # in device or host memory, not in a file
@@ -101,8 +101,8 @@ class StatePlacement:
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors that one update reads, (B, T) each. A technique that needs more than tokens adds
-    it here."""
+    """The tensors that one update reads, (B, T) each. A technique that needs more inputs adds a
+    field here."""
 
     tokens: Tensor                      # int64
     targets: Tensor     # int64, `tokens` shifted by one; a target IGNORED has no loss, no weight
@@ -167,7 +167,7 @@ class Parameter:
     """
 
     name: str
-    shape: tuple[int, ...]      # of the whole parameter
+    shape: tuple[int, ...]      # shape of the whole parameter
     fused: tuple[int, ...] = field(default=(), kw_only=True)   # see `techniques.operation.fused`
     # True if weight decay applies; None: it applies to matrices and embeddings, not to vectors
     decays: bool | None = field(default=None, kw_only=True)
@@ -228,7 +228,7 @@ class StepRecord:
     """One line of metrics.jsonl. Steps count from 1. `tokens` is the total since the first step."""
 
     step: int
-    loss: float             # nats per token, mean over the batch, before the update
+    loss: float             # mean nats per token of the batch, before the update
     # before clipping; inf (null in JSON): it overflowed, and the update was skipped
     grad_norm: float
     lr: float

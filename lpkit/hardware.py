@@ -34,7 +34,8 @@ SMALL_FLOPS = 1e8           # FLOPs of a matmul: a millisecond of one core
 BUSY_SHARE = 0.25           # share of the cores that other processes use
 WORKING = ("user", "nice", "system", "irq", "softirq", "steal")      # a core's times at work
 SLOW_SECONDS = 2.0          # most seconds of a matmul
-MOST_SPEEDUP = 32           # bf16 over fp32 on a CPU; AMX has 16 times the FLOP/s of AVX-512
+# most bf16 / fp32 speed on a CPU; AMX has 16 times the FLOP/s of AVX-512
+MOST_SPEEDUP = 32
 PROBE = 256                 # rows and columns of the matmul that is tried first
 
 
@@ -222,7 +223,7 @@ def why_no_gpu(index: int | None = None) -> str:
         # makes a context, which fails if other processes use all memory
         torch.cuda.mem_get_info(index)
         about = torch.cuda.get_device_properties(index)
-    except Exception as error:      # AssertionError, RuntimeError, errors of CUDA
+    except Exception as error:      # AssertionError, RuntimeError, or a CUDA error
         return str(error).partition("\n")[0].rstrip(". ")
     if torch.version.hip:
         return ""

@@ -88,7 +88,7 @@ def available_bytes() -> int:
         if limit.isdigit():
             words = _read(path.with_name("memory.stat")).split()
             stat = dict(zip(words[::2], words[1::2]))
-            pages = sum(int(stat.get(f"total_{name}", stat.get(name, 0)))   # version 1: total_
+            pages = sum(int(stat.get(f"total_{name}", stat.get(name, 0)))   # cgroup v1: total_
                         for name in ("active_file", "inactive_file"))
             left.append(int(limit) - int(_read(used) or 0) + pages + swap)
     try:

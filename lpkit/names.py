@@ -17,7 +17,7 @@ def alike(name: str, known: list[str]) -> list[str]:
 def _rules(name: str, known: list[str]) -> Iterator[list[str]]:
     plain, words, size = _plain(name), _words(name), _size(name)
     theirs = {one: _words(one) for one in known}
-    # the same letters and digits, in any case
+    # the same letters and digits, in upper or lower case
     yield [one for one in known if _plain(one) == plain]
     # a name of the same family with the nearest size
     sized = {one: abs(math.log(of / size)) for one in known if size and (of := _size(one))
@@ -31,7 +31,7 @@ def _rules(name: str, known: list[str]) -> Iterator[list[str]]:
     yield [one for one, each in theirs.items() if (words and {*words} <= {*each})
            or (len(plain) > 1 and _plain(one).startswith(plain))]
     yield _close(name, known, ROUGHLY)
-    # a word in common (batch_size: global_batch)
+    # a common word (batch_size: global_batch)
     yield [one for one, each in theirs.items() if {*each} & {*words}]
 
 

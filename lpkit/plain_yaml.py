@@ -51,7 +51,7 @@ def _short(words: object) -> str:
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """Valid YAML that no setting needs."""
+    """An error for valid YAML that settings do not need."""
 
 
 class _Plain(yaml.SafeLoader):

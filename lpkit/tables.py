@@ -59,7 +59,8 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
 
     rule, font = f"border-bottom:1px solid {LINE};", f"font:13px {escape(FONT)};line-height:1.5"
     above = (f"<div style='max-width:60em;padding:3px 12px;color:{QUIET};{font}'>"
-             f"{escape(caption)}</div>")    # a <caption> breaks at the width of a narrow table
+             # not a <caption>, which would wrap at the width of a narrow table
+             f"{escape(caption)}</div>")
     return "".join([
         above if caption else "",
         f"<table style='border-collapse:collapse;{font};color:{TEXT};"

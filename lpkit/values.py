@@ -41,7 +41,7 @@ def check(holds: Callable[[Any], bool], must_be: str) -> Check:
 
 
 def between(least: float, most: float) -> Check:
-    """Makes a check whose bounds are both included."""
+    """Makes a check with two bounds, both included."""
     return check(lambda value: least <= value <= most, f"from {least:,} to {most:,}")
 
 
@@ -163,7 +163,7 @@ _signature = functools.cache(inspect.signature)
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    kind: Any                   # an annotation
+    kind: Any                   # the annotation
     as_it_is: frozenset[type]   # values of exactly these types need no conversion
     checks: tuple[Check, ...]
 

@@ -167,8 +167,8 @@ def _below(key: str, declared: list[str]) -> bool:
 
 
 def step_flops(config: Config) -> float:
-    """Returns the FLOPs of an update's matmuls: those of the model, and those of an optimizer that
-    multiplies matrices (`techniques.optimizers`)."""
+    """Returns the FLOPs of an update's matmuls: the model's, and the optimizer's if it multiplies
+    matrices (`techniques.optimizers`)."""
     work = optimizer_work(config)
     return (training_flops(governed(config).model, batch=config.global_batch)
             + (work.flops * parameter_count(config.model) if work.flops else 0))

@@ -102,8 +102,8 @@ class Verdict:
 
     gain: float
     interval: tuple[float, float]
-    p: float                # adjusted for looks and comparisons
-    seeds: int              # of each arm
+    p: float                # p-value, adjusted for looks and comparisons
+    seeds: int              # seeds per arm
     could_see: float        # the smallest gain that so many seeds detect with probability POWER
     level: float            # the share of the error rate that this look may spend
 

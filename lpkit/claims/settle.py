@@ -27,7 +27,7 @@ class Settling:
     def __init__(self, claim: Claim, finished: Callable[[str, list[Config]], Records],
                  say: Callable[[str], None]):
         self.claim, self._finished, self.say = claim, finished, say
-        self.ledger: dict[str, dict[str, Any]] = {}         # all runs by name
+        self.ledger: dict[str, dict[str, Any]] = {}         # name -> record of every run
         # cost of a step, by the config that measured it
         self.costs: dict[Config, float] = {}
         self.arms: dict[str, tuple[Config, int]] = {}       # tuned config, first seed
@@ -81,7 +81,7 @@ class Settling:
         runs = [config.replace({"seed": METERED_SEED + k, "eval_batches": 1})
                 for k in range(METERED_RUNS) for config in due]
         found: list[float] = []
-        # a meter of energy counts all that runs beside a run
+        # a meter of energy counts everything that runs at the same time
         for group in [runs] if kind == "seconds" else [[one] for one in runs]:
             for one in self.run("what a step costs", group):
                 if one[f"step_{kind}"] is None:
@@ -93,9 +93,9 @@ class Settling:
         self.costs = {one: statistics.median(found[i::len(due)]) for i, one in enumerate(due)}
 
     def _plan(self, first: str) -> tuple[float, int]:
-        """Sigma of one arm's target, a share of it, and the seeds an arm that see the effect. The
-        pilot is the first arm as the file has it, untuned: a budget that cannot see is told so
-        before the rest is paid."""
+        """Returns sigma, the standard deviation of one arm's target as a share of it, and the seeds
+        per arm that detect the effect. The pilot runs the first arm without tuning, so that a
+        budget that is too small raises ConfigError before the other runs are paid for."""
         claim, sigma, df, told = self.claim, self.claim.sigma, None, "from the file"
         if sigma is None:
             runs = self.run("pilot", [self._config(first, {}).replace({"seed": PILOT_SEED + k})
@@ -110,7 +110,8 @@ class Settling:
         return sigma, n
 
     def _tune(self, arms: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Finds the best point of each arm's grid, by seeds that are not compared; and its cost."""
+        """Returns the best point of each arm's grid, and the cost of tuning. Its seeds are not
+        those of the comparison."""
         grids = {arm: [({key: flat(one)[key] for key in self.claim.tuning}, one)
                        for one in (self._config(arm, point) for point in self.claim.points)]
                  for arm in arms}

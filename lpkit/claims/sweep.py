@@ -40,7 +40,7 @@ class Sweep(protocol.Made):
     trials: Count
     target: Literal["val_loss"]         # after the last step, as `Training.evaluate` returns it
     sampler: Literal["tpe", "random", "cmaes"] = "tpe"
-    seed: Annotated[int, between(0, 2**32 - 1)] = 0     # of the sampler
+    seed: Annotated[int, between(0, 2**32 - 1)] = 0     # seed of the sampler
     # parallel trials; their suggestions do not depend on one another
     at_once: Count = 1
     pruner: Literal["none", "median", "asha"] = "none"      # decides at each evaluation of a trial

@@ -24,7 +24,7 @@ from lpkit.presets import is_preset, resolve
 from lpkit.techniques import machines
 from lpkit.values import Folder
 
-a_folder = Folder       # the type of an argument
+a_folder = Folder       # the type of an argument that is a folder
 Arguments = Callable[[argparse.ArgumentParser], None]
 FILES = (".yaml", ".yml", ".ipynb")     # suffixes of files; their names may contain "="
 

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., dict],
               quiet: bool = False) -> dict[str, Any]:
-    """Returns what `settle(finished, say)` does; its runs, by the executor that the file is `told`,
-    end when this process is told to."""
+    """Returns the result of `settle(finished, say)`. The executor of the file (`told`) makes the
+    runs. A signal to this process ends them."""
     from lpkit import files, processes
     from lpkit.claims import executors, runs
 
@@ -73,7 +73,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
                 configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
     with ExitStack() as around:
-        # Ray takes signals for itself: before we do
+        # first the executor: Ray installs signal handlers, and `hear` must replace them
         made = executor(out, told.job, around) if executor else ()
         result, heard = processes.hear(lambda: work(made), children.end)
         if heard:

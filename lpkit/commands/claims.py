@@ -68,7 +68,8 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
                                         if values))
               for values in (said, row["kit"].values(), row["measured"].values())]
-    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]   # 1.28 to 1.56 times
+    # the unit once: 1.28 to 1.56 times
+    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]
     return row["name"], *once, row["verdict"]
 
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.save and path.exists() and not read_text(path, 2**20).startswith(head):
         raise ConfigError(f"{named(path)} does not begin with {head.strip()!r}, so it is not of "
                           f"this machine; remove it, or choose another name")
-    if args.save:       # flops come last, in braces: a file that was cut short is none
+    if args.save:       # flops come last, in braces, so that a truncated file is invalid YAML
         write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, width=100,
                                                      default_flow_style=None))
     return {"target": words[0], "saved": args.save, "factor": factor, **found}

@@ -20,7 +20,7 @@ from lpkit.tables import text_table
 from lpkit.techniques.lessons import having
 from lpkit.techniques.outside import TABLES
 
-# The field of a Config that will name the row. notebooks/experiments has an example of each family.
+# family -> the field of a Config that names the row; notebooks/experiments has an example of each
 FAMILIES = {"optimizer": "optimizer", "recipe": "precision.recipe"}
 FILES = {"{}.ipynb": "notebook", "{}.py": "module with the row and its implementation",
          "test_{}.py": "test against an independent reference", "{}.yaml": "claim"}
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"there is a {what} already; choose another name, so that neither hides "
                           f"the other")
     own_folder(args.out)
-    with ExitStack() as undo:       # all of them, or none
+    with ExitStack() as undo:       # remove the written files if writing one fails
         for path, source in files.items():
             text = (resource("notebooks") / "experiments" / source).read_text(encoding="utf-8")
             undo.callback(path.unlink, missing_ok=True)

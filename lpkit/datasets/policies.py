@@ -20,7 +20,7 @@ from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError, in_one_line, shown
 
 _MASK = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter
+_GAMMA = 0x9E3779B97F4A7C15     # step of the counter: 2**64 / golden ratio, rounded to odd
 
 
 class Windows(DataPolicy):
@@ -48,7 +48,8 @@ class Windows(DataPolicy):
     def batch(self, step: int) -> Batch:
         """Return the batch of a step. Its tensors are contiguous and share no memory, so that both
         may be changed in place."""
-        windows = self._windows[self.starts(step)]      # (B, T + 1): the only random access
+        # (B, T + 1); the only random access to the file
+        windows = self._windows[self.starts(step)]
         return Batch(torch.from_numpy(windows[:, :-1].astype(np.int64)),
                      torch.from_numpy(windows[:, 1:].astype(np.int64)))
 

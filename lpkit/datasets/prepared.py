@@ -31,7 +31,8 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFiles:
-    """An opened folder. `train` and `val` are memory maps of ids, (tokens,) uint16 or uint32."""
+    """An opened folder of token files. `train` and `val` are memory maps of ids, (tokens,) uint16
+    or uint32."""
 
     folder: Path
     header: dict[str, Any]

@@ -44,7 +44,7 @@ _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 
 class Piece(NamedTuple):
-    """Some text of a document, in order."""
+    """A part of a document's text. A source yields the parts in order."""
 
     key: str        # its hash decides the split
     text: str
@@ -147,7 +147,7 @@ class Files:
 class HubSource:
     """The training split of a dataset on the Hugging Face hub, streamed and not stored."""
 
-    name: str                   # hf:owner/name or hf:owner/name:subset
+    name: str                   # "hf:owner/name" or "hf:owner/name:subset"
 
     def __post_init__(self):
         if not re.fullmatch(r"hf:\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*)?", self.name):

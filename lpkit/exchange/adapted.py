@@ -230,7 +230,7 @@ def bring_lora(folder: Path, said: Mapping[str, Any], base: Run, out: Path, name
                 blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
                 pairs.append([theirs.get(f"{PREFIX}{key}.lora_{ab}.weight", t)
                               for ab, t in zip("AB", blank)])
-            if transposed:      # one matrix for q, k and v, whose rows are in another order here
+            if transposed:      # theirs is one matrix for q, k and v; our rows have another order
                 [(A, B)] = pairs
                 pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
             one.A.weight.copy_(torch.cat([A for A, _ in pairs]))

@@ -203,7 +203,7 @@ FAMILIES = (
              means=ALWAYS | means | {"hidden_act": ("silu", "swish"), AT_FIRST: (None, TRAINED),
                                      "partial_rotary_factor": (None, 1.0)},
              defaults=dict(zip(COMMON.values(), (32, 4096, 32, *sizes, False))) | more)
-      # by default: context, kv_heads, head_dim, mlp_width, norm_eps, vocab
+      # sizes: defaults of context, kv_heads, head_dim, mlp_width, norm_eps, vocab
       for name, bias, norms, means, sizes, more in (
           ("Llama", False, False, UNBIASED | WHOLE | {"mlp_bias": (False,)},
            (2048, None, None, 11008, 1e-6, 32000), {}),

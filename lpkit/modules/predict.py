@@ -54,7 +54,7 @@ FROM_MODEL = "as the model is"
 class Prediction:
     """The predicted step of a model, on each of `layout.devices` devices."""
 
-    footprint: Footprint        # of one device
+    footprint: Footprint        # bytes of one device
     step: StepTime
     machine: Machine
     layout: Layout
@@ -198,14 +198,14 @@ def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, opti
         known = model.config.to_dict()
         config = Config(model=families.of_type(known["model_type"]).model(known))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if parameter_count(config.model) != trained:    # an adapter, or another head
+        if parameter_count(config.model) != trained:    # the model has an adapter, or another head
             return None
         config = config.replace({
             "model.context": ids.shape[1], "global_batch": len(ids) * layout.devices,
             "grad_accum_steps": 1, "optimizer.name": optimizer, "optimizer.clip": 0,
             "system.attention": "sdpa"})
         return round(memory(config, on, layout=layout, precision=precision).peak_bytes)
-    except (AttributeError, KeyError, ConfigError):     # another architecture
+    except (AttributeError, KeyError, ConfigError):     # the kit has no such architecture
         return None
 
 

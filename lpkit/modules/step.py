@@ -38,7 +38,7 @@ PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
 # look-ups: of their first argument, these operations read only as many numbers as they return
 LOOK_UP = "embedding gather index index_select nll_loss_forward nll_loss2d_forward".split()
 SCALE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}    # by the bytes of one scale
-OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
+OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # other dtypes: fp32
 MULTIPLIES = "this machine multiplies these formats itself"
 # PyTorch's own class for a row of OPTIMIZERS, which a loop without this kit uses
 PYTORCHS = {"adamw": torch.optim.AdamW}
@@ -129,8 +129,9 @@ class Step:
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Call the model on a batch (a mapping: by keywords; a tuple or list: by position) and return
-    the scalar loss: the output's `loss`, the output, or its first element. Raises ConfigError."""
+    """Call the model on a batch and return the scalar loss: the output's `loss`, the output, or its
+    first element. A mapping is passed as keyword arguments, a tuple or a list as positional ones.
+    Raises ConfigError."""
     if isinstance(batch, Mapping):
         out = model(**batch)
     else:
@@ -195,7 +196,7 @@ def without_memory(model: nn.Module, batch: Any, device: str
     return copy.deepcopy(model, known), tree_map_only(Tensor, like, batch), copies
 
 
-# ---- what a forward multiplies and moves
+# ---- matmuls and memory traffic of a forward pass
 
 @dataclass
 class Seen:

@@ -79,7 +79,7 @@ class Watch:
         self.exits.close()
 
     def _begin(self) -> None:
-        """Begin an update."""
+        """Start to track, sample or time the next update."""
         looks = self.telemetry and self.updates % self.telemetry.every == 0
         self.timed, self.tracker = self.updates >= TRACKED and not looks, None
         if self.updates == TRACKED - 1:
@@ -101,7 +101,7 @@ class Watch:
             self.around.close()         # ends telemetry: the forward and backward passes are done
 
     def _after(self, *_: Any) -> None:
-        """End an update."""
+        """Record an update that has ended, and begin the next."""
         if self.timed:
             self.seconds.append(hardware.now(self.device) - self.begun)
         if self.tracker is not None:

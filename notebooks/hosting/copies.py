@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 PRISTINE = ".pristine"
-LESSONS, PICTURES = "lessons", "pictures"       # folders beside the notebooks
+LESSONS, PICTURES = "lessons", "pictures"       # folders next to the notebooks
 BESIDE = "-beside"      # suffix of the id of the course's cell, if the learner changed it, too
 
 

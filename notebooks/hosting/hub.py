@@ -71,7 +71,7 @@ class Desk(LocalProcessSpawner):
 
     folder = Unicode().tag(config=True)
     own_network = Bool(True, help="Give each lab a loopback and nothing else.").tag(config=True)
-    _began = 0.0        # time.monotonic() of the start
+    _began = 0.0        # time.monotonic() at the start
 
     @property
     def room(self) -> rooms.Room:
@@ -219,7 +219,7 @@ def own_groups(name: str, memory_bytes: int) -> list[Path]:
     """Returns the control groups of a learner's processes, and makes them if they do not exist.
     Empty if this machine does not allow it."""
     try:
-        if (CGROUPS / "cgroup.controllers").exists():       # version 2
+        if (CGROUPS / "cgroup.controllers").exists():       # control groups, version 2
             top = CGROUPS / GROUP
             for above in (CGROUPS, top):
                 above.mkdir(exist_ok=True)

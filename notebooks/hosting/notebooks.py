@@ -13,7 +13,7 @@ from lpkit.files import read_text, resource
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-MOST_BYTES = 1 << 28        # of a notebook
+MOST_BYTES = 1 << 28        # most bytes of a notebook
 
 
 def course() -> list[Path]:
@@ -61,7 +61,7 @@ def read(path: Path) -> "NotebookNode":
 def parse(text: str, name: str) -> "NotebookNode":
     """Returns the notebook of a text. Raises ConfigError, which names the file `name`, if the text
     is no notebook."""
-    # disable an optional package of jsonschema, whose import takes longer than everything else
+    # jsonschema imports this optional package, which takes longer than everything else: disable it
     sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
 

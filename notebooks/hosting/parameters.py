@@ -37,7 +37,7 @@ class Parameter:
     Literal["a","b"] a name` also exists, because papermill cannot read quotes in an annotation."""
 
     kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
-    annotation: str         # as written
+    annotation: str         # text of the annotation
     default: Any
     comment: str
 
@@ -66,7 +66,7 @@ def declared(source: str) -> dict[str, Parameter]:
                 if token.type == tokenize.COMMENT}
     found = {}
     for node in tree.body:
-        if ast.unparse(node) == "from typing import Literal":    # the annotations need it
+        if ast.unparse(node) == "from typing import Literal":    # annotations need this import
             continue
         comment = comments.get(node.end_lineno, "")
         match node:
@@ -157,7 +157,7 @@ def check() -> None:
             names += [node.id for node in ast.walk(ast.parse(source))
                       if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
         else:
-            with contextlib.suppress(ConfigError):      # any other cell
+            with contextlib.suppress(ConfigError):      # not a cell of parameters
                 known |= declared(source)
     asked = {name: shell.user_ns[name] for name in (*names, *known) if name in shell.user_ns}
     shell.user_ns.update(choose(known, asked))

@@ -247,7 +247,7 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
             last, told = line, time.monotonic()
 
 
-# ---- What stops learners, and files that they hand in
+# ---- Unsolved exercises, and files that learners hand in
 
 def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Returns for each exercise how many learners solved it, and how many tried and have not solved

@@ -72,7 +72,7 @@ class Room:
     port: int
     address: str = LOCAL
     tls: Sequence[str] = ()     # certificate and key
-    proxy: str = ""             # configurable-http-proxy
+    proxy: str = ""             # path of configurable-http-proxy
     authenticator: str = ""     # JupyterHub's name of an authenticator; "": `Codes`
     teacher: str = "teacher"
     config: str = ""            # a configuration file of JupyterHub, read after `hosting.hub`
@@ -130,7 +130,7 @@ def log_path(folder: Path, name: str) -> Path:
 
 
 def last_line(folder: Path, name: str) -> str:
-    """Return the last line that a learner's lab printed, or "", as `cut` does."""
+    """Return the last line in the log of a learner's lab, shortened by `cut`, or ""."""
     with contextlib.suppress(OSError), log_path(folder, name).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().decode(errors="replace").splitlines()

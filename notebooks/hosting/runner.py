@@ -60,7 +60,7 @@ class Job:
     path: Path
     label: str
     asked: Mapping[str, Any]
-    values: Mapping[str, Any]       # every declared parameter
+    values: Mapping[str, Any]       # the value of every declared parameter
     out: Path
 
     @property
@@ -128,7 +128,7 @@ class Attempt:
         self.code = [cell.id for cell in self.book.cells
                      if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
         self.ran: set[str] = set()
-        self.failure: dict[str, Any] = {}       # of the first failed cell
+        self.failure: dict[str, Any] = {}       # the ending after the first failed cell
         self.claims: list[dict[str, str]] = []  # from their cards
         self.kernel, self.lock = _Kernel(), threading.RLock()
         self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}

@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def warm(room: rooms.Room, presets: Sequence[str]) -> None:
-    """Run one step of each preset, once per room, so that no learner waits for tokens, verified
-    kernels and compilers. Print the seconds while it runs. Raises ConfigError with the run's
-    error."""
+    """Run one step of each preset, once per room, so that learners need not wait for tokens, for
+    verified kernels and for compilers. Print the seconds meanwhile. Raises ConfigError with the
+    run's error."""
     shared, begun = Path(room.folder, "shared"), time.monotonic()
     for number, preset in enumerate(presets, 1):
         done = shared / f".{preset}"
