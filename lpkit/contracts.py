@@ -80,7 +80,8 @@ class StatePlacement:
     in_memory = True    # in device or host memory, not in a file
 
     def __init__(self, why: str = ""):
-        self.why = why      # why this place and not the requested one; empty: it is the requested
+        # why this place is used instead of the requested place; empty: it was requested
+        self.why = why
 
     @property
     def used(self) -> str:

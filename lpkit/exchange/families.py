@@ -48,8 +48,8 @@ class Family:
     parts:    (our name, our tensor, model) -> their tensors by name
     whole:    (our name, their tensors, model) -> our tensor
     sizes:    our setting -> their key
-    means:    their other keys that change the computation -> the values for which it is the same as
-              ours; the first value is meant if the key is absent
+    means:    their other keys that change the computation -> the values with which it equals ours;
+              the first value applies if the key is absent
     defaults: default values of their class
     also:     alternative key -> key that it overrides
     """
