@@ -1,13 +1,14 @@
 """Lesson 06, FP8 training: its study, its figures and its exercises.
 
-Recipes side by side, on one model, one seed and the same batches: what each costs in noise, in
+Compares recipes on one model, one seed and the same batches: what each recipe costs in noise, in
 loss and in time.
 
-A cast adds an error that hardly depends on what it is multiplied with, so the noise of a product is
-the sum of its operands' (Widrow and Kollar 2008), in shares of the signal. Each of x, w and dy is
-an operand of two of a Linear's three products, so a recipe's noise is 2/3 of their sum; as signal
-over noise in dB. Stochastic rounding errs by spacing^2 / 6 instead of / 12. Losses are validation
-losses in nats per token, over the same text for every run; gaps are in percent of the base's.
+A cast adds an error that hardly depends on the other operand, so the noise of a product is the sum
+of its operands' noise (Widrow and Kollar 2008), as shares of the signal. Each of x, w and dy is an
+operand of two of a Linear's three products, so the mean noise of a product is 2/3 of the sum over
+x, w and dy; it is given as signal over noise in dB. The noise of stochastic rounding is
+spacing^2 / 6, that of rounding to nearest spacing^2 / 12. Losses are validation losses in nats per
+token, over the same text for every run; gaps are percent of the loss of BASE.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ __all__ = ["TIED", "ScaledMatmul", "decide", "disturbance"]
 
 BASE, AGAIN = "bf16", "bf16 with another seed"
 TENSORS = ("x", "w", "dy")
-LARGEST = 3.0       # of a Gaussian row, in standard deviations: no outlier
-STOCHASTIC = 2.0    # times the noise of rounding to nearest
+LARGEST = 3.0       # largest element of a Gaussian row in standard deviations; no outliers
+STOCHASTIC = 2.0    # noise of stochastic rounding over the noise of rounding to nearest
 
 
 def contenders(device: torch.device) -> list[str]:
-    """The recipes below BASE that run on `device`, the first of those that differ by the rule of
-    their scales alone; fp16 only where the device multiplies it."""
+    """Return the recipes other than BASE to compare on `device`. Of recipes that differ only in the
+    rule of their scales, only the first is returned; fp16 only if the device multiplies it."""
     fp16 = backends.choose("auto", "fp16", RECIPES["fp16"], device).used == "pytorch"
     found: dict[Any, str] = {}
     for name, row in RECIPES.items():
@@ -88,15 +89,15 @@ def contenders(device: torch.device) -> list[str]:
 
 
 def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:
-    """What to train, in order: BASE, each of `recipes`, and BASE with another seed, so that noise
-    has a measure."""
+    """Return the configs to train, in order: BASE, each of `recipes`, and BASE with another seed,
+    which measures the noise."""
     runs = {name: config.replace({"precision.recipe": name}) for name in (BASE, *recipes)}
     return runs | {AGAIN: runs[BASE].replace({"seed": config.seed + 1})}
 
 
 def predicted_db(recipe: Recipe, config: Config) -> float:
-    """Of a product, by formula: operands are Gaussian, of the size of the MLP's. No outliers, no
-    heavy tails. Raises ConfigError for a recipe that casts nothing."""
+    """Return signal over noise of a product by formula, in dB, for Gaussian operands of the MLP's
+    shapes, without outliers or heavy tails. Raises ConfigError if the recipe casts nothing."""
     if recipe.y is None or recipe.dx is None:
         raise ConfigError(f"the recipe in {recipe.dtype} casts no operand of y or dx, so its casts "
                           f"add no noise")
@@ -110,8 +111,8 @@ def predicted_db(recipe: Recipe, config: Config) -> float:
 
 
 def measured_db(samples: Iterable[Sample]) -> float | None:
-    """Of a product, from telemetry: the mean noise of each tensor over the layers that are cast and
-    over the steps. None where nothing was cast."""
+    """Return signal over noise of a product from telemetry, in dB. The noise of each tensor is the
+    mean over the cast layers and the steps. None if nothing was cast."""
     noise: dict[str, list[float]] = {}
     for sample in samples:
         if sample.role in TENSORS and sample.cast["scale"] != "none" and sample.own is not None:
@@ -120,24 +121,24 @@ def measured_db(samples: Iterable[Sample]) -> float | None:
 
 
 def total_db(shares: Iterable[float]) -> float:
-    """Signal over noise of a product, when x, w and dy have these shares of noise."""
+    """Return signal over noise of a product in dB, given the noise shares of x, w and dy."""
     return -10 * math.log10(2 / 3 * sum(shares))
 
 
 def _share(db: float | None) -> float:
-    """None: exact."""
+    """Return noise over signal; 0 for None, which stands for an exact tensor."""
     return 0.0 if db is None else 10 ** (-db / 10)
 
 
-# What runs did. They come by the names of `entries`, those that began.
+# Results of runs, by the names of `entries`; only runs that have begun.
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one run, beside BASE."""
+    """Results of one run compared with BASE."""
 
-    gaps: dict[int, float]  # step: by how many percent its validation loss lies above the base's
+    gaps: dict[int, float]  # by step: the validation loss in percent above the base's
     step_times: float | None        # seconds of a step over the base's
-    noise_db: float | None          # of a product; None: nothing was cast
+    noise_db: float | None          # signal over noise of a product; None: nothing was cast
     backend: str
 
     @property
@@ -146,19 +147,19 @@ class Outcome:
 
 
 def samples(runs: Mapping[str, Run]) -> dict[str, list[Sample]]:
-    """The telemetry of those that were sampled."""
+    """Return the telemetry samples of each run that has any."""
     return {name: telemetry.read(run.path) for name, run in runs.items()
             if (run.path / telemetry.FILE).is_file()}
 
 
 def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
-    """Of every run that took a step. The base's seconds are the better of its two runs', begun
-    first and last."""
+    """Return the outcome of every run that took a step. The base's step time is the shorter one of
+    its two runs, which begin first and last."""
     seen, evaluated, seconds = samples(runs), {}, {}
     for name, run in runs.items():
         metrics = run.metrics
         evaluated[name] = {line["step"]: line["val_loss"] for line in metrics if "val_loss" in line}
-        if metrics:     # the least: others on the machine slow some steps, none makes one faster
+        if metrics:     # the minimum: other processes can slow a step but never speed it up
             times = [line["step_seconds"] for line in metrics]
             seconds[name] = min(times[2:] or times)
     base = evaluated.get(BASE, {})
@@ -182,9 +183,9 @@ def unfinished(runs: Mapping[str, Run], configs: Iterable[str]) -> dict[str, str
 
 
 def emulated(found: Mapping[str, Outcome]) -> tuple[float | None, float]:
-    """Returns the median step of the emulated recipes, and the step of the slower of the two runs
-    of BASE, both over the step of the quicker one. The first is None where nothing is emulated. The
-    second is the noise of a step: infinite where one of the two runs is missing."""
+    """Returns two step times, both divided by the step time of the quicker run of BASE: the median
+    of the emulated recipes (None if no recipe is emulated), and the slower run of BASE. The second
+    is the noise of a step time; it is infinite if one of the two runs is missing."""
     times = sorted(one.step_times for name, one in found.items() if name not in (BASE, AGAIN)
                    and one.backend == "emulated" and one.step_times is not None)
     base = [found[name].step_times if name in found else None for name in (BASE, AGAIN)]
@@ -193,22 +194,22 @@ def emulated(found: Mapping[str, Outcome]) -> tuple[float | None, float]:
 
 
 def in_noise(step: float, spread: float) -> str:
-    """Returns why a step of `step` times BASE's cannot be told from BASE's."""
+    """Returns why a step that takes `step` times as long as BASE's may differ only by noise."""
     return (f"an emulated step takes {step:.2f} times {BASE}'s, and two runs of {BASE} differ by "
             f"{spread - 1:.0%}")
 
 
 def band(found: Mapping[str, Outcome]) -> float | None:
-    """By how many percent two seeds of BASE differ: root mean square over the later half of the
-    evaluations."""
+    """Return by how many percent two seeds of BASE differ: the root mean square over the later half
+    of the evaluations."""
     gaps = list(found[AGAIN].gaps.values()) if AGAIN in found else []
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
 
 def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
     """Return a sentence that names the recipe whose loss ended farthest above BASE's, if the noise
-    allows it. `last`: by recipe, percent above BASE; `band`: percent by which two seeds of BASE
-    differ, None where the second was not run."""
+    allows it. `last` is percent above BASE by recipe; `band` is by how many percent two seeds of
+    BASE differ, None if the second seed was not run."""
     first, *rest = rivals(last, within=band or 0)
     if band is None:
         return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%), in "
@@ -223,8 +224,8 @@ def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
 
 
 def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) -> str:
-    """Score `question` (which recipe ended farthest above BASE) by the record, percent above BASE
-    by recipe and seed. Return a sentence that names the recipes, if seeds allow it."""
+    """Score `question` (which recipe ended farthest above BASE) by recorded losses: percent above
+    BASE, by recipe and seed. Return a sentence that names the recipes, if the seeds allow it."""
     apart = max(max(seeds) - min(seeds) for seeds in by_seed.values())
     first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=apart)
     question.scored(first)
@@ -238,7 +239,7 @@ def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) ->
 
 def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
           advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
-    """Formula and measurement of every recipe, for `html_table`."""
+    """Return heads and rows for `html_table`: formula and measurement of every recipe."""
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
@@ -255,11 +256,11 @@ def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
              "measured", "last loss"), rows)
 
 
-# What a bench has recorded.
+# Recorded benchmarks.
 
 def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Every `lpkit bench recipe-losses` in `folder`: where it comes from or how to make it, heads
-    and rows of a table."""
+    """Return every `lpkit bench recipe-losses` result in `folder`: its source (or how to record
+    one), the heads and the rows of a table."""
     heads, rows, sources = ("recipe", f"loss over {BASE}'s", "by seed", "target"), [], []
     for path in sorted(folder.glob("recipe-losses-*.json")):
         with whole(path):
@@ -288,15 +289,15 @@ HIDDEN = {"visible": False, "constrain": "domain"}
 EQUATIONS = {"y": "y = x wᵀ", "dx": "dx = dy w", "dw": "dw = dyᵀ x"}
 WORDS = {"x": "x", "w": "w", "g": "dy"}
 NUMBERS = {"M": 256, "K": 384, "N": 512}        # tokens, features in, features out
-MOST_LINES = 24     # in a grid of blocks: more would be a grey face
-SPACE, GAP, LEFT = 200, 130, 60     # between panels and between matrices, margin; in numbers
+MOST_LINES = 24     # in a grid of blocks; more lines would merge into a grey area
+SPACE, GAP, LEFT = 200, 130, 60     # between panels, between matrices, left margin; in elements
 
 
 def products_figure(recipe: Recipe, *, title: str = "") -> dict:
-    """The plotly spec: a Linear of NUMBERS, forward and backward. Operands lie as they are
-    multiplied, so the axis that is summed over runs along the first and down the second; lines are
-    blocks that share a scale, and one of them is filled. Raises ConfigError for a recipe without
-    casts."""
+    """Return the plotly spec of a Linear of size NUMBERS, forward and backward. Operands are drawn
+    as they are multiplied, so the contracted axis runs across the first operand and down the
+    second. Lines separate blocks that share a scale; one block is filled. Raises ConfigError for a
+    recipe without casts."""
     if not recipe.products:
         raise ConfigError("this recipe casts no operand, so there are no blocks to draw")
     shapes, notes, top, wide = [], [], 0.0, 0.0
@@ -340,7 +341,7 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
 
 
 def products_view(recipes: Mapping[str, Recipe]) -> Any:
-    """For an Explorer: a function of `recipe`, one of the names."""
+    """Return a function of `recipe` (one of the names) for an Explorer."""
     return lambda recipe: products_figure(recipes[recipe], title=f"The three products of {recipe}")
 
 
@@ -350,7 +351,8 @@ def _sides(cast: Cast) -> str:
 
 def _operand(left: float, middle: float, down: float, across: float, colour: str,
              cast: Cast | None, *, second: bool) -> list[dict]:
-    """A matrix; its blocks, the contracted axis last in a cast; and one of them filled."""
+    """Return the shapes of a matrix: its outline, its blocks and one filled block. In a cast the
+    contracted axis is the last axis."""
     top = middle + down / 2
     shapes = [box(left, left + across, top - down, top, edge=colour, width=1.5)]
     if cast is None:
@@ -372,7 +374,8 @@ def _operand(left: float, middle: float, down: float, across: float, colour: str
 
 
 def _along(left: float, middle: float, down: float, across: float, *, second: bool) -> dict:
-    """The side that is summed over: of the first operand its upper edge, of the second its left."""
+    """Return the line along the contracted axis: the first operand's top edge or the second's left
+    edge."""
     top = middle + down / 2
     ends = {"x0": left, "x1": left, "y0": top, "y1": top - down} if second else \
         {"x0": left, "x1": left + across, "y0": top, "y1": top}
@@ -388,10 +391,10 @@ def _sizes(left: float, middle: float, down: float, across: float, row: str,
 
 class LiveRuns(LiveRun):
     """A live figure of the series of runs that `lpkit.start_each` returned, with Stop and Pause.
-    Stop ends the run at hand and begins no other.
+    Stop ends the current run and starts no other run.
 
-    `read(path)` returns the telemetry samples of a run folder, and raises ConfigError while there
-    are none; None: no map.
+    `read(path)` returns the telemetry samples of a run folder and raises ConfigError while there
+    are no samples. Without `read`, no map is drawn.
     """
 
     def __init__(self, series: Any, *, read: Callable[[Any], Sequence[Any]] | None = None):
@@ -409,12 +412,12 @@ class LiveRuns(LiveRun):
         return beside_race(race, self._samples(begun)) if self._read else race
 
     def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-        """Of a run that has ended they are read once."""
+        """Return the samples of each run; read the samples of a run that has ended only once."""
         samples = {}
         for name, one in begun.items():
             ended = one.done
             with contextlib.suppress(ConfigError), warnings.catch_warnings():
-                # the last line of a run that goes on may be half written
+                # the last line may be incomplete while the run is still writing
                 warnings.simplefilter("default" if ended else "ignore")
                 samples[name] = self._ended.get(name) or self._read(one.path)
                 if ended:
@@ -432,9 +435,10 @@ class LiveRuns(LiveRun):
 def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
                predicted: Mapping[str, float], measured: Mapping[str, float | None], base: str,
                title: str = "") -> dict:
-    """The plotly spec of what recipes cost. Left: the validation loss above the base's, in percent
-    over the steps, over a band of +-`band` that two seeds of the base differ by; None where the
-    second was not run. Right: signal over noise of a product in dB, by formula and measured."""
+    """Return the plotly spec of what recipes cost. Left: the validation loss above the base's in
+    percent, over the steps, on a band of +-`band` by which two seeds of the base differ (None if
+    the second seed was not run). Right: signal over noise of a product in dB, by formula and
+    measured."""
     lines = lines_of(gaps)
     order = sorted(predicted, key=lambda name: -predicted[name])
     colours = [lines[name]["color"] if name in lines else FAINT for name in order]
@@ -470,8 +474,8 @@ def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
 
 def telemetry_of_runs(runs: Mapping[str, Samples], *,
                       start: Mapping[str, Any] | None = None) -> Explorer:
-    """The same over the samples of several runs of one model, by name: one menu says which run,
-    another what its tensors are looked at as. Raises ConfigError when no run has samples."""
+    """Return `telemetry_explorer` for several runs of one model, by name: one menu chooses the run,
+    another chooses the recipe for its tensors. Raises ConfigError if no run has samples."""
     held = {name: list(samples) for name, samples in runs.items() if samples}
 
     def show(run: str, **choices: Any) -> tuple[dict, str]:
@@ -483,11 +487,11 @@ def telemetry_of_runs(runs: Mapping[str, Samples], *,
 
 
 def casts_table(model: ModelConfig) -> str:
-    """HTML: how each recipe casts the operands of a Linear, as hardware runs it."""
+    """Return an HTML table of how each recipe casts the operands of a Linear on hardware."""
     rows = []
     for name, recipe in RECIPES.items():
         if len(recipe.products) < len(PRODUCTS) or recipe.one_sided:
-            continue    # a row from outside: the table has whole recipes
+            continue    # not a recipe of the kit; the table has only complete recipes
         made, dy = on_hardware(name, recipe, model), recipe.dx[0]
         x, w = made.casts["y"]
         both = [tensor for tensor, operand in (("x", x), ("w", w))
@@ -508,7 +512,7 @@ def _block(sides: tuple[int, int]) -> str:
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: the noise of a product, the layers to keep, the time to an equal loss. Decibels,
+# Exercises: the noise of a product, the layers to keep, the time to an equal loss; in decibels and
 # seconds.
 
 @exercise("06.product_db", (31.5, 31.5), (31.5, 25.5), (40.0, 20.0),
@@ -573,8 +577,8 @@ def speedup(losses: Sequence[float], seconds: float, base_losses: Sequence[float
     return 0.0
 
 
-# Exercises: a Linear's three products. Scales are powers of two, so that a division and a
-# multiplication by the reciprocal give the same bits.
+# Exercises: a Linear's three products. Scales are powers of two, so that dividing by a scale and
+# multiplying by its reciprocal give the same bits.
 
 def to_fp8(x: Tensor, scale: float, dtype: torch.dtype = FP8) -> Tensor:
     largest = torch.finfo(dtype).max
@@ -586,7 +590,7 @@ def _operands(r: Random, backward: bool = False) -> tuple:
     tensors = [normal(r, tokens, into), normal(r, out, into), normal(r, tokens, out)]
     count = 3 if backward else 2
     sizes = [2.0 ** r.randint(-6, 6) for _ in range(count)]
-    # some saturate, others are subnormal
+    # some operands saturate, others have subnormals
     scales = [size * 2.0 ** -r.randint(-6, most)
               for size, most in zip(sizes, (10, 10, 17), strict=False)]
     return (*(x * size for x, size in zip(tensors, sizes, strict=False)), *scales)

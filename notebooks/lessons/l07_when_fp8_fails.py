@@ -1,27 +1,28 @@
 """Lesson 07, when FP8 fails: its study, its figures and its exercises.
 
-The failure lab: what goes wrong in low-precision training, put in on purpose.
+The failure lab injects faults of low-precision training on purpose.
 
     inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and
                                                                     # look at the telemetry
 
-A fault is a row: what it does to one `ScaledLinear`, by composition with its recipe, its backend or
-its operands, and the recipe under which that layer is well again. None of them changes what the
-layer computes in exact arithmetic, so the same model in bf16 does not have it.
-`bisect` searches for where it is, `Case` makes a riddle of it.
+A fault is a row: how it changes one `ScaledLinear` (its recipe, its backend or its operands), and
+the recipe that cures that layer. No fault changes what the layer computes in exact arithmetic, so
+the same model in bf16 is not affected.
+`bisect` searches for the faulty layer; `Case` makes a riddle of a fault.
 
-Which layer and product lose the loss: promote halves to 16 bits and keep the half that brings it
-back.
+To find the layer and the product that cost the loss, `bisect` promotes one half of them to 16 bits
+and keeps the half that restores the loss.
 
     starts = Starts(config, steps=200)
     print(bisect(starts, "nvfp4"))                                              # a recipe
     print(bisect(starts, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
 
-A fresh model's loss hardly depends on its layers, so each seed is first trained for a while in
-fp32. All runs continue from there, on the same batches, and differ in what is promoted to 16 bits
-alone. A run that breaks counts as one that knows nothing. Deterministic.
+The loss of a fresh model hardly depends on its layers, so each seed is first trained for `steps`
+steps in fp32. All runs continue from there on the same batches; they differ only in which products
+are promoted to 16 bits. A run that diverges counts as a model that has learned nothing. Results are
+deterministic.
 
-A fault that somebody hid: which one, and in which layer, only the seed knows.
+A case hides a fault: the fault and its layer are drawn from the seed.
 
 case = Case.open(Starts(config, steps=200), "unknown", seed=0)
 well, ill = case.run(20, faulty=False), case.run(20, every=4)       # losses, and telemetry
@@ -78,10 +79,10 @@ __all__ = ["backends", "resolve"]
 
 # ---- The study
 
-# times as large as it was; from half its least subnormal to its largest value E4M3 spans 2^18.8, so
-# that of features within 2^5 of each other nothing is left
+# factor on one input feature; from half its smallest subnormal to its largest value, E4M3 spans
+# 2^18.8, so every other feature within a factor of 2^5 of that one underflows
 OUTLIER = 2.0**24
-STALE = 64.0            # times smaller was the tensor whose amax is still used
+STALE = 64.0            # the stale amax is of a tensor that was this many times smaller
 Put = Callable[[ScaledLinear], None]        # changes the layer in place
 
 
@@ -90,18 +91,18 @@ class Fault:
     what: str
     recipe: str                             # the row of `recipes` in which it happens
     put: Put
-    # the role and the number of the telemetry that move, and whither: +1 or -1
+    # role and metric of the telemetry that change, and the direction: +1 or -1
     shows: tuple[str, str, int]
     symptom: str
     cure: str                               # the row of `recipes` that this layer then runs under
     remedy: str                             # why that helps
-    # why a tiny model's loss does not show it in a few steps; empty: it does
+    # why a tiny model's loss does not show the fault in a few steps; empty if it does
     unseen: str = ""
     source: str
 
 
 def _recast(setting: str, **values: str) -> Put:
-    """Another format, rounding or transform in every cast of x, w and g."""
+    """Return a fault that changes the format, rounding or transform of every cast of x, w and g."""
     def put(layer: ScaledLinear) -> None:
         casts = {}
         for product, pair in layer.recipe.products.items():
@@ -113,8 +114,7 @@ def _recast(setting: str, **values: str) -> Put:
 
 
 def _stale(layer: ScaledLinear) -> None:
-    """The history holds what the first micro-batch would have put there, had its tensors been STALE
-    times smaller, and stops."""
+    """Freeze the amax history at 1 / STALE of the amax of the first micro-batch's tensors."""
     def cast(self: ScaledLinear, product: str, role: str, x: Tensor, dtype: torch.dtype,
              **how: Any) -> Scaled:
         seen = self.amax_history[ROLES.index(role)]
@@ -128,7 +128,7 @@ def _stale(layer: ScaledLinear) -> None:
 
 def _forgetful(layer: ScaledLinear) -> None:
     delayed = replace(layer.recipe.delayed, history=1, history_rule="most-recent")
-    # the micro-batch at hand, and the one before
+    # the current micro-batch and the previous one
     layer.amax_history = layer.amax_history[:, :2].clone()
     layer.recipe = replace(layer.recipe, delayed=delayed)
 
@@ -143,8 +143,8 @@ class _Divided(nn.Module):
 
 
 def _outlier(layer: ScaledLinear) -> None:
-    """One input feature times a power of two, its weights divided by it: the same function,
-    exactly, and in bf16 too."""
+    """Multiply one input feature by a power of two and divide its weights by it. The function stays
+    exactly the same, in bf16 too."""
     by = torch.ones(layer.in_features, device=layer.weight.device)
     by[layer.in_features // 2] = OUTLIER
     parametrize.register_parametrization(layer, "weight", _Divided(by))
@@ -152,7 +152,7 @@ def _outlier(layer: ScaledLinear) -> None:
 
 
 def _zero_block(layer: ScaledLinear) -> None:
-    """And a backend that divides by the scale of a block of zeros: 0 / 0."""
+    """Zero a block of weights, and use a backend that divides by the block's amax: 0 / 0."""
     rows, columns = (side or whole for side, whole in zip(layer.recipe.y[1].block,
                                                           layer.weight.shape))
     with torch.no_grad():
@@ -231,16 +231,16 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """A fault in the Linears that match one of `layers`, by default in all that are
-    low-precision."""
+    """A fault in all Linears that match one of `layers`; by default in all low-precision
+    Linears."""
 
     fault: str
     layers: tuple[str, ...] = ("*",)
 
 
 def inject(model: nn.Module, what: Injection) -> nn.Module:
-    """Put it in, in place. Raises ConfigError for an unknown fault, or a pattern that no
-    low-precision Linear matches."""
+    """Inject the fault in place. Raises ConfigError for an unknown fault, or for a pattern that
+    matches no low-precision Linear."""
     fault = pick(FAULTS, what.fault, "fault")
     layers = {layer.name: layer for layer in scaled_linears(model)}
     for pattern in what.layers:
@@ -257,7 +257,7 @@ def inject(model: nn.Module, what: Injection) -> nn.Module:
 
 
 def cure(model: nn.Module, what: Injection) -> nn.Module:
-    """Put its layers under the recipe that the fault's row knows against it, in place."""
+    """Set the recipe of the injection's layers to the fault's cure, in place."""
     for layer in scaled_linears(model):
         if any(fnmatchcase(layer.name, pattern) for pattern in what.layers):
             layer.recipe = RECIPES[FAULTS[what.fault].cure]
@@ -268,7 +268,7 @@ Unit = tuple[str, str]      # layer, product
 
 
 def low_precision_products(model: nn.Module) -> list[Unit]:
-    """Every product that is low-precision, layer by layer."""
+    """Return every low-precision product, layer by layer."""
     return [(layer.name, product) for layer in scaled_linears(model)
             for product in layer.recipe.products]
 
@@ -281,25 +281,25 @@ def run_in_high_precision(model: nn.Module, which: Iterable[Unit]) -> None:
 
 
 def layers_of(which: Iterable[Unit]) -> list[str]:
-    """Each once, in their order."""
+    """Return each layer once, in order."""
     return list(dict.fromkeys(layer for layer, _ in which))
 
 
 def named(which: Iterable[Unit]) -> str:
-    """'blocks.1.mlp.up (y, dx)'."""
+    """Return the products by layer, as 'blocks.1.mlp.up (y, dx)'."""
     which = list(which)
     return ", ".join(f"{name} ({', '.join(product for layer, product in which if layer == name)})"
                      for name in layers_of(which))
 
 
-# Student's t, 97.5%, for 2 seeds, 3, ...: so many standard errors from a mean, chance is ruled out.
+# Student's t at 97.5% for 2, 3, ... seeds: the half-width of a 95% interval in standard errors.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
-CLEAR = 4.0     # a gap of fewer noises is none
-MORE = 3        # times as many seeds as were asked for: the most that are drawn
-NUDGES = (torch.bfloat16, torch.float16)        # of a start: two such runs drift as runs do
+CLEAR = 4.0     # a gap of fewer standard deviations of the noise counts as no gap
+MORE = 3        # a search draws at most this many times the number of requested seeds
+NUDGES = (torch.bfloat16, torch.float16)        # round a start to these; two such runs drift apart
 
 Units = tuple[Unit, ...]
-# of a short run: what is promoted, number of the seed and of the nudge
+# the loss of a short run: promoted products, number of the seed, number of the nudge
 Loss = Callable[[Units, int, int], float]
 
 
@@ -309,16 +309,16 @@ class Trial:
 
     promoted: Units
     recovery: float             # 0: as bad as with nothing promoted; 1: as good as with everything
-    error: float                # of the recovery: half of its 95% interval
+    error: float                # half of the recovery's 95% interval
 
     @property
     def kept(self) -> bool:
-        """It brings back more than half, beyond chance."""
+        """Whether promoting these products recovers significantly more than half of the gap."""
         return self.recovery - self.error > 0.5
 
     @property
     def dropped(self) -> bool:
-        """It brings back less than half, beyond chance."""
+        """Whether promoting these products recovers significantly less than half of the gap."""
         return self.recovery + self.error < 0.5
 
     def __str__(self) -> str:
@@ -327,7 +327,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where it is, and how sure that is."""
+    """Result of a search: the culprits, and how certain they are."""
 
     suspect: str
     culprits: Units                 # the smallest set that halving reaches, or cannot divide
@@ -348,7 +348,8 @@ class Finding:
 
     @property
     def certainty(self) -> str:
-        """low: no gap beyond noise, or seeds that do not agree on one layer and no other."""
+        """"low" if the gap is within noise or the seeds do not single out one layer; else "medium"
+        or "high"."""
         layers = len(layers_of(self.culprits))
         if self.effect < CLEAR or layers > 1 or not self.alone.kept or not self.rest.dropped:
             return "low"
@@ -370,14 +371,15 @@ class Finding:
 
 
 def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 3) -> Finding:
-    """Promote halves and keep the half that brings the loss back: of the layers, then of products.
+    """Promote halves of the layers, then of the products, and keep the half that restores the loss.
 
-    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, n from a copy that is
-    rounded to NUDGES[n - 1]. Runs are compared seed by seed. While chance may have decided on a
-    layer, another seed is drawn, up to MORE * seeds. A set whose halves still cannot be told apart
-    is the answer; so are products of one layer that the seeds drawn so far do not tell apart.
-    With k seeds drawn, at most k * (5 + 2 log2(layers) + 4) runs; 4 * seeds where nothing is lost.
-    Raises ConfigError for no seeds.
+    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, nudge n from a copy
+    rounded to NUDGES[n - 1]. Runs are compared seed by seed. While a decision between layers may be
+    chance, another seed is drawn, up to MORE * seeds. The search ends with a set when its halves
+    still cannot be told apart. For products of one layer, no further seeds are drawn.
+    With k seeds drawn, there are at most k * (5 + 2 log2(layers) + 4) runs; there are 4 * seeds
+    runs if low precision costs no loss.
+    Raises ConfigError for fewer than 1 seed.
     """
     if seeds < 1:
         raise ConfigError(f"a search needs at least 1 seed, got {seeds}")
@@ -391,7 +393,7 @@ def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 
             several = len(layers_of(culprits)) > 1
             path += runs.judged(_halves(culprits), most if several else runs.drawn)
             if not path[-1].kept:
-                break       # it takes both, or chance decides
+                break       # both halves are needed, or the difference may be chance
             culprits = path[-1].promoted
         others = tuple(unit for unit in everything if unit not in culprits)
         path += runs.judged([others], most)
@@ -401,14 +403,14 @@ def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 
 
 
 class _Runs:
-    """The runs of one search, each made once, and what they say about sets of products."""
+    """Caches the runs of one search and compares sets of products by them."""
 
     def __init__(self, loss: Loss, everything: Units, drawn: int):
         self.loss, self.everything, self.drawn = functools.cache(loss), everything, drawn
         self.noise = 0.0
 
     def gained(self, worse: Units, better: Units, nudge: int = 0) -> list[float]:
-        """Nats per token, seed by seed. `nudge`: of the worse."""
+        """Return the loss difference per seed, in nats per token. `nudge` applies to `worse`."""
         return [self.loss(worse, seed, nudge) - self.loss(better, seed, 0)
                 for seed in range(self.drawn)]
 
@@ -417,8 +419,9 @@ class _Runs:
         return statistics.fmean(self.gained((), self.everything))
 
     def trial(self, promoted: Units) -> Trial:
-        """Recovery is a ratio of two means; its error is half of the 95% interval of what the ratio
-        leaves over. Differences spread at least as nudged runs do."""
+        """Return the trial of these products. The recovery is a ratio of two means. Its error is
+        half of the 95% interval of the residuals; their standard deviation is at least sqrt(2)
+        times the noise of nudged runs."""
         gaps, back = self.gained((), self.everything), self.gained((), promoted)
         if not sum(gaps):
             return Trial(promoted=promoted, recovery=math.nan, error=math.nan)
@@ -431,7 +434,7 @@ class _Runs:
         return Trial(promoted=promoted, recovery=recovery, error=error / abs(self.gap))
 
     def judged(self, sets: Sequence[Units], most: int) -> list[Trial]:
-        """Trials of the sets, up to the first that is kept; more seeds while chance decides."""
+        """Return trials of the sets up to the first that is kept; add seeds while undecided."""
         while True:
             trials = []
             for promoted in sets:
@@ -444,7 +447,7 @@ class _Runs:
 
 
 def _halves(which: Units) -> tuple[Units, Units]:
-    """A layer is not cut while there are several."""
+    """Cut the products in half; keep a layer's products together if there are several layers."""
     layers = layers_of(which)
     if len(layers) > 1:
         first = layers[:len(layers) // 2]
@@ -454,28 +457,28 @@ def _halves(which: Units) -> tuple[Units, Units]:
     return which[:cut], which[cut:]
 
 
-# On real runs.
+# Searches on real runs.
 
 class Starts:
-    """Models that were trained in fp32 for `steps` steps, one a seed, each when it is first asked
-    for; runs under any recipe begin there."""
+    """Models trained in fp32 for `steps` steps, one per seed, each trained on first use. Runs under
+    any recipe start from these models."""
 
     def __init__(self, config: Config, *, steps: int):
         self.steps = steps
         self.config = config.replace({"precision.backend": "auto", "schedule": "constant",
                                       "system.compile": False,
-                                      # a copy of a training has no hooks, streams and files
+                                      # a copy of a training lacks hooks, streams and files
                                       "memory.activation_offload": "device",
                                       "memory.optimizer_state": "device",
                                       "memory.optimizer_step": "after"})
         self.trained, self._under = functools.cache(self._train), functools.cache(self._move)
 
     def under(self, recipe: str, seed: int = 0) -> Training:
-        """A training of one's own. `seed`: beside the config's."""
+        """Return a separate copy of the training. `seed` is added to the config's seed."""
         return self._under(recipe, seed).copy()
 
     def build(self, recipe: str, seed: int = 0) -> Training:
-        """As it is before the first step."""
+        """Return the training before its first step."""
         return Training.build(self.config.replace({"seed": self.config.seed + seed,
                                                    "precision.recipe": recipe}))
 
@@ -486,15 +489,16 @@ class Starts:
 
     def _move(self, recipe: str, seed: int) -> Training:
         training, trained = self.build(recipe, seed), self.trained(seed)
-        # a recipe may have state of its own
+        # strict=False: a recipe may have additional state
         training.model.load_state_dict(trained.model.state_dict(), strict=False)
         training.optimizer.load_state_dict(trained.optimizer.state_dict())
         return training
 
 
 def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: int = 8) -> Finding:
-    """`suspect`: a recipe, a fault (in every layer), or an Injection; a fault brings its own
-    recipe. `steps` of each run.
+    """Search for the layers and products that cause a loss gap. `suspect` is a recipe, the name of
+    a fault (put into every layer) or an Injection; a fault uses its recipe. Each run has `steps`
+    steps.
 
     Raises ConfigError for an unknown suspect, and for a recipe without low-precision products.
     """
@@ -526,13 +530,13 @@ def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: i
 
 
 def bounded(losses: Iterable[float], vocab: int) -> list[float]:
-    """A run that breaks, or is worse than that, knows nothing: ln(vocab)."""
+    """Replace NaN, and losses above it, by ln(vocab): the loss of a model that learned nothing."""
     nothing = math.log(vocab)
     return [loss if loss < nothing else nothing for loss in losses]
 
 
 def train(training: Training, first: int, last: int) -> list[float]:
-    """Steps `first` to `last`, nothing kept but the losses: nats per token."""
+    """Run steps `first` to `last` - 1 and return only the losses, in nats per token."""
     return [training.update(step).loss.item() for step in range(first, last)]
 
 
@@ -541,7 +545,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    losses: list[float]         # nats per token, of each step; NaN where it broke
+    losses: list[float]         # nats per token, of each step; NaN after the run diverged
     samples: list[Sample]
 
 
@@ -552,8 +556,8 @@ class Case:
 
     @classmethod
     def open(cls, starts: Starts, fault: str, seed: int) -> Case:
-        """`fault` in one low-precision Linear; "unknown": one of those that a tiny model's loss
-        shows. Raises ConfigError for an unknown name."""
+        """Open a case with `fault` in one low-precision Linear; "unknown" draws a fault that a tiny
+        model's loss shows. Raises ConfigError for an unknown name."""
         draw = random.Random(seed)
         name = draw.choice([name for name, row in FAULTS.items() if not row.unseen])
         if fault != UNKNOWN:
@@ -572,13 +576,13 @@ class Case:
 
     @property
     def answers(self) -> list[str]:
-        """What is right to say, as "fault in layer". TIED is where nobody could tell."""
+        """Return the right answers, as "fault in layer"; with TIED if no loss shows the fault."""
         faults = [self.injection.fault] + [TIED] * bool(self.fault.unseen)
         return [f"{fault} in {self.layer}" for fault in faults]
 
     def run(self, steps: int, *, faulty: bool = True, cured: bool = False, every: int = 0) -> Run:
-        """The same steps on the same batches: with the fault or without, under its cure or not.
-        Telemetry every so many steps, from its first on; 0: none."""
+        """Run the same steps on the same batches, with or without the fault and its cure. Sample
+        telemetry every `every` steps from the first step on; 0: no telemetry."""
         training = self.starts.under(self.fault.recipe)
         if faulty:
             inject(training.model, self.injection)
@@ -586,17 +590,17 @@ class Case:
             cure(training.model, self.injection)
         first = self.starts.steps
         seen = Telemetry(model=training.model, every=every or 1)
-        if every:   # the first step always: after it a NaN is everywhere
+        if every:   # the first step is always sampled: later, NaN is in every layer
             training.watchers.append(lambda step: seen.watch(step - first))
         return Run(losses=train(training, first, first + steps), samples=seen.samples)
 
     def recovered(self, well: Run, ill: Run, cured: Run) -> float:
-        """The share of the lost loss that the cure brings back."""
+        """Return the share of the lost loss that the cure recovers."""
         without, with_it, after = map(self._mean, (well, ill, cured))
         return (with_it - after) / (with_it - without)
 
     def outcome(self, well: Run, ill: Run, cured: Run) -> str:
-        """The same in words."""
+        """Return a sentence with the cost of the fault and the share that the cure recovers."""
         row, cost = self.fault, self._mean(ill) - self._mean(well)
         if row.unseen:
             return (f"{self.injection.fault} costs {cost:+.1g} nats per token here, which is "
@@ -606,15 +610,15 @@ class Case:
                 f"{row.remedy}.")
 
     def _mean(self, run: Run) -> float:
-        """Nats per token. A run that breaks knows nothing."""
+        """Return the mean loss in nats per token; a diverged run counts as ln(vocab)."""
         return statistics.fmean(bounded(run.losses, self.starts.config.model.vocab))
 
 
 def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
-    """(layer, by how much), the worst first: what the casts of a layer lost (to zero or by
-    saturation) beyond the median layer of the same role and step, in the role where that is most,
-    averaged over the steps. The layer that made the first NaN or Inf has lost all; what was handed
-    one says nothing."""
+    """Return (layer, excess) of each layer, the largest excess first. The excess is the share that
+    the layer's casts lose (to zero or by saturation) above the median of all layers with the same
+    role and step, averaged over the steps, in the role where it is largest. The layer that produced
+    the first NaN or Inf has excess 1; layers that received a NaN are left out."""
     samples = list(samples)
     alike: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for sample in samples:
@@ -636,25 +640,25 @@ def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
 
 
 def source_of_nonfinite(samples: Iterable[Sample]) -> str:
-    """The layer that made the first NaN or Inf; empty: there was none, or it came between two
-    looks.
+    """Return the layer that produced the first NaN or Inf; empty if there was none, or if it
+    appeared between two sampled steps.
 
     Samples are in the order of execution: x and w from the first layer to the last, dy from the
-    last to the first. A layer that is handed a NaN was handed it by the one before it in that
-    order; its weights are its own."""
+    last to the first. A NaN in a layer's x or dy comes from the previous layer in that order; a NaN
+    in its weights comes from the layer itself."""
     before = None
     for sample in samples:
         if sample.nonfinite:
             if before is None or before.step != sample.step:
-                return ""       # the step began with it
+                return ""       # the NaN was there at the start of the step
             return sample.layer if sample.role.startswith("w") else before.layer
         before = sample
     return ""
 
 
 def nonfinite_report(samples: Iterable[Sample]) -> str:
-    """Says where NaN or Inf was met first, by layer, and which layer made it; empty when it never
-    was."""
+    """Return where NaN or Inf first appeared, by layer, and which layer produced it; empty if there
+    was none."""
     samples = list(samples)
     bad = [sample for sample in samples if sample.nonfinite]
     if not bad:
@@ -674,8 +678,8 @@ NOBODY, NOTHING = "Click a row of the map", "which fault"      # placeholders, n
 
 
 def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
-    """The plotly spec of losses (nats per token) by the name of their run. A run that broke ends
-    where it did, with a word."""
+    """Return the plotly spec of losses (nats per token) by the name of the run. The line of a
+    diverged run ends at its last finite loss, with a note."""
     lines, notes = [], []
     for i, (name, curve) in enumerate(losses.items()):
         whole = [loss if math.isfinite(loss) else None for loss in curve]
@@ -693,8 +697,8 @@ def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> di
 
 
 class Accusation(Stored, Question):
-    """Telemetry to look at, a row of whose map is accused by a click, and a menu of
-    `.value` is "fault in layer", and None until both are chosen."""
+    """Telemetry with a map and a menu of faults. A click on a row of the map accuses its layer.
+    `.value` is "fault in layer", or None until both are chosen."""
 
     value = traitlets.Unicode(None, allow_none=True)
 
@@ -724,13 +728,13 @@ class Accusation(Stored, Question):
         super().restore(value, factor)
 
     def judged(self, right: Sequence[str]) -> None:
-        """By the answers that are right."""
+        """Score the answer against the right answers."""
         self._ends(" or ".join(right), self.value in right)
 
 
 def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> dict:
-    """The plotly spec of a `Finding`'s path, run by run: which of `layers` (top: the first) were in
-    16 bits, and what of the lost loss that brought back."""
+    """Return the plotly spec of a `Finding`'s path, run by run: which of `layers` (the first on
+    top) were in 16 bits, and the share of the lost loss that each run recovered."""
     runs = []
     values, words = ([[gap] * len(finding.path) for _ in layers] for gap in (None, ""))
     for column, trial in enumerate(finding.path):
@@ -754,8 +758,8 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
 
 def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = None,
                        title: str = "") -> Explorer:
-    """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the
-    map. Raises ConfigError when there is nothing to show."""
+    """Return an Explorer of samples by metric, role, recipe and cell; choose the cell by menu or by
+    a click on the map. Raises ConfigError if there is nothing to show."""
     samples = list(samples)
     return explorer(lambda **choices: cell_and_table(samples, title=title, **choices), samples, start)
 
@@ -801,7 +805,7 @@ def saturated(x: Sequence[float], amax: float) -> float:
     return sum(a > amax * 464 / 448 for a in nonzero) / len(nonzero)
 
 
-# not just above a power of two, where rounding still saves it
+# a growth just above a power of two is excluded: there, rounding still avoids saturation
 @exercise("07.margin", (1.0,), (2.0,), (3.0,), (64.0,),
           draw=lambda r: (r.uniform(1.04, 2) * 2 ** r.randrange(10),),
           mistakes={"round up": lambda growth: int(math.log2(growth))})
@@ -809,7 +813,7 @@ def margin(growth: float) -> int:
     return math.ceil(math.log2(growth))
 
 
-# Exercises: which row it is, and which layer.
+# Exercises: the worst row, and the faulty layer.
 
 def _row_noise(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).square().sum(-1)
@@ -838,7 +842,7 @@ def worst_row(x: Tensor, y: Tensor) -> int:
 
 
 class Suspects:
-    """`fails(layers)`: whether training fails with these layers in FP8. It counts how often."""
+    """`fails(layers)`: whether training fails with these layers in FP8. Counts its calls."""
 
     def __init__(self, culprit: str, most: int):
         self.culprit, self.most, self.asked = culprit, most, 0

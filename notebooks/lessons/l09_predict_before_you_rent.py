@@ -42,17 +42,17 @@ from lpkit.techniques.machines import Machine, find, mixed_prices
 # notebook 09 imports these from here
 __all__ = ["CATALOGUE", "PRESETS", "STACKS", "Link", "calibrate", "disturbance", "efficiency",
            "find_machine", "hardware", "in_turns", "progress"]
-# machines that have a price, since the explorers of this notebook count dollars
+# machines with a price, since the explorers of this notebook count dollars
 CATALOGUE = {name: one for name, one in known.CATALOGUE.items() if one.price_per_hour}
 
 # ---- The study
 
-# The impossible triangle: speed, quality and cost cannot all be best. A point is beaten when
-# another one is at least as good everywhere and better somewhere (Pareto).
+# The impossible triangle: speed, quality and cost cannot all be best. Another point beats a point
+# if it is at least as good on every axis and better on at least one axis (Pareto).
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """`values` by axis; `facts` for a figure to filter by; `where` says what gave the values."""
+    """`values` by axis; `facts` for a figure to filter by; `where`: the source of the values."""
 
     name: str
     values: Mapping[str, float]
@@ -62,9 +62,9 @@ class Point:
 
 def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
              most: Sequence[str] = ()) -> tuple[Point, ...]:
-    """Those that no other beats, in their order. Equal points are all kept.
+    """Return the points that no other point beats, in their order. Equal points are all kept.
 
-    Raises ConfigError for an axis that a point lacks or where it has no number.
+    Raises ConfigError for an axis on which a point has no finite number.
     """
     points = tuple(points)
     if not (least or most):
@@ -88,7 +88,7 @@ def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One point to be made: what is trained, in the layout of its `parallel`, and where."""
+    """A point to compute: the config with its layout (`parallel`), the machine and the tokens."""
 
     name: str
     config: Config
@@ -98,8 +98,8 @@ class Candidate:
 
 def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int],
          tokens: Iterable[float]) -> tuple[Candidate, ...]:
-    """Every config on every number of devices of every machine, in the soonest layout that fits
-    (`plan`), for each number of tokens. Where nothing fits there is no candidate."""
+    """Return a candidate for every config, machine, number of devices and number of tokens, in the
+    fastest layout that fits (`plan`). A combination in which no layout fits has no candidate."""
     made, tokens = [], tuple(tokens)
     for (name, config), machine, count in itertools.product(configs.items(), map(find, machines),
                                                             devices):
@@ -119,11 +119,12 @@ CANDIDATES = {      # by tier: presets, machines and numbers of devices for `gri
 
 def triangle(candidates: Iterable[Candidate], *,
              measured: Mapping[str, float] | None = None) -> tuple[Point, ...]:
-    """A point for each, with `days`, `dollars` and `loss` (of the law DEFAULT), and
-    `tokens_per_second` beside them.
+    """Return a point for each candidate, with its `days`, `dollars`, `loss` (by the law DEFAULT)
+    and `tokens_per_second`.
 
-    `measured` are losses by candidate's name: they replace the law's, and the point says so. All of
-    them must then be of one corpus. A loss beyond the law's fit is labelled `extrapolated`.
+    `measured` are losses by the name of the candidate. They replace the losses of the law, and the
+    point is labelled `measured`; all of them must come from the same corpus. A loss outside the
+    range that the law was fitted to is labelled `extrapolated`.
     """
     measured, made = measured or {}, []
     for one in candidates:
@@ -150,11 +151,11 @@ def triangle(candidates: Iterable[Candidate], *,
 # ---- Figures
 
 ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 110, 6
-POINTS = 81         # of a curve
+POINTS = 81         # points of a curve
 LOGARITHMIC = {"type": "log", "dtick": 1}
 GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)", type="linear"),
          "dollars": axis("US dollars", **LOGARITHMIC)}
-SHADES = {      # by colour: how, the ends, and ticks; fixed, so that limits do not repaint points
+SHADES = {      # colour scales: transform, range, ticks; fixed, so filters do not recolour points
     "days": (math.log10, (-3, 3), {power: f"{10.0**power:,g}" for power in range(-3, 4)}),
     "loss": (float, (1.9, 2.7), {loss: f"{loss:.1f}" for loss in (1.9, 2.1, 2.3, 2.5, 2.7)}),
 }
@@ -162,15 +163,16 @@ PANELS = (("loss", "days", {"coloraxis": "coloraxis", "yaxis": "y"}),
           ("days", "loss", {"coloraxis": "coloraxis2", "yaxis": "y2"}))
 SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
 EVERY = "every machine"
-View = Callable[..., tuple[dict, str]]      # for an Explorer: a figure, and a table
+View = Callable[..., tuple[dict, str]]      # returns a figure and a table, for an Explorer
 
 
 # Layouts.
 
 def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budget: float,
               deadline: float) -> tuple[dict, str]:
-    """For an Explorer. Budget in dollars, deadline in seconds, infinite: no limit. The best layout
-    as a figure; the next ones, and the reasons why the rest are left out, as tables."""
+    """Return the best layout as a figure, and the next layouts and the reasons why the others are
+    excluded as tables, for an Explorer. The budget is in dollars, the deadline in seconds; infinity
+    means no limit."""
     budget, deadline = (None if math.isinf(limit) else limit for limit in (budget, deadline))
     found = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
     rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
@@ -185,7 +187,7 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
 
 
 def layouts_view(found: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
-    """One layout of a plan, its rows open to formula and source.
+    """Return an Explorer's view of the layouts of a plan, each row with its formula and source.
 
     show, controls = layouts_view(found); Explorer(show, **controls)
     """
@@ -198,9 +200,9 @@ def layouts_view(found: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
 
 
 def option_figure(option: Option, found: Plan) -> dict:
-    """The plotly spec of two staircases: bytes of a device at the peak, up to the device's; seconds
-    of a step. Each row begins where the one before it ended. What hides behind other rows is drawn
-    pale, under the rows that it hides behind."""
+    """Return the plotly spec of two staircases: the bytes of a device at the peak, with the
+    device's memory as the limit, and the seconds of a step. Each row starts where the previous row
+    ends. Time that overlaps other rows is drawn pale, below those rows."""
     held, step = option.memory, option.time
     sizes, right = held.at(held.peak_moment), {"xaxis": "x2", "yaxis": "y2"}
     rows = [row for row in held.rows if row.name in sizes]
@@ -236,7 +238,7 @@ def option_figure(option: Option, found: Plan) -> dict:
     names = {**NAMES, "type": "category"}
     return figure(
         data, title, barmode="overlay", bargap=0.25, height=height + 120, shapes=shapes,
-        legend={"y": (below + 6) / height},     # of the seconds alone
+        legend={"y": (below + 6) / height},     # a legend of the seconds only
         xaxis=axis(f"bytes of a device at the peak ({held.peak_moment}){ends}", **BYTES, anchor="y",
                    zeroline=False, range=[0, 1.14 * max(held.peak_bytes, limit or 0)]),
         yaxis={**names, "domain": [(below + GAP_PIXELS) / height, 1], "categoryarray": list(sizes)},
@@ -248,12 +250,12 @@ def option_figure(option: Option, found: Plan) -> dict:
 
 
 def kind_of(row: str) -> str:
-    """Of KINDS, by the name of a row of a step's time."""
+    """Return the key of KINDS for the name of a row of a step's time."""
     return KIND_OF.get(row, "communication" if ":" in row else "products")
 
 
 def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) -> dict:
-    """Rows: name, start, size, formula."""
+    """Return bars of rows; a row is its name, start, size and formula."""
     names, starts, sizes, formulas = zip(*rows)
     says = [quantity(size, unit) for size in sizes]
     return bars(names, sizes, base=list(starts), hovertext=says,
@@ -263,7 +265,7 @@ def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) ->
 
 
 def _starts(sizes: Iterable[float]) -> list[float]:
-    """Where each begins, when they lie end to end."""
+    """Return the start of each size when they are laid end to end."""
     return [0.0, *itertools.accumulate(sizes)]
 
 
@@ -294,16 +296,17 @@ def _ranked(found: Plan) -> str:
 
 
 def opened(option: Option) -> str:
-    """HTML: the rows of a layout's memory and time; a click opens formula and source. The largest
-    are open already."""
+    """Return HTML of the rows of a layout's memory and time; a click opens formula and source. The
+    largest rows are open already."""
     return opened_memory(option.memory) + opened_time(option.time)
 
 
 # What a budget buys.
 
 def budget_view(model: Config, machine: Machine, dollars: float, mfu: float) -> tuple[dict, str]:
-    """For an Explorer: dollars as FLOPs, and the loss that they buy at each size of model, by each
-    law. Dashed is beyond the sizes that the laws were fitted to."""
+    """Return a figure and a table for an Explorer: dollars converted to FLOPs, and the loss that
+    they buy at each size of model, by each law. Dashed lines are outside the range that the law was
+    fitted to."""
     dtype = "bf16" if "bf16" in machine.flops else "fp16"
     flops = dollars / machine.price_per_hour * 3600 * machine.peak_flops(dtype) * mfu
     count = parameter_count(model.model)
@@ -320,8 +323,8 @@ def budget_view(model: Config, machine: Machine, dollars: float, mfu: float) -> 
 
 
 def optimum_figure(flops: float, parameters: float) -> dict:
-    """The plotly spec: loss over size at `flops` by each law, its least marked, and the loss at
-    `parameters`."""
+    """Return the plotly spec of loss over model size at `flops` by each law, with its minimum and
+    the loss at `parameters` marked."""
     best = [law.optimum(flops) for law in LAWS.values()]
     low = min(*(optimum.parameters / 20 for optimum in best), parameters / 2)
     high = max(*(optimum.parameters * 20 for optimum in best), parameters * 2)
@@ -355,12 +358,12 @@ def _tokens(flops: float, parameters: float) -> float:
     return flops / FLOPS_PER_PARAMETER_AND_TOKEN / parameters
 
 
-# Days, loss and dollars cannot all be least.
+# Days, loss and dollars cannot all be minimal.
 
 def frontier_figure(points: Sequence[Point], *, title: str = "") -> dict:
-    """The plotly spec: two panels over dollars. Above loss, days in colour; below days, loss in
-    colour; a point has one place across in both. Large: no other beats it in all three. The line
-    is the least loss that dollars buy."""
+    """Return the plotly spec of two panels over dollars. The upper panel shows the loss, with days
+    as colour; the lower panel shows days, with the loss as colour. A large point is beaten by no
+    other point on all three axes. The line is the lowest loss for the money."""
     best = {id(point) for point in frontier(points, least=GOALS)}
     groups: dict[tuple[bool, str], list[Point]] = {}
     for point in points:
@@ -409,8 +412,9 @@ def _facts(point: Point) -> str:
 
 
 def moved_table(models: Mapping[str, ModelConfig], *, batch: int) -> str:
-    """Returns two tables of the bytes that a forward pass of `batch` sequences moves, in letters: in
-    a block and outside of the blocks. 16-bit products and float32 residuals on a GPU, with SDPA."""
+    """Returns two tables of the bytes that a forward pass of `batch` sequences moves, as terms in
+    letters: within a block and outside the blocks. They are for 16-bit products and float32
+    residuals on a GPU, with SDPA."""
     how = {"kind": "gpu", "attention": "sdpa", "compute_bytes": 2, "residual_bytes": 4}
     moved = {name: moved_terms(model, batch, **how) for name, model in models.items()}
     return (terms_table({name: inside for name, (inside, _) in moved.items()},
@@ -420,7 +424,7 @@ def moved_table(models: Mapping[str, ModelConfig], *, batch: int) -> str:
 
 
 def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
-    """Which machine, and at most how many dollars and days.
+    """Return an Explorer's view of the points, by machine and by limits on dollars and days.
 
     show, controls = frontier_view(points); Explorer(show, **controls)
     """
@@ -446,7 +450,7 @@ def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
 
 
 def _steps(values: Sequence[float]) -> list[float]:
-    """Ten limits from all points to few, the widest first; rounded up to two digits."""
+    """Return about ten limits on the values, the widest first; rounded up to two digits."""
     limits = set()
     for value in values:
         unit = 10.0 ** (math.floor(math.log10(value)) - 1)
@@ -455,14 +459,15 @@ def _steps(values: Sequence[float]) -> list[float]:
 
 
 PAPER_COLOURS = (COLOURS[0], "#8a6d1f", COLOURS[2], "#1f7a6f", COLOURS[5])
-GOLDEN = (math.sqrt(5) - 1) / 2     # its multiples spread points evenly
+GOLDEN = (math.sqrt(5) - 1) / 2     # multiples of it modulo 1 spread points evenly
 
 
-# What a roofline leaves out.
+# What a roofline ignores.
 
 def optimism_view(run: Run) -> tuple[dict, str]:
-    """For an Explorer: a step of `run` by a roofline, at what kernels reach, at what a step keeps
-    of that, and as published; and the rows of the three predictions."""
+    """Return a figure and a table for an Explorer: the step time of `run` by a roofline, with the
+    rates that kernels reach, with the share of those rates that a step keeps, and as published. The
+    table has the rows of the three predictions."""
     steps, published = optimism(run), run.published_seconds
     names = list(dict.fromkeys(row.name for step in steps.values() for row in step.rows))
     rows = [(name, *(_seconds_of(step, name) for step in steps.values())) for name in names]
@@ -477,8 +482,8 @@ def _seconds_of(step: StepTime, name: str) -> str:
 
 
 def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) -> dict:
-    """The plotly spec: a bar for each prediction in the colours of a step's rows, and the published
-    seconds."""
+    """Return the plotly spec: a bar for each prediction, in the colours of a step's rows, and one
+    for the published seconds."""
     data = []
     for kind, colour in KINDS.items():
         sizes = [sum(row.seconds for row in step.rows if kind_of(row.name) == kind)
@@ -493,16 +498,16 @@ def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) 
                   yaxis={**NAMES, "type": "category", "categoryarray": [*steps, "published"]})
 
 
-# Runs that nothing was fitted to.
+# Runs that no number was fitted to.
 
 def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec: said over published speed of each run of `tests.bench.published.table`, by
-    generation and bits. Pale: may be fitted. Red: outside the range that is printed. A bar is the
-    median of the held-out ones."""
+    """Return the plotly spec of predicted over published speed for each run of
+    `tests.bench.published.table`, by generation and precision. Pale: a number may be fitted to the
+    run. Red: outside the printed range. A bar is the median of the held-out runs."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for one in taken:
         groups[f"{one['generation']}, {one['precision']}"].append(one)
-    # what was never seen, and often, on top
+    # the groups with the most held-out runs on top
     names = sorted(groups, key=lambda name: -sum(one["held_out"] for one in groups[name]))
     looks = {"may be fitted": (FAINT, 0.35), "held out": (COLOURS[0], 0.8),
              "held out, outside the printed range": (WARNING, 0.9)}
@@ -536,11 +541,11 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
         shapes=[rule(x=1, colour=INK, layer="below")])
 
 
-# A paper a colour.
+# One colour per paper.
 
 def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dict:
-    """The plotly spec: predicted over published speed of each run, a colour a paper; hollow
-    diamonds are `calibrated`."""
+    """Return the plotly spec of predicted over published speed of each run, with one colour per
+    paper; hollow diamonds are the `calibrated` runs."""
     papers: dict[str, list[Row]] = {}
     for row in runs:
         papers.setdefault(row.where.partition(",")[0], []).append(row)
@@ -572,7 +577,7 @@ def _ratios(name: str, rows: Sequence[Row], marker: dict) -> dict:
 
 
 def _faster(row: Row) -> float:
-    """Predicted over published speed; of seconds, published over predicted."""
+    """Return predicted over published speed; if the row is in seconds, published over predicted."""
     return row.measured / row.formula if row.unit == "seconds" else row.formula / row.measured
 
 
@@ -588,7 +593,7 @@ exercise = adding_to(EXERCISES)
           mistakes={"a share of the step, the bubble included":
                         lambda stages, most: max(1, math.ceil((stages - 1) / most))})
 def micro_batches(stages: int, most: float) -> int:
-    # (p - 1) of (m + p - 1) turns are idle
+    # of the (m + p - 1) turns, (p - 1) are idle
     return max(1, math.ceil((stages - 1) * (1 - most) / most))
 
 
@@ -621,7 +626,7 @@ def tensor_ranks(state_bytes: float, device_bytes: float, kv_heads: int) -> int:
     return min(fits, default=0)
 
 
-# Exercises: how ranks add, and what fits into one.
+# Exercises: the order in which ranks add, and what fits on one device.
 
 def _backwards(values: list[list[float]], turns: int) -> list[list[float]]:
     values, ranks = [list(row) for row in values], len(values)

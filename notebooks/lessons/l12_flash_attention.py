@@ -1,14 +1,14 @@
 """Lesson 12, flash attention: its study, its figures and its exercises.
 
-What attention holds and what it moves, measured beside closed forms; and its online softmax,
-tile by tile.
+Compares the bytes that attention holds and moves, as measured, with closed forms; and steps through
+its online softmax, tile by tile.
 
-Held are q, k and v as one product gives them, what a backend keeps for backward, and what backward
-works on: storages, as `measure.tracking` sees them. Moved is what is read from slow memory and
-written to it, which is where q, k, v and the results lie. What is made and dropped in between, a
-tile at a time, stays in fast memory.
+Held bytes are q, k and v as one product returns them, what a backend keeps for backward, and the
+working memory of backward: storages, as `measure.tracking` sees them. Moved bytes are read from
+slow memory or written to it; q, k, v and the results are stored there. Intermediate results that
+are computed and dropped one tile at a time stay in fast memory.
 
-A token at its place in a sequence, read beside the live cache of those before it.
+Also times a token at a given place of a sequence, with the cache of the tokens before it.
 """
 
 from __future__ import annotations
@@ -59,29 +59,29 @@ from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.timing import interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["ATTENTION", "Config", "RandomTokens", "Training", "backend", "decoding", "disturbance",
            "hardware", "interleaved_seconds", "median", "quantity", "synchronised",
            "tiled_attention"]
 
 # ---- The study
 
-OVERWRITES = ("copy_", "fill_", "zero_")            # in place, without a look at what was there
-MOVES_NOTHING = ("new_empty", "_unsafe_view")       # though no alias in its schema says so
+OVERWRITES = ("copy_", "fill_", "zero_")            # in place; the old values are not read
+MOVES_NOTHING = ("new_empty", "_unsafe_view")       # though their schemas declare no alias
 
 
-# Held.
+# Held bytes.
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of attention alone: kept for backward, and at the most, forward or backward."""
+    """Bytes of attention alone: kept for backward, and the peak of forward and backward."""
 
     kept_bytes: float
     peak_bytes: float
 
 
 class Alone(nn.Module):
-    """Attention without the products around it: its result is as the next one reads it."""
+    """Attention without the products around it; the result is laid out for the next one."""
 
     def __init__(self, call: Attend):
         super().__init__()
@@ -92,19 +92,19 @@ class Alone(nn.Module):
 
 
 def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
-    """Tries a backend, here and now."""
+    """Try a backend on this device, now."""
     return probe(Check(f"{name}, {kind} in {dtype}", "attention", partial(tried, name, model, dtype)), device)
 
 
 def model_of(T: int, *, heads: int, head_width: int) -> ModelConfig:
-    """One whose attention has these sizes."""
+    """Return a model whose attention has these sizes."""
     return ModelConfig(layers=1, width=heads * head_width, heads=heads, context=T, vocab=2)
 
 
 def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu") -> Held:
-    """As the backend's row says, in float32."""
+    """Return the held bytes by the formula of the backend's row, in float32."""
     op = ATTENTION[name].formula(MicroBatch(model=model, batch=batch, attention=name, kind=kind))
-    now = op.saved_bytes + FP32 * batch * model.T * model.H * model.E   # a gradient arrives
+    now = op.saved_bytes + FP32 * batch * model.T * model.H * model.E   # plus the incoming gradient
     peak = now
     for moment in op.backward:
         peak = max(peak, now + moment.nbytes)
@@ -112,17 +112,17 @@ def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu")
     return Held(kept_bytes=op.saved_bytes, peak_bytes=max(peak, now))
 
 
-UNSEEN = ("flex",)      # PyTorch shows no operation of it: what it holds cannot be told apart
+UNSEEN = ("flex",)      # a dispatch mode sees no operation inside it, so its bytes are unknown
 
 
 def kept_in_letters(name: str, model: ModelConfig, *, kind: str = "cpu") -> str:
-    """Bytes that a backend keeps for the backward of one sequence, as a term in letters."""
+    """Return the bytes that a backend keeps for backward of one sequence, as a term in letters."""
     kept_bytes = activations.kept(Lettered(model), batch=letter("B", 1), attention=name, kind=kind)
     return str(kept_bytes.operations["attention"])
 
 
 def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cpu") -> Held:
-    """One forward and one backward pass of the backend, on random numbers in float32."""
+    """Measure a forward and a backward pass of the backend on random numbers in float32."""
     alone, m = Alone(ATTENTION[name].load()), model
     with Tracker(alone, device=device) as tracker:
         product = torch.randn(batch, m.T, 3, m.H, m.E, device=device)
@@ -134,22 +134,22 @@ def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cp
 
 
 def fit(xs: Sequence[float], ys: Sequence[float], degree: int) -> float:
-    """R^2 of the polynomial of this degree that fits best."""
+    """Return R^2 of the best-fitting polynomial of this degree."""
     ys = np.asarray(ys, dtype=float)
     rest = ys - np.polyval(np.polyfit(xs, ys, degree), xs)
     return 1 - float((rest**2).sum() / ((ys - ys.mean())**2).sum())
 
 
-# Moved.
+# Moved bytes.
 
 class SlowMemory(TorchDispatchMode):
-    """`with SlowMemory() as slow:`, then `slow.moved(tensors)`: bytes that operations read from the
-    storages of these and wrote to them; of None, all that they read and wrote. A view moves none.
-    """
+    """Counts bytes moved: `with SlowMemory() as slow:`, then `slow.moved(tensors)` returns the
+    bytes that operations read from and wrote to the storages of these tensors; `slow.moved()`
+    returns the bytes of all tensors. A view moves no bytes."""
 
     def __init__(self):
         super().__init__()
-        self.bytes: Counter[int] = Counter()    # by address
+        self.bytes: Counter[int] = Counter()    # by address of the storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
@@ -178,8 +178,8 @@ def _storage(t: Tensor) -> int:
 
 
 def counted(T: int, E: int, tile: int, *, heads: int = 1) -> int:
-    """Bytes that the kit's tiled attention reads from slow memory and writes to it, forward, in
-    float32, operation by operation."""
+    """Count the bytes that the forward pass of the kit's tiled attention reads from and writes to
+    slow memory in float32, operation by operation."""
     q, k, v = torch.randn(3, 1, heads, T, E)
     with SlowMemory() as slow:
         out, lse = attend(q, k, v, None, None, Rule(), tile)
@@ -187,8 +187,8 @@ def counted(T: int, E: int, tile: int, *, heads: int = 1) -> int:
 
 
 def counted_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
-    """Of the definition, where each operation is a kernel of its own: all that it reads and
-    writes."""
+    """Count all bytes that plain attention reads and writes if each operation is a kernel of its
+    own."""
     q, k, v = torch.randn(3, 1, heads, T, E)
     with SlowMemory() as slow:
         ATTENTION["plain"].load()(q, k, v)
@@ -196,42 +196,43 @@ def counted_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
 
 
 def moved(T: int, E: int, tile: int, *, heads: int = 1) -> int:
-    """As `counted`, by formula: q is read once, the answer and a number for each query are written
-    once, and each tile of queries reads the keys and values up to its own end."""
+    """Return `counted` by formula: q is read once, the answer and one number per query are written
+    once, and each tile of queries reads all keys and values up to the end of that tile."""
     met = sum(min(first + tile, T) for first in range(0, T, tile))
     return FP32 * heads * (2 * T * E + T + 2 * E * met)
 
 
 def moved_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
-    """As `counted_one_by_one`, by formula. Scores pass eight times: written, divided, masked, put
-    through the softmax, read. The mask, a byte for each pair, passes four times: made, turned into
-    its opposite, read. k and v are copied for the heads of their group."""
+    """Return `counted_one_by_one` by formula. The scores are read or written eight times: by the
+    product, division, mask, softmax and the second product. The mask (one byte per pair) is read or
+    written four times: when it is computed, inverted and applied. k and v are copied for the heads
+    of their group."""
     return FP32 * heads * (8 * T * E + 8 * T * T) + 4 * T * T
 
 
 def fast_bytes(tile: int, E: int) -> int:
-    """That a program needs for its tile: q, the sum so far, k, v, and the scores, in float32."""
+    """Return the bytes that a program needs for its tile in float32: q, sum, k, v, scores."""
     return FP32 * (4 * tile * E + tile * tile)
 
 
-# Online.
+# The online softmax.
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A tile of queries after one tile of keys. m, l (queries,), answer (queries, E): of the keys
-    so far; `there`, the share of the final sum that is in l."""
+    """A tile of queries after one more tile of keys. m, l (queries,) and answer (queries, E) cover
+    the keys so far; `there` is the share of the final sum that is already in l."""
 
     queries: slice
     keys: slice
     m: Tensor
     l: Tensor
-    shrink: Tensor          # what was there before was multiplied by it
+    shrink: Tensor          # the factor on the previous l and accumulator
     answer: Tensor
     there: Tensor
 
 
 def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> list[Step]:
-    """Every step of causal attention over q, k and v (T, E), in the order of the kit's tiles."""
+    """Return every step of causal attention over q, k and v (T, E), in the order of the tiles."""
     steps: list[Step] = []
     scores = (q @ k.T / math.sqrt(q.shape[1])).masked_fill(
         torch.ones(len(q), len(q)).triu(1) > 0, -torch.inf)
@@ -250,8 +251,8 @@ def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> list[Step]:
 
 
 def at(training: Training, place: int, format: str = "same") -> tuple[Callable[[], Tensor], Cache]:
-    """Reads a token after `place` others, again and again: a call that waits for the device, and
-    the cache, in float32, which has room for them all. The model is left in evaluation."""
+    """Return a call that reads one token after `place` others and waits for the device, and its
+    cache. The cache is in float32 with room for all tokens. The model stays in evaluation mode."""
     m, device = training.config.model, training.device
     training.model.eval().requires_grad_(False)
     cache = new_cache(m, tokens=place + 1, format=format, dtype=torch.float32, device=device)
@@ -270,14 +271,14 @@ def at(training: Training, place: int, format: str = "same") -> tuple[Callable[[
 
 SO_FAR, IN_THE_END = ANSWER_COLOURS["formula"], ANSWER_COLOURS["measured"]
 LEVEL = {"symbol": "line-ew", "size": 16, "line": {"width": 3, "color": IN_THE_END}}
-NEVER = "#eceef1"       # tiles that are skipped
+NEVER = "#eceef1"       # colour of tiles that are skipped
 
 
 def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], *,
                 title: str = "") -> dict:
-    """Return the plotly spec of bytes over the context, both axes logarithmic: for each name a line
-    by formula and marks as measured, by tokens. A line on top of an equal line is dotted, so that
-    both are seen."""
+    """Return the plotly spec of bytes over the context length, both axes logarithmic: for each name
+    a line by formula and markers as measured. A line on top of an equal line is dotted, so that
+    both are visible."""
     data, ticks = [], sorted({T for _, found in held.values() for T in found})
     lines, drawn = lines_of(held), []
     for name, (said, found) in held.items():
@@ -299,8 +300,8 @@ def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float
 
 def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[float, float]]], *,
                    machines: Mapping[str, float], title: str = "") -> dict:
-    """The plotly spec of bytes moved over bytes of fast memory, both axes logarithmic: for each
-    name what a formula says (a line) and what was counted (marks). One without a count is dashed.
+    """Return the plotly spec of bytes moved over bytes of fast memory, both axes logarithmic: for
+    each name a line by formula and markers as counted. A line without a count is dashed.
     `machines`: bytes of fast memory to mark, by name."""
     data = []
     for (name, (said, found)), colour in zip(lines.items(), COLOURS):
@@ -322,11 +323,11 @@ def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[floa
 
 def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: int
                ) -> Callable[[int], dict]:
-    """For an Explorer: a function of `step`, from 1. `steps` are those of
-    `studies.attention_tiles.online`, `scores` (T, T), causal."""
+    """Return a function of `step` (from 1) for an Explorer. `steps` is the result of `online`;
+    `scores` (T, T) are causal."""
     T = len(scores)
     ends = min(map(min, scores)), max(map(max, scores))
-    final = {one.queries.start: one for one in steps}       # the last of each tile of queries
+    final = {one.queries.start: one for one in steps}       # the last step of each tile of queries
     least = min(one.m.min().item() for one in steps)
 
     def show(step: int) -> dict:
@@ -356,7 +357,7 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
 
 def _map(scores: Sequence[Sequence[float]], done: Sequence[tuple[slice, slice]],
          ends: tuple[float, float]) -> dict:
-    """The scores of the tiles that were visited."""
+    """Return a heat map of the scores in the visited tiles."""
     T = len(scores)
     z: list[list[float | None]] = [[None] * T for _ in range(T)]
     for queries, keys in done:
@@ -368,7 +369,7 @@ def _map(scores: Sequence[Sequence[float]], done: Sequence[tuple[slice, slice]],
 
 
 def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
-    """m and l of each query of the tile."""
+    """Return the traces of m and l for each query of the tile."""
     second, third = {"xaxis": "x2", "yaxis": "y2"}, {"xaxis": "x3", "yaxis": "y3"}
     return [
         scatter(rows, end.m.tolist(), "in the end", IN_THE_END, mode="markers", **second,
@@ -380,7 +381,7 @@ def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
 
 
 def _answer(now: Any, end: Any) -> list[dict]:
-    """That of the last query of the tile."""
+    """Return the traces of the answer of the tile's last query."""
     fourth, numbers = {"xaxis": "x4", "yaxis": "y4"}, list(range(now.answer.shape[1]))
     return [
         columns(numbers, now.answer[-1].tolist(), "so far", SO_FAR, showlegend=False, **fourth,
@@ -391,7 +392,7 @@ def _answer(now: Any, end: Any) -> list[dict]:
 
 
 def _grid(T: int, tile: int, now: Any) -> list[dict]:
-    """Every tile, those that nobody visits filled, and the one at work."""
+    """Return the outlines of all tiles; unvisited tiles are filled, the current one is marked."""
     shapes = []
     for top in range(0, T, tile):
         for left in range(0, T, tile):
@@ -414,14 +415,15 @@ def _words(T: int, rows: Sequence[int], now: Any) -> list[dict]:
 # ---- Tables
 
 def peaks_table(rows: Sequence[tuple], before: int, last: int, *, caption: str) -> str:
-    """HTML: by backend, bytes kept in letters, peaks of two contexts, and their ratio."""
+    """Return an HTML table by backend: kept bytes as a term, peaks at two contexts, their ratio."""
     return html_table(("", "kept for backward, in bytes", f"at the most, {before:,} tokens",
                        f"{last:,} tokens", "doubled"), rows, caption=caption)
 
 
 def caches_table(said: Mapping[str, Mapping[int, Decoded]], early: int, late: int,
                  machine: Machine) -> str:
-    """HTML: by cache, bytes and seconds of a token at two places, and the ratio of the seconds."""
+    """Return an HTML table by cache: bytes and seconds per token at two places, and the ratio of
+    the seconds."""
     rows = [(name, *(quantity(by[t].cache_bytes, "bytes") for t in (early, late)),
              *(quantity(by[t].seconds, "s") for t in (early, late)),
              f"{by[late].seconds / by[early].seconds:.2f} times") for name, by in said.items()]
@@ -474,18 +476,18 @@ def _causal(T: int, tile: int) -> int:
 def visited_tiles(T: int, tile: int, window: int) -> int:
     visited = 0
     for first in range(0, T, tile):
-        last = min(first + tile, T)                     # of the queries; no key lies beyond
-        begin = max(0, first - window + 1)              # the oldest key that the first one sees
+        last = min(first + tile, T)                     # end of the queries and their keys
+        begin = max(0, first - window + 1)              # the oldest key that the first query sees
         visited += math.ceil((last - begin) / tile)
     return visited
 
 
-# Exercises: one tile, two partial answers, and backward from a number for each query.
+# Exercises: one tile, two partial answers, and backward from one number per query.
 
 def _tile(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n, keys, E = r.randint(1, 4), r.randint(1, 5), r.randint(1, 4)
     m, l, acc = normal(r, n, size=3), 0.1 + normal(r, n).abs(), normal(r, n, E)
-    if r.random() < 0.3:        # the first tile
+    if r.random() < 0.3:        # this is the first tile
         m, l, acc = torch.full((n,), -math.inf), torch.zeros(n), torch.zeros(n, E)
     scores = normal(r, n, keys, size=r.choice((1, 5, 60)))
     return m, l, acc, scores, normal(r, keys, E)
@@ -529,7 +531,7 @@ def _halves(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, E, size = r.randint(1, 4), r.randint(1, 4), r.choice((1, 5, 300))
     lse = [normal(r, n, size=size) for _ in range(2)]
     of = r.randrange(2)
-    lse[of][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf     # saw nothing
+    lse[of][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf     # saw no keys
     a, b = (normal(r, n, E) * one.isfinite()[:, None] for one in lse)
     return a, lse[0], b, lse[1]
 
@@ -580,6 +582,6 @@ def _unscaled(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: 
 def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor
              ) -> tuple[Tensor, Tensor, Tensor]:
     scale = q.shape[1] ** -0.5
-    p = (q @ k.T * scale - lse[:, None]).exp()      # the softmax, without looking for a maximum
+    p = (q @ k.T * scale - lse[:, None]).exp()      # the softmax, without computing a maximum
     ds = p * (d_out @ v.T - (d_out * out).sum(1, keepdim=True)) * scale
     return ds @ k, ds.T @ q, p.T @ d_out

@@ -1,11 +1,11 @@
 """A static picture of a figure, for viewers that run no JavaScript: GitHub, nbconvert, slides, reports.
 
-`picture` turns a plotly spec, {"data", "layout"} as `Figure.spec` has it, into SVG, or into PNG
-where the SVG takes more than MOST bytes. `draw` does the work by matplotlib's objects, without
-pyplot: one figure unit is one pixel of plotly's. The same spec gives the same bytes.
+`picture` turns a plotly spec ({"data", "layout"}, the value of `Figure.spec`) into SVG, or into PNG
+when the SVG would have more than MOST bytes. `draw` builds the figure from matplotlib's objects,
+without pyplot; one unit of the figure is one pixel in plotly. Equal specs give equal bytes.
 
-Each key of a spec is drawn (DRAWN) or is known to change nothing in a still picture (SILENT). Any
-other key is a ConfigError: a picture never leaves out what the live figure shows.
+Each key of a spec is either drawn (DRAWN) or known to change nothing in a still picture (SILENT).
+Any other key is a ConfigError, so a picture never omits anything that the live figure shows.
 """
 
 import base64
@@ -23,12 +23,12 @@ from typing import Any
 from lessons.figures import ticks
 from lpkit.errors import ConfigError, shown
 
-MOST = 60_000           # bytes of a picture
-WIDE = 800              # pixels; plotly takes the width of the page
-FONT, SCALE = "DejaVu Sans", 0.88       # comes with matplotlib; wider than most, so smaller
+MOST = 60_000           # the most bytes of a picture
+WIDE = 800              # pixels; plotly uses the width of the page
+FONT, SCALE = "DejaVu Sans", 0.88       # comes with matplotlib; wider than most fonts, so smaller
 FONTS = f"'{FONT}', Verdana, system-ui, sans-serif"     # of an SVG; Verdana has the same widths
 EDGE = 8                # pixels around everything
-SHARP = (144, 108, 72)  # dots per inch of a PNG, the first that is small enough
+SHARP = (144, 108, 72)  # dots per inch of a PNG; `picture` uses the first that is small enough
 _saving = threading.Lock()      # matplotlib takes the salt of an SVG's ids from a global table
 
 # Keys that a still picture draws, by kind of object.
@@ -56,10 +56,10 @@ DRAWN = {
     "colorbar": "dtick len thickness tick0 tickfont tickformat ticks ticksuffix ticktext tickvals "
                 "title x xanchor y ypad",
 }
-# Keys of what a pointer meets, and of room that this module finds by measuring.
+# Keys that only affect mouse interaction, and keys for space that this module measures itself.
 SILENT = set("automargin cliponaxis customdata dragmode hoverinfo hoverlabel hovermode hoverongaps "
              "hovertemplate hovertext legendgroup meta uirevision uid".split())
-GLYPH = 50              # pixels of a legend's sign, and of the room around it and its name
+GLYPH = 50              # pixels of a legend's marker, with the space around it and its name
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "x": "X", "cross": "P", "star": "*",
            "pentagon": "p", "hexagon": "h", "triangle-up": "^", "triangle-down": "v", "triangle-left": "<", "triangle-right": ">",
            "line-ns": "|", "line-ew": "_"}
@@ -100,7 +100,7 @@ def _svg(drawing: Any, title: str) -> str:
 
 
 def _png(drawing: Any, dots: int, title: str) -> bytes:
-    """In 64 colours: a line drawing needs no more, and takes a third of the bytes."""
+    """Return the PNG with 64 colours: enough for a line drawing, with a third of the bytes."""
     from PIL import Image, PngImagePlugin
 
     stream, small = io.BytesIO(), io.BytesIO()
@@ -114,9 +114,9 @@ def _png(drawing: Any, dots: int, title: str) -> bytes:
 
 
 def draw(spec: Mapping[str, Any]) -> Any:
-    """Return the spec as a `matplotlib.figure.Figure` of 72 dots per inch: a point is a pixel.
+    """Return the spec as a `matplotlib.figure.Figure` with 72 dots per inch, so a point is a pixel.
     Errors: ConfigError with the key or the value that cannot be drawn."""
-    # Its first import may build a cache of fonts, and says so where a notebook shows errors.
+    # The first import of matplotlib may build a font cache and log that, which a notebook shows.
     log = logging.getLogger("matplotlib")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -138,7 +138,7 @@ def _text(title: Any) -> str:
 
 
 def _words(text: Any) -> str:
-    """Plotly's bit of HTML as plain text: lines, and raised and lowered characters."""
+    """Return plotly's HTML text as plain text with line breaks and raised or lowered characters."""
     text = re.sub(r"<sup>(.*?)</sup>", lambda found: found[1].translate(ticks.RAISED), str(text))
     text = re.sub(r"<sub>(.*?)</sub>", lambda found: found[1].translate(ticks.LOWERED), text)
     text = re.sub(r"<br\s*/?>", "\n", text)
@@ -159,7 +159,7 @@ def _bold(text: Any) -> str:
 
 
 def _colour(name: Any, opacity: float = 1) -> tuple[float, ...]:
-    """A CSS colour as red, green, blue and alpha."""
+    """Return a CSS colour as red, green, blue and alpha."""
     from matplotlib.colors import to_rgba
 
     if name is None:
@@ -174,7 +174,7 @@ def _colour(name: Any, opacity: float = 1) -> tuple[float, ...]:
 
 
 def _scale(name: Any) -> Any:
-    """A colour scale: its name, or a list of [position, colour]."""
+    """Return a colour scale from its name or from a list of [position, colour]."""
     import matplotlib
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -184,7 +184,7 @@ def _scale(name: Any) -> Any:
 
 
 def _readable(colour: Sequence[float]) -> str:
-    """White or ink, whichever is read on this colour."""
+    """Return white or dark ink, whichever is readable on this colour."""
     red, green, blue = colour[:3]
     return "#24292f" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#ffffff"
 
@@ -205,7 +205,7 @@ def _pick(table: Mapping[str, Any], name: Any, what: str) -> Any:
 
 
 def _merged(*layers: Mapping[str, Any] | None) -> dict:
-    """The last layer that has a key says its value."""
+    """Merge the layers; where several layers have a key, the last layer's value is used."""
     result: dict = {}
     for layer in layers:
         for key, value in (layer or {}).items():
@@ -224,7 +224,7 @@ def _each(value: Any, count: int) -> list:
 # --- axes
 
 class _Axis:
-    """One axis of plotly's: where its values are, how far it reaches, and its ticks."""
+    """One of plotly's axes: the coordinates of its values, its range and its ticks."""
 
     def __init__(self, name: str, spec: dict):
         _known("axis", spec)
@@ -249,7 +249,7 @@ class _Axis:
         return self.spec.get("autorange") == "reversed"
 
     def learn(self, values: Iterable[Any]) -> None:
-        """The kind of an axis without a type, and its categories, in order of appearance."""
+        """Set the kind of an axis without a type, and its categories in order of appearance."""
         values = [value for value in values if value is not None]
         if self.kind is None and any(isinstance(value, str) for value in values):
             self.kind = "category"
@@ -257,7 +257,7 @@ class _Axis:
             self.names += dict.fromkeys(value for value in values if value not in self.names)
 
     def at(self, value: Any) -> float:
-        """The coordinate of a value: NaN for a gap, the index of a category."""
+        """Return the coordinate of a value: NaN for a gap, the index for a category."""
         if value is None:
             return math.nan
         if self.kind == "category" and value in self.names:
@@ -266,7 +266,7 @@ class _Axis:
         return math.nan if self.is_log and value <= 0 else value
 
     def note(self, value: Any) -> float:
-        """The coordinate of an annotation, which plotly gives as a power of ten on a log axis."""
+        """Return an annotation's coordinate; plotly gives it as a power of ten on a log axis."""
         return 10.0**value if self.is_log else self.at(value)
 
     def reach(self, values: Iterable[float], room: bool) -> None:
@@ -275,7 +275,7 @@ class _Axis:
             self.ends.append((min(finite), max(finite), room))
 
     def settle(self) -> None:
-        """The range: as given, or around what is drawn, with 5% of room as plotly's."""
+        """Set the range: as given, or around the drawn values with plotly's padding of 5%."""
         given = self.spec.get("range")
         if given is not None and self.spec.get("autorange") is not True:
             low, high = (10.0**end if self.is_log else self.at(end) for end in given)
@@ -327,7 +327,7 @@ class _Axis:
         return found, words
 
     def apart(self, places: list[float], words: list[str], pixels: float) -> list[str]:
-        """The words without those that would touch words to their left."""
+        """Return the words, with an empty string for a word that would touch its left neighbour."""
         scale = math.log10 if self.is_log else float
         low, high = map(scale, sorted(self.range))
         end, kept = -math.inf, []
@@ -356,7 +356,7 @@ def _first(value: Any) -> Any:
 
 
 class _Drawing:
-    """One spec on its way to a figure. `figure` is the result."""
+    """Draws one spec. `figure` is the result."""
 
     def __init__(self, spec: Mapping[str, Any]):
         from matplotlib.figure import Figure
@@ -387,10 +387,10 @@ class _Drawing:
         self.panels: dict[tuple[str, str], Any] = {}
         self.handles: list[tuple[Any, str]] = []
         self.bars: list[tuple] = []         # texts that may not fit
-        self.placed: list[Callable[[], None]] = []      # what hangs on the size of the plot
+        self.placed: list[Callable[[], None]] = []      # callbacks that depend on the plot's size
         self.margin = _merged({"l": 60, "r": 24, "t": 64, "b": 48}, self.layout.get("margin"))
-        # It is 64 or less in a spec where nothing is above the plot; the words above it are
-        # measured here.
+        # The default top margin is at most 64 when nothing is above the plot; `fit` measures the
+        # text above the plot.
         self.prepare()
         self.compose()
 
@@ -494,7 +494,7 @@ class _Drawing:
             panel.apply_aspect()
 
     def fit(self, above: list, legend: Any) -> None:
-        """Move the edges of the plot until all words are inside the picture and apart."""
+        """Move the edges of the plot until all text is inside the picture and nothing overlaps."""
         renderer = self.figure.canvas.get_renderer() if hasattr(
             self.figure.canvas, "get_renderer") else self._renderer()
         ceiling = min((text.get_window_extent(renderer).y0 for text in above), default=self.high)
@@ -536,7 +536,7 @@ class _Drawing:
         return FigureCanvasAgg(self.figure).get_renderer()
 
     def write(self, text: Any, font: Mapping[str, Any] | None = None, **more: Any) -> dict:
-        """The properties of a text in the figure's font, a little smaller than plotly's."""
+        """Return the properties of a text in the figure's font, a little smaller than plotly's."""
         font = font or {}
         size = font.get("size", self.font.get("size", 13)) * SCALE
         return {"s": _words(text), "fontsize": size, "family": FONT, "parse_math": False,
@@ -561,7 +561,7 @@ class _Drawing:
         return found[0], found[1]
 
     def wrap(self, text: Any, pixels: float, renderer: Any) -> None:
-        """Break a text that is wider than `pixels` between words."""
+        """Break a text that is wider than `pixels` into lines, between words."""
         lines: list[str] = []
         for line in text.get_text().split("\n"):
             lines.append("")
@@ -575,7 +575,7 @@ class _Drawing:
         text.set_text("\n".join(lines))
 
     def legend(self) -> Any:
-        """The names of traces in rows of one width each, as plotly's horizontal legend has them."""
+        """Draw the names of traces in columns of equal width, like plotly's horizontal legend."""
         wanted = self.layout.get("showlegend")
         spec = _merged({"x": 0, "y": 1.02}, self.layout.get("legend"))
         _known("legend", spec)
@@ -601,7 +601,7 @@ class _Drawing:
     def columns(self, many: int) -> Any:
         count = len(self.handles)
         rows = math.ceil(count / many)
-        # matplotlib fills columns, and plotly rows
+        # matplotlib fills a legend column by column, plotly row by row
         order = [row * many + column for column in range(many) for row in range(rows)]
         shown_ = [self.handles[i] if i < count else (_nothing(), "") for i in order]
         legend = self.figure.legend(
@@ -682,7 +682,7 @@ class _Drawing:
     # --- over the traces
 
     def reference(self, spec: Mapping[str, Any], letter: str) -> tuple[Any, _Axis | None, Any]:
-        """The transform of a coordinate, its axis where it is in data units, and a panel."""
+        """Return the transform of a coordinate, its axis if it is in data units, and a panel."""
         name = spec.get(f"{letter}ref") or letter
         if name == "paper":
             return self.paper.transAxes, None, None
@@ -752,7 +752,7 @@ class _Drawing:
         for i, (letter, ends) in enumerate((("x", ("left", "center", "right")),
                                             ("y", ("bottom", "middle", "top")))):
             name = note.get(f"{letter}anchor", "auto")
-            if name == "auto":      # by thirds of the plot, where it is not in data units
+            if name == "auto":      # by thirds of the plot, unless the place is in data units
                 at = places[i] if not arrow and note.get(f"{letter}ref") == "paper" else 0.5
                 name = ends[0 if at < 1 / 3 else 2 if at > 2 / 3 else 1]
             anchors.append(name)
@@ -823,7 +823,7 @@ class _Drawing:
     # --- bars of several traces share their places
 
     def stack_bars(self) -> None:
-        """`offset`, `wide` and `base` of each bar, by the bar mode of the layout."""
+        """Set `offset`, `wide` and `base` of each bar, by the bar mode of the layout."""
         mode = self.layout.get("barmode", "group")
         _pick(dict.fromkeys(("group", "stack", "overlay", "relative")), mode, "bar mode")
         groups: dict[tuple, list[dict]] = defaultdict(list)
@@ -861,7 +861,7 @@ class _Drawing:
                                           sizes))
 
     def step(self, traces: list[dict], along: _Axis, flat: bool) -> float:
-        """The least distance between two places of bars."""
+        """Return the smallest distance between the positions of two bars."""
         places = sorted({along.at(name) for trace in traces
                          for name in _listed(trace, "y" if flat else "x")})
         return min((b - a for a, b in itertools.pairwise(places)), default=1.0)
@@ -962,7 +962,7 @@ class _Drawing:
         axis.reach([value + above for value, above in zip(middle, high)], True)
 
     def paints(self, marker: Mapping[str, Any], base: str, count: int) -> list:
-        """The colour of each marker: one, a list, or values on a scale of colours."""
+        """Return the colour of each marker: one colour, a list, or values on a colour scale."""
         colours = marker.get("color", base)
         if marker.get("coloraxis"):
             spec = self.layout[marker["coloraxis"]]
@@ -1087,7 +1087,7 @@ class _Drawing:
         self.named(trace, Patch(facecolor=(*colour[:3], colour[3] * share)))
 
     def above_zero(self, corner: tuple, size: float, flat: bool) -> tuple[tuple, float]:
-        """A bar from zero begins, on a log axis, far below what is seen."""
+        """Move the start of a bar from zero to just above zero, for a log axis."""
         low = size * 1e-12
         return ((low, corner[1]) if flat else (corner[0], low)), size - low
 
@@ -1122,8 +1122,7 @@ class _Drawing:
 
     def hide_where_narrow(self, panel: Any, patch: Any, drawn: Any, trace: dict, flat: bool,
                           sign: int, log: bool) -> None:
-        """Plotly hides the words of a bar that are wider than the bar, or, where their place is
-        free, puts them beside it."""
+        """Hide the text of a bar that is larger than the bar."""
         renderer = self._renderer()
         drawn.set_visible(True)
         box, room = drawn.get_window_extent(renderer), patch.get_window_extent(renderer)
@@ -1163,7 +1162,7 @@ class _Drawing:
             self.colour_bar(scale, low, high, trace.get("colorbar") or {})
 
     def parcoords(self, trace: dict, number: int, stacks: dict) -> None:
-        """One line a row, through a vertical axis for each dimension, each on a scale of its own."""
+        """Draw one line per row, through a vertical axis with its own scale for each dimension."""
         paper, line = self.paper, trace.get("line") or {}
         dimensions = trace["dimensions"]
         values = line.get("color")
@@ -1201,7 +1200,7 @@ class _Drawing:
 
 
 def _nothing() -> Any:
-    """A place in a legend that stays empty."""
+    """Return an empty entry of a legend."""
     from matplotlib.patches import Patch
 
     return Patch(alpha=0)
@@ -1213,7 +1212,7 @@ TRACES: dict[str, Callable] = {"scatter": _Drawing.scatter, "scattergl": _Drawin
 
 
 def _label(number: int) -> str:
-    """By which a trace's artist is found again."""
+    """Return the label by which a trace's artist is found again."""
     return f"trace {number}"
 
 
@@ -1223,7 +1222,7 @@ def _listed(trace: Mapping[str, Any], letter: str) -> list:
 
 
 def _symbol(name: str | int) -> tuple[str, bool]:
-    """matplotlib's marker, and whether it is hollow. Plotly also has numbers for the names."""
+    """Return matplotlib's marker, and whether it is hollow. Plotly also numbers its markers."""
     if isinstance(name, int):
         name = _pick(NUMBERED, name % 100, "marker") + "-open" * (name // 100 % 2)
     hollow = name.endswith("-open")
@@ -1231,7 +1230,7 @@ def _symbol(name: str | int) -> tuple[str, bool]:
 
 
 def _edges(middles: list[float]) -> list[float]:
-    """The edges of cells around their middles."""
+    """Return the edges of cells from their midpoints."""
     if len(middles) == 1:
         return [middles[0] - 0.5, middles[0] + 0.5]
     between = [(a + b) / 2 for a, b in itertools.pairwise(middles)]
@@ -1239,7 +1238,7 @@ def _edges(middles: list[float]) -> list[float]:
 
 
 def pictures_of(book: Mapping[str, Any], mime: str) -> Iterator[dict]:
-    """The specs of an executed notebook, in order."""
+    """Yield the specs of an executed notebook, in order."""
     for cell in book["cells"]:
         for output in cell.get("outputs", []):
             if mime in output.get("data", {}):
