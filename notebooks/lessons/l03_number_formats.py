@@ -1,13 +1,13 @@
 """Lesson 03, number formats: its study, its figures and its exercises.
 
-The tensors of a real training step, and what a number format makes of them: measured, and
-expected by formula.
+Measures what a number format does to the tensors of a real training step, and computes the expected
+values by formula.
 
     found = operands(Training.build(config), steps=40)      # by role
     measured_db(x, fmt)     expected_db(fmt, crest=crest(x))
     zero_share(x, fmt)      expected_zero_share(fmt, sigma=...)
 
-Ratios in dB are 10 log10 of energies. The formulas: Bennett 1948,
+Ratios in dB are 10 log10 of a ratio of energies. Sources of the formulas: Bennett 1948,
 https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an error that is uniform over a spacing d has
 the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
 """
@@ -49,9 +49,9 @@ __all__ = ["decode", "fmean"]
 # ---- The study
 
 def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
-    """Make `steps` updates; then what each nn.Linear multiplies in the next one.
+    """Make `steps` updates and return the operands of each nn.Linear in the next step.
 
-    By role, one float32 tensor a layer: its weights, its input, and the gradient of its output.
+    Returned by role, with one float32 tensor per layer: weights, inputs, gradients of outputs.
     """
     if steps < 1:
         raise ConfigError(f"the model must train before its tensors are recorded: steps must be 1 "
@@ -66,39 +66,39 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     linears = {name: layer for name, layer in training.model.named_modules()
                if isinstance(layer, nn.Linear)}
     with observed(linears, keep):
-        # with phases, kernel by kernel: within a CUDA graph nobody looks
+        # `phases` turns CUDA graphs off: the observers are not called within a graph
         training.forward_backward(training.batch(steps), phases=lambda name: nullcontext())
     training.optimizer.zero_grad(set_to_none=True)
     return dict(zip(("weights", "activations", "gradients"), found.values()))
 
 
 def sqnr_db(x: Tensor, y: Tensor) -> float | None:
-    """The SQNR of y, the cast of x: sum x^2 / sum (y - x)^2, in dB; None: y is exact.
+    """Return the SQNR of y, the cast of x, in dB: sum x^2 / sum (y - x)^2. None if y is exact.
 
-    A decibel is a tenth of a power of ten; one more bit of mantissa is a quarter of the noise,
+    10 dB are a factor of ten. One more mantissa bit divides the noise energy by four, which is
     6.02 dB. Source: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x"""
     ratio = x.double().square().sum() / (y - x).double().square().sum()
     return decibel(ratio.item())
 
 
 def measured_db(x: Tensor, fmt: Format) -> float | None:
-    """Signal over noise, after scaling the largest magnitude of x to the format's largest value."""
+    """Return signal over noise after scaling x so that its amax is the format's largest value."""
     scale = casting.amax(x).values / fmt.largest
     return sqnr_db(x, casting.qdq(x, fmt, scale, dtype=torch.float32))
 
 
 def crest(x: Tensor) -> float:
-    """Largest magnitude over root mean square."""
+    """Return the largest magnitude over the root mean square."""
     return (x.abs().max() / x.double().square().mean().sqrt()).item()
 
 
 def zero_share(x: Tensor, fmt: Format) -> float:
-    """Share of the elements other than zero that become zero when nothing is scaled."""
+    """Return the share of the non-zero elements that become zero without a scale."""
     return ((x.abs() <= fmt.smallest / 2) & (x != 0)).sum().item() / (x != 0).sum().item()
 
 
 def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
-    """floor(log2 |x|) of all elements other than zero, and the share of each; from -60 to 20."""
+    """Return the share of non-zero elements by floor(log2 |x|), clamped to -60 .. 20."""
     x = torch.cat([t.flatten() for t in tensors])
     e = torch.frexp(x[x != 0]).exponent.sub(1).clamp(-60, 20)
     counts = torch.bincount(e + 60, minlength=81)
@@ -106,17 +106,17 @@ def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
 
 
 def expected_db(fmt: Format, *, crest: float) -> float:
-    """Of a Gaussian whose largest magnitude, `crest` standard deviations out, is scaled to the
-    format's largest value."""
+    """Return signal over noise, in dB, of a Gaussian whose largest magnitude (`crest` standard
+    deviations) is scaled to the format's largest value."""
     sigma = fmt.largest / crest
     return 10 * math.log10(sigma**2 / rounding_noise(fmt, sigma))
 
 
 def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float:
-    """Energy of the rounding errors of N(0, sigma), without the `share_below` of it that is closest
-    to zero. Each binade holds a share of the numbers and has one spacing d: d^2 / 12."""
+    """Return the energy of the rounding errors of N(0, sigma), without the share `share_below` that
+    is closest to zero. In each binade the spacing d is constant, so the mean energy is d^2 / 12."""
     noise = 0.0
-    # the first holds the subnormals too
+    # the first binade includes the subnormals
     for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
         share = math.erf(2.0**(e + 1) / sigma / math.sqrt(2))
         noise += (share - share_below) * 4.0**(e - fmt.mantissa_bits) / 12
@@ -125,29 +125,30 @@ def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float
 
 
 def expected_zero_share(fmt: Format, *, sigma: float) -> float:
-    """Of a Gaussian of that standard deviation: what lies within half a spacing of zero."""
+    """Return the share of a Gaussian with this standard deviation that rounds to zero: magnitudes
+    below half of the smallest value."""
     return math.erf(fmt.smallest / 2 / sigma / math.sqrt(2))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Listed:
-    """A format and its values by code, for a figure. Compared by identity: NaN is not equal."""
+    """A format and its values by code, for a figure. Compared by identity, since NaN != NaN."""
 
     format: Format
     values: tuple[float, ...]
 
 
 def listed() -> dict[str, Listed]:
-    """The formats of at most 8 bits."""
+    """Return the formats of at most 8 bits."""
     return {name: Listed(format=fmt, values=tuple(values(fmt).tolist()))
             for name, fmt in FORMATS.items() if fmt.bits <= 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Landing:
-    """Where `value` lands in a format: at `nearest`, by its `code`; and the format's values on both
-    sides of it, `toward` zero and `away` from it. Both are the value itself where the format has
-    it; `away` is None beyond the largest."""
+    """The rounding of `value` to a format: the `nearest` value, its `code`, and the neighbouring
+    values, `toward` zero and `away` from zero. Both neighbours equal `value` if it is exact in the
+    format; `away` is None beyond the largest value."""
 
     format: Format
     value: float
@@ -158,7 +159,7 @@ class Landing:
 
     @property
     def bits(self) -> str:
-        """The code in binary: sign, exponent and mantissa apart."""
+        """The code in binary, with spaces between sign, exponent and mantissa."""
         digits = f"{self.code:0{self.format.bits}b}"
         ends = self.format.signed, self.format.signed + self.format.exponent_bits
         parts = digits[:ends[0]], digits[ends[0]:ends[1]], digits[ends[1]:]
@@ -166,8 +167,8 @@ class Landing:
 
 
 def landings(x: float) -> dict[str, Landing]:
-    """A Landing in each format that can hold the sign of x, saturating. Raises ConfigError for a
-    number that is not finite."""
+    """Return a Landing in each format that can hold the sign of x, with saturation. Raises
+    ConfigError for a number that is not finite."""
     if not math.isfinite(x):
         raise ConfigError(f"only a finite number can be rounded to a format, got {x}")
     one, found = torch.tensor([x], dtype=torch.float64), {}
@@ -190,11 +191,11 @@ def landings(x: float) -> dict[str, Landing]:
 # ---- Figures
 
 class Bits(widgets.VBox):
-    """Eight bits to switch, and a slider over the number they make: `.value`, 0 to 255. A control
-    of an Explorer."""
+    """A control of an Explorer: eight bits to switch, and a slider for the number that they form.
+    `.value` is 0 to 255."""
 
     value = traitlets.Int(0, min=0, max=255)
-    # an Explorer gives its controls words and a width of words; the bits need neither
+    # an Explorer sets the description of its controls; the bits need none
     description = ""
 
     def __init__(self):
@@ -223,8 +224,8 @@ class Bits(widgets.VBox):
 # Values.
 
 def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
-    """The plotly spec: a row of ticks for each `Listed` format (its `values` by code), as shares of
-    its largest value; all of them, and below in powers of two."""
+    """Return the plotly spec: a row of ticks for each `Listed` format, at its values as shares of
+    its largest value. The upper panel shows all values, the lower panel powers of two."""
     data, names, lines = [], list(formats), lines_of(formats)
     for row, (name, listed) in enumerate(formats.items()):
         values = sorted({v for v in listed.values if math.isfinite(v) and v >= 0})
@@ -253,14 +254,14 @@ def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
 BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": ("#ddaa33", INK)}
 OPERANDS = {"weights": "w", "activations": "x", "gradients": "dy"}      # as roles
 PAPER = {"xref": "paper", "yref": "paper"}
-CELL = 0.052        # the width of a bit, in that of the plot
+CELL = 0.052        # width of a bit as a share of the plot's width
 
 
 # Formats.
 
 def value_figure(listed: Any, code: int) -> dict:
-    """One bit pattern of a format of at most 8 bits (a `Listed`: `format`, and `values` by code).
-    Bits above the format's own are ignored."""
+    """Return the plotly spec of one bit pattern of a `Listed` format of at most 8 bits. Bits above
+    the format's width are ignored."""
     fmt, values = listed.format, listed.values
     code &= (1 << fmt.bits) - 1
     value = values[code]
@@ -306,7 +307,7 @@ def value_figure(listed: Any, code: int) -> dict:
 
 
 def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
-    """The bits as coloured squares over the plot: sign, exponent, mantissa."""
+    """Return coloured squares above the plot for the bits: sign, exponent, mantissa."""
     kinds = "s" * fmt.signed + "e" * fmt.exponent_bits + "m" * fmt.mantissa_bits
     shapes, notes = [], []
     for i, (kind, bit) in enumerate(zip(kinds, f"{code:0{fmt.bits}b}")):
@@ -318,7 +319,7 @@ def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
 
 
 def _terms(fmt: Any, code: int) -> str:
-    """The value as a sum: sign, (1 + mantissa) and power of two."""
+    """Return the value as an expression: sign, (1 + mantissa) and power of two."""
     magnitude = code & ((1 << (fmt.bits - fmt.signed)) - 1)
     if not fmt.exponent_bits:
         return "two's complement"
@@ -339,8 +340,8 @@ def _words(value: float) -> str:
 
 
 def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
-    """For each format a line over its magnitudes, as high as the largest relative error of rounding
-    to nearest. Left of the kink lie the subnormals."""
+    """Return the plotly spec: for each format, the largest relative error of rounding to nearest
+    over its magnitudes. Left of the kink are the subnormals."""
     formats = list(formats)
     data, lines = [], lines_of(fmt.name for fmt in formats)
     for fmt in formats:
@@ -348,7 +349,7 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
         if fmt.exponent_bits and fmt.mantissa_bits:
             points = {fmt.smallest: 0.5, fmt.smallest_normal: flat, fmt.largest: flat}
         elif fmt.exponent_bits:
-            # midway between 1 and 2, from 1.5
+            # the worst case is 1.5, midway between 1 and 2: 0.5 / 1.5
             points = {fmt.smallest: 1 / 3, fmt.largest: 1 / 3}
         else:
             points = {1.0: 0.5, fmt.largest: 0.5 / fmt.largest}
@@ -359,7 +360,7 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
                             hover="%{text}: off by at most %{y:.2%}"))
     return figure(
         data, title, height=460,
-        # 8 exponent bits reach to 127 on both sides: with all of it in sight, nothing else would be
+        # 8 exponent bits reach from -127 to 127; this range keeps the other formats readable
         xaxis=axis("log2 of the magnitude", dtick=5, range=[-27, 19]),
         yaxis=axis("largest rounding error", type="log", tickvals=[10.0**-e for e in range(9)],
                    ticktext=[f"{10.0**(2 - e):g}%" for e in range(9)]))
@@ -367,8 +368,8 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
 
 def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterable[Any], *,
                      title: str = "") -> dict:
-    """Above, the share of each role's elements at each power of two; below, what each format holds
-    without a scale, its subnormals paler."""
+    """Return the plotly spec. The upper panel shows the share of each role's elements by power of
+    two, the lower panel the range of each format without a scale, with its subnormals paler."""
     formats = list(formats)
     seen = [e for counts in shares.values() for e, share in counts.items() if share > 1e-5]
     low, high = min(seen) - 1, max(*seen, 10) + 2
@@ -394,8 +395,8 @@ def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterabl
 
 
 def landing_figure(landings: Iterable[Landing]) -> tuple[dict, str]:
-    """For an Explorer: where a number lands in each format (a `Landing`), and the table. A row is the gap that the number is in, all
-    drawn to one length; the mark is the number, the dot the value that it becomes."""
+    """Return a figure and a table of `Landing`s for an Explorer. Each row is the gap between the
+    neighbours of a number, drawn at the same length; the mark is the number, the dot its result."""
     data, notes, rows, names = [], [], [], []
     for line, landing in enumerate(landings):
         name, value, ends = landing.format.name, landing.value, (landing.toward, landing.away)
@@ -511,7 +512,7 @@ def cast(x: Tensor, exponent_bits: int, mantissa_bits: int, largest: float) -> T
     exponent = torch.frexp(x.double())[1] - 1           # frexp's fraction is in [1/2, 1)
     exponent = exponent.clamp(min=2 - 2 ** (exponent_bits - 1))     # subnormals share a spacing
     step = 2.0 ** (exponent - mantissa_bits)
-    whole = torch.round(x.double() / step)              # half way: to the even one
+    whole = torch.round(x.double() / step)              # ties go to the even integer
     return (whole * step).clamp(-largest, largest).float()
 
 
@@ -551,5 +552,5 @@ def _dice(r: Random) -> tuple[Tensor, Tensor]:
                     "dice of 0 round toward zero, large ones away from it": lambda x, dice:
                         (x.view(torch.int32) - dice & -(2**16)).view(torch.float32)})
 def stochastic_bf16(x: Tensor, dice: Tensor) -> Tensor:
-    bits = x.view(torch.int32) + dice           # a carry goes on into the exponent, as it should
+    bits = x.view(torch.int32) + dice           # a carry into the exponent is correct
     return (bits & -(2**16)).view(torch.float32)

@@ -1,14 +1,14 @@
 """Lesson 14, data parallel and ZeRO: its study, its figures and its exercises.
 
-What a rank keeps and sends in each stage of ZeRO, on real processes; and when.
+Measures on real processes what a rank keeps and sends in each stage of ZeRO, and when it sends.
 
     configs = spread(config, 2, sequences=4)        # ZeRO 0, 1, 2, 3 on two ranks
     found = steps(configs, processes=2, updates=4)
     found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
-    steps(gathers(config, 2), processes=2, updates=4)       # the same recipe, sent in 4 bytes and 1
+    steps(gathers(config, 2), processes=2, updates=4)       # weights gathered in bf16, float32, FP8
     timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
 
-They are predicted by `lpkit.predict_trace` (bytes) and `lessons.ranks.messages`.
+`lpkit.predict_trace` predicts the bytes, and `lessons.ranks.messages` the messages.
 """
 
 from __future__ import annotations
@@ -59,22 +59,23 @@ from lpkit.techniques.layouts import STAGES, Layout
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.training.training import Training
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["ALL_REDUCE", "CATALOGUE", "PRESETS", "REDUCTIONS", "by_hand", "dist", "each_sends",
            "hardware", "model_states", "parameter_count", "quantity", "replace", "replicas",
            "stacked_figure"]
 
 # ---- The study
 
-# ways to send all bytes; rows from outside send others
+# reductions that send all bytes; `sent` is set by rows outside the kit that send fewer
 REDUCTIONS = {name: row for name, row in rows.REDUCTIONS.items() if row.sent is None}
 STATES = ("weights", "gathered weights", "gradients", "optimizer state")    # rows of a footprint
 PROGRESS_SECONDS = 120.0
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
-    """All ranks along one axis, by stage of ZeRO. Gradients travel one by one: a message of a small
-    model's would be a copy of all of them. Raises ConfigError for less than two."""
+    """Return a layout for each stage of ZeRO, with all ranks along one axis. Gradients are sent
+    one by one, since one bucket of a small model would be a copy of all its gradients. Raises
+    ConfigError for less than two ranks."""
     if ranks < 2:
         raise ConfigError(f"{ranks} ranks tell one another nothing; use 2 or more, which one core "
                           f"carries")
@@ -84,30 +85,30 @@ def layouts(ranks: int) -> dict[str, Layout]:
 
 def spread(config: Config, ranks: int, *, sequences: int, micro_batches: int = 1
            ) -> dict[str, Config]:
-    """`config` in each of the layouts, with so many sequences an update for each rank."""
+    """Return `config` in each of the layouts, with `sequences` per rank in each update."""
     sizes = {"global_batch": ranks * sequences, "grad_accum_steps": ranks * micro_batches}
     return {name: replace(config.replace(sizes), parallel=layout)
             for name, layout in layouts(ranks).items()}
 
 
-# How weights are gathered: recipe, `parallel.gathered`
+# Ways to gather weights: recipe, `parallel.gathered`
 GATHERS = {"bf16": ("bf16", "compute"), "FP8, sent in float32": ("fp8-tensorwise", "float32"),
            "FP8": ("fp8-tensorwise", "fp8")}
 
 
 def gathers(config: Config, ranks: int) -> dict[str, Config]:
-    """`config` in ZeRO 3 with each of GATHERS."""
+    """Return `config` in ZeRO 3 with each of GATHERS."""
     return {name: replace(config.replace({"precision.recipe": recipe}),
                           parallel=Layout(shard=ranks, gathered=gathered))
             for name, (recipe, gathered) in GATHERS.items()}
 
 
-# What is kept and sent.
+# Bytes kept and sent.
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Of rank 0: the most bytes of each of STATES in an update, and its messages; and losses, which
-    are those of all ranks."""
+    """Results of rank 0: the peak bytes of each of STATES in an update, its messages, and the
+    losses, which are means over all ranks."""
 
     most: dict[str, int]
     messages: Counter[Message]
@@ -123,26 +124,26 @@ def states(footprint: Footprint) -> dict[str, int]:
 
 
 def sent(config: Config) -> dict[str, float]:
-    """Bytes that a rank sends in an update, by kind of collective, as they are predicted; without
-    those that are one number, such as the loss."""
+    """Return the predicted bytes that a rank sends in an update, by kind of collective, without
+    messages of a single number, such as the loss."""
     return counted(messages(config))
 
 
 def counted(messages: Mapping[Message, int]) -> dict[str, float]:
-    """The same of messages that were counted."""
+    """Return the bytes sent by counted messages, without messages of a single number."""
     return bytes_sent({one: count for one, count in messages.items() if one.nbytes > FP32})
 
 
 def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[float, ...]:
-    """Before each of the first updates, as the config's data has them."""
+    """Return the loss of each of the first `updates` updates on the config's data."""
     training = Training.build(config, ranks=ranks)
     return tuple(training.update(step).loss.item() for step in range(updates))
 
 
 def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
           parent: WarmParent | None = None) -> dict[str, Step]:
-    """Of each config, which lies over so many processes. Raises ConfigError and RunFailedError as
-    `Processes.wait`."""
+    """Measure a Step of each config on this many processes. Raises ConfigError and RunFailedError
+    as `Processes.wait` does."""
     found, *_ = _on_ranks(_steps, configs, processes, updates, parent)
     return {name: Step(most=most, losses=tuple(before),
                        messages=Counter({Message(*of): count for *of, count in told}))
@@ -159,11 +160,11 @@ def _steps(place: Place, told: dict[str, Any]) -> list[Any]:
     return found
 
 
-# When.
+# When messages are sent.
 
 def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
               ) -> dict[str, list[Timeline]]:
-    """Of each config, on CPUs, by rank: of so many updates the one that took least."""
+    """Return the fastest of `updates` updates of each config on CPUs, as a timeline per rank."""
     configs = {name: one.replace({"system.device": "cpu"}) for name, one in configs.items()}
     told = _on_ranks(_timelines, configs, processes, updates)
     found = {}
@@ -174,11 +175,11 @@ def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
 
 
 def _timelines(place: Place, told: dict[str, Any]) -> list[Any]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # else it writes of each profile
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # otherwise it prints a line per profile
     found = []
     for config, ranks in _joined(place, told):
         training = Bench(config, ranks=replace(ranks, waits=Recorded())).training
-        traced(training)    # the first makes the optimizer's state
+        traced(training)    # the first update allocates the optimizer's state
         found.append([traced(training) for _ in range(told["updates"])])
     return found
 
@@ -186,7 +187,7 @@ def _timelines(place: Place, told: dict[str, Any]) -> list[Any]:
 # Ranks.
 
 def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ranks]]:
-    """A process group for each config, one after the other."""
+    """Join a process group for each config, one after the other."""
     for number, given in enumerate(told["configs"]):
         place.at(number, "step")
         outside.load(given["imports"])
@@ -204,10 +205,11 @@ def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, upda
         return running.wait()
 
 
-# When a rank computes in an update, and when its messages are under way, by PyTorch's profiler: a
-# message from when it was handed to gloo until a thread of gloo's is done with it, for a rank that
-# is late, too. What is not spent in waits for messages is spent computing. For ranks on CPUs, and
-# updates of one micro-batch: forward ends where autograd begins, and update is what follows it.
+# When a rank computes in an update, and when its messages are under way, by PyTorch's profiler. A
+# message lasts from the call of gloo until gloo's thread has finished it, which includes waiting
+# for a late rank. A rank computes whenever it does not wait for a message. Timelines are for ranks
+# on CPUs and updates of one micro-batch: forward ends where autograd begins, and the optimizer's
+# update is everything after backward.
 
 FORWARD, BACKWARD, UPDATE = COMPUTING = "forward", "backward", "update"
 WHOLE, WAIT = "lpkit::update", "lpkit::wait"    # ranges in the profile
@@ -216,8 +218,9 @@ ITEMSIZE = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned char": 1}
 
 
 class Span(NamedTuple):
-    """`kind`: of COMPUTING, or of a message, with all that is reduced, scattered or gathered. Times
-    are seconds since the first rank began."""
+    """A period of one rank. `kind` is one of COMPUTING, or the kind of a message; `nbytes` is then
+    the size of the whole tensor that is reduced, scattered or gathered. Times are in seconds since
+    the first rank began."""
 
     kind: str
     start: float
@@ -226,7 +229,7 @@ class Span(NamedTuple):
 
 
 class Recorded(Waits):
-    """Which the profiler sees."""
+    """Waits that the profiler records."""
 
     def __enter__(self) -> None:
         self.range = record_function(WAIT)
@@ -240,13 +243,13 @@ class Recorded(Waits):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of one rank, in one update."""
+    """The spans of one rank in one update."""
 
     spans: tuple[Span, ...]
 
     @classmethod
     def aligned(cls, by_rank: Iterable[Iterable[Sequence[Any]]]) -> list[Timeline]:
-        """Of the spans of all ranks of a machine: its clock is theirs."""
+        """Return a timeline per rank. The ranks are on one machine, so their clocks agree."""
         by_rank = [[Span(*span) for span in spans] for spans in by_rank]
         began = min(span.start for spans in by_rank for span in spans)
         return [cls(tuple(span._replace(start=span.start - began, end=span.end - began)
@@ -266,12 +269,12 @@ class Timeline:
 
     @cached_property
     def message_seconds(self) -> float:
-        """In which at least one message is under way."""
+        """Seconds in which at least one message is under way."""
         return covered(self.messages)
 
     @property
     def hidden_seconds(self) -> float:
-        """Of these, in which this rank computes."""
+        """Seconds in which a message is under way while this rank computes."""
         both = covered([*self.messages, *self.computing])
         return self.message_seconds + covered(self.computing) - both
 
@@ -281,12 +284,12 @@ class Timeline:
 
     @property
     def backward_end(self) -> float:
-        """When autograd is done."""
+        """Time at which autograd ends."""
         return max(span.end for span in self.spans if span.kind == BACKWARD)
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """Seconds in which there is at least one."""
+    """Return the seconds that at least one of the spans covers."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, until))
@@ -295,9 +298,10 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def traced(training: Training) -> list[Span]:
-    """Of an update, as this rank sees it, by the clock of the machine. All ranks begin together."""
+    """Return the spans of one update of this rank, by the machine's clock. All ranks begin at the
+    same time."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True,
-                 acc_events=True) as profiler:     # PyTorch 2.11 warns without
+                 acc_events=True) as profiler:     # without it, PyTorch 2.11 warns
         dist.barrier()
         with record_function(WHOLE):
             training.update(0)
@@ -305,7 +309,7 @@ def traced(training: Training) -> list[Span]:
 
 
 def spans(profiler: profile) -> list[Span]:
-    """Of the profile of an update."""
+    """Return the spans in the profile of an update."""
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     (begin, end), = (_time(event) for event in events if event.name() == WHOLE)
     seen = {start: [event for event in events
@@ -315,10 +319,10 @@ def spans(profiler: profile) -> list[Span]:
     bounds = begin, backward[0][0], max(until for _, until in backward), end
     found = [Span(kind, *part) for kind, phase in zip(COMPUTING, pairwise(bounds))
              for part in _without(waits, *phase)]
-    # gloo takes them in the order in which they are handed to it
+    # gloo processes messages in the order of the calls
     for handed, sent in zip(seen[HANDED], seen[GLOO], strict=True):
         kind, whole = DATA[handed.name().removeprefix(HANDED)]
-        # gloo scatters what it has all-reduced; of what it gathers it has one part
+        # gloo's reduce-scatter is an all-reduce; its record of an all-gather has only one part
         shape = handed.shapes()[whole] or sent.shapes()[0]
         found.append(Span(kind, _time(handed)[0], _time(sent)[1],
                           ITEMSIZE[sent.dtypes()[0]] * math.prod(shape)))
@@ -331,7 +335,7 @@ def _time(event: Any) -> tuple[float, float]:
 
 def _without(waits: Iterable[tuple[float, float]], begin: float, end: float
              ) -> Iterator[tuple[float, float]]:
-    """What is left of a phase."""
+    """Yield the parts of a phase that are outside the waits."""
     for start, until in waits:
         if start < end and until > begin:
             if start > begin:
@@ -344,8 +348,8 @@ def _without(waits: Iterable[tuple[float, float]], begin: float, end: float
 # ---- Figures
 
 def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int) -> dict:
-    """For an Explorer: what a rank holds at its peak by stage of ZeRO; bf16 with AdamW, each block
-    recomputed, one sequence at a time."""
+    """Return a figure for an Explorer: the peak bytes of a rank by stage of ZeRO, in bf16 with
+    AdamW, with each block recomputed and one sequence at a time."""
     config = dataclasses.replace(model, global_batch=ranks * micro_batches,
                                  grad_accum_steps=ranks * micro_batches)
     found = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw", zero=stage,
@@ -362,13 +366,13 @@ def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int)
 
 
 COMPUTING_COLOURS = {"forward": "#d1d5db", "backward": "#9ca3af", "update": "#6b7280"}
-LANE, GAP = 0.38, 0.5       # of a rank's row; between two ways
+LANE, GAP = 0.38, 0.5       # heights: a lane of a rank's row; the space between two stages
 
 
 def overlap_figure(timelines: Mapping[str, Sequence[Timeline]], *, title: str = "",
                    others: float = 0.0) -> dict:
-    """The plotly spec. `timelines`: by name, those of the ranks (Timeline). A
-    row for each rank: above what it computes, and blank where it waits; below its messages."""
+    """Return the plotly spec of timelines by name, a list over the ranks each. Each rank has a row:
+    its computation in the upper lane, blank while it waits, and its messages in the lower lane."""
     rows: dict[float, str] = {}
     at: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in COMPUTING_COLOURS | SENT_COLOURS}
     for group, (name, ranks) in enumerate(timelines.items()):
@@ -403,7 +407,7 @@ EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 rank_exercise = adding_to(EXERCISES, OnRanks)
 
-# Exercises: Bytes that a rank sends, rows that it has, messages.
+# Exercises: the bytes that a rank sends, the rows that it owns, and messages.
 
 @exercise("14.sent_bytes", (4_000, 2, 0, 1), (4_000, 4, 3, 1), (4_000, 4, 2, 4),
           draw=lambda r: (10 ** r.uniform(3, 12), r.choice((2, 3, 8, 64)), r.randrange(4),
@@ -424,7 +428,7 @@ rank_exercise = adding_to(EXERCISES, OnRanks)
                         lambda nbytes, ranks, stage, pieces:
                         sent_bytes(nbytes, ranks, min(stage, 2), pieces)})
 def sent_bytes(nbytes: float, ranks: int, stage: int, micro_batches: int) -> float:
-    rounds = micro_batches * stage if stage > 1 else 2      # of 3: two gathers and one scatter
+    rounds = micro_batches * stage if stage > 1 else 2      # ZeRO 3: two gathers and one scatter
     return rounds * (ranks - 1) / ranks * nbytes
 
 
@@ -483,7 +487,7 @@ def buckets(sizes: list[int], most: int) -> list[list[int]]:
     return found
 
 
-# Exercises: one number for a gradient that lies in parts.
+# Exercises: the norm of a gradient that is stored in parts.
 
 def _parts(r: Random) -> tuple[list[list[Tensor]], float]:
     ranks, parameters = r.randint(1, 4), r.randint(1, 3)
@@ -517,7 +521,7 @@ def _step(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
     return w, normal(r, WORLD, WORLD * each), normal(r, WORLD, each), r.choice((0.1, 0.5, 1.0))
 
 
-# Text alone travels, so each stands on its own.
+# Processes receive only the text of a function, so each function must stand on its own.
 def _of_the_sum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
     m = 0.9 * m + reduce_scatter(g)
     return all_gather(w.chunk(ranks)[rank] - lr * m), m

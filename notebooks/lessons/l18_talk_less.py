@@ -1,11 +1,11 @@
 """Lesson 18, Talk less: its study, its figures and its exercises.
 
-All-reduce from messages between two ranks, over links that are as slow as one asks; and ways to
-send fewer bytes: compression with error feedback, averages of weights every few updates, gossip.
+Runs all-reduces built from messages between two ranks over slowed-down links, and ways to send
+fewer bytes: compression with error feedback, averaging weights every few updates, gossip.
 
     paced(sizes)["ring", 65536]         # seconds of a real all-reduce over paced links of 8 ranks
     seconds("ring", 65536, LINK)        # by the alpha-beta formula
-    crossing("tree", "ring", LINK)      # bytes at which both take as long
+    crossing("tree", "ring", LINK)      # bytes at which both take the same time
     first_updates(["bits-4"])           # losses and bytes of four ranks that train here
 
 The methods are rows of `lessons.rows.reductions`. `lpkit bench talk-less --out data/measured`
@@ -44,10 +44,10 @@ from lpkit.predict.messages import SEND, buckets
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training.training import Training
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["REDUCTIONS", "by_hand", "dist", "fmean", "hardware"]
 
-# ---- Links: a real message arrives when an alpha-beta link would deliver it
+# ---- Links: a real message is delivered when an alpha-beta link would deliver it
 
 @dataclass(frozen=True)
 class Speed:
@@ -59,12 +59,12 @@ class Speed:
 
 RANKS, NODE = 8, 4
 LINK = Speed(0.01, 4e6)             # between any two ranks
-NEAR = Speed(0.001, 40e6)           # between ranks of a node, where nodes are asked for
+NEAR = Speed(0.001, 40e6)           # between ranks of a node, in the rounds with nodes
 
 
 class Paced:
-    """Messages of one rank, whose outgoing link is busy for bytes / rate. The receiver sleeps until
-    latency and bytes have passed: clocks of processes of one machine agree."""
+    """Messages of one rank. A message occupies the rank's outgoing link for bytes / rate seconds.
+    The receiver sleeps until the message would arrive; processes on one machine share a clock."""
 
     def __init__(self, rank: int, near: Speed | None = None):
         self.rank, self.near, self.free = rank, near, 0.0
@@ -94,7 +94,7 @@ class Paced:
         self.pending.clear()
 
 
-# ---- All-reduce by messages between two ranks: each returns the sum over ranks
+# ---- All-reduce by messages between two ranks: each function returns the sum over ranks
 
 def direct(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
     """Every rank sends all of x to every other rank."""
@@ -104,7 +104,7 @@ def direct(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
 
 
 def ring(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
-    """Each rank sends one part to the next rank: n - 1 steps add parts up, n - 1 pass sums on."""
+    """Each rank sends parts to the next rank: n - 1 steps add parts, n - 1 steps pass on sums."""
     parts = list(x.tensor_split(ranks))
     for step in range(2 * (ranks - 1)):
         give, take = (rank - step) % ranks, (rank - step - 1) % ranks
@@ -114,7 +114,7 @@ def ring(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
 
 
 def tree(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
-    """Sums of pairs, of fours, .. reach rank 0, which sends the whole sum back the same way."""
+    """Sums of 2, 4, ... ranks reach rank 0, which sends the total back along the same tree."""
     distances = [1 << i for i in range((ranks - 1).bit_length())]
     for distance in distances:
         if rank % (2 * distance) == distance:
@@ -130,8 +130,8 @@ def tree(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
 
 
 def halving_doubling(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
-    """Partners swap halves of what they have, then quarters, .. and add; then back, without adding
-    (Rabenseifner). `ranks` is a power of 2, and divides the numbers."""
+    """Partners exchange and add halves of the message, then quarters, and so on; then the sums are
+    passed back the same way (Rabenseifner). `ranks` is a power of 2 that divides len(x)."""
     low, high, steps = 0, len(x), []
     x = x.clone()
     distance = ranks // 2
@@ -150,8 +150,8 @@ def halving_doubling(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
 
 
 def hierarchical(x: Tensor, rank: int, ranks: int, link: Paced) -> Tensor:
-    """Each rank of a node gets the node's sum of one part, sums it with its counterparts in other
-    nodes, and the node's ranks pass parts on."""
+    """Each rank gets its node's sum of one part, adds the sums of its counterparts in the other
+    nodes, and passes the result to the ranks of its node."""
     first, parts = rank - rank % NODE, list(x.tensor_split(NODE))
     after, before = first + (rank + 1) % NODE, first + (rank - 1) % NODE
     for step in range(NODE - 1):
@@ -173,7 +173,7 @@ ALGORITHMS: dict[str, Callable[[Tensor, int, int, Paced], Tensor]] = {
 
 
 def costs(name: str, n: int) -> tuple[float, float]:
-    """Returns how many latencies, and how many times the bytes, an all-reduce of n ranks takes."""
+    """Returns the number of latencies, and the factor on the bytes, of an all-reduce of n ranks."""
     steps = math.log2(n)
     return {"direct": (1, n - 1), "ring": (2 * (n - 1), 2 * (n - 1) / n),
             "tree": (2 * steps, 2 * steps), "halving-doubling": (2 * steps, 2 * (n - 1) / n)}[name]
@@ -191,10 +191,10 @@ def crossing(one: str, other: str, speed: Speed, n: int = RANKS) -> float:
 
 
 def in_nodes(nbytes: float) -> dict[str, float]:
-    """Returns the seconds of a long message over two nodes of NODE ranks. In a ring the links
-    between nodes are always busy; in `hierarchical` each rank sends one part between nodes."""
+    """Returns the seconds of a long all-reduce over two nodes of NODE ranks. In a ring, the links
+    between nodes are always busy; in `hierarchical`, each rank sends one part between nodes."""
     nodes, inside, hops = RANKS // NODE, 2 * (NODE - 1), 2 * (RANKS - 1)
-    wire = nbytes / RANKS / LINK.bytes_per_second       # seconds of a part between nodes
+    wire = nbytes / RANKS / LINK.bytes_per_second       # seconds of one part between nodes
     return {"ring": LINK.latency + hops * wire, "hierarchical": (
         inside * (NEAR.latency + nbytes / NODE / NEAR.bytes_per_second)
         + LINK.latency + (nodes - 1) * nbytes / NODE / LINK.bytes_per_second)}
@@ -205,13 +205,13 @@ SIZES = tuple(2**i for i in range(12, 19))      # bytes: 4 KiB to 256 KiB
 
 @dataclass(frozen=True)
 class Race:
-    """Seconds by algorithm and bytes, of the slowest rank in the fastest round; the same in nodes;
-    and the largest error compared with PyTorch's all-reduce, of the largest sum."""
+    """Seconds by algorithm and bytes (the slowest rank in the fastest round), seconds with nodes,
+    and the largest error against PyTorch's all-reduce, relative to the largest sum."""
 
     flat: dict[tuple[str, int], float]
     nodes: dict[str, float]
     error: float
-    spreads: dict[str, list[float]]         # of gossip, after each round
+    spreads: dict[str, list[float]]         # distances from the mean after each round of gossip
 
 
 def paced(sizes: Sequence[int] = SIZES, rounds: int = 3, gossips: int = 40,
@@ -233,7 +233,7 @@ def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     cases += [(f"nodes {function.__name__} {largest}", function, largest, NEAR)
               for function in (ring, hierarchical)]
     fastest, error = {}, 0.0
-    for function in (*ALGORITHMS.values(), hierarchical):       # pairs of ranks meet
+    for function in (*ALGORITHMS.values(), hierarchical):       # connects each pair of ranks
         function(torch.zeros(64), rank, ranks, link := Paced(rank, NEAR))
         link.end()
     for number, (key, function, nbytes, near) in enumerate(cases):
@@ -257,8 +257,8 @@ def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def spreads(rounds: int) -> dict[str, list[float]]:
-    """Returns how far ranks are from their mean (the root of the sum of squares, over its start)
-    after each round of gossip, by the averages that training uses."""
+    """Returns the distance of the ranks from their mean after each round of gossip, relative to the
+    start, with the averaging functions that training uses. It is the root of a sum of squares."""
     by_method = {}
     for name in ("gossip-ring", "gossip-exponential"):
         average, state = REDUCTIONS[name].load().keywords["average"], {}
@@ -276,27 +276,27 @@ def spreads(rounds: int) -> dict[str, list[float]]:
 
 
 def second_eigenvalue(n: int) -> float:
-    """Returns that of averaging with two neighbours on a ring of n."""
+    """Returns the second eigenvalue of averaging with both neighbours on a ring of n ranks."""
     return (1 + 2 * math.cos(2 * math.pi / n)) / 3
 
 
 def decay(distances: Sequence[float]) -> float:
-    """Returns the factor of a round, once the slowest mode is all that is left: over the second
-    half of the rounds."""
+    """Returns the factor by which a round shrinks the distance, measured over the second half of
+    the rounds, where only the slowest mode is left."""
     half = len(distances) // 2
     return (distances[-1] / distances[half]) ** (1 / (len(distances) - 1 - half))
 
 
 def line(name: str, flat: Mapping[tuple[str, int], float]) -> tuple[float, float]:
-    """Returns the seconds of no bytes, and of a byte: the median of the slopes of all pairs of
-    points (Theil-Sen), which a late message does not move."""
+    """Returns the seconds of an empty message and the seconds per byte. The slope is the median
+    over all pairs of points (Theil-Sen), so one late message does not change it."""
     points = [(nbytes, took) for (one, nbytes), took in flat.items() if one == name]
     slope = median((b - a) / (y - x) for (x, a), (y, b) in itertools.combinations(points, 2))
     return median(took - slope * nbytes for nbytes, took in points), slope
 
 
 def measured_crossing(one: str, other: str, flat: Mapping[tuple[str, int], float]) -> float:
-    """Returns the bytes at which the lines through two algorithms' measured seconds cross."""
+    """Returns the bytes at which the lines through two algorithms' measured times cross."""
     (a, b), (c, d) = line(one, flat), line(other, flat)
     return (a - c) / (d - b)
 
@@ -333,9 +333,9 @@ def parameters() -> int:
 
 
 def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trains told["runs"] (method, seed) for told["updates"], one after the other: by run the
-    losses of the first updates, bytes that this rank sends in an update, the last validation loss,
-    and how far ranks' weights are from their mean, of its length."""
+    """Trains told["runs"] (method, seed) for told["updates"], one after the other. Returns for each
+    run the losses of the first updates, the bytes that this rank sends per update, the last
+    validation loss, and the distance of the ranks' weights from their mean over the mean's norm."""
     torch.set_num_threads(1)
     results, store = [], place.store
     for number, (method, seed) in enumerate(told["runs"]):
@@ -344,7 +344,7 @@ def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
         settings = config(method, seed)
         with joined(settings, local_rank=place.local_rank, **place.among) as ranks:
             training = Training.build(settings, ranks=ranks)
-            with MessageCount() as count:       # every tenth update has an average of local SGD
+            with MessageCount() as count:       # ten updates: local SGD averages every tenth update
                 losses = [training.update(step).loss.item() for step in range(FIRST)]
             for step in range(FIRST, told["updates"]):
                 training.update(step)
@@ -360,7 +360,7 @@ def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def first_updates(methods: Sequence[str], parent: WarmParent | None = None) -> dict[str, dict]:
-    """Returns what `train` does of rank 0, by method, after the first ten updates of the record."""
+    """Returns rank 0's results of `train` by method, after the first ten updates of the record."""
     runs = [(method, 0) for method in methods]
     found, *_ = on_ranks(train, WORLD, parent, runs=runs, updates=FIRST, evaluate=False)
     return {one["method"]: one for one in found}
@@ -378,12 +378,12 @@ class Record:
             method: [one for one in self.runs if one["method"] == method] for method in METHODS})
 
     def more(self, method: str) -> list[float]:
-        """Returns by how much the method's loss is above the plain all-reduce's, by seed."""
+        """Returns the method's loss over the plain all-reduce's, minus 1, by seed."""
         plain = {one["seed"]: one["val_loss"] for one in self.by_method[PLAIN]}
         return [one["val_loss"] / plain[one["seed"]] - 1 for one in self.by_method[method]]
 
     def bytes_of(self, method: str) -> float:
-        """Returns the bytes that a rank sent in an update."""
+        """Returns the bytes that a rank sent per update."""
         return self.by_method[method][0]["bytes"]
 
     def first(self, method: str) -> list[float]:
@@ -398,7 +398,7 @@ def record() -> Record:
 # ---- Figures
 
 def race_figure(found: Race, others: float = 0.0) -> dict:
-    """The plotly spec of seconds over bytes: lines by formula, points measured."""
+    """The plotly spec of seconds over bytes: lines by formula, points as measured."""
     sizes, data = sorted({nbytes for _, nbytes in found.flat}), []
     for name, colour in zip(ALGORITHMS, (*COLOURS[:3], COLOURS[4])):
         data.append(scatter(sizes, [seconds(name, size, LINK) for size in sizes],
@@ -412,8 +412,8 @@ def race_figure(found: Race, others: float = 0.0) -> dict:
 
 
 def frontier_figure(found: Record) -> dict:
-    """The plotly spec of loss over bytes: a point a method with the spread over seeds, and the
-    frontier, which no method beats in both."""
+    """The plotly spec of loss over bytes: a point per method with its range over seeds, and the
+    frontier: the methods that no other method beats in both."""
     plain, n = found.bytes_of(PLAIN), parameters()
     points = {method: (found.bytes_of(method) / n, 100 * fmean(found.more(method)))
               for method in METHODS}
@@ -444,8 +444,8 @@ SYMBOLS = ("circle", "diamond", "square", "x")
 
 
 def spread_figure(found: Race) -> dict:
-    """The plotly spec of gossip's distance from the mean, and lambda_2 to the power of rounds. A
-    logarithm has no place for the zeros of the exponential graph."""
+    """The plotly spec of gossip's distance from the mean, with lambda_2 to the power of the round.
+    The zeros of the exponential graph are left out, since the axis is logarithmic."""
     names = {"gossip-ring": "ring, measured", "gossip-exponential": "exponential graph, measured"}
     data = [scatter(range(len(each)), [one if one > 1e-9 else None for one in each], names[name],
                     colour, mode="markers", hover="round %{x}: %{y:.2g}")

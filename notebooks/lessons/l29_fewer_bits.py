@@ -34,17 +34,17 @@ from lpkit.training.runs import Run
 from lpkit.training.sampling import trained as load
 from lpkit.training.training import Training
 
-STEPS, SEEDS = 500, 5      # of the models that are rounded and pruned
-TRAINED_STEPS, TRAINED_SEEDS, MORE = 200, 3, 60     # of those that learn with fewer; QAT's updates
+STEPS, SEEDS = 500, 5      # for models that are rounded and pruned
+TRAINED_STEPS, TRAINED_SEEDS, MORE = 200, 3, 60     # for training with fewer bits; updates of QAT
 BASE = {"model.layers": 2, "model.width": 128, "model.heads": 4, "model.context": 64,
         "global_batch": 8, "eval_every": 0, "eval_batches": 32, "checkpoint_every": 0,
         "optimizer.lr": 3e-3, "schedule.warmup_steps": 50, "precision.recipe": "fp32",
         "system.device": "cpu", "system.threads": 1}
 GROUP = 64                  # weights of a row that share a scale
-CALIBRATION = 8             # batches of training tokens that Linears' inputs are taken from
-FISHER = 160                # sequences whose gradients make the Fisher diagonal
-DAMPING = 1e-2              # of the mean diagonal, added to the Hessian
-ACROSS = 0.25               # the share of a change at which the curvature along it is measured
+CALIBRATION = 8             # batches of training tokens from which Linears' inputs are recorded
+FISHER = 160                # sequences whose gradients estimate the Fisher diagonal
+DAMPING = 1e-2              # share of the mean diagonal that is added to the Hessian
+ACROSS = 0.25               # fraction of a change at which its slope and curvature are measured
 
 
 def config(steps: int = STEPS, seed: int = 0, **changes: Any) -> Config:
@@ -53,8 +53,8 @@ def config(steps: int = STEPS, seed: int = 0, **changes: Any) -> Config:
 
 def trained(config: Config, state: Mapping[str, Tensor] | None = None, first: int = 0,
             after: Callable[[nn.Module], None] = lambda model: None) -> Training:
-    """Builds the training, begins from `state`, takes the updates from `first` on, and calls
-    `after(model)` before the first update and after each."""
+    """Builds the training, loads `state`, trains from update `first` on, and calls `after(model)`
+    before the first update and after each update."""
     training = Training.build(config)
     if state is not None:
         training.model.load_state_dict(state, strict=False)
@@ -77,10 +77,10 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
 
 
-# ---- Methods: weights (N, K) and inputs x (M, K) of a Linear -> other weights
+# ---- Methods: weights (N, K) and inputs x (M, K) of a Linear -> new weights
 
 def rtn(w: Tensor, bits: int, group: int = GROUP) -> Tensor:
-    """Rounds to nearest: each group of a row to the integers of `bits`, times one scale."""
+    """Rounds to nearest: each group of a row becomes integers of `bits` bits times one scale."""
     largest = 2 ** (bits - 1) - 1
     parts = w.reshape(len(w), -1, group)
     scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30) / largest
@@ -88,8 +88,8 @@ def rtn(w: Tensor, bits: int, group: int = GROUP) -> Tensor:
 
 
 def hessian(x: Tensor) -> Tensor:
-    """Returns x^T x / M (K, K) of inputs x (M, K), damped, in float64. Twice of it is the second
-    derivative of a row's squared output error."""
+    """Returns the damped x^T x / M (K, K) of inputs x (M, K) in float64. The second derivative of a
+    row's squared output error is twice this matrix."""
     x = x.double()
     H = x.T @ x / len(x)
     return H + DAMPING * H.diag().mean() * torch.eye(len(H), dtype=H.dtype)
@@ -97,10 +97,10 @@ def hessian(x: Tensor) -> Tensor:
 
 def compensated(w: Tensor, x: Tensor, choose: Callable[[Tensor, Tensor, int], Tensor],
                 block: int) -> Tensor:
-    """Replaces the columns of w from left to right, and changes the columns on the right of each so
-    that the outputs x w^T change least (Frantar and Alistarh 2022). `choose(w, d, start)` returns
-    the values of the `block` columns from `start` on, of the weights as changed so far; d (K,) is
-    the diagonal of the Cholesky factor of the inverse Hessian."""
+    """Replaces the columns of w from left to right. After each column, changes the columns on its
+    right so that the outputs x w^T change least (Frantar and Alistarh 2022). `choose(w, d, start)`
+    returns a function that replaces the `block` columns from `start` on, given the weights as
+    changed so far; d (K,) is the diagonal of the Cholesky factor of the inverse Hessian."""
     U = torch.linalg.cholesky(torch.linalg.inv(hessian(x)), upper=True)
     w, d = w.double().clone(), U.diag()
     for start in range(0, w.shape[1], block):
@@ -114,8 +114,8 @@ def compensated(w: Tensor, x: Tensor, choose: Callable[[Tensor, Tensor, int], Te
 
 
 def gptq(w: Tensor, x: Tensor, bits: int, group: int = GROUP) -> Tensor:
-    """GPTQ (Frantar et al. 2022): RTN's integers, one column at a time, with compensation. A
-    group's scale is that of its weights when its first column is reached."""
+    """GPTQ (Frantar et al. 2022): rounds to integers like RTN, one column at a time, and
+    compensates. The scale of a group is computed when its first column is reached."""
     largest = 2 ** (bits - 1) - 1
 
     def choose(w: Tensor, d: Tensor, start: int) -> Callable[[Tensor, int], Tensor]:
@@ -126,8 +126,8 @@ def gptq(w: Tensor, x: Tensor, bits: int, group: int = GROUP) -> Tensor:
 
 
 def smallest(scores: Tensor, zeros: int, of: int) -> Tensor:
-    """Returns the mask (N, K) of the `zeros` smallest scores among each `of` along a row; `of` 0:
-    among the whole matrix, where `zeros` counts in per cent."""
+    """Returns the mask (N, K) of the `zeros` smallest scores among each `of` along a row. If `of`
+    is 0, the mask is of the smallest `zeros` percent of the whole matrix."""
     if not of:
         last = scores.flatten().kthvalue(max(1, round(zeros / 100 * scores.numel())))[0]
         return scores <= last
@@ -137,22 +137,22 @@ def smallest(scores: Tensor, zeros: int, of: int) -> Tensor:
 
 
 def magnitude(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
-    """The smallest weights of the matrix, or of each group, become zero."""
+    """Sets the smallest weights of the matrix, or of each group of `of`, to zero."""
     whole = w.shape[1] if of == GROUP else 0
     mask = smallest(w.abs(), 100 * zeros // of, 0) if whole else smallest(w.abs(), zeros, of)
     return w.masked_fill(mask, 0)
 
 
 def wanda(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
-    """Wanda (Sun et al. 2023): the score is |w| times the norm of its input, within a row."""
+    """Wanda (Sun et al. 2023): the score is |w| times its input's norm, compared within a row."""
     across = w.shape[1] if of == GROUP else of
     scores = w.abs() * x.norm(dim=0)
     return w.masked_fill(smallest(scores, zeros * across // of, across), 0)
 
 
 def sparsegpt(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
-    """SparseGPT (Frantar and Alistarh 2023): the score is the error that a weight's removal leaves
-    after compensation, and the weights on its right compensate."""
+    """SparseGPT (Frantar and Alistarh 2023): the score is the error that remains after a weight is
+    removed and compensated; the columns on its right compensate."""
     def choose(w: Tensor, d: Tensor, start: int) -> Callable[[Tensor, int], Tensor]:
         scores = (w[:, start:start + of] / d[start:start + of]).square()
         mask = smallest(scores, zeros, of)
@@ -161,9 +161,9 @@ def sparsegpt(w: Tensor, x: Tensor, zeros: int, of: int) -> Tensor:
     return compensated(w, x, choose, of)
 
 
-HALF, TWO_OF_FOUR = (GROUP // 2, GROUP), (2, 4)     # zeros, among so many of a row
+HALF, TWO_OF_FOUR = (GROUP // 2, GROUP), (2, 4)     # number of zeros, group size along a row
 PRUNERS = {"magnitude": magnitude, "Wanda": wanda, "SparseGPT": sparsegpt}
-SPLIT = ("RTN int3", "magnitude 50%", "SparseGPT 50%")     # whose effects are split into parts
+SPLIT = ("RTN int3", "magnitude 50%", "SparseGPT 50%")     # methods whose effects are split
 METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{f"RTN int{bits}": partial(lambda w, x, bits: rtn(w, bits), bits=bits)
        for bits in (8, 4, 3)},
@@ -174,13 +174,13 @@ METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def method(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a method of METHODS. Raises ConfigError, with the nearest name."""
+    """Returns a method of METHODS. Raises ConfigError with the nearest name."""
     return pick(METHODS, name, "method")
 
 
 def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Sets the weights of each Linear to zero where its mask is False. Raises ConfigError, and
-    changes nothing, where a mask has no Linear or another shape."""
+    """Sets the weights of each Linear to zero where its mask is False. Raises ConfigError without
+    any change if a mask matches no Linear or has another shape."""
     linears = matrices(model)
     for name, mask in masks.items():
         if name not in linears:
@@ -198,8 +198,8 @@ def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a method does to a model: nats added to the validation loss, the increase that the
-    diagonal predicts, and for each matrix its output error over its output, squared."""
+    """The effect of a method on a model: nats added to the validation loss, the increase that the
+    Fisher diagonal predicts, and each matrix's squared output error over its squared output."""
 
     added: float
     predicted: float
@@ -208,8 +208,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class Parts:
-    """The nats that a change adds, and three terms of its Taylor series that can be measured: its
-    slope, its curvature, and the part of the curvature on the diagonal."""
+    """The nats that a change adds, and three measurable terms of its Taylor series: the slope, the
+    curvature, and the diagonal part of the curvature."""
 
     added: float
     slope: float
@@ -228,7 +228,7 @@ class Study:
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        """x (M, K) of each Linear, for tokens of the training data."""
+        """Returns the inputs x (M, K) of each Linear for tokens of the training data."""
         seen: dict[str, list[Tensor]] = {name: [] for name in self.linears}
         hooks = [layer.register_forward_pre_hook(
             lambda _, args, name=name: seen[name].append(args[0].detach().flatten(0, 1)))
@@ -242,8 +242,8 @@ class Study:
 
     @cached_property
     def fisher(self) -> dict[str, Tensor]:
-        """The diagonal of the Fisher matrix of the mean loss, by labels that the model draws: the
-        squared gradient of a sequence's sum over its tokens."""
+        """Returns the diagonal of the Fisher matrix of the mean loss, with labels drawn from the
+        model: the mean over sequences of the squared gradient of the summed loss, per token."""
         generator = torch.Generator().manual_seed(0)
         weights = [layer.weight for layer in self.linears.values()]
         sums = [torch.zeros_like(w) for w in weights]
@@ -259,7 +259,7 @@ class Study:
 
     @contextmanager
     def changed(self, change: Mapping[str, Tensor], share: float = 1.0) -> Iterator[None]:
-        """The model has `share` times the change added to its weights within."""
+        """Adds `share` times the change to the weights within the context."""
         with torch.no_grad():
             for name, layer in self.linears.items():
                 layer.weight.copy_(self.weights[name] + share * change[name])
@@ -275,7 +275,7 @@ class Study:
             return self.training.evaluate() - self.loss
 
     def change(self, name: str) -> dict[str, Tensor]:
-        """Returns the change of each matrix under a method."""
+        """Returns the change that a method makes to each matrix."""
         by = method(name)
         return {layer: by(w, self.inputs[layer]) - w for layer, w in self.weights.items()}
 
@@ -291,15 +291,15 @@ class Study:
             for layer, dw in change.items()})
 
     def parts(self, name: str) -> Parts:
-        """Splits a method's effect by the losses at +1/4 and -1/4 of its change."""
+        """Splits the effect of a method, using the losses at +1/4 and -1/4 of its change."""
         change = self.change(name)
         up, down = (self.added(change, share) for share in (ACROSS, -ACROSS))
         return Parts(self.added(change), (up - down) / 2 / ACROSS, (up + down) / 2 / ACROSS**2,
                      self.predicted(change))
 
     def with_random_signs(self, name: str) -> float:
-        """Returns the nats that a change of the same sizes and of random signs adds: the mean of
-        the change and of its opposite, which leaves out the slope."""
+        """Returns the nats that a change of equal magnitudes and random signs adds. It is the mean
+        over the change and its negative, in which the slope cancels."""
         generator = torch.Generator().manual_seed(0)
         change = {layer: dw * (2 * torch.randint(0, 2, dw.shape, generator=generator) - 1)
                   for layer, dw in self.change(name).items()}
@@ -313,9 +313,9 @@ def output_error(w: Tensor, new: Tensor, x: Tensor) -> float:
 
 
 def smoothed_error(w: Tensor, x: Tensor, alpha: float, bits: int = 8) -> float:
-    """Returns the output error of integer weights and activations, one scale a row and a token.
-    Input j is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and its weights multiplied
-    (Xiao et al. 2022); alpha 0 without: s = 1."""
+    """Returns the output error of integer weights and activations, with one scale per row and per
+    token. Input j is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha) and its weights are
+    multiplied by s_j (Xiao et al. 2022). alpha 0 means no smoothing: s = 1."""
     x, w = x.double(), w.double()
     s = torch.ones(w.shape[1], dtype=x.dtype)
     if alpha:
@@ -328,8 +328,8 @@ def smoothed_error(w: Tensor, x: Tensor, alpha: float, bits: int = 8) -> float:
 # ---- Training with fewer bits and weights
 
 def lottery(seed: int, steps: int = TRAINED_STEPS, share: float = 0.8, rewind: int = 30) -> dict[str, float]:
-    """Returns the losses of a dense run; of its ticket, the largest weights at the end, from their
-    values after `rewind` updates; of the same numbers of weights at random places; and of the
+    """Returns the losses of four runs: the dense run; its ticket (the weights that are largest at
+    the end, from their values after `rewind` updates); as many weights at random places; and the
     ticket's places from another initialisation (Frankle and Carbin 2018; rewinding: Frankle et al.
     2019)."""
     whole = config(steps, seed)
@@ -355,8 +355,8 @@ def lottery(seed: int, steps: int = TRAINED_STEPS, share: float = 0.8, rewind: i
 
 def rounded_training(dense: Mapping[str, Tensor], seed: int, weights: Sequence[str],
                      steps: int = MORE, group: int = 32) -> dict[str, dict[str, float]]:
-    """Returns the losses with weights in each of the formats: of the dense model rounded; rounded
-    after `steps` more updates in float32; and after as many updates of QAT."""
+    """Returns three losses for each weight format: the dense model rounded; the dense model after
+    `steps` more updates in float32, then rounded; and after `steps` updates of QAT."""
     ways = {"imports": ("experiments.qat",), "optimizer.lr": 1e-3, "schedule.warmup_steps": 5}
     longer = trained(config(steps, seed, **ways), dense).model.state_dict()
     losses = {}
@@ -370,12 +370,12 @@ def rounded_training(dense: Mapping[str, Tensor], seed: int, weights: Sequence[s
 
 
 def teacher(folder: Path, seed: int, steps: int = TRAINED_STEPS) -> Run:
-    """Trains the model into a run folder, which distillation and QAT begin from."""
+    """Trains the model into a run folder, from which distillation and QAT start."""
     return lpkit.train(config(steps, seed, checkpoint_every=steps), out=folder)
 
 
 def distilled(folder: Path, seed: int, steps: int = TRAINED_STEPS) -> dict[str, float]:
-    """Returns the loss of a student of half the teacher's width, and of the same student with the
+    """Returns the loss of a student with half the teacher's width, trained without and with the
     teacher's probabilities in its objective. The teacher's run is in `folder`."""
     student = {"model.width": 64, "model.heads": 2, "imports": ("experiments.distil",)}
     objective = {"objective": {"name": "distil", "teacher": str(folder)}}
@@ -386,7 +386,7 @@ def distilled(folder: Path, seed: int, steps: int = TRAINED_STEPS) -> dict[str, 
 # ---- Records
 
 def record(seed: int, steps: int = STEPS) -> dict[str, Any]:
-    """Trains a model, and returns what each method does to it."""
+    """Trains a model and returns the effect of each method."""
     study = Study(trained(config(steps, seed)))
     return {"seed": seed, "loss": study.loss,
             "effects": {name: asdict(study.effect(name)) for name in METHODS},
@@ -409,7 +409,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
 # ---- Figures
 
 def effects_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec of the nats that each method adds, a mark for each recorded seed."""
+    """The plotly spec of the nats that each method adds, with a marker for each recorded seed."""
     names = [name for name in METHODS if name not in ("RTN int8", "RTN int4", "GPTQ int4")]
     data = [scatter([row["effects"][name]["added"] for name in names], names,
                     f"seed {row['seed']}", COLOURS[number % len(COLOURS)], mode="markers",
@@ -421,7 +421,7 @@ def effects_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
 
 
 def parts_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec of a change's parts, means over recorded seeds."""
+    """The plotly spec of the parts of a change, as means over the recorded seeds."""
     words = {"diagonal": "predicted by the diagonal", "curvature": "curvature along the change",
              "added": "added"}
     data = [bars(SPLIT, [fmean(row["parts"][name][part] for row in seeds) for name in SPLIT],
@@ -433,7 +433,7 @@ def parts_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
 
 
 def wins(seeds: Sequence[Mapping[str, Any]], name: str, pattern: str) -> int:
-    """Returns in how many seeds the pruner adds the fewest nats."""
+    """Returns the number of seeds in which the pruner adds the fewest nats."""
     return sum(best({by: Effect(**one) for by, one in row["effects"].items()}, pattern) == name
                for row in seeds)
 
@@ -443,8 +443,8 @@ def best(effects: Mapping[str, Effect], pattern: str) -> str:
 
 
 def matrices_worse(seeds: Sequence[Mapping[str, Any]], effects: Mapping[str, Effect]) -> list[str]:
-    """Returns the matrices of the recorded models and of the one here on which GPTQ's output error
-    is not below RTN's."""
+    """Returns the matrices of the recorded models and of the model trained here for which GPTQ's
+    output error is not below RTN's."""
     models = [{name: Effect(**one) for name, one in row["effects"].items()} for row in seeds]
     return [f"{matrix}, {bits}" for model in [*models, effects] for bits in ("int4", "int3")
             for matrix, error in model[f"GPTQ {bits}"].errors.items()
@@ -452,7 +452,7 @@ def matrices_worse(seeds: Sequence[Mapping[str, Any]], effects: Mapping[str, Eff
 
 
 def seen(seeds: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Returns predicted over measured, of the means over seeds."""
+    """Returns the mean prediction over the mean measurement, over the seeds."""
     predicted, added = (fmean(row["effects"][name][key] for row in seeds)
                         for key in ("predicted", "added"))
     return predicted / added
@@ -493,7 +493,7 @@ def bits_per_weight(bits: int, group: int, scale_bits: int) -> float:
 
 
 def _kept(w: Tensor, kept: int = 2, *, absolute: bool = True, rows: bool = True) -> Tensor:
-    """Keeps so many of each four, or does a usual mistake."""
+    """Keeps the `kept` largest of each four weights, or makes a common mistake."""
     across = w if rows else w.T
     parts = across.reshape(across.shape[0], -1, 4)
     scores = parts.abs() if absolute else parts
