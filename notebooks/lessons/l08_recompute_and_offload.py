@@ -1,11 +1,10 @@
 """Lesson 08, recompute and offload: its study, its figures and its exercises.
 
-What each memory technique buys and what it costs: the peak and the seconds of one step, beside
-the plain one.
+Compares each memory technique with the plain step: the peak memory and the seconds of one step.
 
-Bytes are those of `lpkit.predict.memory` and `lpkit.measure.memory`. Time is a multiple of the
-plain step's: predicted by `lpkit.predict.time` where all that a technique adds are FLOPs, and
-measured in turns, so that a slow moment of the machine meets all of them.
+Bytes come from `lpkit.predict.memory` and `lpkit.measure.memory`. Time is a multiple of the plain
+step's: predicted by `lpkit.predict.time` if a technique adds only FLOPs, and measured in turns, so
+that a slow moment of the machine affects all techniques.
 """
 
 from __future__ import annotations
@@ -56,18 +55,18 @@ __all__ = ["CATALOGUE", "TIED", "RandomTokens", "Training", "duration", "hardwar
 # ---- The study
 
 PLAIN = "plain"
-# of 256 standard normal numbers, on average, from the least to the largest (Tippett 1925)
+# mean distance between the smallest and the largest of 256 standard normal numbers (Tippett 1925)
 RANGE = 5.65
-# relative, of what is exact: a GPU's atomics add in the order in which they arrive, so that float32
-# sums differ in their last digits, and what becomes bf16 by one rounding
+# relative tolerance for exact techniques: a GPU's atomics add in order of arrival, so float32 sums
+# differ in their last digits, and values rounded to bf16 by one rounding
 SLACK = {"cpu": 0.0, "gpu": 2.0**-8}
 
 
 @dataclass(frozen=True)
 class Technique:
-    """Settings that change a config. `exact`: the same losses, within SLACK. `flops`: what it adds
-    are FLOPs, or nothing; what it moves or casts, and that takes time too, no formula here
-    knows."""
+    """Settings that change a config. `exact`: the losses are the same within SLACK. `flops`: the
+    technique adds only FLOPs or nothing, so its time has a formula; the time of extra transfers and
+    casts has none."""
 
     settings: Mapping[str, Any]
     exact: bool = True
@@ -75,7 +74,7 @@ class Technique:
 
     @property
     def source(self) -> str:
-        """Of the rows that the settings name."""
+        """Sources of the rows that the settings name."""
         rows = rows_of(Config().replace({"optimizer.clip": 0, **self.settings}))
         changed = dict.fromkeys(key.split(".")[1] for key in self.settings)
         return "; ".join(rows[field].source for field in changed)
@@ -103,7 +102,7 @@ TECHNIQUES: dict[str, Technique] = {
 
 
 def with_technique(config: Config, name: str) -> Config:
-    """Raises ConfigError for an unknown name."""
+    """Return the config with the technique. Raises ConfigError for an unknown name."""
     return config.replace(dict(pick(TECHNIQUES, name, "technique").settings))
 
 
@@ -118,8 +117,8 @@ class Predicted:
 
 
 def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
-    """Every technique by the closed forms. `config` says its precision and attention: "auto" is for
-    a run to decide."""
+    """Predict every technique by the closed forms. `config` must name its precision and attention,
+    since a run resolves "auto"."""
     plain, found = step_time(config, machine).step_seconds, {}
     for name, technique in TECHNIQUES.items():
         changed, slowdown = with_technique(config, name), None
@@ -133,8 +132,8 @@ def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     footprint: Footprint
-    slowdown: float  # median over the rounds, each against the plain step of the same round
-    losses: tuple[float, ...]       # of the first updates, on the same batch
+    slowdown: float  # median over the rounds, relative to the plain step of the same round
+    losses: tuple[float, ...]       # of the first updates, all on the same batch
 
     @property
     def peak_bytes(self) -> int:
@@ -142,16 +141,16 @@ class Measured:
 
 
 def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[str, Measured]:
-    """Real steps of the same model on the same random tokens, with every technique."""
+    """Measure steps of the same model on the same random tokens with every technique."""
     footprints = {name: measure.memory(with_technique(config, name)) for name in TECHNIQUES}
     benches = {name: measure.Bench(with_technique(config, name)) for name in TECHNIQUES}
     losses: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
     for bench in benches.values():
         bench.training.data.drawn = benches[PLAIN].batch
-    torch.manual_seed(config.seed)      # of stochastic rounding
+    torch.manual_seed(config.seed)      # for stochastic rounding
 
     def step(name: str) -> None:
-        losses[name].append(benches[name].train().item())   # read, so that the device has finished
+        losses[name].append(benches[name].train().item())   # `item` waits for the device
 
     seconds = interleaved_seconds([partial(step, name) for name in TECHNIQUES], rounds=rounds,
                                   watch=watch)
@@ -164,7 +163,7 @@ def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[st
 
 
 def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
-    """|g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
+    """Return |g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
     batch = measure.Bench(config).batch
 
     def gradient(name: str) -> torch.Tensor:
@@ -178,12 +177,12 @@ def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
 
 
 def rounding_error(bits: int) -> float:
-    """Root mean square error of normal numbers in `bits` bits, over their own: groups of 256 are
-    spread evenly between their least and their largest, and rounded up or down at random, which
-    errs by the step over sqrt(6).
+    """Return the relative root mean square error of normal numbers stored in `bits` bits. The
+    levels of a group of 256 numbers are spaced evenly between its smallest and largest number;
+    numbers are rounded up or down at random, with an error of one step over sqrt(6).
 
-    A gradient that is a sum over many tokens whose terms do not line up has the same relative error
-    as its terms.
+    A gradient has the same relative error as its terms if it is a sum over many tokens whose terms
+    are not aligned.
     """
     return RANGE / (2**bits - 1) / math.sqrt(6)
 
@@ -192,12 +191,12 @@ def rounding_error(bits: int) -> float:
 
 # Recomputation.
 
-FORWARD, BACKWARD = 1, 2        # times of a block, in those of its forward pass
+FORWARD, BACKWARD = 1, 2        # time of a block, in units of its forward pass
 
 
 def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
-    """The plotly spec: for each block, from when to when its activations are there; above with
-    everything kept, below with blocks that keep their input and run again."""
+    """Return the plotly spec: for each block, the time during which its activations are stored. The
+    upper panel keeps all activations; in the lower panel, blocks keep their input and run again."""
     if layers < 2:
         raise ConfigError(f"a drawing of recomputation needs 2 blocks or more, got layers={layers}")
     names = [f"block {i + 1}" for i in range(layers)]
@@ -242,7 +241,7 @@ def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
 
 def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *,
                 title: str = "") -> dict:
-    """An error by bits, on a log scale."""
+    """Return the plotly spec of an error over bits, on a log scale."""
     bits, words = range(min(measured), max(measured) + 1), "%{x} bits: %{y:.2g}"
     return figure(
         [scatter(bits, map(formula, bits), "formula", ANSWER_COLOURS["formula"], hover=words),
@@ -253,7 +252,7 @@ def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], 
 
 
 def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callable[[str], dict]:
-    """For an Explorer: a function of `step`, one of the names, on one axis for all."""
+    """Return a function of `step` (one of the names) for an Explorer; all steps share an axis."""
     highest = max(total_bytes(point) for points, _ in steps.values() for point in points)
 
     def show(step: str) -> dict:
@@ -263,19 +262,20 @@ def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callabl
     return show
 
 
-# What techniques buy: bytes against time paid, a point for each.
+# Bytes saved over additional time, one point per technique.
 
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon")    # with COLOURS: 35 looks
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon")    # with COLOURS: 35 markers
 
-Gains = Mapping[str, tuple[float, float]]   # by technique: percent of time more, bytes less
+Gains = Mapping[str, tuple[float, float]]   # by technique: additional time in percent, bytes saved
 
 
 def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
                   measured: Mapping[str, tuple[float, float]], *, title: str = "",
                   others: float = 0.0) -> dict:
-    """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
-    None without a formula: such a prediction is at the measured time. Edge: what no other technique
-    beats in both, as measured. Raises ConfigError without "plain"."""
+    """Return the plotly spec. `predicted` and `measured` map a name to its peak bytes and its time
+    as a multiple of the plain step's. A prediction without a formula (None) is drawn at the
+    measured time. The line connects the measured techniques that no other technique beats in both.
+    Raises ConfigError without "plain"."""
     if PLAIN not in predicted or PLAIN not in measured:
         raise ConfigError(f"savings are relative to {PLAIN!r}, which is missing")
     most = measured[PLAIN][0]
@@ -311,7 +311,7 @@ def _mark(name: str, gain: tuple[float, float], how: str, symbol: str, colour: s
 
 
 def _edge(at: Gains) -> list[str]:
-    """Those that save more than all that cost less, from cheap to dear."""
+    """Return the techniques that save more than every cheaper technique, cheapest first."""
     best, edge = 0.0, []
     for name in sorted(at, key=lambda name: (at[name][0], -at[name][1])):
         if at[name][1] > best:
@@ -325,7 +325,7 @@ def _edge(at: Gains) -> list[str]:
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: Bytes, and numbers of blocks.
+# Exercises: bytes and numbers of blocks.
 
 def _without_the_block(layers: int, block: int, kept: int, budget: int) -> int:
     fits = [n for n in range(1, layers + 1)
@@ -358,14 +358,14 @@ def moment_bytes(parameters: int, block: int) -> int:
                     "segments are whole: try each number of blocks": lambda layers, block, kept:
                         max(1, round(math.sqrt(layers * kept / block)))})
 def segment(layers: int, block: int, kept: int) -> int:
-    # a checkpoint for each segment, and one segment whole
+    # one checkpoint per segment, plus all activations of one segment
     return min(range(1, layers + 1), key=lambda n: math.ceil(layers / n) * kept + n * block)
 
 
-# Exercises: a block that runs again, and a loss in pieces.
+# Exercises: recompute a block, and compute a loss in chunks.
 
 class Watched:
-    """A block that says so when a first forward keeps what it computes."""
+    """A block that complains if the first forward pass keeps intermediate results."""
 
     def __init__(self, weight: Tensor):
         self.weight, self.calls = weight.detach().requires_grad_(), 0
@@ -395,7 +395,7 @@ def recomputed(block: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tupl
         y = block(x)                            # forward: only x is kept
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        again = block(x)                        # backward: once more, with its graph
+        again = block(x)                        # backward: run again, with its graph
     return y, torch.autograd.grad(again, x, dy)[0]
 
 
@@ -423,7 +423,7 @@ def chunked_loss(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[Ten
     loss, dh = torch.zeros(()), torch.empty_like(h)
     for start in range(0, len(h), chunk):
         rows = slice(start, start + chunk)
-        logits = h[rows] @ w.T                  # all logits that exist at any time
+        logits = h[rows] @ w.T                  # the only logits in memory
         log_p = logits.log_softmax(-1)
         p = log_p.exp()
         p[torch.arange(len(p)), targets[rows]] -= 1
@@ -433,7 +433,7 @@ def chunked_loss(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[Ten
 
 
 def _moments(r: Random) -> tuple[Tensor, Tensor, float, int]:
-    """Dyadic and few bits: the new moment is the same in whatever order one calculates."""
+    """Draw dyadic numbers of few bits, so that every order of operations gives the same result."""
     n = r.randint(1, 20)
     stored = [r.choice((0, r.randrange(256))) * 2.0 ** r.randint(-12, 2) for _ in range(n)]
     return (torch.tensor(stored), torch.tensor([r.choice((0, r.randint(-40, 40))) / 16

@@ -1,7 +1,7 @@
 """Lesson 10, custom kernels: its study, its figures and its exercises.
 
-Bytes that a chain of PyTorch's operations moves when each of them is a kernel of its own, and
-one such chain: a tensor cast to FP8 in both layouts, as its products need it.
+Counts the bytes that a chain of PyTorch's operations moves if each operation is a kernel of its
+own. The example is a tensor that is cast to FP8 in both layouts, as its products need it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from lessons.judging.kernel_parts import e4m3
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["CATALOGUE", "FORMATS", "cast", "cuda_norm", "defects", "difference", "encode",
            "for_cpu", "hardware", "norm", "quantity", "round_to"]
 
@@ -49,8 +49,8 @@ __all__ = ["CATALOGUE", "FORMATS", "cast", "cuda_norm", "defects", "difference",
 # ---- The study
 
 class Moved(TorchDispatchMode):
-    """`with Moved() as moved:`, then `moved.rows`: (operation, bytes read, bytes written), in the
-    order in which they ran. A view moves nothing."""
+    """Counts bytes moved: `with Moved() as moved:`, then `moved.rows` has (operation, bytes read,
+    bytes written) in the order of execution. A view moves no bytes."""
 
     def __init__(self):
         super().__init__()
@@ -69,14 +69,14 @@ def _bytes(values: tuple) -> int:
 
 
 def cast_both_layouts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (R, C) in E4M3 as it lies and turned, (C, R), and its amax: operation after operation."""
+    """Return x (R, C) in E4M3, its transpose (C, R) and its amax, one operation at a time."""
     amax = x.abs().amax()
     codes = (x * (LARGEST / amax)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return codes, codes.T.contiguous(), amax
 
 
 def copy_and_cast_seconds(x: Tensor, rounds: int) -> tuple[float, float]:
-    """Median seconds of a copy of x and of its cast to both layouts, which take turns."""
+    """Return the median seconds of copying x and of casting x to both layouts, run in turns."""
     wait = torch.cuda.synchronize if x.is_cuda else int
     target = torch.empty_like(x)
     turns = (lambda: (target.copy_(x), wait()), lambda: (cast_both_layouts(x), wait()))
@@ -86,11 +86,11 @@ def copy_and_cast_seconds(x: Tensor, rounds: int) -> tuple[float, float]:
 
 # ---- Figures
 
-UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # what calculates
+UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # unit by dtype
 
 
 def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
-    """The plotly spec: bytes read and written for each element, by version, the first on top."""
+    """Return the plotly spec of bytes read and written per element by version, first on top."""
     sums = [read + written for read, written in moved.values()]
     read, written = ([one[side] for one in moved.values()] for side in (0, 1))
     return figure(
@@ -102,8 +102,8 @@ def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -
 
 
 def reads_figure(reads: Sequence[Sequence[tuple[int, bool]]]) -> dict:
-    """The plotly spec: what each program reads, (element, whether its mask lets it); hollow marks
-    are masked."""
+    """Return the plotly spec of what each program reads: (element, whether its mask allows it). A
+    hollow marker is masked."""
     programs = [scatter([element for element, _ in one], [at] * len(one), f"program {at}",
                         COLOURS[at], mode="markers",
                         marker={"size": 20, "symbol": ["square" if read else "square-open"
@@ -116,9 +116,9 @@ def reads_figure(reads: Sequence[Sequence[tuple[int, bool]]]) -> dict:
 
 def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, str]], *,
                   title: str = "") -> dict:
-    """The plotly spec of a roofline, both axes logarithmic: each of `kernels` (FLOPs, bytes, dtype
-    in which it calculates) lies where the machine's ceilings end it. Those of one place share a
-    mark."""
+    """Return the plotly spec of a roofline, both axes logarithmic. Each of `kernels` (FLOPs, bytes,
+    dtype of its arithmetic) is at the ceiling that limits it. Kernels at the same place share a
+    marker."""
     places: dict[tuple[float, str], list[str]] = {}
     for name, (flops, moved, dtype) in kernels.items():
         places.setdefault((flops / moved, dtype), []).append(name)
@@ -154,25 +154,26 @@ def cdiv(a: int, b: int) -> int:
 
 
 def block(n: int, small: int = 16) -> int:
-    """Several for a small n, which the interpreter runs; a GPU's for a large one."""
+    """Return a block size: several blocks for a small n in the interpreter; a GPU's for large n."""
     return 1024 if n >= 1 << 16 else 4 * small if n >= 1 << 12 else small
 
 
 def by_blocks(x: Tensor, out: Mapping[str, Tensor], small: int = 16, **given: Tensor) -> Launch:
-    """A program for each block of a vector."""
+    """Return a launch with one program per block of a vector."""
     B = block(len(x), small)
     return Launch(cdiv(len(x), B), out=out, x=x, **given, n=len(x), BLOCK=B)
 
 
 def by_rows(x: Tensor, out: str = "y", **more: Any) -> Launch:
-    """A program for each row, which fits into one block; results, a letter each, are like x."""
+    """Return a launch with one program per row, which fits into one block. `out` names the results
+    by one letter each; they have x's shape."""
     R, C = x.shape
     return Launch(R, out={name: blank(R, C) for name in out}, x=x, x_stride=x.stride(0), columns=C,
                   **{"BLOCK": max(2, 1 << (C - 1).bit_length()), **more})
 
 
 def rows(r: Random, *, most: int = 40, size: float = 1.0) -> Tensor:
-    """A matrix, some with rows further apart than they are long."""
+    """Draw a matrix; in some matrices the row stride is larger than the row."""
     return normal(r, r.randint(1, 5), r.randint(1, most), size=size)
 
 
@@ -185,7 +186,7 @@ def matrix(n: int) -> tuple[Tensor]:
 
 
 def codes_of(x: Tensor) -> Tensor:
-    """E4M3, saturating, as uint8."""
+    """Return x cast to E4M3 with saturation, as uint8."""
     return x.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
 
 
@@ -198,13 +199,13 @@ EXTREME = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-38, 448.0, -449.0, 464.0,
                         0.00146484375, 1.9999999, 17.0, 19.0, float("inf")])
 MATRICES = ((torch.arange(10.0) / 4 - 1).view(2, 5), (torch.arange(24.0) - 7).view(3, 8)[:, :5],
             torch.sin(torch.arange(123.0))[None], torch.ones(4, 1))
-# beyond float16 and below; more rows, longer rows and more blocks than are usually tried by hand
+# beyond float16's range on both ends; more rows, longer rows and more blocks than usual tests have
 HUGE, TINY = 2.0**17, 2.0**-20
 MANY, LONG = normal(Random(1), 70, 3), normal(Random(2), 14, 5000)
 BLOCKS = HUGE * normal(Random(3), 1200), TINY * normal(Random(4), 8389)
 
 
-# Exercises: elementwise, reductions, casts; then one for another day.
+# Exercises: elementwise, reductions, casts.
 
 @puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME, *BLOCKS)), spec=lambda x: x.clone(),
         minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector,
@@ -281,7 +282,7 @@ def _with_scale(r: Random) -> tuple[Tensor, Tensor]:
 
 
 ONE = torch.ones(1)
-# every value of E4M3, what lies half way between two, and a little beside that
+# every value of E4M3, the midpoints between two values, and points close to the midpoints
 BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
            + torch.tensor([0.0, 0.4999, 0.5, 0.5001])
            * value_of(torch.arange(127, dtype=torch.uint8)).diff()[:, None]).flatten()
@@ -310,7 +311,7 @@ def scaled_cast(x, scale, codes, n, BLOCK: tl.constexpr):
     v = tl.load(x + i, mask=i < n, other=0.0) * tl.load(scale)
     size = tl.where(v != v, 0.0, tl.minimum(tl.abs(v), 448.0))
     field = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # a number so large that the sum's last bit is the spacing: the addition rounds
+    # the last bit of the sum has the value of the spacing, so the addition rounds
     magic = (field + (20 << 23)).to(tl.float32, bitcast=True)
     size = (size + magic) - magic
     normal = (size.to(tl.int32, bitcast=True) >> 20) - (120 << 3)

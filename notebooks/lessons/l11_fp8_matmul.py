@@ -1,18 +1,18 @@
 """Lesson 11, FP8 matmul: its study, its figures and its exercises.
 
-How many bits a sum keeps: FP8 products as Hopper's tensor cores add them, emulated.
+Emulates how Hopper's tensor cores add FP8 products, and measures how many bits a sum keeps.
 
-The products of two FP8 numbers are exact. A tensor core takes STEP of them together with the sum so
-far, shifts them all to the largest exponent among them, keeps the highest BITS bits of each, cuts
-off what lies below, and adds (DeepSeek-V3, https://arxiv.org/abs/2412.19437, sections 3.3.2 and
-3.5.2: 32 products, 14 bits, seen on an H800). The way out is theirs, too: after every so many
-products the sum is added, in float32, to one outside the tensor core.
+The products of two FP8 numbers are exact. A tensor core adds STEP products to the sum so far: it
+shifts all terms to the largest exponent among them, keeps the highest BITS bits of each term, cuts
+the lower bits off, and adds (DeepSeek-V3, https://arxiv.org/abs/2412.19437, sections 3.3.2 and
+3.5.2: 32 products, 14 bits, observed on an H800). DeepSeek's remedy is promotion: after a fixed
+number of products, the sum is added in float32 to a sum outside the tensor core.
 
     accumulate(a, b, bits=14)                       # `use_fast_accum=True`
-    accumulate(a, b, bits=14, promote_every=128)    # as block-wise scaling does anyway
+    accumulate(a, b, bits=14, promote_every=128)    # block-wise scaling promotes in any case
     relative_error(got, a, b)
 
-What is emulated is the description above and not the circuit, whose details nobody has published.
+The emulation follows this description; the details of the circuit are not published.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ if TYPE_CHECKING:
 
     from lessons.judging.kernel_parts import e2m1, e4m3, e4m3_value
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["BACKENDS", "PRODUCTS", "RECIPES", "SIDES", "SIDE_WORDS", "defects",
            "interleaved_seconds", "median", "scaled", "synchronised"]
 
 
 # ---- The study
 
-STEP, BITS = 32, 14             # products at a time; bits that are kept of each
-DRAWN, QUANTILES = 2**15, 16    # of the formula
+STEP, BITS = 32, 14             # products per addition; bits kept of each term
+DRAWN, QUANTILES = 2**15, 16    # products and quantiles that the formula uses
 
 
 def accumulate(a: Tensor, b: Tensor, *, bits: int = BITS, promote_every: int | None = None,
                step: int = STEP) -> Tensor:
-    """a @ b.T, (M, N) float64; a (M, K) and b (N, K) hold values of an 8-bit format.
+    """Return a @ b.T, (M, N) float64; a (M, K) and b (N, K) hold values of an 8-bit format.
 
-    promote_every: products after which the sum moves to float32, a multiple of `step`. Raises
-    ConfigError where it is not.
+    promote_every: number of products after which the sum moves to float32. Raises ConfigError if
+    it is not a multiple of `step`.
     """
     if bits < 2 or step < 1:
         raise ConfigError(f"a sum keeps 2 bits or more of 1 product or more; got bits={bits}, "
@@ -105,16 +105,16 @@ def accumulate(a: Tensor, b: Tensor, *, bits: int = BITS, promote_every: int | N
 
 
 def _aligned_sum(terms: Tensor, bits: int) -> Tensor:
-    """Over the last axis: of each term the bits that reach down to 2^-(bits - 1) of the largest
-    one's power of two, the rest cut off towards 0."""
+    """Sum over the last axis. Each term is cut off towards 0 below 2^-(bits - 1) times the power of
+    two of the largest term."""
     exponent = torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - bits
     shifted = torch.ldexp(terms, -exponent).trunc()
     return torch.ldexp(shifted.sum(-1), exponent[..., 0])
 
 
 def gaussian(K: int, change: Callable[[Tensor], Tensor], rows: int = 16) -> tuple[list, list]:
-    """Two operands (rows, K) of Gaussian numbers that went through `change`, over E4M3's range; and
-    the same cast to E4M3, as float32. A K has the same numbers each time."""
+    """Return two operands (rows, K) of Gaussian numbers after `change`, scaled to E4M3's range, and
+    both cast to E4M3 as float32. The numbers depend only on K."""
     rng = torch.Generator().manual_seed(K)
     drawn = [change(torch.randn(rows, K, generator=rng)) for _ in range(2)]
     wide = [x / x.abs().max() * 448 for x in drawn]
@@ -122,20 +122,21 @@ def gaussian(K: int, change: Callable[[Tensor], Tensor], rows: int = 16) -> tupl
 
 
 def relative_error(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """Of the whole matrix, against float64: 0.01 is one percent of its norm."""
+    """Return the norm of the error against float64 over the norm of the exact product."""
     exact = a.double() @ b.double().T
     return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 def expected_error(a: Tensor, b: Tensor, *, bits: int = BITS, step: int = STEP,
                    promote_every: int | None = None) -> float:
-    """The same by a formula: as if the products of a row were drawn independently of each other.
+    """Return `relative_error` of `accumulate` by a formula that treats the products of a row as
+    independent draws.
 
-    After k products the sum is normal, with k times their mean and variance. Its power of two, or
-    that of a step's largest product where it is larger, gives the unit of the cut, and the products
-    say what they lose to such a unit: one with 8 bits loses nothing to a unit below its last. What
-    is cut off adds up where products have one sign, and like noise where they have both. The sum
-    itself loses nothing while its exponent stays.
+    After k products the sum is normal, with k times the mean and the variance of a product. The
+    power of two of the sum (or of a step's largest product, if that is larger) gives the unit of
+    the cut. The loss of a product is computed for each unit: a product of 8 bits loses nothing if
+    the unit is below its last bit. Losses add up if the products have one sign, and add like noise
+    if they have both signs. The sum itself loses nothing while its exponent stays the same.
     """
     K = a.shape[1]
     drawn = torch.randint(K, (DRAWN,), generator=torch.Generator().manual_seed(0))
@@ -144,7 +145,7 @@ def expected_error(a: Tensor, b: Tensor, *, bits: int = BITS, step: int = STEP,
     mean, deviation = products.mean(), products.std()
     largest = products.abs().view(-1, step).amax(1).median()
     quantiles = torch.special.ndtri((torch.arange(QUANTILES) + 0.5) / QUANTILES).double()
-    lost: dict[int, Tensor] = {}    # of a product: mean and variance, by the exponent of the unit
+    lost: dict[int, Tensor] = {}    # mean and variance of a product's loss, by the unit's exponent
     run = min(promote_every or K, K)
     bias = noise = 0.0
     for k in range(0, run, step):
@@ -169,8 +170,8 @@ SCALED_IN = {AFTER: COLOURS[0], CUDA_CORES: COLOURS[1], INSIDE: COLOURS[4]}
 
 
 def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: str = "") -> dict:
-    """The plotly spec: for each recipe the sum of one number of y = x wT, as long as `products`, in
-    pieces that share their scales, in the colour of who multiplies those in."""
+    """Return the plotly spec: for each recipe, the `products` terms of one element of y = x wT, in
+    pieces that share their scales; the colour shows where the scales are multiplied in."""
     pieces = {name: max(cast.block[1] for cast in recipe.products["y"]) or products
               for name, recipe in recipes.items()}
     data = []
@@ -191,8 +192,8 @@ def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: st
 
 def sum_rows(formula: Mapping[tuple, float], found: Mapping[tuple, float], lengths: Iterable[int],
              names: Mapping[int | None, str]) -> dict[tuple, Row]:
-    """How far off sums of these lengths are, in percent: by (sign, length, products to a
-    promotion), with the `names` of the last. A sum that ends before its promotion has no row."""
+    """Return the errors of sums of these lengths, in percent, by (sign, length, products per
+    promotion); `names` names the last. A sum that ends before its promotion has no row."""
     signs = dict.fromkeys(sign for sign, *_ in formula)
     keys = [(sign, length, every) for sign in signs for length in lengths for every in names
             if every is None or length > every]
@@ -203,7 +204,7 @@ def sum_rows(formula: Mapping[tuple, float], found: Mapping[tuple, float], lengt
 
 def lost_sums(formula: Mapping[tuple, float], found: Mapping[tuple, float],
               casts: Mapping[tuple, float], names: Mapping[int | None, str]) -> dict[str, dict]:
-    """The panels of `lost_sums_figure`: one for each sign, a curve for each of `names`."""
+    """Return the panels of `lost_sums_figure`: one per sign, with a curve for each of `names`."""
     panels: dict[str, dict] = {}
     for (sign, length), cast in casts.items():
         curves = panels.setdefault(
@@ -217,9 +218,9 @@ def lost_sums(formula: Mapping[tuple, float], found: Mapping[tuple, float],
 
 def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]], *,
                 title: str = "") -> dict:
-    """The plotly spec of relative errors over the length of a sum, a panel for each name: curves by
-    name, each what a formula says (a line) and what was found (marks), by length. A curve without a
-    formula is dashed."""
+    """Return the plotly spec of relative errors over the length of a sum, one panel per name. Each
+    curve has a line by formula and markers as measured, by length. A curve without a formula is
+    dashed."""
     data, axes, notes = [], {}, []
     for i, (panel, curves) in enumerate(panels.items(), 1):
         left, right = (i - 1) / len(panels), i / len(panels) - 0.06 * (i < len(panels))
@@ -251,17 +252,17 @@ puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 
 def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte: int = 1,
               **more: Any) -> Launch:
-    """A program for each block of a row, which shares a scale."""
+    """Return a launch with one program for each block of a row that shares a scale."""
     R, C = x.shape
     return Launch(R, cdiv(C, block), out={"codes": blank(R, C // in_byte, dtype=torch.uint8),
                                           "scales": blank(R, -(-C // block), dtype=scales)},
                   x=x, x_stride=x.stride(0), columns=C, **more)
 
 
-# Exercises: scales and codes, then products; and one for another day.
+# Exercises: scales and codes, then products.
 
 def _parts(x: Tensor, block: int) -> Tensor:
-    """(rows, blocks, block), the last filled up with zeros."""
+    """Return (rows, blocks, block); the last block is padded with zeros."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).view(len(x), -1, block)
 
 
@@ -328,7 +329,7 @@ MIDDLES = (E2M1[1:] + E2M1[:-1]) / 2
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:
-    """The nearest, half way to the even code."""
+    """Return the codes of the nearest values; ties go to the even code."""
     size = x.abs()[..., None]
     return (size > MIDDLES).sum(-1) + (size == MIDDLES[1::2]).sum(-1) + 8 * torch.signbit(x)
 
@@ -380,8 +381,8 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
 
 
 def _few_bits(r: Random, *shape: int, most: int = 16) -> Tensor:
-    """Multiples of 4 / most in [-4, 4]: TF32 holds them (with 512 bf16 does not), and sums of their
-    products are exact in any order."""
+    """Return multiples of 4 / most in [-4, 4]. TF32 represents them exactly (bf16 does not for
+    most=512), and sums of their products are exact in any order."""
     chance = torch.Generator().manual_seed(r.getrandbits(32))
     return torch.randint(-most, most + 1, shape, generator=chance) * 4 / most
 
@@ -436,7 +437,7 @@ def _dequant_matmul(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Ten
 
 
 def _few_codes(r: Random, N: int, K: int) -> Tensor:
-    """Of numbers with few bits, so that sums are exact in any order."""
+    """Return codes of numbers with few bits, so that sums are exact in any order."""
     return codes_of(torch.tensor([r.randint(-8, 8) / 4 for _ in range(N * K)]).view(N, K))
 
 

@@ -8,8 +8,8 @@ What a kind of attention costs over the context, and what it forgets.
     [learned] = learn({"full": kind}, Recall(pairs=8, symbols=8), context=40, steps=150)["full"]
     learned.by_distance(8)                                  # share of right answers
 
-One layer's attention alone is timed, as its model calls it: from q, k and v to the heads' output.
-The models that learn have two layers and a width of 64.
+Only the attention of one layer is timed, as its model calls it: from q, k and v to the output of
+the heads. The models that learn have two layers and a width of 64.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["Copy", "Recall", "Rule", "attention", "hardware", "preset", "progress"]
 
 # ---- The study
@@ -60,26 +60,26 @@ __all__ = ["Copy", "Recall", "Rule", "attention", "hardware", "preset", "progres
 T = TypeVar("T")
 KINDS = {name: ALL[name] for name in ("full", "window", "block-sparse", "documents", "linear",
                                       "performer", "delta")}
-FLASH_PRODUCTS = 3.5        # forward 2 products over pairs, backward 5: the scores once more
+FLASH_PRODUCTS = 3.5        # 2 products over pairs forward, 5 backward (scores again): 7 / 2
 LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_width": 64,
             "model.position": "rope", "model.norm": "rmsnorm", "model.bias": False,
             "model.tied": False, "model.init": "fan-in", "schedule.warmup_steps": 20,
             "optimizer.lr": 5e-3, "precision.recipe": "fp32", "system.device": "cpu",
             "system.threads": 1, "global_batch": 32}
-ASKED = 10**6               # the first step of the questions, after those that were trained on
-QUESTIONS = 4               # batches of them
+ASKED = 10**6               # the first step whose batch is used for questions, not for training
+QUESTIONS = 4               # batches of questions
 
 
 def cheaper(kind: str) -> Settings:
-    """Return the settings of a kind of attention. Errors: ConfigError for full attention and for a
-    name that is no kind."""
+    """Return the settings of a kind of attention. Errors: ConfigError for full attention and for an
+    unknown kind."""
     return pick({name: row for name, row in KINDS.items() if name != "full"}, kind, "kind").settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's attention, in float32 on a CPU: a sequence of `context` tokens. `document`: the
-    length of the documents in it, for a kind that reads them."""
+    """One layer's attention in float32 on a CPU, on a sequence of `context` tokens. `document` is
+    the length of its documents, for kinds that read document ids."""
 
     kind: Settings
     context: int
@@ -102,7 +102,7 @@ class Layer:
 
     @cached_property
     def backend(self) -> str:
-        """The one that `system.attention=auto` means here."""
+        """The backend that `system.attention=auto` chooses here."""
         return choose_attention("auto", device="cpu", low_precision=False, model=self.model)[0]
 
     @cached_property
@@ -112,7 +112,7 @@ class Layer:
 
     @cached_property
     def pairs(self) -> int | None:
-        """Of a query and a key that it sees; None: the kind has no such thing, but a state."""
+        """Number of visible (query, key) pairs; None for a kind with a state instead of pairs."""
         rule = self.model.attention.rule(self.context)
         if rule is None:
             return None
@@ -123,25 +123,25 @@ class Layer:
 
     @property
     def computed_flops(self) -> float:
-        """Forward and backward, as the backend goes about it."""
+        """FLOPs of forward and backward that the backend computes."""
         forward = sum(2 * one.M * one.N * one.K * one.group for one in self.op.pairs)
         return forward * self.op.pairs_share * (1 + self.op.backward_pairs)
 
     @property
     def needed_flops(self) -> float:
-        """Of the pairs that are seen: four for each number of a head, 3.5 times."""
+        """FLOPs of the visible pairs: 4 per pair and head dimension forward, 3.5 times in all."""
         if self.pairs is None:
             return self.computed_flops
         return 4 * self.pairs * self.heads * self.head_dim * FLASH_PRODUCTS
 
     @property
     def saved_bytes(self) -> float:
-        """Kept for backward, by formula: q, k, v and what belongs to them."""
+        """Bytes kept for backward, by formula: q, k, v and attention's other saved tensors."""
         return self._of_attention({op.name: op.saved_bytes for op in operations(
             MicroBatch(model=self.model, attention=self.backend)).block})
 
     def measured_bytes(self) -> int:
-        """The same, as autograd kept it."""
+        """Bytes kept for backward, as measured in autograd."""
         training = Training.build(self.config, data=RandomTokens(self.config))
         batch = replace(training.batch(0), document_ids=self._documents)
         kept = saved_bytes(training.model, lambda: training.loss(training.model, batch),
@@ -160,7 +160,7 @@ class Layer:
         return (torch.arange(self.context) // (self.document or self.context))[None]
 
     def runner(self) -> Callable[[], None]:
-        """Forward and backward, of what the layer gives to `Attend`."""
+        """Return a call of forward and backward on the arguments that the layer gives `Attend`."""
         module = Training.build(self.config, data=RandomTokens(self.config)).model.blocks[0].attention
         attend, given = module.attend, []
 
@@ -185,8 +185,8 @@ class Layer:
 
 def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = math.inf,
             watch: Watch = iter) -> list[float]:
-    """The least over the rounds, in which all take turns, by one thread: what else a machine does
-    only adds."""
+    """Return each layer's shortest time over the rounds, with one thread; the layers take turns.
+    The minimum is used because other work on the machine can only add time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -198,20 +198,20 @@ def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = mat
 
 
 def finite(tokens: float) -> float | None:
-    """Returns a context length, and None for one beyond all contexts that were tried."""
+    """Returns a context length, or None if it is infinite (beyond all tried contexts)."""
     return tokens if math.isfinite(tokens) else None
 
 
 def reached(tokens: float | None) -> str:
-    """Returns the cell of a table: a context length, or that no tried context reaches it."""
+    """Returns the text of a table cell: a context length, or that no tried context reaches it."""
     if tokens is None:
         return ""
     return f"{tokens:,.0f}" if math.isfinite(tokens) else "none of these"
 
 
 def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float) -> float:
-    """The context from which on `kind` stays at or below `share` of `full`, both by context;
-    between two contexts on the line between their logarithms. Infinite: it has not begun."""
+    """Return the context from which `kind` stays at or below `share` of `full`; both are by
+    context. Interpolates linearly between logarithms. Infinite if no tried context is enough."""
     log = [(math.log(T), math.log(kind[T] / (share * full[T]))) for T in sorted(kind)]
     above = [i for i, (_, over) in enumerate(log) if over > 0]
     if not above:
@@ -223,8 +223,8 @@ def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float)
 
 
 def reach(kind: Settings, layers: int) -> float:
-    """How far back a last token can be told anything: a window less one, as often as there are
-    layers."""
+    """Return the largest distance from which information reaches the last token: the window minus
+    one, times the number of layers."""
     size = getattr(kind, "size", None)
     return math.inf if size is None or kind.global_tokens else layers * (size - 1)
 
@@ -232,7 +232,7 @@ def reach(kind: Settings, layers: int) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Learned:
     losses: tuple[float, ...]           # nats per answer, of each step
-    distances: Tensor                   # of questions that it was not trained on
+    distances: Tensor                   # of questions outside the training data
     right: Tensor                       # bool
 
     @property
@@ -240,14 +240,14 @@ class Learned:
         return self.right.double().mean().item()
 
     def beyond(self, distance: float) -> float:
-        """Of the questions whose answers stand farther back."""
+        """Share of right answers to questions about tokens more than `distance` places back."""
         return self.right[self.distances > distance].double().mean().item()
 
     def within(self, distance: float) -> float:
         return self.right[self.distances <= distance].double().mean().item()
 
     def by_distance(self, bin: int) -> dict[float, float]:
-        """Share of right answers, by the middle of a stretch of `bin` places."""
+        """Share of right answers by distance, in bins of `bin` places; keys are bin middles."""
         of = self.distances // bin
         return {(b + 0.5) * bin: self.right[of == b].double().mean().item()
                 for b in of.unique().tolist()}
@@ -255,7 +255,7 @@ class Learned:
 
 def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int,
           seeds: int = 1) -> dict[str, list[Learned]]:
-    """Tiny models of each kind learn `task`, and are asked what they were not trained on."""
+    """Train tiny models of each kind on `task` and test them on questions outside the training."""
     config = Config().replace(LEARNING | {"model.vocab": task.vocab, "model.context": context})
     settings = {key: value for key, value in vars(task).items() if key != "name"}
     drawn = [POLICIES[task.name].load()(batch=config.global_batch, context=context, seed=seed,
@@ -278,7 +278,7 @@ def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int
 
 def read(kinds: Mapping[str, Settings], config: Config, *, steps: int,
          seeds: int = 1) -> dict[str, list[float]]:
-    """Nats per token of text that tiny models were not trained on, after `steps`."""
+    """Return the validation loss of tiny models in nats per token, after `steps` steps."""
     config = config.replace(LEARNING | {"steps": steps, "model.vocab": 256,
                                         "global_batch": config.global_batch})
 
@@ -292,9 +292,9 @@ def read(kinds: Mapping[str, Settings], config: Config, *, steps: int,
 
 def _all(study: Callable[[Training], T], kinds: Mapping[str, Settings], config: Config,
          data: Sequence[DataPolicy | None]) -> dict[str, list[T]]:
-    """By kind, one for each seed. As many at a time as there are cores, each by one thread, and
-    so with the numbers that it has alone; they are built one after the other, because all draw
-    their weights from one generator."""
+    """Return the result of `study` by kind, one per seed. As many models run at a time as there are
+    cores, each with one thread, so the results equal those of separate runs. Models are built one
+    after the other, since all draw their weights from one generator."""
     trainings = [Training.build(_attending(config.replace({"seed": seed}), kind), data=one)
                  for kind in kinds.values() for seed, one in enumerate(data)]
     with ThreadPoolExecutor(cores()) as pool:
@@ -303,7 +303,7 @@ def _all(study: Callable[[Training], T], kinds: Mapping[str, Settings], config: 
 
 
 def _attending(config: Config, kind: Settings) -> Config:
-    """Of that kind, by data that say what it reads."""
+    """Return the config with this kind of attention, and document ids if the kind reads them."""
     policy = "random-documents" if KINDS[kind.name].reads_ids else "random-windows"
     return replace(config, model=replace(config.model, attention=kind),
                    data=replace(config.data, policy=policy))
@@ -316,8 +316,8 @@ Curve = Mapping[float, float]
 
 
 def mask_view(context: int) -> Callable[..., dict]:
-    """For an Explorer: a function of `kind`, the length of documents, and settings of kinds by
-    their names, of which a kind takes those that it has."""
+    """Return a function of `kind`, document length and settings by name for an Explorer. A kind
+    uses the settings that it has."""
     def show(kind: str, document: int, **settings: int) -> dict:
         row = KINDS[kind]
         has = {field.name for field in fields(row.settings)}
@@ -345,8 +345,8 @@ def mask_view(context: int) -> Callable[..., dict]:
 
 def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, unit: str,
                 title: str = "", others: float = 0.0) -> dict:
-    """Return the plotly spec, both axes logarithmic: over the context, by kind, a line by formula
-    and marks as measured. The legend shows marks: kinds of one colour differ in the mark."""
+    """Return the plotly spec over the context, both axes logarithmic: by kind, a line by formula
+    and markers as measured. The legend shows markers, since kinds of one colour differ in them."""
     data, lines = [], lines_of(measured)
     for name, found in measured.items():
         data.append(scatter(formula[name], formula[name].values(), "", hover=None, showlegend=False,
@@ -362,8 +362,8 @@ def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, 
 
 def recall_figure(found: Mapping[str, Sequence[Curve]], *, chance: float, ends: Mapping[str, float],
                   title: str = "") -> dict:
-    """The plotly spec: the share of right answers over the distance, by kind: a line through the
-    means of the seeds, a mark for each. `ends`: how far a kind can be told anything."""
+    """Return the plotly spec of the share of right answers over the distance: by kind, a line
+    through the means over seeds and a marker per seed. `ends`: the reach of a kind."""
     data, lines = [], lines_of(found)
     for name, seeds in found.items():
         means = {far: sum(one[far] for one in seeds) / len(seeds) for far in seeds[0]}
@@ -385,7 +385,7 @@ def recall_figure(found: Mapping[str, Sequence[Curve]], *, chance: float, ends: 
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: what a query sees.
+# Exercises: the pairs that a query sees.
 
 @exercise("13.window_pairs", (4, 8), (4, 2), (1, 1), (4096, 256),
           draw=lambda r: (r.randint(1, 9000), r.randint(1, 600)), minutes=5,
@@ -396,10 +396,10 @@ exercise = adding_to(EXERCISES)
                     "that is full attention": lambda T, window: T * (T + 1) // 2})
 def window_pairs(T: int, window: int) -> int:
     window = min(window, T)
-    return window * (window + 1) // 2 + (T - window) * window   # the first ones, then all others
+    return window * (window + 1) // 2 + (T - window) * window   # first queries, then the others
 
 
-# Exercises: a mask, and a state in place of one.
+# Exercises: a mask, and a state instead of a mask.
 
 def _lengths(r: Random) -> tuple[Tensor]:
     return (torch.tensor([r.randint(1, 5) for _ in range(r.randint(1, 5))]),)

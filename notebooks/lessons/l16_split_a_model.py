@@ -1,10 +1,11 @@
 """Lesson 16, split a model: its study, its figures and its exercises.
 
-A block whose matrices are cut over processes, and a ring of keys and values, beside one process.
+Compares a block whose matrices are split over processes, and a ring of keys and values, with one
+process.
 
-    found = split(processes=4)          # each rank's errors and messages, by what was cut
+    found = split(processes=4)          # errors and messages of each rank, by study
     found["tensor"].off["y"], found["tensor"].sent_bytes, found["zig-zag"].scores
-    tensor_bytes(m, tokens, ranks), ring_bytes(m, tokens, ranks)    # of a layer, and back
+    tensor_bytes(m, tokens, ranks), ring_bytes(m, tokens, ranks)    # per layer, both passes
     pairs_view(ranks=8, window=0)       # for an Explorer: who computes which pair, and when
 """
 
@@ -38,21 +39,21 @@ from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
 from lpkit.predict.units import quantity
 from lpkit.presets import preset
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["by_hand", "context", "preset", "quantity"]
 
-# ---- The study: what is cut, and its numbers
+# ---- The study: splits and their results
 
-T, H, G, E, F_, V = 64, 32, 4, 4, 192, 256     # of the block that is cut; D is H E
+T, H, G, E, F_, V = 64, 32, 4, 4, 192, 256     # sizes of the block that is split; D is H E
 D = H * E
-BLOCK = SimpleNamespace(D=D, G=G, E=E)          # what the formulas of bytes ask of a model
+BLOCK = SimpleNamespace(D=D, G=G, E=E)          # the model's sizes that the byte formulas need
 ZIG_ZAG, IN_ORDER = "zig-zag", "in order"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What ranks found. `off`: by tensor, the largest distance from one process in float64, of the
-    largest number. `sent_bytes`: of rank 0, by kind. `scores`: by step, of each rank."""
+    """Results of the ranks. `off`: by tensor, the largest error against one process in float64,
+    over the largest element. `sent_bytes`: of rank 0, by kind. `scores`: by step and rank."""
 
     off: dict[str, float]
     sent_bytes: dict[str, float]
@@ -64,12 +65,12 @@ class Cut:
 
     @property
     def busiest(self) -> int:
-        """Scores that a ring waits for: in each step for the rank that has most."""
+        """Scores that a ring waits for: the sum over steps of the busiest rank's scores."""
         return sum(map(max, self.scores))
 
 
 def split(processes: int, parent: WarmParent | None = None) -> dict[str, Cut]:
-    """Every study, on real processes."""
+    """Run every study on real processes."""
     with Processes(f"{__name__}:_study", world=processes, parent=parent) as running:
         by_rank = running.wait()
     return {name: Cut(off={key: max(one[name]["off"][key] for one in by_rank)
@@ -80,16 +81,16 @@ def split(processes: int, parent: WarmParent | None = None) -> dict[str, Cut]:
 
 
 def tensor_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
-    """Bytes that a rank sends of a layer, forward and backward: four gathers and four scatters."""
+    """Return the bytes that a rank sends per layer, both passes: four gathers and four scatters."""
     return 8 * (ranks - 1) / ranks * tokens * m.D * itemsize
 
 
 def ring_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
-    """The same of a ring: keys and values forward, and twice as much backward."""
+    """Return the bytes of a ring's rank: keys and values forward, twice as much backward."""
     return 3 * 2 * (ranks - 1) / ranks * tokens * m.G * m.E * itemsize
 
 
-# In a rank.
+# Code that runs in a rank.
 
 def _study(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     meet_as(place, "split")
@@ -117,7 +118,7 @@ def _weights() -> dict[str, Tensor]:
     return {name: _drawn(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
 
 
-COLUMNS = ("out", "down")       # are cut by columns, the others by rows
+COLUMNS = ("out", "down")       # matrices split by columns; the others are split by rows
 
 
 def _part(name: str, w: Tensor) -> Tensor:
@@ -125,21 +126,21 @@ def _part(name: str, w: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    """(T / R, D) -> (T, D)"""
+    """Gather the tokens of all ranks: (T / R, D) -> (T, D)."""
     whole = x.new_empty(len(x) * dist.get_world_size(), x.shape[1])
     all_gather(whole, x.contiguous())
     return whole
 
 
 def scattered(x: Tensor) -> Tensor:
-    """(T, D) -> (T / R, D): this rank's tokens, summed over ranks"""
+    """Reduce-scatter: (T, D) -> (T / R, D), the sum over ranks for this rank's tokens."""
     own = x.new_empty(len(x) // dist.get_world_size(), x.shape[1])
     reduce_scatter(own, x.contiguous())
     return own
 
 
 class Gather(torch.autograd.Function):
-    """Whole sequences, before matrices cut by rows. `Scatter` is its backward, and it Scatter's."""
+    """Gathers whole sequences before matrices split by rows. Its backward is Scatter's forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -151,7 +152,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """A part of each sequence, after matrices cut by columns."""
+    """Reduces to a part of each sequence after matrices split by columns; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -164,8 +165,9 @@ class Scatter(torch.autograd.Function):
 
 def block(x: Tensor, w: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = lambda x: x,
           scatter: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """(T, D) -> (T, D): attention and an MLP. Of cut matrices and a part of the tokens, with a
-    `gather` and a `scatter`, what it is of whole ones without."""
+    """Return attention and an MLP of x: (T, D) -> (T, D). With `gather` and `scatter`, w are parts
+    of the matrices and x is a part of the tokens; the result is the same part of the whole block's
+    output."""
     h = gather(F.rms_norm(x, (D,), eps=1e-6))
     q, k, v = ((h @ w[name].mT).unflatten(1, (-1, E)).movedim(1, 0)[None] for name in "qkv")
     x = x + scatter(plain(q, k, v)[0].movedim(0, 1).flatten(1) @ w["out"].mT)
@@ -183,7 +185,7 @@ def _with_gradients(x: Tensor, w: Mapping[str, Tensor], d_y: Tensor,
 
 
 def _tensor(w: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The block on all ranks, with whole sequences only between a gather and a scatter."""
+    """Run the block on all ranks; only between a gather and a scatter are sequences whole."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, d_y = (_drawn(T, D, seed=seed) for seed in (11, 12))
     want = _with_gradients(x.double(), {name: t.double() for name, t in w.items()}, d_y.double())
@@ -196,13 +198,14 @@ def _tensor(w: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _sent(count: MessageCount) -> Counter[str]:
-    """Bytes by kind."""
+    """Return bytes sent by kind."""
     return Counter(sent_bytes(count.sent))
 
 
 def _halves(w: Mapping[str, Tensor]) -> dict[str, Any]:
-    """An MLP whose gate and up are one matrix, as a rank multiplies its rows: half of these are its
-    gate. Cut in the middle, the first ranks have gates alone; cut alike, each has some of both."""
+    """Split an MLP whose gate and up are one matrix; a rank treats half of its rows as gate. If the
+    stacked matrix is split, the first ranks have only gate rows; if gate and up are split alike,
+    each rank has half of each."""
     x, wide = _drawn(T, D, seed=11), {name: t.double() for name, t in w.items()}
     want = F.silu(x.double() @ wide["gate"].mT) * (x.double() @ wide["up"].mT) @ wide["down"].mT
 
@@ -219,7 +222,8 @@ def _halves(w: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _vocabulary() -> dict[str, Any]:
-    """Nats of tokens whose logits lie on all ranks: three numbers of each travel, and no logit."""
+    """Compute nats from logits that are split over ranks: per token, three numbers are all-reduced
+    and no logits are sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     h, head = 8 * _drawn(T, D, seed=13), 4 * _drawn(V, D, seed=14)
     targets = torch.randint(V, (T,), generator=torch.Generator().manual_seed(15))
@@ -239,18 +243,18 @@ def _vocabulary() -> dict[str, Any]:
 # A ring, step by step.
 
 def chunks_of(rank: int, ranks: int, order: str) -> tuple[int, int]:
-    """The two chunks, of two for each rank, that it holds."""
+    """Return the two chunks (of two per rank) that the rank holds."""
     return (rank, 2 * ranks - 1 - rank) if order == ZIG_ZAG else (2 * rank, 2 * rank + 1)
 
 
 def _qkv() -> tuple[Tensor, ...]:
-    """q, k, v, as they lie in a model of so many heads; and the gradient of the answer."""
+    """Return q, k, v in the layout of a model with these heads, and the output's gradient."""
     return tuple(_drawn(1, n, T, E, seed=20 + i) * math.sqrt(E) for i, n in enumerate((H, G, G, H)))
 
 
 def _round(order: str) -> dict[str, Any]:
-    """Once around, forward. `off` after each step: parts of the keys are combined as far as they
-    have come, so that the answer is one over fewer keys."""
+    """Run one forward round of the ring. `off` after each step is the error of the output that
+    combines the keys received so far, so it covers fewer keys before the last step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     q, k, v, _ = _qkv()
     want = plain(*(t.double() for t in (q, k, v)))
@@ -280,7 +284,7 @@ def _round(order: str) -> dict[str, Any]:
 
 
 def _passed(t: Tensor) -> Tensor:
-    """Goes to the next rank, while the previous one's comes."""
+    """Send t to the next rank and return the tensor of the previous rank."""
     rank, ranks, came = dist.get_rank(), dist.get_world_size(), torch.empty_like(t)
     sending = dist.isend(t, (rank + 1) % ranks)
     dist.recv(came, (rank - 1) % ranks)
@@ -289,7 +293,7 @@ def _passed(t: Tensor) -> Tensor:
 
 
 def _kit() -> dict[str, Any]:
-    """The kit's ring, forward and backward."""
+    """Run the kit's ring, forward and backward."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     *qkv, d_out = _qkv()
 
@@ -310,21 +314,22 @@ def _kit() -> dict[str, Any]:
 # ---- Figures
 
 def turns(ranks: int, order: str, window: int = 0) -> list[list[int | None]]:
-    """By query's chunk, by key's chunk: in which step of a ring the pair is computed; None: it has
-    nothing that is seen. `window`: chunks of keys before its own that a query reaches; 0: all."""
+    """Return, by the query's and the key's chunk, the step of the ring in which the pair is
+    computed; None if nothing in the pair is visible. `window`: chunks of keys that a query sees
+    before its own chunk; 0 means all."""
     holder = holders(ranks, order)
     return [[(holder[a] - holder[b]) % ranks if 0 <= a - b <= (window or a) else None
              for b in range(2 * ranks)] for a in range(2 * ranks)]
 
 
 def holders(ranks: int, order: str) -> dict[int, int]:
-    """The rank that has each chunk."""
+    """Return the rank that holds each chunk."""
     return {n: rank for rank in range(ranks) for n in chunks_of(rank, ranks, order)}
 
 
 def waits(ranks: int, order: str, window: int = 0) -> float:
-    """Pairs of chunks, one on the diagonal as half, that a ring waits for: in each step for the
-    rank that has most."""
+    """Return the pairs of chunks that a ring waits for: the sum over steps of the busiest
+    rank's pairs. A pair on the diagonal counts as half."""
     found = turns(ranks, order, window)
     work = [[0.0] * ranks for _ in range(ranks)]
     for rank in range(ranks):
@@ -336,8 +341,8 @@ def waits(ranks: int, order: str, window: int = 0) -> float:
 
 
 def pairs_view(ranks: int, window: int) -> dict:
-    """For an Explorer: the pairs of chunks of queries and keys, the step in which each is computed
-    (a number) and the rank that does it (a colour), in order and in zig-zag."""
+    """Return a figure for an Explorer: the pairs of chunks of queries and keys, with the step in
+    which each pair is computed (number) and its rank (colour), in order and in zig-zag."""
     data, notes = [], []
     for x, y, order in (("x", "y", IN_ORDER), ("x2", "y2", ZIG_ZAG)):
         found, holder = turns(ranks, order, window), holders(ranks, order)
@@ -421,7 +426,7 @@ def _logits(r: Random) -> tuple[Tensor, int]:
     return normal(r, WORLD, each, size=r.choice((1.0, 200.0))), r.randrange(WORLD * each)
 
 
-# Text alone travels, so each stands on its own.
+# Processes receive only the text of a function, so each function must stand on its own.
 def _own_maximum(logits, target, rank, ranks, all_reduce_max, all_gather):
     total = all_gather((logits - logits.max()).exp().sum()[None]).sum()
     first = rank * len(logits)

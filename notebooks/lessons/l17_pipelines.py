@@ -1,8 +1,8 @@
 """Lesson 17, pipelines: its study, its figures and its exercises.
 
-When does each rank of a pipeline compute what, how long does an update take, and what is held
-meanwhile: by a formula, by a clock over the order of a schedule, and by real processes whose stages
-sleep. And how often a backward in two parts multiplies.
+When does each rank of a pipeline compute, how long does an update take, and how much is held
+meanwhile: by a formula, by a clock that steps through a schedule's order, and by real processes
+whose stages sleep. Also counts the products of a backward that is split into dx and dw.
 
     paths = fitting(4, 8)                           # schedules of 4 ranks and 8 micro-batches
     timed(paths["1f1b"], 1, 1, 1).step_seconds      # F, dx and dw of all layers of a rank
@@ -47,19 +47,19 @@ from lpkit.techniques.pipelines import PIPELINES as SCHEDULES
 from lpkit.techniques.pipelines import Order
 from lpkit.training.training import RandomTokens, Training
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["SCHEDULES", "Pipeline", "WarmParent", "clock", "deferred", "deferring"]
 
 # ---- The study: orders and their clock
 
-LEAST, LABELLED = 1, 600        # chunks; actions in a figure that have their number
-# rehearsed by PyTorch's runtime, too; dualpipev mixes whole backwards with divided ones
+LEAST, LABELLED = 1, 600        # fewest chunks; most actions of a figure that labels each action
+# also rehearsed by PyTorch's runtime; dualpipev mixes whole backwards with split ones
 PEERS = ("1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A schedule of so many ranks, each with `chunks` stages, and micro-batches."""
+    """A schedule for a number of ranks (each with `chunks` stages) and of micro-batches."""
 
     name: str
     ranks: int
@@ -68,15 +68,15 @@ class Path:
     order: Order
 
     def on_paper(self, forward: float, dx: float, dw: float) -> float:
-        """Seconds of an update: work and the bubble's formula. F, dx and dw of all layers of a
-        rank."""
+        """Return the seconds of an update by formula: work plus bubble. F, dx and dw are the
+        seconds of all layers of a rank."""
         each = [seconds / self.chunks for seconds in (forward, dx, dw)]
         return (self.micro_batches * (forward + dx + dw)
                 + SCHEDULES[self.name].bubble(self.ranks, *each))
 
 
 def path(name: str, ranks: int, micro_batches: int, chunks: int = LEAST) -> Path:
-    """With the number of chunks that is nearest among those that the schedule has. Raises
+    """Return the schedule with the nearest number of chunks that it supports. Raises
     ConfigError."""
     least, most = SCHEDULES[name].chunks
     chunks = min(max(chunks, least), most)
@@ -85,20 +85,21 @@ def path(name: str, ranks: int, micro_batches: int, chunks: int = LEAST) -> Path
 
 
 def fitting(ranks: int, micro_batches: int) -> dict[str, Path]:
-    """Those of all schedules that have an order."""
+    """Return all schedules that have an order for these numbers."""
     return {name: path(name, ranks, micro_batches) for name, row in SCHEDULES.items()
             if not row.problem(ranks, row.chunks[0], micro_batches)}
 
 
 def timed(one: Path, forward: float, dx: float, dw: float, message_seconds: float = 0.0) -> Timed:
-    """F, dx and dw of all layers of a rank, for one micro-batch."""
+    """Run the clock. F, dx and dw are seconds of all layers of a rank for one micro-batch."""
     return clock(one.order, forward=forward / one.chunks, dx=dx / one.chunks, dw=dw / one.chunks,
                  message_seconds=message_seconds)
 
 
 def timed_twice(one: Path, forward: float, dx: float, dw: float) -> Timed:
-    """The same where PyTorch asks the graph for dx, and later for dw, of a Function that makes both
-    each time. Of the first stage it asks only once: nobody wants its dx."""
+    """Run the clock for PyTorch, which runs the graph for dx and later again for dw. A Function
+    that computes both then computes both twice. The first stage needs no dx, so its graph runs only
+    once."""
     last = one.ranks * one.chunks - 1
     both = (dx + dw) / one.chunks
     first = 0.0 if SCHEDULES[one.name].splits else both
@@ -107,19 +108,19 @@ def timed_twice(one: Path, forward: float, dx: float, dw: float) -> Timed:
 
 
 def held(one: Path, found: Timed) -> list[float]:
-    """The most that each rank holds, in activations of all its layers for one micro-batch."""
+    """Return the peak of each rank, in activations of all its layers for one micro-batch."""
     return [found.rank_peaks[rank] / one.chunks for rank in range(one.ranks)]
 
 
-# ---- The study: a rehearsal. Stages sleep, so that two cores are enough for eight.
+# ---- The study: a rehearsal. Stages sleep, so two cores can run eight ranks.
 
 PROGRESS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """By schedule: over the kit's runtime with `deferring`, and the seconds of PEERS over PyTorch's.
-    `others`: the share of the cores that other processes took."""
+    """Results by schedule: `kit` on the kit's runtime with `deferring`, and `torch` in seconds on
+    PyTorch's runtime, for PEERS. `others`: the share of the cores that other processes used."""
 
     kit: Mapping[str, Timed]
     torch: Mapping[str, float]
@@ -128,7 +129,7 @@ class Rehearsal:
 
 def rehearse(paths: Mapping[str, Path], seconds: tuple[float, float, float], *, rounds: int = 2,
              parent: WarmParent | None = None) -> Rehearsal:
-    """F, dx and dw of all layers of a rank take `seconds`."""
+    """Rehearse the schedules; F, dx and dw of all layers of a rank take `seconds`."""
     others, kit = hardware.others(), {}
     for name, one in paths.items():
         forward, dx, dw = (each / one.chunks for each in seconds)
@@ -145,7 +146,7 @@ def rehearse(paths: Mapping[str, Path], seconds: tuple[float, float, float], *, 
 
 
 class Stage(nn.Module):
-    """One that sleeps, for PyTorch's runtime."""
+    """A stage that sleeps, for PyTorch's runtime."""
 
     def __init__(self, number: int, sleeper: Sleeper):
         super().__init__()
@@ -156,7 +157,7 @@ class Stage(nn.Module):
 
 
 def rehearsed(place: Place, told: dict[str, Any]) -> dict[str, float]:
-    """In a rank: by schedule, the least seconds of an update over PyTorch's runtime."""
+    """Return the shortest update by schedule on PyTorch's runtime; each rank calls it."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
     found = {}
@@ -191,7 +192,7 @@ def _torchs(name: str, place: Place, chunks: int, m: int, sleeper: Sleeper) -> C
     return partial(made.step, *first, **last)
 
 
-# ---- The study: how often a backward in two parts multiplies
+# ---- The study: the number of products of a backward in two parts
 
 WHOLE, TWICE, LATER = "one backward", "asked twice", "deferring"
 PARTS = ("F", "dx", "dw")
@@ -213,8 +214,8 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A block's forward and backward in one of three ways. `products` and `seconds` (the median) are
-    by part; a backward that is whole counts as dx."""
+    """A block's forward and backward in one of three ways. `products` and `seconds` (medians) are
+    by part; a backward that is not split counts as dx."""
 
     products: Mapping[str, int]
     seconds: Mapping[str, float]
@@ -230,8 +231,8 @@ def block_of(recipe: str, width: int) -> Config:
 
 
 def split(recipe: str = "fp8-tensorwise", *, width: int = 256, rounds: int = 3) -> dict[str, Split]:
-    """A transformer's block, whose backward is whole; divided by the graph, as PyTorch's pipelines
-    do; and divided by `deferring`."""
+    """Run a transformer's block with a whole backward; with a backward split by the graph, as
+    PyTorch's pipelines do; and with one split by `deferring`."""
     config = block_of(recipe, width)
     training = Training.build(config, data=RandomTokens(config))
     block, autocast = training.model.blocks[0], training.decisions.autocast
@@ -297,7 +298,7 @@ def _by_queue(forward: Callable[[], Tensor], block: nn.Module, x: Tensor,
 
 
 def same_bits(found: Mapping[str, Split], name: str) -> bool:
-    """Whether its gradients are those of the whole backward."""
+    """Whether the gradients equal those of the whole backward, bit by bit."""
     return all(map(torch.equal, found[name].gradients, found[WHOLE].gradients))
 
 
@@ -305,12 +306,12 @@ def same_bits(found: Mapping[str, Split], name: str) -> bool:
 
 KINDS = {"F": ("forward", "#004488"), "B": ("backward, whole", "#bb5566"),
          "I": ("dx", "#ad7a00"), "W": ("dw", "#2ca392")}
-FAINTER = 0.55          # of each further chunk of a rank
+FAINTER = 0.55          # opacity factor for each further chunk of a rank
 
 
 def gantt(rows: Mapping[str, tuple[Path, Timed]], title: str, unit: str = "") -> dict:
-    """The plotly spec of when each rank computes what, one schedule below the other. White is the
-    bubble."""
+    """Return the plotly spec of when each rank computes, one schedule below the other. White areas
+    are the bubble."""
     many = sum(len(actions) for one, _ in rows.values() for actions in one.order.values())
     names = [_rank(name, rank) for name, (one, _) in rows.items() for rank in range(one.ranks)]
     traces = []
@@ -343,7 +344,7 @@ def _rank(name: str, rank: int) -> str:
 
 def view(schedule: str, ranks: int, micro_batches: int, chunks: int, forward: float, dx: float,
          dw: float, message: float) -> tuple[dict, str]:
-    """For an Explorer."""
+    """Return a figure and a table of one schedule for an Explorer."""
     one = path(schedule, ranks, micro_batches, chunks)
     found = timed(one, forward, dx, dw, message)
     work = micro_batches * (forward + dx + dw)
@@ -358,7 +359,7 @@ def view(schedule: str, ranks: int, micro_batches: int, chunks: int, forward: fl
 
 
 def steps_table(paths: Mapping[str, Path], seconds: tuple[float, float, float]) -> str:
-    """HTML: an update and its bubble, by schedule; on paper, and by the clock."""
+    """Return an HTML table of an update and its bubble by schedule: on paper and by the clock."""
     lines, work = [], sum(seconds)
     for name, one in paths.items():
         found, paper = timed(one, *seconds), one.on_paper(*seconds)
@@ -370,7 +371,7 @@ def steps_table(paths: Mapping[str, Path], seconds: tuple[float, float, float]) 
 
 def rehearsal_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
                     run: Rehearsal) -> str:
-    """HTML: an update by schedule, by the clock and rehearsed, over both runtimes."""
+    """Return an HTML table of an update by schedule: by the clock and on both runtimes."""
     lines, kit = [], {name: each.step_seconds for name, each in run.kit.items()}
     for name, one in paths.items():
         line = [name]
@@ -393,7 +394,7 @@ def _ms(seconds: float) -> str:
 
 def held_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
                run: Rehearsal) -> str:
-    """HTML: micro-batches that each rank holds, by the clock and as they were alive."""
+    """Return an HTML table of the micro-batches that each rank holds: by the clock and counted."""
     lines = []
     for name, one in paths.items():
         both = held(one, timed(one, *seconds)), held(one, run.kit[name])
@@ -402,7 +403,7 @@ def held_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
 
 
 def split_table(found: Mapping[str, Split]) -> str:
-    """HTML: products of a block and seconds, by part."""
+    """Return an HTML table of a block's products and seconds, by part."""
     lines = []
     for name, one in found.items():
         by_part = [(f"{one.products[part]}", f"{1e3 * one.seconds[part]:.1f} ms")
@@ -416,15 +417,15 @@ def split_table(found: Mapping[str, Split]) -> str:
 
 def worst(paths: Mapping[str, Path], seconds: tuple[float, float, float],
           run: Rehearsal) -> tuple[float, str]:
-    """How far from the clock that update of the kit's runtime is which is furthest, and its
-    schedule."""
+    """Return the largest relative difference between an update on the kit's runtime and the clock,
+    and its schedule."""
     return max((abs(run.kit[name].step_seconds / timed(one, *seconds).step_seconds - 1), name)
                for name, one in paths.items())
 
 
 def by_products(found: Mapping[str, Split], ranks: int, micro_batches: int
                 ) -> dict[str, tuple[Path, Timed]]:
-    """For `gantt`: a block a rank, and each product takes as long as any other."""
+    """Return schedules for `gantt` with one block per rank, if each product takes equally long."""
     one, zero = (path(schedule, ranks, micro_batches) for schedule in ("1f1b", "zero-bubble"))
     whole, later, twice = ([float(found[how].products.get(part, 0)) for part in PARTS]
                            for how in (WHOLE, LATER, TWICE))
@@ -469,14 +470,14 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[str]:
 
 
 def _needed(rank: int, action: str) -> set[tuple[int, str]]:
-    """Return the actions that have to end before this one, by rank."""
+    """Return the actions (rank, action) that must end before this action."""
     if action[0] == "F":
         return {(rank - 1, action)}
     return {(rank, action.replace("B", "F")), (rank + 1, action)}
 
 
 def _in_any_order(r: Random, ranks: int, m: int) -> list[list[str]]:
-    """Draw each next action from those whose inputs are there."""
+    """Return orders in which each next action is drawn from those whose inputs are ready."""
     left = {(rank, f"{kind}{i}") for rank in range(ranks) for kind in "FB" for i in range(m)}
     orders: list[list[str]] = [[] for _ in range(ranks)]
     while left:
@@ -488,7 +489,7 @@ def _in_any_order(r: Random, ranks: int, m: int) -> list[list[str]]:
 
 
 def _orders(r: Random) -> tuple[list[list[str]], float, float]:
-    """The first ranks by GPipe, the others by 1F1B: from the end it looks otherwise. Or any."""
+    """Draw orders: the first ranks use GPipe and the others 1F1B, or the order is random."""
     ranks, m = r.randint(1, 4), r.randint(1, 5)
     first = r.randint(0, ranks)
     orders = [(_gpipe if rank < first else one_f_one_b)(rank, ranks, m) for rank in range(ranks)]

@@ -1,8 +1,8 @@
 """Lesson 20, optimizers: its study, its figures and its exercises.
 
-The kit's own model takes updates by every rule. The bytes that a rule keeps are counted beforehand
-and in a real update. The seconds of its work are held against the bytes that it moves. (Lesson 26
-holds Muon's against its FLOPs.)
+Updates the kit's model with every rule. The bytes of a rule's state are counted in advance and in a
+real update. The seconds of its work are compared with the bytes that it moves. (Lesson 26 compares
+Muon's seconds with its FLOPs.)
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from lpkit.timing import Watch
 
 ON_A_GPU = "on a GPU both rules are one pass, and with a small batch the difference may show"
 
-# how a rule's state may be stored between updates
+# ways to store a rule's state between updates
 FORMS = {"float32": {}, "8 bits": {"memory.moment_format": "int8"},
          "on a disk": {"memory.optimizer_state": "disk"}}
-TINY = {"model.layers": 1, "model.context": 32, "global_batch": 2}     # bytes of state, in no time
+TINY = {"model.layers": 1, "model.context": 32, "global_batch": 2}     # for fast measurements
 
 
 def count(config: Config, form: str = "") -> int:
-    """Returns the bytes of a config's state, tensor by tensor. `form`, of FORMS: with all that is
-    no slot's number, which are whole blocks in 8 bits, the counter that PyTorch's own kernel keeps
-    of each tensor, and on a disk a number where a slot is empty. "": float32, the slots alone."""
+    """Returns the bytes of a config's state, tensor by tensor. Without `form`, these are the slots
+    in float32. A form of FORMS adds its overhead: whole blocks in 8 bits; one counter per tensor
+    for PyTorch's fused kernel; and, on a disk, one number for an empty slot."""
     found, each = 0, shapes(config.model)
     for name, own in rules_of(each, config.optimizer).items():
         for slot in find(own.name).slots:
@@ -78,19 +78,19 @@ def count(config: Config, form: str = "") -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Bytes of one rule's state. `formula`: a number of bytes a parameter; `counted`: by tensor."""
+    """Bytes of one rule's state. `formula`: by bytes per parameter; `counted`: tensor by tensor."""
 
     formula: float
     counted: int
     measured: int
-    peak: int               # of the whole update, all rows
-    elsewhere: int          # off the device
+    peak: int               # peak bytes of the whole update
+    elsewhere: int          # bytes off the device
 
 
 def state(config: Config, form: str, *, beside: int = 0) -> State:
-    """Takes two real updates, and watches every byte of the second one. `beside`: the bytes that
-    lie off the device anyway, such as labels that are drawn for a GPU. Raises ConfigError for a
-    rule that keeps no state."""
+    """Takes two real updates and tracks every byte of the second one. `beside`: bytes that are off
+    the device in any case, such as labels that are drawn for a GPU. Raises ConfigError for a rule
+    without state."""
     seen = measure.memory(config.replace(FORMS[form]))
     here = {"memory.optimizer_state": "device"}
     if form == "8 bits":
@@ -103,7 +103,7 @@ def state(config: Config, form: str, *, beside: int = 0) -> State:
 
 
 def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | None]]:
-    """Returns each rule's bytes by form; None where it keeps nothing that could be stored."""
+    """Returns each rule's bytes by form; None if the rule has no state to store."""
     found = {}
     for name in names:
         one = config.replace({"optimizer": name})
@@ -115,29 +115,29 @@ def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | 
 
 
 def flops(config: Config) -> float:
-    """Returns the FLOPs of an update's matrix products; 0 for a rule that has none."""
+    """Returns the FLOPs of an update's matrix products; 0 for a rule without products."""
     return optimizer_work(config).flops * parameter_count(config.model)
 
 
 def drawn(config: Config) -> float:
-    """Returns the forwards and backwards of labels that the model draws, of those of an update."""
+    """Returns the passes for labels that the model draws, per forward and backward of an update."""
     return sum(1 / every for one in rules(config.optimizer)
                for every in find(one.name).passes(one).values())
 
 
 def overhead(config: Config) -> float:
-    """Returns FLOPs of the update over those of forward and backward, all products counted."""
+    """Returns the FLOPs of the update over those of forward and backward."""
     return flops(config) / training_flops(config.model, batch=config.global_batch) + drawn(config)
 
 
-# What a rule moves.
+# Bytes that a rule moves.
 
 PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd", "_linalg_eigh")
 
 
 class Passes(TorchDispatchMode):
-    """Counts the bytes that operations read and write, and the numbers that those without a product
-    make."""
+    """Counts the bytes that operations read and write, and the elements that are written by
+    operations other than matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -158,8 +158,8 @@ class Passes(TorchDispatchMode):
 
 @cache
 def passes(name: str, side: int = 128) -> tuple[float, float]:
-    """Returns bytes that the definition of a rule moves a number, operation by operation, and the
-    operations of its update that are no products; of a square matrix, not its first update."""
+    """Returns, per element of a square matrix, the bytes that a rule's definition moves and the
+    operations other than products, in an update that is not the first one."""
     row, p = OPTIMIZERS[name], (side, side)
     settings, w, g = row.settings, torch.randn(p), torch.randn(p)
     shapes = [slot.shape(p, settings) for slot in row.slots]
@@ -176,13 +176,13 @@ def passes(name: str, side: int = 128) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """The best seconds of rounds in which all rules took turns, and with them the runners
-    `beside`."""
+    """The best times over rounds in which all rules and the runners `beside` took turns, in
+    seconds."""
 
     forward_backward: float
     optimizer: dict[str, float]
     beside: tuple[float, ...]
-    others: float           # share of the cores that other processes took
+    others: float           # share of the cores that other processes used
     where: str
 
     @property
@@ -190,11 +190,11 @@ class Timed:
         return "; ".join(filter(None, (self.where, disturbance(self.others))))
 
     def share(self, name: str) -> float:
-        """The rule's work, in forward and backward."""
+        """The time of the rule's update over the time of forward and backward."""
         return self.optimizer[name] / self.forward_backward
 
     def gain(self, name: str, base: str) -> float:
-        """How many times faster a whole update with `name` is than one with `base`."""
+        """Speed-up of a whole update with `name` over one with `base`."""
         return (1 + self.share(base)) / (1 + self.share(name))
 
 
@@ -210,7 +210,7 @@ def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = i
     first = benches[names[0]]
     each = [runner(name, bench) for name, bench in benches.items()]
     times, others = take_turns([*each, *beside], rounds, watch)
-    ended = {name: list(zip(*found[1:])) for name, found in spent.items()}  # the first one warms up
+    ended = {name: list(zip(*found[1:])) for name, found in spent.items()}  # without the warm-up
     return Timed(forward_backward=min(min(map(sum, zip(*found[:2]))) for found in ended.values()),
                  optimizer={name: min(found[2]) for name, found in ended.items()},
                  beside=tuple(map(min, times[len(each):])),
@@ -220,7 +220,7 @@ def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = i
 # ---- Figures and tables
 
 def states_table(found: Mapping[str, Mapping[str, State | None]], parameters: int) -> str:
-    """HTML: bytes a parameter by rule and form, and by how many bytes formula and count are off."""
+    """HTML: bytes per parameter by rule and form, and how much formula and count differ."""
     lines = []
     for name, forms in found.items():
         cells = []
@@ -234,7 +234,7 @@ def states_table(found: Mapping[str, Mapping[str, State | None]], parameters: in
 
 
 def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
-    """For an Explorer: what each rule keeps, and what it computes."""
+    """For an Explorer: what each rule stores and computes."""
     made = {name: passes(name)[1] for name in OPTIMIZERS}
 
     def show(model: str, tokens: int) -> dict:
@@ -265,7 +265,7 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
 
 
 def seconds_table(found: Timed, config: Config) -> str:
-    """HTML: each rule's work beside forward and backward."""
+    """HTML: the time of each rule's update, and of forward and backward."""
     lines = []
     for name, seconds in found.optimizer.items():
         share = overhead(config.replace({"optimizer": name}))
@@ -277,7 +277,7 @@ def seconds_table(found: Timed, config: Config) -> str:
 
 
 def moved_table(found: Timed) -> str:
-    """HTML: the bytes that a rule moves a parameter: in one pass, and by its definition."""
+    """HTML: the bytes that a rule moves per parameter: in one pass, and by its definition."""
     lines = []
     for name in ("adamw", "lion"):
         row = OPTIMIZERS[name]
@@ -289,7 +289,7 @@ def moved_table(found: Timed) -> str:
 
 
 def one_pass(row: Optimizer) -> float:
-    """Reads weight, gradient and slots, writes weight and slots: bytes a parameter."""
+    """Bytes per parameter that read weight, gradient and slots, and write weight and slots."""
     return FLOAT32 * (3 + 2 * row.slots_per_number)
 
 
@@ -306,7 +306,7 @@ def _case(r: Random) -> tuple[Tensor, Tensor, Tensor]:
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float, decay: float, *,
            corrected: bool = True, coupled: bool = False, by_lr: bool = True) -> tuple[Tensor, ...]:
-    """AdamW, and what is often written in its place."""
+    """AdamW, and common mistakes."""
     g = g + decay * w if coupled else g
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
     m_hat, v_hat = (m / (1 - 0.9**update), v / (1 - 0.95**update)) if corrected else (m, v)

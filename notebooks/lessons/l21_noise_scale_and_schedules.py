@@ -1,13 +1,13 @@
 """Lesson 21, Noise scale and schedules: its study, its figures and its exercises.
 
-How many updates a run needs follows from how noisy its gradients are. With g the gradient of a
-sequence, G its mean and S the trace of its covariance, a batch of B sequences needs
+The number of updates that a run needs depends on the noise of its gradients. Let g be the gradient
+of a sequence, G its mean and S the trace of its covariance; then a batch of B sequences needs
 
     steps(B) = S_min (1 + B_noise / B),     B_noise = S / |G|^2
 
-(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, section 2 and appendix A.1). The
-model is tiny and the text real; the runs are those of data/measured/batch-steps-*.json, which
-`lpkit bench batch-steps --out data/measured` makes. Batches and noise scales are in sequences,
+(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, section 2 and appendix A.1). The model is
+tiny and the text is real. The runs are recorded in data/measured/batch-steps-*.json, which
+`lpkit bench batch-steps --out data/measured` writes. Batches and noise scales are in sequences,
 losses in nats per token.
 """
 
@@ -41,23 +41,23 @@ from lpkit.techniques.row import Settings
 from lpkit.training.training import Training
 from lpkit.values import Count, CountOrZero
 
-# ---- Runs, and their noise
+# ---- Runs and their noise
 
 BASE = {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
         "model.init": "fan-in", "schedule": "constant", "schedule.warmup_steps": 10,
         "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "eval_every": 0, "eval_batches": 1,
         "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1}
-BATCHES = (4, 8, 16, 32, 64)    # that are predicted
-ANCHOR = 128                    # from which they are
+BATCHES = (4, 8, 16, 32, 64)    # batches to predict
+ANCHOR = 128                    # batch from which they are predicted
 TARGETS = (2.6, 2.4)
-NOISE_FROM, PHASES = 3.3, 5     # nats from which the noise is measured, in as many parts of a run
+NOISE_FROM, PHASES = 3.3, 5     # the noise is measured below this loss, in this many parts of a run
 RATES = {"adamw": (0.001, 0.002, 0.004, 0.008, 0.016, 0.032), "sgd": (0.2, 0.4, 0.8, 1.6)}
 NAMES = {"adamw": "AdamW", "sgd": "SGD"}
 MOST_STEPS = 1500
 SEEDS = 3
 SMALL, PARTS = 4, 16    # sequences of a micro-batch, micro-batches of a group
-GROUPS = 4              # at each look: 50 looks have 3,200 micro-batches
-HELD = 128                          # validation sequences, the same for all
+GROUPS = 4              # groups at each evaluation: 50 evaluations have 3,200 micro-batches
+HELD = 128                          # validation sequences, the same for all runs
 NOT_COMPARED = "no run here reached the loss, or none of that batch size is recorded"
 
 
@@ -72,7 +72,7 @@ def held_out() -> Batch:
 
 
 def moments_to_look() -> Iterator[int]:
-    """Steps after which a run is evaluated: 4% apart, at least one."""
+    """Yield the steps after which a run is evaluated: 4% apart, and at least one step apart."""
     step = 5
     while True:
         yield step
@@ -80,8 +80,8 @@ def moments_to_look() -> Iterator[int]:
 
 
 def curve(training: Training, held: Batch, last: float) -> Iterator[tuple[int, float]]:
-    """Trains until the loss of `held` is `last`; yields (steps, loss) on the way. Ends early where
-    it diverges, and after the config's steps."""
+    """Trains until the loss of `held` is at most `last`; yields (steps, loss) on the way. Ends
+    early if the run diverges or after the config's steps."""
     looks = moments_to_look()
     due = next(looks)
     for step in range(training.config.steps):
@@ -98,7 +98,7 @@ def curve(training: Training, held: Batch, last: float) -> Iterator[tuple[int, f
 
 
 def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None:
-    """Returns where a curve reaches `target` first, between two looks by a straight line."""
+    """Returns the step at which a curve first reaches `target`, interpolated linearly."""
     for (s0, above), (s1, loss) in itertools.pairwise(points):
         if loss <= target < above:
             return s0 + (s1 - s0) * (above - target) / (above - loss)
@@ -111,8 +111,8 @@ def squared(gradients: Sequence[torch.Tensor]) -> float:
 
 def squared_norms(training: Training, *, groups: int = GROUPS, first: int = 0
                   ) -> tuple[list[float], list[float]]:
-    """Returns, for each group of PARTS micro-batches, the mean of their gradients' squared norms,
-    and the squared norm of their mean gradient. The text is drawn by another seed than a run's."""
+    """Returns, for each group of PARTS micro-batches, the mean of the squared gradient norms and
+    the squared norm of the mean gradient. The text is drawn with a seed that no run uses."""
     text = Training.build(config("adamw", SMALL * PARTS, 0.001, seed=12345)).data
     parameters, small, large = list(training.model.parameters()), [], []
     for group in range(first, first + groups):
@@ -128,7 +128,7 @@ def squared_norms(training: Training, *, groups: int = GROUPS, first: int = 0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A noise scale in sequences, and where 95 of 100 resamples lie."""
+    """A noise scale in sequences, with its 95% interval over resamples."""
 
     value: float
     low: float
@@ -138,11 +138,11 @@ class Estimate:
 
 def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int = SMALL,
                 b_large: int = SMALL * PARTS, resamples: int = 1000, seed: int = 0) -> Estimate:
-    """The noise scale from squared gradient norms of small and of large batches, in pairs, with a
-    bootstrap interval over pairs.
+    """Return the noise scale from pairs of squared gradient norms of small and large batches, with
+    a bootstrap interval over the pairs.
 
-    E|g_B|^2 = |G|^2 + S / B, so two sizes give both (McCandlish et al. 2018, appendix A.1). Where
-    a resample has no signal left, |G|^2 <= 0, its scale is infinite.
+    E|g_B|^2 = |G|^2 + S / B, so two batch sizes determine G and S (McCandlish et al. 2018, appendix
+    A.1). If a resample has no signal (|G|^2 <= 0), its scale is infinite.
     """
     def scale(a: float, b: float) -> float:
         signal = (b_large * b - b_small * a) / (b_large - b_small)
@@ -161,8 +161,8 @@ def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int 
 
 def noise_on_the_way(optimizer: str, batch: int, lr: float, held: Batch, last: float
                      ) -> dict[str, Any]:
-    """One run down to the loss `last`, and at each look from NOISE_FROM on the means of both
-    squared norms over GROUPS groups."""
+    """Train one run down to the loss `last`. At each evaluation below NOISE_FROM, record the means
+    of both squared norms over GROUPS groups."""
     training = Training.build(config(optimizer, batch, lr))
     points, looks = [(0, math.log(256))], []
     for step, loss in curve(training, held, last):
@@ -176,8 +176,8 @@ def noise_on_the_way(optimizer: str, batch: int, lr: float, held: Batch, last: f
 
 def in_phases(looks: Sequence[Mapping[str, float]], phases: int = PHASES
               ) -> list[tuple[float, Estimate]]:
-    """Returns the mean loss and the noise scale of each part of a run, pooled over its looks: at a
-    single one the mean gradient is of one point of a path that swings."""
+    """Returns the mean loss and the noise scale of each part of a run, pooled over its evaluations.
+    A single evaluation is not enough: it has the mean gradient of one point on a noisy path."""
     found = []
     for k in range(phases):
         part = looks[k * len(looks) // phases:(k + 1) * len(looks) // phases]
@@ -186,13 +186,13 @@ def in_phases(looks: Sequence[Mapping[str, float]], phases: int = PHASES
     return found
 
 
-# ---- What a record says
+# ---- Recorded runs
 
 @dataclass(frozen=True)
 class Best:
-    """The learning rate that reaches a loss in the fewest updates, between those of the grid by a
-    parabola, and those updates. `spread`: standard deviation of their logarithm from seed to
-    seed."""
+    """The learning rate that reaches a loss in the fewest updates, and that number of updates. Both
+    are interpolated on the grid by a parabola. `spread`: standard deviation over seeds of the
+    logarithm of the updates."""
 
     lr: float
     steps: float
@@ -201,7 +201,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Record:
-    """Replays `lpkit bench batch-steps`."""
+    """The recorded runs of `lpkit bench batch-steps`."""
 
     found: Mapping[str, Any]
 
@@ -211,7 +211,7 @@ class Record:
 
     @cached_property
     def _steps(self) -> dict[tuple, list[float]]:
-        """By (optimizer, batch, target, lr), a number a seed; those that all seeds reached."""
+        """Updates per seed by (optimizer, batch, target, lr), if all seeds reached the target."""
         found: dict[tuple, list[float]] = {}
         for run in self.found["runs"]:
             for target, steps in zip(TARGETS, run["steps"], strict=True):
@@ -238,20 +238,21 @@ class Record:
         return Best(math.exp(x[at] + move * (x[at + 1] - x[at])), math.exp(lowest), spread)
 
     def spread(self, optimizer: str) -> float:
-        """Pooled over batches and targets, at their best rates."""
+        """Return `Best.spread` pooled over batches and targets (root mean square)."""
         found = [self.best(optimizer, batch, target).spread
                  for batch in (*BATCHES, ANCHOR) for target in TARGETS]
         return math.sqrt(fmean(s * s for s in found))
 
     @cached_property
     def scales(self) -> dict[str, list[tuple[float, Estimate]]]:
-        """Losses, and the noise scale there, on the way of an optimizer's largest batch."""
+        """Losses and noise scales along the run with each optimizer's largest batch."""
         return {name: in_phases(way["looks"]) for name, way in self.found["noise"].items()}
 
     def on_the_way(self, optimizer: str, target: float, draw: int | None = None
                    ) -> tuple[float, float]:
         """Returns the noise scale of a whole run to `target`, and the share of the anchor's updates
-        that an endless batch would need. `draw`: the bootstrap's resample; None: the estimate."""
+        that an infinite batch would need. `draw`: number of a bootstrap resample; None: the
+        estimate."""
         known = [(loss, math.log(min(1e4, e.value if draw is None else e.resampled[draw])))
                  for loss, e in self.scales[optimizer]]
         ways, needed, noisy = self.found["noise"][optimizer]["curve"], 0.0, 0.0
@@ -264,8 +265,9 @@ class Record:
         return noisy / needed, needed / last
 
     def predicted(self, optimizer: str, batch: int, target: float) -> Estimate:
-        """Updates of `batch` sequences, from the anchor's and the noise. The interval is that of a
-        mean of SEEDS runs: it has the bootstrap of the noise, and the seeds of both."""
+        """Predict the updates with `batch` sequences from the anchor's updates and the noise. The
+        interval is for a mean of SEEDS runs: it includes the bootstrap of the noise and the spread
+        over seeds of both batches."""
         anchor, spread = self.best(optimizer, ANCHOR, target), self.spread(optimizer)
         rng, drawn = Random(0), []
 
@@ -279,7 +281,7 @@ class Record:
         return Estimate(steps(None), drawn[9], drawn[-10], tuple(drawn))
 
     def law(self, optimizer: str, target: float) -> tuple[float, float]:
-        """Returns S_min and B_noise of the law through the updates of the smallest and of the
+        """Returns S_min and B_noise of the law that fits the updates of the smallest and of the
         largest batch."""
         small, large = (self.best(optimizer, batch, target).steps for batch in (BATCHES[0], ANCHOR))
         scale = (small - large) / (large / BATCHES[0] - small / ANCHOR)
@@ -287,7 +289,7 @@ class Record:
 
 
 def between(known: Sequence[tuple[float, float]], x: float) -> float:
-    """Straight lines through `known`, whose first numbers fall; flat beyond the ends."""
+    """Interpolate linearly in `known`, whose x values decrease; constant outside its range."""
     if x >= known[0][0]:
         return known[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(known):
@@ -297,27 +299,27 @@ def between(known: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The exponent of the power law through the points, by least squares of logarithms."""
+    """Return the exponent of the power law through the points, by least squares of logarithms."""
     u, v = list(map(math.log, x)), list(map(math.log, y))
     return linear_regression(u, v).slope
 
 
-# ---- Warm-up, and updates that grow
+# ---- Warm-up, and growing batches
 
 def untuned(config: Config) -> int:
     """Returns `schedule.warmup_steps` by Ma & Yarats 2019, https://arxiv.org/abs/1910.04209: twice
-    the updates over which Adam's second moment averages."""
+    the number of updates over which Adam's second moment averages."""
     return round(2 / (1 - config.optimizer.beta2))
 
 
 def steps_of(config: Config, tokens: float) -> int:
-    """Returns how many updates read so many tokens, also where `sizes` grow; at most all."""
+    """Returns the updates that read this many tokens, with growing `sizes` too; at most all."""
     return 1 + bisect_left(range(config.steps - 1), tokens,
                            key=lambda step: config.tokens_after(step + 1))
 
 
 GPT3_SHARE = 375e6 / 300e9      # Brown et al. 2020, https://arxiv.org/abs/2005.14165, appendix B
-WARMUPS = {     # what is told to be enough by those who did not search it
+WARMUPS = {     # rules of thumb for the length of the warm-up
     "2 / (1 - beta2)": untuned,
     "as GPT-3: 1/800 of the tokens": lambda config: steps_of(
         config, GPT3_SHARE * config.tokens_after(config.steps))}
@@ -325,7 +327,7 @@ WARM = (0, 20, 100)
 
 
 def warmed(beta2: float, warmup: int, seed: int) -> float:
-    """Returns the validation loss after 120 updates at a rate that is a little too high."""
+    """Returns the validation loss after 120 updates at a rate that is slightly too high."""
     training = Training.build(config("adamw", 16, 0.032, seed).replace({
         "optimizer.beta2": beta2, "schedule.warmup_steps": warmup, "steps": 120,
         "eval_batches": 16}))
@@ -336,7 +338,7 @@ def warmed(beta2: float, warmup: int, seed: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Doubling(Settings):
-    doublings: CountOrZero = 2      # until an update has all sequences, or all tokens of them
+    doublings: CountOrZero = 2      # until an update has all sequences, or all of their tokens
     every: Count = 50               # updates
 
     def left(self, step: int) -> int:
@@ -353,8 +355,8 @@ SIZES["length-ramp"] = Sizes(
 
 
 def seconds_of(config: Config) -> float:
-    """Returns the seconds of a CPU that all updates of a run take, after one that is not counted: what
-    other programs take meanwhile is no part of them."""
+    """Returns the CPU seconds of all updates of a run except the first. Time that other processes
+    use is not included."""
     training = Training.build(config)
     training.update(0)
     begun = process_time()
@@ -369,7 +371,7 @@ TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
 
 
 def steps_figure(record: Record, optimizer: str) -> dict:
-    """The plotly spec of updates over batch sizes: measured, and predicted with its interval."""
+    """The plotly spec of updates over batch sizes: measured, and predicted with intervals."""
     data = []
     for target, colour in TARGET_COLOURS.items():
         found = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
@@ -396,7 +398,7 @@ def best_rates(record: Record, optimizer: str, target: float = TARGETS[-1]) -> d
 
 
 def rates_figure(record: Record) -> dict:
-    """The plotly spec of the best learning rate over batch sizes, beside both rules."""
+    """The plotly spec of the best learning rate over batch sizes, with both rules."""
     data, batches = [], (*BATCHES, ANCHOR)
     for optimizer, colour in zip(RATES, COLOURS):
         found = best_rates(record, optimizer)
@@ -426,7 +428,7 @@ def held_cells(record: Record, optimizer: str) -> int:
 
 
 def cells_table(record: Record, optimizer: str) -> str:
-    """HTML: each cell of batch and target."""
+    """HTML: a row for each batch and target."""
     rows = [(f"{batch}", f"{target}", f"{e.value:.0f}", f"{e.low:.0f} to {e.high:.0f}",
              f"{steps:.0f}",
              "yes" if e.low <= steps <= e.high else f"no, {steps / e.value - 1:+.0%}")
@@ -443,7 +445,7 @@ def scales_table(record: Record) -> str:
 
 
 def law_error(record: Record, optimizer: str, target: float) -> float:
-    """The largest relative error of the law between the two batch sizes that it goes through."""
+    """The largest relative error of the law between the two batch sizes that it is fitted to."""
     least, scale = record.law(optimizer, target)
     return max(abs(least * (1 + scale / batch) / record.best(optimizer, batch, target).steps - 1)
                for batch in BATCHES[1:])
@@ -454,7 +456,7 @@ def law_errors(record: Record) -> list[float]:
 
 
 def law_table(record: Record) -> str:
-    """HTML: the law through the smallest and the largest batch, beside the noise of gradients."""
+    """HTML: the law fitted to the smallest and the largest batch, and the noise scale."""
     rows = []
     for optimizer, target in itertools.product(RATES, TARGETS):
         least, scale = record.law(optimizer, target)
@@ -467,7 +469,7 @@ def law_table(record: Record) -> str:
 
 
 def rate_exponent(record: Record, optimizer: str) -> float:
-    """The power of the batch by which the best learning rate grows; 1 is linear, 0.5 its root."""
+    """The exponent with which the best learning rate grows with the batch: 1 linear, 0.5 root."""
     found = best_rates(record, optimizer)
     return slope(list(found), list(found.values()))
 

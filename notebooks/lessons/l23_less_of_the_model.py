@@ -1,14 +1,14 @@
 """Lesson 23, Less of the model: its study, its figures and its exercises.
 
-A schedule says which share of the tokens each layer sees in each update. An update's FLOPs are then
+A schedule gives the share of the tokens that each layer sees in each update. An update's FLOPs are
 
     head + sum over layers of (s * weights + s^2 * pairs)
 
-with s the layer's share, `weights` the products of a layer with its weights and `pairs` those of
-attention, which has a pair of tokens for each score. Six published schedules are rows of
-`rows/depth.py`; their FLOPs are counted and their seconds measured here. Then runs at equal FLOPs:
-a whole model, one that is stacked from few layers, a small one. FLOPs are those of updates, losses
-in nats per token. Ways to grow a model are rows of `rows/growth.py`.
+with s the layer's share, `weights` the FLOPs of a layer's products with its weights, and `pairs`
+the FLOPs of attention, which computes a score for each pair of tokens. Six published schedules are
+rows of `rows/depth.py`; their FLOPs are counted and their seconds measured here. Then runs are
+compared at equal FLOPs: a whole model, a model stacked from few layers, and a small model. FLOPs
+are of updates, losses in nats per token. Ways to grow a model are rows of `rows/growth.py`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ SMALL = {"model.layers": 8, "model.width": 64, "model.heads": 2, "model.context"
 
 
 def scheduled(config: Config, name: str, **settings: Any) -> Config:
-    """`name`: of a row of `rows/depth.py`, or WHOLE."""
+    """Return the config with the schedule `name`: a row of `rows/depth.py`, or WHOLE for none."""
     return config if name == WHOLE else config.replace({
         "imports": depth.__name__, "governors": [{"name": name, **settings}]})
 
 
 def shares(config: Config, step: int) -> tuple[float, ...]:
-    """Returns of each layer the share of the tokens that it sees in the update after `step`."""
+    """Returns the share of the tokens that each layer sees in the update after `step`."""
     if not config.governors:
         return (1.0,) * config.model.layers
     said = config.governors[0]
@@ -79,8 +79,8 @@ def picture(config: Config) -> list[tuple[float, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """FLOPs of an update for a sequence of T tokens: of a layer's products with its weights, of its
-    pairs of tokens, and of the head."""
+    """FLOPs of an update for a sequence of T tokens: a layer's products with its weights, a layer's
+    attention over pairs of tokens, and the head."""
 
     weights: float
     pairs: float
@@ -89,14 +89,14 @@ class Price:
 
     @classmethod
     def of(cls, model: ModelConfig) -> Price:
-        """Each product is done three times: forward, and for both gradients. Attention's scores and
-        what is made of them take 2 T^2 D each."""
+        """Return the price of a model. Each product runs three times: forward, and for both
+        gradients. Attention's scores and its weighted sum take 2 T^2 D FLOPs each."""
         pairs, head = 12.0 * model.T**2 * model.D, 6.0 * model.T * model.D * model.V
         layer = (training_flops(model) - head) / model.L
         return cls(weights=layer - pairs, pairs=pairs, head=head, T=model.T)
 
     def layer(self, share: float) -> float:
-        """Tokens are whole."""
+        """Return the FLOPs of a layer that sees this share, rounded to whole tokens."""
         seen = max(1, round(share * self.T)) / self.T if share else 0.0
         return seen * self.weights + seen**2 * self.pairs
 
@@ -104,13 +104,13 @@ class Price:
         return self.head + sum(map(self.layer, shares))
 
     def run(self, config: Config) -> float:
-        """FLOPs of all updates of a run, for a sequence of each."""
+        """Return the FLOPs of all updates of a run, for one sequence per update."""
         return sum(map(self.update, picture(config)))
 
 
 def expected(config: Config) -> float:
-    """Returns the share of the FLOPs that progressive layer dropping does without on average over
-    its draws, with `theta` 0.5 and `gamma` 100 / updates as its row has them."""
+    """Returns the share of the FLOPs that progressive layer dropping saves, averaged over its
+    draws, with the row's `theta` (0.5) and `gamma` (100 / updates)."""
     price, layers = Price.of(config.model), config.model.layers
     kept = fmean(progressive(0.5, 100 / config.steps, layers, t) for t in range(config.steps))
     whole = price.update((1.0,) * layers)
@@ -118,34 +118,34 @@ def expected(config: Config) -> float:
 
 
 def saved(config: Config) -> float:
-    """Returns the share of a whole run's FLOPs that the schedule of `config` does without."""
+    """Returns the share of a whole run's FLOPs that the schedule of `config` saves."""
     price = Price.of(config.model)
     return 1 - price.run(config) / price.run(config.replace({"governors": []}))
 
 
 def flops(config: Config) -> float:
-    """Of all updates of a run, with all sequences."""
+    """Return the FLOPs of all updates of a run, with all sequences."""
     return config.global_batch * Price.of(config.model).run(config)
 
 
-# By the probabilities themselves, as papers say what they save
+# By the probabilities themselves, which is how papers state their savings
 
 def progressive(theta: float, gamma: float, layers: int, step: int) -> float:
-    """The mean probability with which progressive layer dropping keeps a layer: the last one's
-    falls to `theta`, the others' lie on the line from 1 above it (Zhang and He 2020)."""
+    """Return the mean probability with which progressive layer dropping keeps a layer. That of the
+    last layer falls to `theta`; the others are on the line from 1 to it (Zhang and He 2020)."""
     last = (1 - theta) * math.exp(-gamma * step) + theta
     return 1 - (1 - last) * (layers + 1) / (2 * layers)
 
 
-# What two papers say that they save, and what the picture says of their BERT of 12 layers
+# The savings that two papers state, and those computed for their BERT of 12 layers
 BERT = 12
 # github.com/tensorflow/models, official/projects/token_dropping/encoder.py at 00b830c: with 256 of
-# 512 tokens (the .yaml beside it). The sixth layer's queries meet all keys
+# 512 tokens (in its .yaml). The queries of the sixth layer attend to all keys
 TOKENS = (1.0,) * 5 + (0.5,) * 6 + (1.0,)
 
 
 def published_table() -> str:
-    """HTML: the area that two papers leave out, and what they say that this saves."""
+    """HTML: the share of layers and tokens that two papers leave out, and their stated savings."""
     pld, tokens = 1 - progressive(0.5, 1.0, BERT, 10_000), 1 - sum(TOKENS) / BERT
     return html_table(("", "left out of the layers", "they say", "so"), [
         ("progressive layer dropping, theta = 0.5 (Zhang and He 2020)", f"{pld:.1%}",
@@ -159,8 +159,8 @@ def published_table() -> str:
 # ---- Real updates
 
 def counted(config: Config) -> float:
-    """Returns the FLOPs of all updates of a run, as PyTorch counts those of its operations.
-    Attention is `plain`: the counter does not know the fused one of a CPU."""
+    """Returns the FLOPs of all updates of a run, as PyTorch counts them by operation. Attention is
+    `plain`, since the counter does not know the fused attention of a CPU."""
     config = config.replace({"system.attention": "plain"})
     training = Training.build(config, data=RandomTokens(config))
     with FlopCounterMode(display=False) as counter:
@@ -171,8 +171,8 @@ def counted(config: Config) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of a run's updates by config and phase, each update the best of rounds in which the
-    configs took turns. `others`: the share of the cores that other processes took."""
+    """Seconds of a run's updates by config and phase: for each update the best of several rounds in
+    which the configs took turns. `others`: the share of the cores that other processes used."""
 
     phases: dict[str, tuple[float, ...]]
     others: float
@@ -191,7 +191,7 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
         for step, (name, bench) in itertools.product(range(steps), benches.items()):
             found = by_phase(bench, step)
             best[name, step] = min(found, best.get((name, step), found), key=sum)
-    # the first update makes the optimizer's state
+    # without the first update, which allocates the optimizer's state
     phases = {name: tuple(map(sum, zip(*(best[name, step] for step in range(1, steps)))))
               for name in configs}
     return Timed(phases=phases, others=share(),
@@ -201,8 +201,8 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
 # ---- A drawn schedule
 
 def resumed(config: Config, cut: int) -> tuple[list[float], list[float]]:
-    """Returns the losses of a run, and those of one that is stopped after `cut` updates and goes on
-    in an object that has nothing but its state."""
+    """Returns the losses of a run, and those of a run that is stopped after `cut` updates and
+    continued in a new object that received only its state."""
     whole, begun, other = (Training.build(config) for _ in range(3))
     losses = [whole.update(step).loss.item() for step in range(config.steps)]
     again = [begun.update(step).loss.item() for step in range(cut)]
@@ -221,15 +221,16 @@ PRESERVING = ("identity-depth", "bert2bert")
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """`moved`: the norm by which the logits of a batch differ from the small model's, over that of
-    those; `losses`: of that batch before it grows, after it, and when training has gone on."""
+    """The effect of growing a model. `moved`: norm of the change of a batch's logits over the norm
+    of the small model's logits. `losses` of that batch: before growth, after growth, and after
+    further training."""
 
     moved: float
     losses: tuple[float, float, float]
 
 
 def grow(run: Run, row: str, updates: int) -> Growth:
-    """Trains a larger model that begins from the small one's weights by a row of `start.grow`."""
+    """Trains a larger model from the small one's weights, grown by a row of `start.grow`."""
     small = Training.build(run.config.replace({"start.run": str(run.path)}))
     large = Training.build(run.config.replace({
         **GROWN[row], "steps": updates, "imports": growth.__name__, "start.grow": row,
@@ -263,8 +264,8 @@ def study_config(layers: int, updates: int, seed: int = 0) -> Config:
 
 
 def arms(updates: int) -> dict[str, Config]:
-    """Configs whose runs take the FLOPs of `updates` of the whole model. What is stacked begins as
-    a small model inside the run, whose FLOPs are the run's."""
+    """Configs whose runs take the FLOPs of `updates` updates of the whole model. The stacked model
+    starts as a small model within the run, so the run includes the small model's FLOPs."""
     whole, small = study_config(LAYERS, updates), study_config(1, updates)
     asked = {WHOLE: whole, STACKED: scheduled(whole, "stack", start=1),
              DROPPED: scheduled(whole, "progressive-layer-drop"), ALONE: small}
@@ -272,8 +273,8 @@ def arms(updates: int) -> dict[str, Config]:
 
 
 def equal(config: Config, whole: Config) -> int:
-    """Returns the updates of `config` that take the FLOPs of all of `whole`'s; a schedule that says
-    when in shares of a run is stretched with it."""
+    """Returns the number of updates of `config` with the FLOPs of all updates of `whole`. A
+    schedule given in shares of a run is stretched with the run."""
     budget = Price.of(whole.model).run(whole)
     steps = whole.steps
     for _ in range(4):
@@ -284,7 +285,7 @@ def equal(config: Config, whole: Config) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way of spending the FLOPs. `curves`: the training loss of each seed by update."""
+    """One way to spend the FLOPs. `curves`: the training loss of each seed by update."""
 
     config: Config
     losses: tuple[float, ...]
@@ -292,7 +293,7 @@ class Arm:
 
 
 def spend(updates: int, seeds: int, watch: Watch = iter) -> dict[str, Arm]:
-    """Runs every arm with every seed; the arms of a seed read the same text in the same order."""
+    """Runs every arm with every seed; all arms of a seed read the same text in the same order."""
     found: dict[str, list[tuple]] = {}
     configs = arms(updates)
     for seed, (name, config) in watch(list(itertools.product(range(seeds), configs.items()))):
@@ -304,7 +305,7 @@ def spend(updates: int, seeds: int, watch: Watch = iter) -> dict[str, Arm]:
 
 
 def verdicts(found: Mapping[str, Arm], against: str = WHOLE) -> dict[str, referee.Verdict]:
-    """Beside one arm, each other one. All comparisons share the error of 5%."""
+    """Compare every other arm with one arm. All comparisons share an error of 5%."""
     others = [name for name in found if name != against]
     [level] = referee.levels(1, len(others))
     return {name: referee.look(found[against].losses, found[name].losses, level)
@@ -314,7 +315,7 @@ def verdicts(found: Mapping[str, Arm], against: str = WHOLE) -> dict[str, refere
 # ---- Figures and tables
 
 def schedule_figure(configs: Mapping[str, Config]) -> dict:
-    """Layers by updates, the share of the tokens in colour: a picture for each schedule."""
+    """Layers over updates for each schedule; the colour is the share of the tokens."""
     data, notes, layout, wide = [], [], {}, 3
     for i, (name, config) in enumerate(configs.items()):
         rows, at = picture(config), "" if not i else str(i + 1)
@@ -338,7 +339,7 @@ def schedule_figure(configs: Mapping[str, Config]) -> dict:
 
 
 def schedules_view(config: Config) -> Callable[..., dict]:
-    """For an Explorer. `kept`: of the last layer, the probability; of tokens, the share."""
+    """Return a view for an Explorer. `kept`: probability of the last layer, or share of tokens."""
 
     def show(layers: int, updates: int, kept: float) -> dict:
         own = config.replace({"model.layers": layers, "steps": updates})
@@ -352,7 +353,7 @@ def schedules_view(config: Config) -> Callable[..., dict]:
 
 
 def cost_table(configs: Mapping[str, Config], counts: Mapping[str, float] | None = None) -> str:
-    """HTML: the area, the FLOPs by formula and as counted, over those of the whole."""
+    """HTML: the area and the FLOPs (by formula and as counted), over those of the whole model."""
     lines = []
     for name, config in configs.items():
         own, told = flops(config), () if counts is None else (f"{counts[name]:,.0f}",)
@@ -363,7 +364,7 @@ def cost_table(configs: Mapping[str, Config], counts: Mapping[str, float] | None
 
 
 def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
-    """HTML: seconds by phase, over those of the whole, beside the FLOPs."""
+    """HTML: seconds by phase over those of the whole model, and the FLOPs."""
     lines = []
     for name, config in configs.items():
         phases = (f"{own / all_:.0%}" for own, all_ in zip(found.phases[name], found.phases[WHOLE]))
@@ -376,7 +377,7 @@ def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
 
 
 def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
-    """The mean training loss by the share of the FLOPs that is spent."""
+    """The mean training loss over the share of the FLOPs that is spent."""
     lines = []
     for (name, arm), colour in zip(found.items(), DISTINCT):
         price = Price.of(arm.config.model)
@@ -392,7 +393,7 @@ def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
 
 
 def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
-    """HTML: each arm's updates and loss, and the verdict beside one of them."""
+    """HTML: each arm's updates and loss, and its comparison with the arm `against`."""
     judged, lines = verdicts(found, against), []
     for name, arm in found.items():
         said = ("", "", "")
@@ -408,7 +409,7 @@ def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
 
 
 def growth_table(grown: Mapping[str, Growth]) -> str:
-    """HTML: what each row of `start.grow` makes of a small model."""
+    """HTML: the effect of each row of `start.grow` on a small model."""
     lines = []
     for row, one in grown.items():
         sizes = ", ".join(f"{size} {key.partition('.')[2]}" for key, size in GROWN[row].items())

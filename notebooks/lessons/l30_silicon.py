@@ -87,7 +87,7 @@ class Array:
         return M * N * K / ((self.cycles(M, N, K) + 1) * self.rows * self.columns)
 
     def words(self, M: int, N: int, K: int) -> int:
-        """Return the words that the array reads and writes in the memory beside it."""
+        """Return the words that the array reads from and writes to its memory."""
         down, across, _ = self.cut(M, N, K)
         if self.dataflow == "output":
             return M * K * across + K * N * down + M * N
@@ -108,8 +108,8 @@ def _check(where: str, **sizes: Any) -> None:
 class Simulated:
     product: Tensor
     cycles: int             # the clock's value in the last cycle
-    words: int              # read and written in the memory beside the array
-    busy: list[int] = field(repr=False)     # in each cycle: PEs that multiply two numbers but 0
+    words: int              # read from and written to the array's memory
+    busy: list[int] = field(repr=False)     # by cycle: PEs that multiply two non-zero numbers
 
 
 def simulate(array: Array, a: Tensor, b: Tensor) -> Simulated:
@@ -131,7 +131,7 @@ def simulate(array: Array, a: Tensor, b: Tensor) -> Simulated:
             else:
                 left, top, place = a[:, i:i + R].T, b[i:i + R, j:j + C], out[:, j:j + C]
                 part = weight_fold(_padded(left, R, len(a)), _padded(top, R, C), busy)
-                words += place.numel() * (i > 0)        # the sums so far are read again
+                words += place.numel() * (i > 0)        # the partial sums are read again
             words += left.numel() + top.numel() + place.numel()
             place += part[:len(place), :place.shape[1]]
     return Simulated(out, len(busy) - 1, words, busy)
@@ -233,7 +233,7 @@ def model_utilization(array: Array, listed: Sequence[Product]) -> float:
 
 
 def aspects(pes: int, dataflow: str) -> list[Array]:
-    """Return the arrays of so many PEs whose sides are powers of two."""
+    """Return the arrays of `pes` PEs whose sides are powers of two."""
     if pes < 1 or pes & (pes - 1):
         raise ConfigError(f"the number of PEs must be a power of two, got {pes!r}")
     return [Array(2**i, pes >> i, dataflow) for i in range(pes.bit_length())]
@@ -292,7 +292,7 @@ def skipped_cycles(weights: Tensor, lanes: int) -> int:
 class OnThisMachine(NamedTuple):
     """Seconds of products over those of a product without zeros, medians of turns."""
 
-    dense: float        # the same kernel, with zeros in the weights
+    dense: float        # the dense kernel, with zeros in the weights
     sparse: float       # PyTorch's kernel for CSR, which skips zeros
     others: float       # share of the cores that other processes took
 
@@ -363,7 +363,7 @@ def power_line(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def left_out(points: Sequence[Point]) -> list[float]:
-    """Return the watts of each point that the line through all other points predicts."""
+    """Return the watts of each point as predicted by the line through all other points."""
     lines = [power_line([*points[:i], *points[i + 1:]]) for i in range(len(points))]
     return [a + b * point.hertz * point.volts**2 for (a, b), point in zip(lines, points)]
 
