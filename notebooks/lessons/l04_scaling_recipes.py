@@ -1,17 +1,17 @@
 """Lesson 04, scaling recipes: its study, its figures and its exercises.
 
-One outlier in a Gaussian tensor: what every other element pays for it, by recipe. Expected by
-formula, and measured.
+One outlier in a Gaussian tensor: its cost in precision for every other element, by recipe. The cost
+is expected by formula and measured.
 
     x = gaussian(1000.0)                        # standard deviation 1, one element at 1000
-    measured_db(x, cast)                        # of the others
+    measured_db(x, cast)                        # of the other elements
     expected_db(cast, x.shape, outlier=1000.0)
 
-A scale serves a block. In the block that holds the outlier every element is cast as if the tensor
-were that large; in all others the largest of n Gaussian numbers sets the scale. So the damage is
-(share of the tensor in the outlier's block) x (noise at that crest factor): the smaller the block,
-the less is hit. The noise of rounding is spacing^2 / 12 in each binade (Bennett 1948,
-https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 where x becomes zero.
+A scale applies to a block. In the outlier's block, the outlier sets the scale; in every other block
+of n elements, the largest of n Gaussian numbers does. So the damage is (share of the tensor in the
+outlier's block) x (noise at that crest factor), and smaller blocks confine it. The energy of the
+rounding error is spacing^2 / 12 in each binade (Bennett 1948,
+https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 if x becomes zero.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ __all__ = ["Training", "product"]
 # ---- The study
 
 SHAPE = (256, 512)
-SHOWN = (32, 128)       # of a picture
-COARSE = 0.1            # relative error beyond which an element counts as coarse
+SHOWN = (32, 128)       # shape of the tensor in a picture
+COARSE = 0.1            # an element with a larger relative error counts as coarse
 GAUSS = NormalDist()
-QUANTILES = 40          # of a block's largest magnitude
+QUANTILES = 40          # quantiles of a block's amax
 KINDS = ("fine", "coarse", "flushed to zero", "the outlier")
 NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "nvfp4-published",
          "int8")
 
 
 def casts() -> dict[str, Cast]:
-    """How each recipe casts activations."""
+    """Return the cast of activations of each recipe."""
     return {name: RECIPES[name].y[0] for name in NAMES}
 
 
 def gaussian(outlier: float, *, shape: tuple[int, int] = SHAPE, at: tuple[int, int] = (3, 40),
              seed: int = 0) -> Tensor:
-    """N(0, 1), but `outlier` at one place. float32."""
+    """Return a float32 tensor of N(0, 1) with `outlier` at one place."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     x[at] = outlier
     return x
 
 
 def measured_db(x: Tensor, cast: Cast, *, at: tuple[int, int] = (3, 40)) -> float | None:
-    """Signal over noise of every element but the one at `at`."""
+    """Return signal over noise of all elements except the one at `at`."""
     others = torch.ones_like(x, dtype=torch.bool)
     others[at] = False
     return sqnr_db(x[others], quantise(x, cast).dequantise()[others])
 
 
 def hit_share(cast: Cast, shape: tuple[int, int]) -> float:
-    """Of the tensor, what shares a scale with one element."""
+    """Return the share of the tensor that shares a scale with one element."""
     high, wide = (size or whole for size, whole in zip(cast.block, shape))
     return high * wide / math.prod(shape)
 
 
 def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
-    """Of the other elements of a Gaussian of standard deviation 1 with one element of that size."""
+    """Return signal over noise of the other elements of N(0, 1) with one outlier of this size."""
     fmt, share = format_of(cast.format), hit_share(cast, shape)
     count = max(2, round(share * math.prod(shape)))
-    # the largest of `count` Gaussian numbers, at evenly spaced probabilities
+    # quantiles of the largest of `count` Gaussian numbers, at evenly spaced probabilities
     shares = [(u + 0.5) / QUANTILES for u in range(QUANTILES)]
     largest = [GAUSS.inv_cdf((1 + u ** (1 / count)) / 2) for u in shares]
     reach = _reach(fmt, cast, largest, outlier)
@@ -94,8 +94,8 @@ def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
 
 
 def _reach(fmt: Format, cast: Cast, largest: list[float], outlier: float) -> list[float]:
-    """The magnitude that a block's scale makes room for. One of two levels is a number of E4M3,
-    in shares of the largest of the tensor, and 0 where nothing of the block is left."""
+    """Return the magnitude up to which a block's scale reaches. With two levels of scales, the
+    block's scale is rounded to E4M3 relative to the tensor's amax; 0 if it underflows."""
     if SCALES[cast.scale].levels == 1:
         return largest
     scale, tensor = MAKE_SCALES[cast.scale](torch.tensor([*largest, outlier]), fmt)
@@ -103,27 +103,27 @@ def _reach(fmt: Format, cast: Cast, largest: list[float], outlier: float) -> lis
 
 
 def _clipped(at: float, amax: float, count: int) -> float:
-    """Energy that an element of `count` loses where magnitudes are cut `at` a limit: one is `amax`,
-    the others are Gaussian below it."""
+    """Return the mean energy that `count` elements lose if magnitudes are clipped at `at`: one
+    element is `amax`, the others are Gaussian with smaller magnitudes."""
     (p, d), (q, e) = ((GAUSS.cdf(x), GAUSS.pdf(x)) for x in (amax, at))
     others = 2 * ((1 + at**2) * (p - q) - at * e - (amax - 2 * at) * d) / (2 * p - 1)
     return ((amax - at) ** 2 + (count - 1) * others) / count
 
 
 def _noise(fmt: Format, cast: Cast, amax: float) -> float:
-    """Energy of the error of an element of energy 1, when `amax` decides the scale.
+    """Return the energy of the error of an element of energy 1 if `amax` sets the scale.
 
-    A power of two leaves between none and half of the range unused: eight cases in between.
+    A power-of-two scale leaves up to half of the range unused; eight cases are averaged.
     """
     if not amax:
-        return 0.0      # nothing is rounded: it is all lost
+        return 0.0      # nothing is rounded: every element is lost
     spare = [2 ** ((i + 0.5) / 8) for i in range(8)] if "power-of-two" in cast.scale else [1.0]
     sigmas = [fmt.largest / (amax * unused) for unused in spare]
     return fmean(rounding_noise(fmt, sigma) / sigma**2 for sigma in sigmas)
 
 
 def rounding_noise(fmt: Format, sigma: float) -> float:
-    """E[(x - rounded x)^2] for x of N(0, sigma), sigma small against the largest value."""
+    """Return E[(x - rounded x)^2] for x of N(0, sigma), if sigma is far below the largest value."""
     t = fmt.smallest / 2 / sigma
     zeroed = math.erf(t / math.sqrt(2))
     energy = sigma**2 * (zeroed - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2))
@@ -131,8 +131,8 @@ def rounding_noise(fmt: Format, sigma: float) -> float:
 
 
 def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
-    """For `outlier_map`: of a small tensor, what becomes of each element. Kinds by their
-    place in KINDS."""
+    """Return the arguments of `outlier_map`: the fate of each element of a small tensor. Kinds are
+    indices into KINDS."""
     cast, x = casts()[recipe], gaussian(outlier, shape=SHOWN, at=(row, column), seed=seed)
     y = quantise(x, cast).dequantise()
     kinds = ((y - x).abs() > COARSE * x.abs()).int()
@@ -153,8 +153,8 @@ FATE_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
 def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
                 values: Sequence[Sequence[float]], becomes: Sequence[Sequence[float]], recipe: str,
                 sqnr_db: float, block: tuple[int, int]) -> dict:
-    """Every element of a small tensor by what became of it; the frame is the block that holds the
-    outlier."""
+    """Draw every element of a small tensor in the colour of its fate; the frame is the outlier's
+    block."""
     everything = [kind for line in kinds for kind in line]
     row, column = divmod(everything.index(len(names) - 1), len(kinds[0]))
     high, wide = block[0] or len(kinds), block[1] or len(kinds[0])
@@ -180,8 +180,8 @@ def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
 def outlier_figure(axis_values: Sequence[float], formula: Mapping[str, Sequence[float]],
                    sizes: Sequence[float], measured: Mapping[str, Sequence[float]], *,
                    title: str = "") -> dict:
-    """Signal over noise of the other elements against the outlier's size: lines over `axis_values`
-    by formula, points measured."""
+    """Plot signal over noise of the other elements over the outlier's size: lines over
+    `axis_values` by formula, points as measured."""
     data = []
     for i, (name, line) in enumerate(lines_of(formula).items()):
         shared = {"name": name, "colour": line["color"], "line": line, "legendgroup": name}
@@ -198,8 +198,8 @@ def outlier_figure(axis_values: Sequence[float], formula: Mapping[str, Sequence[
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: who shares a scale, what an integer pays for an outlier, where a delayed
-# scale comes from.
+# Exercises: elements that share a scale, the cost of an outlier for integers, the source of a
+# delayed scale.
 
 @exercise("04.shared_by", (256, 512, 1, 32), (256, 512, 0, 0), (256, 512, 1, 0),
           (256, 512, 128, 128),
@@ -210,7 +210,7 @@ def shared_by(rows: int, columns: int, block_rows: int, block_columns: int) -> i
     return (block_rows or rows) * (block_columns or columns)
 
 
-# 52.9 dB less the crest, as notebook 03 rounds it, is right
+# 52.9 dB minus the crest is accepted too, since notebook 03 rounds to that
 @exercise("04.int8_db", (4.5,), (12.0,), draw=lambda r: (r.uniform(1.1, 12),), tolerance=0.0012,
           mistakes={"the noise is a twelfth of the spacing's square":
                         lambda crest: 20 * math.log10(127 / crest)})
@@ -230,7 +230,7 @@ def delayed_scale(history: list[float], margin: int, largest: float) -> float:
     return max(history) * 2**margin / largest
 
 
-# Exercises: the scale of a block, and the scale of yesterday.
+# Exercises: the scale of a block, and a delayed scale.
 
 def _column_scales(x: Tensor, block: int) -> Tensor:
     amax = x.unflatten(1, (-1, block)).abs().amax((0, 2)) / LARGEST

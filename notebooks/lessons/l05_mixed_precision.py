@@ -1,13 +1,13 @@
 """Lesson 05, mixed precision: its study, its figures and its exercises.
 
-Why mixed precision keeps float32 masters, and why float16 scales its loss: what is lost without,
+Why mixed precision keeps float32 masters and float16 scales its loss: the losses without them,
 expected and measured.
 
-A bf16 weight w has neighbours 2^(floor(log2 |w|) - 7) away; an update of less than half of that
-rounds back to w. Weights are about N(0, sigma). Adam's update lies between two limits: the learning
-rate, when every gradient points the same way, and the learning rate times sqrt((1 - beta1) / (1 +
-beta1)), when they are noise that the first moment averages. That brackets the share of updates that
-is lost before anything runs, and the size of the update that was made gives it.
+The neighbours of a bf16 weight w are 2^(floor(log2 |w|) - 7) away, so an update of less than half
+of that distance rounds back to w. Weights are about N(0, sigma). Adam's update is between two
+limits: the learning rate, if every gradient has the same direction, and the learning rate times
+sqrt((1 - beta1) / (1 + beta1)), if gradients are noise that the first moment averages. These limits
+bracket the share of lost updates before training, and the measured update size gives its value.
 Sources: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740 (masters, loss scaling);
 Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322 (bf16); Zamirai et al. 2020,
 https://arxiv.org/abs/2010.06192 (stochastic rounding).
@@ -41,14 +41,14 @@ __all__ = ["LossScaler"]
 # ---- The study
 
 BF16_MANTISSA = FORMATS["bf16"].mantissa_bits
-BINS = 200      # of |w|, for the integral
+BINS = 200      # quantiles of |w| for the integral
 
 
 def _bf16(w: Tensor) -> Tensor:
     return w.bfloat16().float()
 
 
-STORES: dict[str, Callable[[Tensor], Tensor]] = {   # what becomes of a weight after an update
+STORES: dict[str, Callable[[Tensor], Tensor]] = {   # how a weight is stored after an update
     "float32 master": lambda w: w,
     "bf16 weights": _bf16,
     "bf16 weights, stochastic": lambda w: to_bf16(w.contiguous(), None).float(),
@@ -57,17 +57,17 @@ STORES: dict[str, Callable[[Tensor], Tensor]] = {   # what becomes of a weight a
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A short training whose weights are stored as one of STORES; all arithmetic is the run's
-    own."""
+    """A short training whose weights are stored as one of STORES; its arithmetic does not
+    change."""
 
     losses: tuple[float, ...]
     lost_share: float           # of the last update of all matrices: too small for a bf16 weight
-    sigma: float                # root mean square of their weights, before it
+    sigma: float                # root mean square of the matrices before that update
     update: float               # root mean square of that update
 
 
 def train(training: Training, store: str, *, steps: int) -> Stored:
-    """`steps` updates at a constant learning rate. Raises ConfigError for an unknown store."""
+    """Train `steps` updates at a constant rate. Raises ConfigError for an unknown store."""
     training = replace(training, schedule=lambda step: 1.0)
     become, losses = pick(STORES, store, "way to store weights"), []
     matrices = [p for p in training.model.parameters() if p.ndim == 2]
@@ -88,7 +88,7 @@ def _rms(tensors: list[Tensor]) -> float:
 
 
 def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
-    """Of the updates that are not zero, those that leave a bf16 weight where it was."""
+    """Return the share of the non-zero updates that leave a bf16 weight unchanged."""
     lost = moved = 0
     for start, to in zip(before, after, strict=True):
         w, update = _bf16(start), (to - start).float()
@@ -98,13 +98,14 @@ def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
 
 
 def noisy_update(lr: float, beta1: float = 0.9) -> float:
-    """Root mean square of Adam's update when the gradient is noise; when it always points one way,
-    it is `lr` itself."""
+    """Return the root mean square of Adam's update if the gradient is noise. If the gradient always
+    has the same direction, the update is `lr`."""
     return lr * math.sqrt((1 - beta1) / (1 + beta1))
 
 
 def expected_lost_share(update: float, *, sigma: float) -> float:
-    """Of Gaussian updates with that root mean square, to weights of N(0, sigma) stored in bf16."""
+    """Return the share of lost updates, for Gaussian updates with root mean square `update` of
+    weights N(0, sigma) stored in bf16."""
     total = 0.0
     for i in range(BINS):       # |w| at evenly spaced probabilities
         w = sigma * NormalDist().inv_cdf((1 + (i + 0.5) / BINS) / 2)
@@ -116,26 +117,26 @@ def expected_lost_share(update: float, *, sigma: float) -> float:
 # Loss scaling.
 
 def underflow(tensors: list[Tensor], scale: float) -> float:
-    """Share of the elements other than zero that become zero in float16 after `scale`."""
+    """Return the share of non-zero elements that become zero in float16 after scaling."""
     lost = sum(int(((t * scale).half() == 0).sum() - (t == 0).sum()) for t in tensors)
     return lost / sum(int((t != 0).sum()) for t in tensors)
 
 
 def expected_underflow(shares: dict[int, float], scale: float) -> float:
-    """The same from a histogram of exponents alone, {floor(log2 |x|): share}: below half the least
-    subnormal, 2^-25."""
+    """Return `underflow` from a histogram of exponents, {floor(log2 |x|): share}. The limit is half
+    of the smallest subnormal, 2^-25."""
     limit = math.log2(FORMATS["fp16"].smallest / 2) - math.log2(scale)
     return sum(share for e, share in shares.items() if e < limit)
 
 
 # ---- Figures
 
-# Mixed precision, and few bits.
+# Mixed precision, and formats of few bits.
 
 def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
                 measured: Mapping[float, float], *, title: str = "") -> dict:
-    """Share of the updates that a bf16 weight does not feel, against the learning rate: limits, and
-    what was counted."""
+    """Plot the share of the updates that do not change a bf16 weight over the learning rate: limits
+    as lines, and counts."""
     data = [scatter(rates, [100 * y for y in shares], name, ANSWER_COLOURS["formula"],
                     line={"dash": ("solid", "dash")[i % 2]})
             for i, (name, shares) in enumerate(formula.items())]
@@ -146,7 +147,7 @@ def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
 
 
 def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
-    """Training losses by name, step by step; the first are broad, so that equal ones show."""
+    """Plot training losses by name; the first lines are broad, so that equal lines are visible."""
     lines = [scatter(range(1, len(curves[name]) + 1), curves[name], name,
                      line={**line, "width": 2 + 2.5 * below})
              for below, (name, line) in zip(reversed(range(len(curves))),
@@ -157,9 +158,9 @@ def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> 
 
 def scaling_view(shares: Mapping[int, float], smallest: float,
                  largest: float) -> Callable[[int], dict]:
-    """For an Explorer with one control, `exponent` of the scale: gradients, as `shares` by the
-    exponent of two, times 2^exponent between the ends of a format. What lies left of the window
-    becomes zero, what lies right of it infinite."""
+    """Return a view for an Explorer with one control, `exponent` of the scale: the gradients
+    (`shares` by exponent) times 2^exponent, with the range of a format. Gradients left of the range
+    become zero, gradients right of it infinite."""
     low, high = math.log2(smallest) - 1, math.log2(largest)
 
     def show(exponent: int) -> dict:
@@ -183,8 +184,8 @@ def scaling_view(shares: Mapping[int, float], smallest: float,
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: the update that a weight does not feel, the scale that saves a gradient, the
-# bytes of it.
+# Exercises: an update that does not change a weight, the scale that saves a gradient, and the bytes
+# of mixed precision.
 
 def _update(r: Random) -> tuple[float, float]:
     weight = r.randrange(128, 256) * 2.0 ** r.randint(-16, -4)      # a bf16 number
@@ -198,7 +199,7 @@ def _update(r: Random) -> tuple[float, float]:
                     "half the gap, not a quarter":
                         lambda w, update: update < 2.0 ** (math.floor(math.log2(w)) - 9)})
 def is_lost(weight: float, update: float) -> bool:
-    return update < 2.0 ** (math.floor(math.log2(weight)) - 8)      # half of the gap
+    return update < 2.0 ** (math.floor(math.log2(weight)) - 8)      # half of the spacing
 
 
 @exercise("05.scale_for", (2.0**-14,), (1e-6,), (1e-9,), (0.5,),
@@ -218,7 +219,7 @@ def mixed_state_bytes(parameters: int, low_precision_weights: bool) -> int:
     return parameters * (4 + 8 + (2 if low_precision_weights else 0))
 
 
-# Exercises: the loss scaler, and what masters are for.
+# Exercises: the loss scaler, and the purpose of masters.
 
 def _never_reset(finite: list[bool], scale: float, interval: int) -> list[float]:
     scales, good = [], 0

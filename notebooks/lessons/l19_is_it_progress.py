@@ -1,9 +1,9 @@
 """Lesson 19, Is it progress?: its study, its figures and its exercises.
 
-Runs that differ in their seed alone differ in their loss. Here 320 recorded ones stand for all that
-could have been (data/measured/claim-pool.json: one model of a million weights, validation loss in
-nats per token, one run a seed), and changes that do nothing are drawn from them. Gains and sigmas
-are shares of the loss.
+Runs that differ only in their seed differ in their loss. 320 recorded runs represent all possible
+runs (data/measured/claim-pool.json: one model of a million weights, validation loss in nats per
+token, one run per seed). Changes that do nothing are drawn from these runs. Gains and sigmas are
+shares of the loss.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lpkit.training.runs import Run
 # ---- The study
 
 POOL = MEASURED / "claim-pool.json"
-LION = MEASURED / "claim-lion.verdict"      # of `lpkit claim docs/claims/lion.yaml`
-DRAWN = 20_000      # changes
-TRIES = 50          # changes, one after the other
+LION = MEASURED / "claim-lion.verdict"      # written by `lpkit claim docs/claims/lion.yaml`
+DRAWN = 20_000      # changes that are drawn
+TRIES = 50          # changes that are tried one after the other
 
 
 def pool() -> tuple[dict[str, Any], list[float]]:
-    """Returns the settings of the recorded runs over `cpu-3m`, and their losses."""
+    """Returns how the settings of the recorded runs differ from `cpu-3m`, and their losses."""
     found = json.loads(POOL.read_text())
     return found["base"], found["losses"]["adamw"]
 
@@ -49,12 +49,12 @@ def sigma_of(losses: Sequence[float]) -> float:
 
 
 def of_nothing(sigma: float, seeds: int) -> NormalDist:
-    """Returns how the gains of changes that do nothing are spread, by formula."""
+    """Returns the distribution of the gains of changes that do nothing, by formula."""
     return NormalDist(0, sigma * math.sqrt(2 / seeds))
 
 
 def gains_of_nothing(losses: Sequence[float], *, seeds: int, drawn: int = DRAWN) -> list[float]:
-    """Draws as many changes that do nothing: both arms from `losses`, no run of a change twice."""
+    """Draws the gains of changes that do nothing: both arms from `losses`, without replacement."""
     rng, gains = Random(0), []
     for _ in range(drawn):
         runs = rng.sample(losses, 2 * seeds)
@@ -67,14 +67,14 @@ def share_kept(gains: Sequence[float], bar: float) -> float:
 
 
 def best_so_far(losses: Sequence[float], tries: int = TRIES, *, seed: int = 0) -> list[float]:
-    """Returns the gain over the first run after each of `tries` changes that do nothing, when a change is
-    kept as soon as it looks better than the best."""
+    """Returns the gain over the first run after each of `tries` changes that do nothing, if every
+    change is kept that looks better than the best so far."""
     drawn = Random(seed).sample(losses, tries + 1)
     return [1 - best / drawn[0] for best in itertools.accumulate(drawn, min)]
 
 
 def changes_kept(gains: Sequence[float]) -> int:
-    """Return how many changes of a search were kept. `gains`: those of `best_so_far`."""
+    """Return the number of changes that a search kept. `gains`: the result of `best_so_far`."""
     return sum(after > before for before, after in itertools.pairwise(gains))
 
 
@@ -84,7 +84,7 @@ def expected_best(n: int) -> float:
 
 
 def sigma_between(df: int) -> tuple[float, float]:
-    """Returns where 95 of 100 samples' sigmas lie, in true ones (Wilson and Hilferty 1931)."""
+    """Returns the 95% range of sample sigmas over the true sigma (Wilson and Hilferty 1931)."""
     low, high = (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df)) for z in (-1.96, 1.96))
     return max(low, 0.0) ** 1.5, high**1.5
 
@@ -94,8 +94,8 @@ def losses_of(runs: Mapping[str, Run]) -> list[float]:
 
 
 def replayed(path: Path | str) -> dict[str, Any]:
-    """Returns what a verdict file of `lpkit claim` says. Raises DamagedError for one that was
-    altered, and ConfigError where its losses, judged once more, say something else."""
+    """Returns the contents of a verdict file of `lpkit claim`. Raises DamagedError if the file was
+    altered, and ConfigError if judging its losses again gives a different verdict."""
     found = records.read(Path(path))
     for one in found["verdicts"]:
         again = referee.look(*(one["losses"][one[arm]] for arm in ("against", "arm")), one["level"])
@@ -109,9 +109,9 @@ def replayed(path: Path | str) -> dict[str, Any]:
 # ---- Figures and tables
 
 def verdict_figure(found: Mapping[str, Any]) -> dict:
-    """The plotly spec of what a claim found, in percent of the loss: gains with their intervals and
-    the pairs that they are the mean of, once more at equal seconds and FLOPs where that was run,
-    and what could not have been detected. A gain is that of the arm named first."""
+    """The plotly spec of the result of a claim, in percent of the loss: gains with their intervals
+    and the pairs that they average; the same at equal seconds and FLOPs, if measured; and the
+    effects too small to detect. A gain is for the arm named first."""
     rows, pairs = {}, []
     for one in found["verdicts"]:
         arms = one["arm"], one["against"]
@@ -137,7 +137,7 @@ def verdict_figure(found: Mapping[str, Any]) -> dict:
                  hover="%{x:+.2f}%"),
          scatter(gains, list(rows), "gain, with its 95% interval", COLOURS[0], mode="markers",
                  marker={"size": 10}, error_x=across, hover="%{x:+.2f}%"),
-         # the shapes below have no words of their own
+          # legend entries for the shapes below
          scatter([None], [None], "smallest effect of interest", COLOURS[1], line={"dash": "dash"}),
          scatter([None], [None], "could not have been seen", COLOURS[4], mode="markers", opacity=0.5,
                  marker={"symbol": "square", "size": 14})],
@@ -151,7 +151,7 @@ def verdict_figure(found: Mapping[str, Any]) -> dict:
 
 
 def difference_view(losses: Sequence[float]):
-    """For an Explorer: by how much the mean of one arm is lower, when nothing was changed."""
+    """For an Explorer: how much lower the mean of one arm is although nothing was changed."""
     sigma, edges = sigma_of(losses), [step / 400 for step in range(-16, 17)]
 
     def show(seeds: int, bar: float) -> dict:
@@ -192,19 +192,20 @@ def progress_of_nothing(losses: Sequence[float], searches: int = 20) -> dict:
 
 
 def found_by_t(sigma: float, n: int) -> float:
-    """Return the gain that a t-test over n pairs finds 80 times in 100 at 5%; it estimates sigma."""
+    """Return the gain that a paired t-test over n pairs, at 5%, detects in 80% of cases; the test
+    estimates sigma."""
     return referee.visible(n, math.sqrt(2) * sigma, referee.levels(1)[0])
 
 
 def found_if_known(sigma: float, n: int) -> float:
-    """Return the gain that n seeds of each arm find 80 times in 100 at 5%, if sigma is known: what
-    exercise `seeds` solves for n."""
+    """Return the gain that n seeds of each arm detect in 80% of cases at 5%, if sigma is known.
+    Exercise `seeds` solves this for n."""
     z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
     return z * of_nothing(sigma, n).stdev
 
 
 def sights(sigma: float) -> str:
-    """HTML: what some numbers of seeds can see."""
+    """HTML: the smallest gain that each number of seeds can detect."""
     rows = [(n, f"{found_by_t(sigma, n):.2%}", f"{found_if_known(sigma, n):.2%}",
              f"{of_nothing(sigma, n).cdf(-0.005):.0%}") for n in (3, 5, 10, 19, 40)]
     return html_table(("seeds of each arm", "gain that a t-test finds 80 times in 100",

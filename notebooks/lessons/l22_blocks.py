@@ -2,10 +2,10 @@
 
     by_depth(layers, seeds)             # predicted and measured curves of five blocks, by name
     trained("sas-p", steps)             # losses of a short run
-    matrices("sas-p"), step("sas-p")    # what two matrices are of a block, and of an update
+    matrices("sas-p"), step("sas-p")    # size of a block's matrices; config of an update
 
-The closed forms are `lessons.signals`; the blocks are `lessons.rows.blocks`. `unshaped`, a block
-that nothing repairs, is a row of this module's own.
+The closed forms are in `lessons.signals`, the blocks in `lessons.rows.blocks`. `unshaped`, a block
+without a skip around attention and without a remedy, is a row of this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lpkit.training.training import Training
 
 blocks = blocks_torch   # the notebook shows its source
 
-# ---- A block that nothing repairs
+# ---- A block without a remedy
 
 
 class Unshaped(Block):
@@ -56,7 +56,7 @@ block_rows.BLOCKS["unshaped"] = Kind(
 
 # ---- Depth
 
-STUDIED = {     # by what figures call it: the block, the form of it, norms
+STUDIED = {     # by name in figures: the block, the form of its formula, its norms
     "pre-norm": ("pre-norm", "pre-norm", "layernorm"),
     "no norm": ("pre-norm", "without norm", "none"),
     "no skip": ("unshaped", "without skip", "layernorm"),
@@ -72,12 +72,12 @@ def small(block: str, layers: int, **settings: Any) -> ModelConfig:
 
 
 def tokens() -> Tensor:
-    """Of a text without repetition."""
+    """Return tokens of a text without repetition."""
     return torch.randperm(256, generator=torch.Generator().manual_seed(0))[:TOKENS]
 
 
 def by_depth(layers: int, seeds: int) -> dict[str, tuple[Curves, Curves]]:
-    """Predicted and measured."""
+    """Return predicted and measured curves by name."""
     found = {}
     for name, (block, form, norm) in STUDIED.items():
         m = small(block, layers, norm=norm)
@@ -86,14 +86,14 @@ def by_depth(layers: int, seeds: int) -> dict[str, tuple[Curves, Curves]]:
 
 
 def off(found: tuple[Curves, Curves]) -> tuple[float, float]:
-    """How far the formula is off at the worst depth: variance, of the measured; cosine."""
+    """Return the largest error of the formula over depth: relative for variance; for cosine."""
     here, there = found
     return (max(abs(a / b - 1) for a, b in zip(here.variance, there.variance)),
             max(abs(a - b) for a, b in zip(here.cosine, there.cosine)))
 
 
 def depth_figure(found: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
-    """`what`: variance, cosine or gradient. Lines are predicted, dots measured."""
+    """Plot `what` (variance, cosine or gradient): lines are predicted, dots measured."""
     data = []
     for (name, curves), colour in zip(found.items(), COLOURS):
         here, there = (getattr(one, what) for one in curves)
@@ -112,7 +112,7 @@ def depth_figure(found: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
 
 
 def collapse_depth(layers: int, at: float = 0.9) -> int:
-    """The layers without a skip after which tokens are that alike, by formula."""
+    """Return the number of layers without a skip after which tokens are this alike, by formula."""
     m = small("unshaped", layers)
     curve = signals.predicted(m, tokens(), "without skip").cosine
     return next((i for i, one in enumerate(curve) if one > at), layers)
@@ -121,13 +121,13 @@ def collapse_depth(layers: int, at: float = 0.9) -> int:
 # ---- Two matrices
 
 def matrices(block: str) -> int:
-    """Numbers of a block's matrices, in squares of the width."""
+    """Return the elements of a block's matrices, in units of the width squared."""
     m = ModelConfig(width=384, heads=6, block=block)
     return round(of(m).linear_weights / m.D**2)
 
 
 def step(block: str) -> Config:
-    """Six layers of 256, for a clock."""
+    """Return a config of six layers of width 256, for timing."""
     return Config().replace({
         "model.layers": 6, "model.width": 256, "model.heads": 4, "model.context": 128,
         "global_batch": 4, "precision.recipe": "fp32", "steps": 100, "model.block": block})
@@ -150,7 +150,7 @@ def run_of(block: str, steps: int, lr: float, layers: int = 12) -> Config:
 
 
 def trained(block: str, steps: int) -> tuple[list[float], float]:
-    """The loss of each update, and the validation loss at the end."""
+    """Return the loss of each update, and the validation loss at the end."""
     training = Training.build(run_of(block, steps, RUNS[block]))
     losses = [training.update(i).loss.item() for i in range(steps)]
     return losses, training.evaluate()
@@ -181,14 +181,14 @@ exercise = adding_to(EXERCISES)
 
 
 def _values(r: Random) -> tuple[Tensor]:
-    """(..., T, E): no axis before the tokens, one or two."""
+    """Draw (..., T, E) with zero, one or two axes before the tokens."""
     before = [r.randint(1, 4) for _ in range(r.randrange(3))]
     return (normal(r, *before, r.randint(1, 9), r.randint(1, 3)),)
 
 
 @exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),), (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
           (normal(Random(1), 512, 1),), draw=_values, tolerance=1e-5, minutes=5,
-          # no (T, T) matrix, not even of bytes
+           # no room for a (T, T) matrix, not even of bytes
           most_bytes=lambda v: max(v.shape[-2] ** 2, 1 << 14),
           mistakes={"divide each sum by its number of tokens": lambda v: v.cumsum(-2),
                     "a token sees itself and the past, but no later token":

@@ -1,8 +1,8 @@
 """Lesson 24, Start from a run: its study, its figures and its exercises.
 
-A step of full fine-tuning and one of LoRA are counted, measured and timed; then a small model that
-learned from Python's code goes on with the Python manual, by adapters of several ranks and whole,
-and what it still knows of code is measured. Bytes, seconds, losses in nats per token.
+Counts, measures and times a step of full fine-tuning and a step of LoRA. Then a small model that
+learned from Python code continues with the Python manual, by adapters of several ranks and by all
+weights, and its loss on code is measured again. Units: bytes, seconds, losses in nats per token.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ def adapted(config: Config, rank: int, **more: Any) -> Config:
 
 
 def three(config: Config, rank: int) -> dict[str, Config]:
-    """The step that trains all weights, and those that train adapters beside them."""
+    """Return the step that trains all weights, and two steps that train adapters."""
     return {FULL: config, ALL: adapted(config, rank),
             QKV: adapted(config, rank, targets=["attention.qkv"])}
 
 
 def trained_share(config: Config) -> float:
-    """Trained numbers over those of the model without its adapters."""
+    """Return the trained parameters over the parameters of the model without adapters."""
     return trained_count(config.model) / trained_count(
         config.replace({"model.changes": []}).model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of one update by config, the best of rounds in which they took turns. `others`:
-    share of the cores that other processes took."""
+    """Seconds of one update by config: the best of rounds in which the configs took turns.
+    `others`: share of the cores that other processes used."""
 
     forward: dict[str, float]
     backward: dict[str, float]
@@ -93,23 +93,23 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
         return lambda: spent[name].append(by_phase(bench))
 
     _, others = take_turns([runner(*one) for one in benches.items()], rounds, watch)
-    best = {name: min(found[1:], key=sum) for name, found in spent.items()}     # the first warms up
+    best = {name: min(found[1:], key=sum) for name, found in spent.items()}     # without warm-up
     forward, backward, optimizer = ({name: phases[i] for name, phases in best.items()}
                                     for i in range(3))
     return Timed(forward=forward, backward=backward, optimizer=optimizer, others=others,
                  where=f"{benches[FULL].where}, the best of {rounds} rounds")
 
 
-# ---- On from a run
+# ---- Training continues from a run
 
-TEXT = {"code": "*.py", "manual": "pydoc_data/topics.py"}      # of Python's standard library
+TEXT = {"code": "*.py", "manual": "pydoc_data/topics.py"}      # in Python's standard library
 SMALL = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64,
          "model.init": "fan-in", "schedule": "constant", "schedule.warmup_steps": 10,
          "optimizer.weight_decay": 0.0, "optimizer.lr": 0.005, "eval_every": 0, "eval_batches": 8,
          "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1,
          "system.compile": False, "global_batch": 8, "grad_accum_steps": 1}
 RATES = (0.0015, 0.005, 0.015)
-GENTLE = 0.0005                 # of full fine-tuning, besides
+GENTLE = 0.0005                 # an additional learning rate for full fine-tuning
 
 
 def source_of(text: str) -> str:
@@ -117,14 +117,14 @@ def source_of(text: str) -> str:
 
 
 def base(steps: int) -> Config:
-    """A model that learns code."""
+    """Return the config of a model that learns code."""
     return preset("cpu-3m").replace(SMALL | {"data.source": source_of("code"), "steps": steps})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Went:
-    """How training went on. `rank` 0: of all weights. `learned`: the loss of the new text;
-    `remembered`: that of the first, afterwards."""
+    """A continued training. `rank` 0 trains all weights. `learned`: the loss of the new text at the
+    end; `remembered`: the loss of the first text at the end."""
 
     rank: int
     lr: float
@@ -139,7 +139,7 @@ class Went:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """`code` and `manual`: losses of the base."""
+    """All continued trainings. `code` and `manual`: losses of the base model."""
 
     code: float
     manual: float
@@ -152,7 +152,7 @@ class Study:
         return next(one for one in self.went if (one.rank, one.lr) == (rank, lr))
 
     def forgot(self, one: Went) -> float:
-        """Return by how much the loss of the first text rose."""
+        """Return the increase of the loss of the first text."""
         return one.remembered - self.code
 
     @property
@@ -161,7 +161,7 @@ class Study:
 
 
 def go_on(run: Run, ranks: Sequence[int], steps: int, watch: Watch = iter) -> Study:
-    """Trains from `run` on the manual: of each rank, and all weights, at each rate."""
+    """Train from `run` on the manual: adapters of each rank, and all weights, at each rate."""
     first = Training.build(run.config.replace({"start.run": str(run.path)}))
     text = [first.val.batch(i) for i in range(run.config.eval_batches)]
     asked = [(0, GENTLE), *((rank, lr) for rank in (0, *ranks) for lr in RATES)]
@@ -191,7 +191,7 @@ def _loss(training: Training, text: Sequence[Any]) -> float:
 
 def rows_table(formulas: Mapping[str, Memory], measured: Mapping[str, Footprint] | None = None
                ) -> str:
-    """HTML: bytes by row, the most of each, and the peak; of the formula, or measured."""
+    """HTML: bytes by row (the maximum of each) and the peak, predicted or measured."""
     heads, lines = [*formulas, "over full"], []
     most = {name: {row.name: row.bytes for row in one.rows} for name, one in formulas.items()}
     peaks = {name: one.peak_bytes for name, one in formulas.items()}
@@ -210,7 +210,7 @@ def _line(name: str, sizes: Sequence[float]) -> tuple[str, ...]:
 
 
 def kept_table(measured: Mapping[str, Footprint]) -> str:
-    """HTML: what is saved for backward by operation, under the Linear that an adapter is beside."""
+    """HTML: bytes saved for backward by operation; an adapter's are under its Linear."""
     named = {name: {} for name in measured}
     for name, one in measured.items():
         for operation, size in one.operations.items():
@@ -225,7 +225,7 @@ def kept_table(measured: Mapping[str, Footprint]) -> str:
 
 
 def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
-    """HTML: seconds by phase beside the share of FLOPs."""
+    """HTML: seconds by phase, and the share of the FLOPs."""
     lines, whole = [], training_flops(configs[FULL].model)
     for name, config in configs.items():
         lines.append((name, *(f"{1e3 * phase[name]:.1f} ms" for phase in (
@@ -237,7 +237,8 @@ def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
 
 
 def seven_billion() -> Config:
-    """Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), a sequence an update."""
+    """Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), one sequence per
+    update."""
     return preset("llama-8b").replace({
         "model.kv_heads": 32, "model.mlp_width": 11_008, "model.vocab": 32_000,
         "model.context": 4096, "global_batch": 1, "grad_accum_steps": 1,
@@ -245,7 +246,7 @@ def seven_billion() -> Config:
 
 
 def gpt3() -> Config:
-    """Brown et al. 2020, table 2.1 (https://arxiv.org/abs/2005.14165), one sequence an update."""
+    """Brown et al. 2020, table 2.1 (https://arxiv.org/abs/2005.14165), one sequence per update."""
     return preset("gpt2-1.5b").replace({
         "model.layers": 96, "model.width": 12_288, "model.heads": 96, "model.context": 2048,
         "global_batch": 1, "grad_accum_steps": 1, "precision.recipe": "bf16"})
@@ -265,7 +266,7 @@ def rented(config: Config, rank: int, machine: str) -> dict[str, tuple[Memory, M
 
 
 def rented_table(models: Mapping[str, Mapping[str, tuple[Memory, Memory]]]) -> str:
-    """HTML, with what Hu et al. say of theirs below."""
+    """HTML: predicted memory, with the published numbers of Hu et al. below."""
     lines = []
     for name, found in models.items():
         for way, (full, lora) in found.items():
@@ -282,7 +283,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 
 
 def rates_figure(study: Study) -> dict:
-    """The loss of the new text by learning rate, a line a rank."""
+    """The loss of the new text over the learning rate, a line per rank."""
     lines = []
     for i, rank in enumerate(study.ranks):
         own = sorted((one.lr, one.learned) for one in study.went if one.rank == rank)
@@ -299,7 +300,7 @@ def rates_figure(study: Study) -> dict:
 
 
 def forgetting_figure(study: Study) -> dict:
-    """The loss of the first text over that of the new one: each run a point."""
+    """The loss of the first text over the loss of the new text: one point per run."""
     dots = [scatter([study.manual], [study.code], "before", COLOURS[2], mode="markers",
                     marker={"symbol": "x", "size": 11})]
     for name, colour, own in (
@@ -315,7 +316,7 @@ def forgetting_figure(study: Study) -> dict:
 
 
 def ladder_table(study: Study) -> str:
-    """HTML: each rank at its best rate."""
+    """HTML: each rank at its best learning rate."""
     lines = []
     for rank in [*study.ranks[1:], 0]:
         one = study.best(rank)
@@ -333,7 +334,7 @@ exercise = adding_to(EXERCISES)
 
 
 def _pair(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
-    """W, A, B and alpha."""
+    """Draw W, A, B and alpha."""
     out, into, rank = r.randint(1, 6), r.randint(1, 6), r.randint(1, 4)
     return (normal(r, out, into), normal(r, rank, into), normal(r, out, rank), r.uniform(0.5, 32))
 
@@ -374,7 +375,7 @@ def rslora(alpha: float, rank: int) -> tuple[float, float]:
 
 
 def _with_values(r: Random) -> tuple[Tensor, int]:
-    """Singular values of a matrix are apart, so that its largest directions are its own."""
+    """Draw a matrix with distinct singular values, so that its largest directions are unique."""
     n = r.randint(1, 5)
     into = n + r.randint(0, 3)
     left, right = (torch.linalg.qr(normal(r, side, side).contiguous())[0] for side in (n, into))

@@ -1,8 +1,8 @@
 """Lesson 25, Your own model: two models that are not the kit's, their study, figures and exercises.
 
 A Llama of transformers, with random weights from a config, and a language model around PyTorch's
-`nn.TransformerEncoder` go through the kit's doors: predict, convert, watch and advise. Bytes,
-seconds, losses in nats per token, SQNR in dB.
+`nn.TransformerEncoder` use the kit's functions for other models: predict, convert, watch and
+advise. Units: bytes, seconds, losses in nats per token, SQNR in dB.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lpkit.modules.watch import Watch
 from lpkit.tables import FAINT, html_table
 from lpkit.timing import Watch as Progress
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["Path", "hardware"]
 
 VOCAB, HEADS = 256, 4       # tokens are bytes
@@ -50,16 +50,16 @@ _ABSENT = ("transformers is not installed, so PyTorch's own modules stand in for
 # ---- Models
 
 def absent() -> str:
-    """Says that transformers is missing, or nothing."""
+    """Return a message if transformers is missing, else an empty string."""
     return "" if find_spec("transformers") else _ABSENT
 
 
 def llama(width: int, layers: int, context: int, vocab: int = VOCAB, heads: int = HEADS
           ) -> nn.Module:
-    """Make transformers' Llama with random weights. Nothing is downloaded."""
+    """Return transformers' Llama with random weights. Nothing is downloaded."""
     if absent():
         return GatedLM(width, layers, context)
-    with warnings.catch_warnings():     # of libraries beside it that do not fit this PyTorch
+    with warnings.catch_warnings():     # from optional libraries that do not fit this PyTorch
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
@@ -74,7 +74,7 @@ def llama(width: int, layers: int, context: int, vocab: int = VOCAB, heads: int 
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """Return what a model of transformers returns: an object with a `loss`."""
+    """Return an object with a `loss`, like the output of a model of transformers."""
     return SimpleNamespace(loss=F.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()))
 
@@ -119,7 +119,7 @@ class GatedBlock(nn.Module):
 
 
 class GatedLM(nn.Module):
-    """The stand-in for a Llama: its Linears, with learned places."""
+    """A replacement for the Llama: its Linears, with learned position embeddings."""
 
     def __init__(self, width: int, layers: int, context: int):
         super().__init__()
@@ -138,7 +138,7 @@ class GatedLM(nn.Module):
 
 
 def models(width: int, layers: int, context: int) -> dict[str, Callable[[int], nn.Module]]:
-    """Functions that make each model from a seed, on the device that training uses."""
+    """Return functions that make each model from a seed, on the device of training."""
     def seeded(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
         def model(seed: int = 0) -> nn.Module:
             torch.manual_seed(seed)
@@ -151,7 +151,7 @@ def models(width: int, layers: int, context: int) -> dict[str, Callable[[int], n
 
 
 def wide_llama() -> nn.Module:
-    """Two blocks as wide as those of Llama 2 7B, without memory for their weights."""
+    """Return two blocks as wide as those of Llama 2 7B, without memory for their weights."""
     if absent():
         with torch.device("meta"):
             return GatedLM(4096, 2, 4096)
@@ -160,7 +160,7 @@ def wide_llama() -> nn.Module:
 
 
 def text(sequences: int, context: int, steps: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Batches of the kit's corpus, as keywords of a model of transformers."""
+    """Return batches of the kit's corpus, as keyword arguments of a model of transformers."""
     policy = RandomWindows(tokens=prepare(DataConfig(), vocab=VOCAB).train, batch=sequences,
                            context=context, seed=seed)
     ids = [policy.batch(step).tokens.to(hardware.usable()) for step in range(steps)]
@@ -173,7 +173,7 @@ def text(sequences: int, context: int, steps: int, seed: int = 0) -> list[dict[s
 class Trained:
     losses: list[float]         # of each step
     seen: Watch
-    others: float = 0.0         # share of the cores that other processes took
+    others: float = 0.0         # share of the cores that other processes used
 
     @property
     def end(self) -> float:
@@ -183,8 +183,8 @@ class Trained:
 
 def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], recipe: str | None,
             lr: float) -> Trained:
-    """Train the model under a recipe, None: bf16 by autocast, and watch it. The first and the last
-    step are looked at if there is a recipe."""
+    """Train the model under a recipe (None: bf16 by autocast) and watch it. With a recipe, the
+    first and the last step are sampled."""
     if recipe:
         lpkit.convert(model, recipe)
     optimizer, losses, share = torch.optim.AdamW(model.parameters(), lr=lr), [], hardware.others()
@@ -205,8 +205,8 @@ Runs = dict[tuple[str, str], Trained]
 
 def study(made: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any], lr: float,
           done: Runs, watch: Progress = iter, seeds: int = 3) -> Runs:
-    """Each model under each of two recipes, and in bf16 from several seeds of its weights. `done`:
-    runs that are there already."""
+    """Train each model under each of two recipes, and in bf16 with several seeds of its weights.
+    `done`: finished runs, which are not repeated."""
     asked = [(name, recipe, 0) for name in made for recipe in ("int8", "nvfp4")]
     asked += [(name, None, seed) for name in made for seed in range(seeds)]
     asked = [one for one in asked if one[:2] not in done]
@@ -216,25 +216,25 @@ def study(made: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any]
 
 
 def spread(runs: Runs, name: str) -> float:
-    """The standard deviation of the bf16 losses at the end over seeds."""
+    """Return the standard deviation over seeds of the final bf16 loss."""
     return stdev(one.end for (of, how), one in runs.items() if of == name and "seed" in how)
 
 
 def behind(runs: Runs, name: str, recipe: str) -> float:
-    """The loss of a recipe at the end minus that of bf16 from the same weights."""
+    """Return the final loss of a recipe minus that of bf16 from the same weights."""
     return runs[name, recipe].end - runs[name, "bf16, seed 0"].end
 
 
 # ---- Noise
 
 def short(layer: str) -> str:
-    """A Linear's kind: its name without the blocks'."""
+    """Return the kind of a Linear: its name without the block's name."""
     return layer.rpartition(".")[2]
 
 
 def noise(samples: Iterable[Sample], recipe: str, role: str, step: int | None = None
           ) -> dict[str, float]:
-    """The SQNR of an operand under a recipe by layer, of one step; None: of the last."""
+    """Return the SQNR of an operand under a recipe by layer, at one step; None: the last step."""
     samples = list(samples)
     step = step or max(one.step for one in samples)
     found = {one.layer: one.others[recipe].sqnr_db for one in samples
@@ -243,14 +243,14 @@ def noise(samples: Iterable[Sample], recipe: str, role: str, step: int | None = 
 
 
 def by_kind(noise_of: Mapping[str, float]) -> dict[str, float]:
-    """The least SQNR of each kind of Linear, the noisiest kind first."""
+    """Return the lowest SQNR of each kind of Linear, the noisiest kind first."""
     kinds = {short(layer): min(db for other, db in noise_of.items()
                                if short(other) == short(layer)) for layer in noise_of}
     return dict(sorted(kinds.items(), key=lambda one: one[1]))
 
 
 def noise_table(runs: Runs, recipe: str = "int8") -> str:
-    """HTML: of each model the kinds of Linear by the noise of their input, at both looks."""
+    """HTML: for each model, the kinds of Linear by the noise of their input, at both samples."""
     lines = []
     for name in dict.fromkeys(of for of, _ in runs):
         samples = runs[name, recipe].seen.samples
@@ -267,10 +267,10 @@ SHAPES = {"x": "circle", "w": "square", "dy": "diamond"}
 
 def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Iterable[str] = ()
                  ) -> dict:
-    """A line for each layer, a mark for each operand; hollow marks are of Linears that are kept."""
+    """A line per layer with a mark per operand; hollow marks are Linears of `heads`."""
     kept, dots = set(heads), []
     of = {role: noise(samples, recipe, role, step) for role in ROLE_COLOURS}
-    layers = list(of["x"])              # in the order of the forward
+    layers = list(of["x"])              # in forward order
     for role, colour in ROLE_COLOURS.items():
         db, shape = of[role], SHAPES[role]
         dots.append(scatter(
@@ -288,19 +288,19 @@ def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Itera
 
 
 def _label(layer: str) -> str:
-    """A layer's name from its block's number on."""
+    """Return a layer's name from its block's number on."""
     parts = layer.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[at:])
 
 
 def losses_figure(runs: Runs, name: str) -> dict:
-    """The loss minus that of bf16 from the same weights by step, and that of bf16's other seeds."""
+    """Loss minus bf16's loss from the same weights, by step; the same for bf16's other seeds."""
     base = runs[name, "bf16, seed 0"].losses
     of = {how: one.losses for (model, how), one in runs.items() if model == name}
     lines, traces = lines_of([how for how in of if "seed" not in how]), []
     for how, losses in sorted(of.items(), key=lambda item: "seed" not in item[0]):
-        if losses is not base:      # all other seeds are one series: they have one colour
+        if losses is not base:      # all other seeds are one series with one colour
             traces.append(scatter(
                 range(1, len(base) + 1), [a - b for a, b in zip(losses, base)],
                 how if how in lines else "bf16, other seeds", showlegend=how in lines or not traces,
@@ -311,7 +311,7 @@ def losses_figure(runs: Runs, name: str) -> dict:
 
 
 def losses_table(runs: Runs) -> str:
-    """HTML: how far each recipe is behind bf16, beside what seeds differ by and the noise."""
+    """HTML: how far each recipe is behind bf16, the spread over seeds, and the noise."""
     lines = []
     for name, recipe in (key for key in runs if "seed" not in key[1]):
         worst = by_kind(noise(runs[name, recipe].seen.samples, recipe, "x"))
@@ -323,8 +323,8 @@ def losses_table(runs: Runs) -> str:
 
 
 def svg(path: str) -> Any:
-    """A picture in a file, to be shown."""
-    from IPython.display import SVG  # here: the judge's processes show nothing
+    """Return a picture from a file, to be displayed."""
+    from IPython.display import SVG  # imported here: the judge's processes display nothing
 
     return SVG(filename=path)
 
@@ -371,7 +371,7 @@ def _db(x: Tensor, amax: Tensor) -> float:
 
 
 def _operand(r: Random) -> Tensor:
-    """Rows of different sizes, some with a far outlier."""
+    """Draw rows of different sizes, some with a large outlier."""
     x = normal(r, r.randint(1, 4), r.randint(3, 9)).clone() + 0.25
     x *= torch.tensor([[10.0 ** r.uniform(-2, 2)] for _ in range(len(x))])
     if r.random() < 0.5:

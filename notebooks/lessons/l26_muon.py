@@ -1,8 +1,8 @@
 """Lesson 26, Muon: its study, its figures and its exercises.
 
-Muon multiplies matrices, so its work is counted in FLOPs and held against the seconds that it takes.
-Newton-Schulz leaves singular vectors as they are, so its effect on a step is a polynomial of singular
-values.
+Muon multiplies matrices, so its work is counted in FLOPs and compared with its seconds.
+Newton-Schulz does not change singular vectors, so its effect on a step is a polynomial of the
+singular values.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def published(config: Config) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(optimizers.Timed):
-    """Adds the seconds of forward and backward in float32, and of Newton-Schulz alone (`products`)
-    for all matrices that Muon updates."""
+    """Adds the seconds of forward and backward in float32, and the seconds of Newton-Schulz alone
+    (`products`) for all matrices that Muon updates."""
 
     forward_backward_fp32: float
     products: float
 
 
 def orthogonalisation(config: Config, device: Any) -> Callable[[], None]:
-    """Makes the runner that orthogonalises one matrix of each that Muon updates."""
+    """Return a runner that orthogonalises random matrices of the shapes that Muon updates."""
     muons, each = config.replace({"optimizer": "muon"}), shapes(config.model)
     ruled = rules_of(each, muons.optimizer)
     whole = [torch.randn(shape, device=device) for name, p in each.items()
@@ -74,7 +74,7 @@ def orthogonalisation(config: Config, device: Any) -> Callable[[], None]:
 
 
 def timed(config: Config, *, rounds: int, watch: Watch = iter) -> Timed:
-    """Times AdamW, Muon, the float32 pass and Newton-Schulz in turns."""
+    """Times AdamW, Muon, the float32 passes and Newton-Schulz in turns."""
     plain, phases = Bench(config.replace({"precision.recipe": "fp32"})), []
     beside = (lambda: phases.append(by_phase(plain)), orthogonalisation(config, plain.device))
     found = optimizers.timed(config, ["adamw", "muon"], rounds=rounds, watch=watch, beside=beside)
@@ -82,11 +82,11 @@ def timed(config: Config, *, rounds: int, watch: Watch = iter) -> Timed:
         forward + backward for forward, backward, _ in phases[1:]))
 
 
-# What orthogonalising does.
+# The effect of orthogonalisation.
 
 def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns AdamW's two moments of each matrix of the first block after some updates on text; of
-    queries, keys and values each, as Muon takes them."""
+    """Returns AdamW's two moments of each matrix of the first block after some updates on text;
+    queries, keys and values are separate matrices, as in Muon."""
     training = Training.build(config.replace({"optimizer": "adamw", "system.compile": False}))
     for step in range(updates):
         training.update(step)
@@ -105,19 +105,19 @@ def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def over_rms(values: Tensor) -> Tensor:
-    """1 if all directions move as far."""
+    """Divide by the root mean square: all values are 1 if all directions move equally far."""
     return values / values.square().mean().sqrt()
 
 
 def spectra(m: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """Returns the singular values of what three rules step by, from the same moments; the largest
+    """Returns the singular values of the steps of three rules from the same moments, the largest
     first, over their root mean square."""
     steps = {"momentum": m, "AdamW": m / (v.sqrt() + 1e-8), "Lion": m.sign()}
     return {name: over_rms(torch.linalg.svdvals(step.double())) for name, step in steps.items()}
 
 
 def lifted(values: Tensor, steps: int) -> Tensor:
-    """Returns what Muon's steps make of singular values, which they change without the vectors."""
+    """Returns singular values after Muon's steps, which do not change singular vectors."""
     x = values / values.norm()
     for _ in range(steps):
         x = muon.A * x + muon.B * x**3 + muon.C * x**5
@@ -130,14 +130,14 @@ def newton_schulz(values: Tensor, steps: int) -> Tensor:
     return over_rms(lifted(values, steps).sort(descending=True).values)
 
 
-NEAR = (0.5, 1.5)   # the authors' range of a step's singular values
-LEAST = 0.001068    # of the Frobenius norm: from here on five steps end in that range
+NEAR = (0.5, 1.5)   # the authors' range for singular values of a step
+LEAST = 0.001068    # share of the Frobenius norm above which five steps end in that range
 
 
 @dataclass(frozen=True)
 class Near:
-    """The shares of a matrix's singular values in NEAR after Muon's steps: predicted from those of
-    the momentum, and measured by decomposing the step."""
+    """The share of a matrix's singular values that are in NEAR after Muon's steps: predicted from
+    the momentum's singular values, and measured by decomposing the step."""
 
     predicted: float
     measured: float
@@ -204,7 +204,7 @@ def near_table(found: Mapping[str, Near]) -> str:
 
 
 def why_table(found: Timed, config: Config) -> str:
-    """HTML: FLOP/s of the parts whose ratio is the prediction's error."""
+    """HTML: FLOP/s of the parts whose ratio explains the prediction's error."""
     whole = training_flops(config.model, batch=config.global_batch)
     own = flops(config.replace({"optimizer": "muon"}))
     lines = [(name, f"{work / 1e9:.1f}", f"{1e3 * seconds:.1f} ms", f"{work / seconds / 1e9:.0f}")
@@ -232,7 +232,7 @@ def _iterated(x: Tensor, steps: int) -> Tensor:
 
 def _step(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float, *, nesterov: bool = True,
           tall: bool = True, by_lr: bool = True, steps: int = 5) -> tuple[Tensor, Tensor]:
-    """A step of Muon, and what is often written in its place."""
+    """A step of Muon, and common mistakes."""
     m = m + 0.05 * (g - m)
     direction = g + 0.95 * (m - g) if nesterov else m
     x = _iterated(direction / direction.norm(), steps)

@@ -1,10 +1,10 @@
 """Lesson 27, Width and muP: its study, its figures and its exercises.
 
-A learning rate that was searched for a narrow model is not the rate of a wide one. muP (Yang et al.
-2022, https://arxiv.org/abs/2203.03466) sets the initialisation and the rate of each parameter by the
-width of its inputs, so that the best rate stays. The model and the text are those of lesson 21; the
-runs are those of data/measured/width-rates-*.json, which `lpkit bench width-rates --out
-data/measured` records. Losses are in nats per token.
+The best learning rate of a narrow model is not the best rate of a wide one. muP (Yang et al. 2022,
+https://arxiv.org/abs/2203.03466) scales the initialisation and the rate of each parameter with the
+width of its inputs, so that the best rate stays the same. The model and the text are those of
+lesson 21. `lpkit bench width-rates --out data/measured` records the runs in
+data/measured/width-rates-*.json. Losses are in nats per token.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ starts = blocks_torch   # the notebook shows its source
 
 WIDTHS = (32, 64, 128, 256)
 WIDTH_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
-HEAD_DIM = 16       # of every width, so that the scale of attention's scores stays as it is
+HEAD_DIM = 16       # the same for every width, so that attention's scores keep their scale
 
 
 def mup(width: int) -> dict[str, Any]:
-    """Settings of muP at a width: Adam's rate of what has a width of inputs goes with 1 / width, so
-    that it is the run's own at MUP_WIDTH; the rates of embeddings and vectors stay."""
+    """Settings of muP at a width: Adam's rate of matrices whose input width grows is scaled by
+    MUP_WIDTH / width, so it equals the run's rate at MUP_WIDTH; the rates of embeddings and vectors
+    stay the same."""
     scale = MUP_WIDTH / width
     return {"model.init": "mup", "optimizer.groups": (
         f"blocks.*.attention.*.weight:lr_scale={scale}", f"blocks.*.mlp.*.weight:lr_scale={scale}",
@@ -62,7 +63,7 @@ def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
 
 @torch.no_grad()
 def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
-    """What leaves each part for the same text, by name."""
+    """Return the output of each part for the same text, by name."""
     found, hooks = {}, []
     block = training.model.blocks[-1]
     parts = {"attention": block.attention, "mlp": block.mlp, "logits": training.model.head}
@@ -77,8 +78,8 @@ def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
 
 def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, seeds: int = 3
                      ) -> dict[str, float]:
-    """Returns the root mean square by which each part's activations have moved after a few updates,
-    the mean over seeds (Yang et al. 2022, appendix D.1)."""
+    """Returns the root mean square change of each part's activations after a few updates, averaged
+    over seeds (Yang et al. 2022, appendix D.1)."""
     moved: dict[str, list[float]] = {}
     for seed in range(seeds):
         training = Training.build(of_width(how, width, lr, seed))
@@ -92,7 +93,7 @@ def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, 
 
 
 def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
-    """Returns the validation loss after the config's steps; None: it diverged."""
+    """Returns the validation loss after the config's steps; None if the run diverged."""
     training = Training.build(of_width(how, width, lr, seed))
     for step in range(training.config.steps):
         training.update(step)
@@ -101,22 +102,22 @@ def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
 
 
 def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
-    """Over seeds; infinite where one diverged."""
+    """Return the mean loss over seeds; infinite if a run diverged."""
     found = [run["loss"] for run in runs
              if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
     return math.inf if None in found else fmean(found)
 
 
 def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, float]:
-    """The best learning rate of the grid for each width."""
+    """Return the best learning rate of the grid for each width."""
     return {width: min(WIDTH_RATES, key=lambda lr, width=width: mean_loss(runs, how, width, lr))
             for width in WIDTHS}
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Best learning rates by width, and the losses of the widest model: at its `own` best rate, and
-    at the best rate of the narrowest (`moved`)."""
+    """Best learning rates by width, and the losses of the widest model at its `own` best rate and
+    at the best rate of the narrowest model (`moved`)."""
 
     best: dict[int, float]
     own: float
@@ -136,8 +137,8 @@ def transfer(runs: Sequence[Mapping[str, Any]], how: str) -> Transfer:
 # ---- Figures and tables
 
 def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
-    """The plotly spec of how far activations moved, over widths. `found`: by parametrisation and
-    width, as `coordinate_check` returns it."""
+    """The plotly spec of the change of activations over widths. `found`: results of
+    `coordinate_check` by parametrisation and width."""
     data = []
     for how, dash in zip(found, ("dot", "solid")):
         for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
@@ -155,7 +156,7 @@ def width_runs() -> list[dict[str, Any]]:
 
 
 def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec of the loss over learning rates, a line a width, without what diverged."""
+    """The plotly spec of the loss over learning rates, a line per width, without diverged runs."""
     data = []
     for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
         for width, colour in zip(WIDTHS, (*COLOURS[:3], COLOURS[4])):
@@ -170,7 +171,7 @@ def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
 
 
 def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """HTML: the best learning rate of each width, and what the narrowest one's costs the widest."""
+    """HTML: the best learning rate of each width, and the widest's loss at the narrowest's rate."""
     rows = []
     for how in PARAMETRISATIONS:
         one = transfer(runs, how)
@@ -217,6 +218,6 @@ def _points(r: Random) -> tuple[list[float], list[float]]:
                         slope(changes, widths))})
 def power(widths: list[float], changes: list[float]) -> float:
     x = [math.log(width) for width in widths]
-    mean = sum(x) / len(x)      # of x alone: a constant that is added to all y cancels
+    mean = sum(x) / len(x)      # only x is centred: a constant added to all y cancels
     above = sum((a - mean) * math.log(change) for a, change in zip(x, changes))
     return above / sum((a - mean) ** 2 for a in x)

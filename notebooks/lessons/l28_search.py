@@ -1,8 +1,8 @@
 """Lesson 28, Search: its study, its figures and its exercises.
 
-Where no rule gives a setting, one searches: at random or by TPE, with trials that are ended early by
-the median rule. The model and the text are those of lesson 21; the recorded searches are those of
-data/measured/tpe-random-*.json, which `lpkit bench tpe-random --out data/measured` records.
+Settings without a rule can be searched: at random or by TPE, with trials that the median rule ends
+early. The model and the text are those of lesson 21. `lpkit bench tpe-random --out data/measured`
+records the searches in data/measured/tpe-random-*.json.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from lpkit.processes import Children
 from lpkit.training.background import Background
 from lpkit.training.background import default_folder as default_folder
 
-# ---- Search: a sweep that is looked at while it goes on
+# ---- Search: a sweep that is plotted while it runs
 
-TRIALS, STARTUP, EVERY = 16, 5, 5       # median prunes nothing before STARTUP trials have ended
+TRIALS, STARTUP, EVERY = 16, 5, 5       # the median rule prunes only after STARTUP trials
 SEARCHED = Sweep(
     base="cpu-3m", trials=TRIALS, target="val_loss", sampler="random", pruner="median",
     settings=BASE | {"imports": ["lessons.rows.schedules"], "optimizer": "adamw",
@@ -52,8 +52,8 @@ SEARCHED = Sweep(
 
 
 class Search(Background):
-    """A sweep in a background thread; its result is what `lpkit sweep` prints. The executor is a
-    thread of this process: whatever has a `submit` that returns a future could be one."""
+    """A sweep in a background thread; its result is the text that `lpkit sweep` prints. The
+    executor is a thread of this process; any object whose `submit` returns a future would do."""
 
     def __init__(self, told: Sweep, out: Path):
         super().__init__("search")
@@ -68,7 +68,7 @@ class Search(Background):
 
 
 class LiveSweep(Figure):
-    """The trials of a sweep's journal, drawn again when it has more of them, whoever writes it."""
+    """The trials of a sweep's journal, redrawn when any process adds a trial."""
 
     def __init__(self, told: Sweep, out: Path):
         super().__init__(parallel_figure([], told))
@@ -82,7 +82,7 @@ class LiveSweep(Figure):
             self.show(parallel_figure(trials, self.told))
 
     async def until(self, search: Background) -> Any:
-        """Looks until `search` is done, and returns its result."""
+        """Redraw until `search` is done, and return its result."""
         while not search.done:
             self.look()
             await asyncio.sleep(0.1)
@@ -92,12 +92,12 @@ class LiveSweep(Figure):
 
 
 def last_loss(trial: Mapping[str, Any]) -> float | None:
-    """The loss of a trial's end, where it was pruned too; None: it diverged."""
+    """Return a trial's last loss, also if the trial was pruned; None if it diverged."""
     return trial["val_loss"] if trial["pruned"] is None else trial["pruned"]["val_loss"]
 
 
 def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
-    """The share of all trials' updates that pruning saved."""
+    """Return the share of all trials' updates that pruning saved."""
     ends = [steps if one["pruned"] is None else one["pruned"]["step"] for one in trials]
     return 1 - fmean(ends) / steps
 
@@ -105,7 +105,7 @@ def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
 @dataclass(frozen=True)
 class Gain:
     """The mean share by which TPE's best loss is below the other sampler's, its 95% interval, and
-    the two-sided probability of so large a gain without a difference, by a paired t-test."""
+    the two-sided p-value of a paired t-test."""
 
     mean: float
     low: float
@@ -124,10 +124,10 @@ def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
 # ---- Figures and tables
 
 def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
-    """The plotly spec of a sweep: each trial is a line through its settings and the update at which
-    it ended to its loss there, in the colour of that loss. An axis has the last part of a setting's
-    name: five of the whole names do not fit on a phone. Axes of settings are as wide as the
-    search; a trial that diverged has no line."""
+    """The plotly spec of a sweep. Each trial is a line through its settings, its last update and
+    its loss there, in the colour of that loss; a diverged trial has no line. An axis is named by
+    the last part of a setting's name, since five whole names do not fit on a phone. The axes of
+    settings cover the range of the search."""
     there = [one for one in trials if last_loss(one) is not None]
     steps, losses = told.config({}).steps, [last_loss(one) for one in there]
     dimensions = []
@@ -157,7 +157,7 @@ def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
 
 
 def searches() -> dict[str, list[list[float]]]:
-    """Returns the losses of each recorded search by `lpkit bench tpe-random`, in the order of its
+    """Returns the losses of each search that `lpkit bench tpe-random` recorded, in the order of its
     trials, by sampler."""
     return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
 
@@ -167,7 +167,7 @@ def best_so_far(losses: Sequence[float]) -> list[float]:
 
 
 def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
-    """The plotly spec of the best loss after each trial: a search a pale line, and their mean."""
+    """The plotly spec of the best loss after each trial: a pale line per search, and the mean."""
     data = []
     for (sampler, losses), colour in zip(found.items(), COLOURS):
         curves = [best_so_far(one) for one in losses]
@@ -182,7 +182,7 @@ def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
 
 
 def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
-    """In how many pairs of searches TPE's best of so many trials is the lower one."""
+    """Return the number of pairs of searches in which TPE's best of `trials` trials is lower."""
     return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
 
 

@@ -1,9 +1,9 @@
 """Lesson 31, The whole stack: its study, its figures and its exercises.
 
-Five techniques (ARMS) are added to one baseline, in all 32 combinations. Each trains until it reaches
-the same loss. The factor of a combination is the baseline's cost over its cost, and its logarithm is
-a sum of effects: one for each technique, one for each pair, and so on (the Moebius transform). If all
-effects of pairs were 0, factors would multiply. `lpkit bench whole-stack` makes the record.
+Five techniques (ARMS) are added to one baseline, in all 32 combinations. Each combination trains to
+the same loss. The factor of a combination is the baseline's cost over its own cost. The logarithm
+of a factor is a sum of effects: one per technique, one per pair, and so on (the Moebius transform).
+If all effects of pairs were 0, factors would multiply. `lpkit bench whole-stack` makes the record.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lpkit.presets import preset
 from lpkit.tables import html_table
 from lpkit.training.training import Training
 
-# ---- The baseline, and what is added to it
+# ---- The baseline and the techniques
 
 GROW_AT = (20, 40)      # updates after which layers or sequences double
 MOST_STEPS = 400
@@ -53,10 +53,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "stacked layers": {"governors": [{"name": "stack", "start": 1, "at": list(GROW_AT)}]},
     "small batches first": {"sizes": {"name": "batch-ramp", "doublings": len(GROW_AT),
                                       "every": GROW_AT[0]}}}
-LEARNING = ("Muon", "stacked layers", "small batches first")    # the other two change no number
+LEARNING = ("Muon", "stacked layers", "small batches first")    # the others do not change results
 RATES = [0.006, 0.012, 0.03, 0.09, 0.18, 0.36]
 SEEDS, TUNING_SEED = 9, 1_000_000
-TARGET, HELD = 2.5, 64  # nats per token of so many held-out sequences
+TARGET, HELD = 2.5, 64  # target loss in nats per token, on this many held-out sequences
 Arms = frozenset[str]
 BASELINE, WHOLE = frozenset(), frozenset(ARMS)
 
@@ -73,13 +73,13 @@ def title(arms: Arms) -> str:
 
 
 def settings(arms: Iterable[str]) -> dict[str, Any]:
-    """Raises ConfigError for an arm that is not in ARMS."""
+    """Return the settings of the arms. Raises ConfigError for an arm that is not in ARMS."""
     return {key: value for name in arms for key, value in pick(ARMS, name, "arm").items()}
 
 
 @cache
 def protocol() -> Claim:
-    """Returns the comparison as a file of `lpkit claim` states it. It refuses other differences."""
+    """Returns the comparison as a claim of `lpkit claim`, which rejects any other difference."""
     return Claim(base="cpu-3m", settings=BASE, target="val_loss", effect=0.02, seeds=SEEDS,
                  arms={title(arms): settings(arms) for arms in subsets(LEARNING)},
                  differ=("optimizer", "governors", "sizes"), budget={"steps": MOST_STEPS},
@@ -95,7 +95,7 @@ def config(arms: Arms, lr: float = RATES[1], seed: int = 0) -> Config:
 
 
 def learning(arms: Arms, lr: float, seed: int) -> Config:
-    """Returns a Config that learns as `config(arms)` does, in the largest micro-batches it allows."""
+    """Returns a config that learns like `config(arms)`, with the largest possible micro-batches."""
     return config(arms | {"fused attention"}, lr, seed).replace({
         "grad_accum_steps": 4 if "small batches first" in arms else 1})
 
@@ -106,19 +106,19 @@ def held_out() -> Batch:
 
 
 def loss_curve(config: Config, most: float = math.inf) -> list[tuple[int, float]]:
-    """Returns (updates, loss) of a run that ends at TARGET, or after `most` updates."""
+    """Returns (updates, loss) pairs of a run that ends at TARGET or after `most` updates."""
     looks = curve(Training.build(config), held_out(), TARGET)
     return [(0, math.log(256)), *itertools.takewhile(lambda at: at[0] <= most, looks)]
 
 
 def updates_to_target(config: Config, most: float = math.inf) -> float | None:
-    """Returns the updates until a run reaches TARGET; None: it needs more than `most`."""
+    """Returns the updates until a run reaches TARGET; None if it needs more than `most`."""
     return steps_to(loss_curve(config, most), TARGET)
 
 
 def tuned(arms: Arms) -> dict[str, float | None]:
-    """Returns the updates to TARGET by learning rate, for a seed that is not compared. A run ends
-    when it needs more updates than the best rate before it."""
+    """Returns the updates to TARGET by learning rate, for a seed that is not compared. A run stops
+    when it needs more updates than the best rate so far."""
     found: dict[str, float | None] = {}
     for lr in reversed(RATES) if "Muon" in arms else RATES:
         best = min((updates for updates in found.values() if updates), default=MOST_STEPS)
@@ -127,27 +127,27 @@ def tuned(arms: Arms) -> dict[str, float | None]:
 
 
 def total(config: Config, updates: float, price: Callable[[Config, int], float]) -> float:
-    """Returns the cost of a run: `price(config, step)` of each update, which GROW_AT alone changes."""
+    """Returns a run's cost, the sum of `price(config, step)`; prices change only at GROW_AT."""
     return sum(max(0.0, min(updates, end) - begin) * price(config, begin)
                for begin, end in itertools.pairwise((0, *GROW_AT, math.inf)))
 
 
 def flops(config: Config, step: int) -> float:
-    """Returns the FLOPs of an update's matmuls. Muon's are those of the layers that run."""
+    """Returns the FLOPs of an update's matmuls. Muon's FLOPs count only the layers that run."""
     seen = shares(config, step)
     muon = optimizer_work(config).flops * parameter_count(config.model) * fmean(seen)
     return config.sizes_at(step)[0] * Price.of(config.model).update(seen) + muon
 
 
 def kind(config: Config, step: int) -> str:
-    """Returns the name of all updates that take the same seconds."""
+    """Returns a name that is equal for all updates that take the same time."""
     return (f"{config.system.attention}, micro-batches of {config.micro_batch}, "
             f"{config.optimizer.name}, {sum(shares(config, step)):.0f} layers, "
             f"{config.sizes_at(step)[0]} sequences")
 
 
 def seconds_by_kind(combinations: Iterable[Arms], rounds: int) -> dict[str, float]:
-    """Returns the CPU seconds of each kind of update, the least of rounds in which kinds take turns."""
+    """Returns the CPU seconds of each kind of update: the minimum over rounds of taking turns."""
     runners: dict[str, tuple[Training, int]] = {}
     for each in map(config, combinations):
         training = Training.build(each)
@@ -162,12 +162,12 @@ def seconds_by_kind(combinations: Iterable[Arms], rounds: int) -> dict[str, floa
     return found
 
 
-REAL, MACHINE, LAYERS, SEQUENCES = "gpt2-124m", "h100", 3, 16     # for each layer and sequence here
+REAL, MACHINE, LAYERS, SEQUENCES = "gpt2-124m", "h100", 3, 16     # per layer and sequence here
 
 
 @cache
 def h100_seconds(arms: Arms, layers: int, sequences: int, recipe: str = "bf16") -> float:
-    """Returns the predicted seconds of an update of REAL, with 12 layers for the 4 here."""
+    """Returns the predicted seconds of an update of REAL, whose 12 layers represent the 4 here."""
     batch, micro = SEQUENCES * sequences, 8 if "larger micro-batches" in arms else 2
     return lpkit.predict(preset(REAL).replace({
         "model.layers": LAYERS * layers, "global_batch": batch, "grad_accum_steps": batch // micro,
@@ -176,11 +176,11 @@ def h100_seconds(arms: Arms, layers: int, sequences: int, recipe: str = "bf16") 
         MACHINE).step_seconds
 
 
-# ---- The record, and what factors it gives
+# ---- The record and its factors
 
 @dataclass(frozen=True)
 class Factor:
-    """The baseline's cost over that of a combination: mean over seeds, and its 95% interval."""
+    """The baseline's cost over a combination's cost: mean over seeds and 95% interval."""
 
     value: float
     low: float
@@ -188,7 +188,7 @@ class Factor:
 
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Factor:
-        """From costs in pairs of one seed, by the referee of `lpkit claim`."""
+        """From costs in pairs by seed, with the statistics of `lpkit claim`."""
         found = referee.look(before, after, referee.ALPHA)
         return cls(*(1 / (1 - gain) for gain in (found.gain, *found.interval)))
 
@@ -198,7 +198,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Record:
-    """`updates` to TARGET by title and seed; the best `rates`; CPU `seconds` by kind of update."""
+    """`updates` to TARGET by title and seed; best learning `rates`; CPU `seconds` by kind."""
 
     updates: Mapping[str, Sequence[float]]
     rates: Mapping[str, float]
@@ -206,7 +206,7 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path = MEASURED) -> Record:
-        """Raises ConfigError if the folder has no record."""
+        """Read the record. Raises ConfigError if the folder has none."""
         if not (paths := sorted(folder.glob("whole-stack-*.json"))):
             raise ConfigError(f"{named(folder)} has no whole-stack-*.json; record it with `lpkit "
                               f"bench whole-stack --out {named(folder)}`")
@@ -214,7 +214,7 @@ class Record:
         return cls(*(facts[key] for key in ("updates", "rates", "seconds")))
 
     def costs(self, arms: Arms, unit: str) -> list[float]:
-        """Returns the cost of reaching TARGET, by seed. `unit`: of `price`'s."""
+        """Returns the cost of reaching TARGET, by seed, in `unit` (as in `price`)."""
         price = pick({"updates": lambda *_: 1.0, "FLOPs": flops,
                       "tokens": lambda one, step: math.prod(one.sizes_at(step)),
                       "seconds": lambda one, step: self.seconds[kind(one, step)],
@@ -235,13 +235,13 @@ class Record:
                              if len(some) <= order)) for logs in by_seed]
 
     def gap(self, unit: str, order: int, arms: Arms = WHOLE) -> Factor:
-        """Returns the factor that effects up to `order` give, over the measured factor."""
+        """Returns the factor predicted from effects up to `order`, over the measured factor."""
         return Factor.of(self.rebuilt(unit, order, arms), self.rebuilt(unit, len(arms), arms))
 
 
 def effects(logs: Mapping[Arms, float]) -> dict[Arms, float]:
-    """Returns the Moebius transform: what the parts of each combination do not explain. The effects
-    of all parts of a combination add up to its logarithm."""
+    """Returns the Moebius transform: the effect of each combination that its parts do not explain.
+    The effects of all parts of a combination, itself included, add up to its logarithm."""
     return {some: sum((-1) ** (len(some) - len(part)) * logs[part] for part in subsets(some))
             for some in logs}
 
@@ -249,7 +249,7 @@ def effects(logs: Mapping[Arms, float]) -> dict[Arms, float]:
 # ---- Figures and tables
 
 def singles_table(record: Record) -> str:
-    """HTML: the factor of each technique alone, and of all, in each unit."""
+    """HTML: the factor of each technique alone, and of all techniques, in each unit."""
     units = "updates", "tokens", "FLOPs", "seconds"
     lines = [("all five" if arms == WHOLE else title(arms),
               *(str(record.factor(arms, unit)) for unit in units),
@@ -268,7 +268,7 @@ def ladder(record: Record, unit: str) -> list[tuple[Arms, float, float]]:
 
 
 def waterfall_figure(record: Record) -> dict:
-    """The plotly spec of the seconds that are left as techniques are added, and by the product."""
+    """The plotly spec of the seconds left as techniques are added: measured and by the product."""
     data, places = [], list(range(len(ARMS) + 1))
     for side, (unit, label) in enumerate((("seconds", "here"), ("H100 seconds", "on an H100"))):
         _, measured, products = zip(*ladder(record, unit))
@@ -296,7 +296,7 @@ def pairs_figure(record: Record, unit: str = "seconds") -> dict:
 
 
 def baselines_table(record: Record) -> str:
-    """HTML: the factor of all five, over baselines that have some of them already."""
+    """HTML: the factor of all five techniques, over baselines that already include some."""
     slow = (h100_seconds(BASELINE, 4, 32, "fp32") / h100_seconds(BASELINE, 4, 32)
             * record.factor(WHOLE, "H100 seconds").value)
     return html_table(("the baseline", "times fewer seconds here", "on an H100"), [

@@ -1,14 +1,14 @@
 """Lesson 99, predict the unseen: its study, its figures and its exercises.
 
-Runs that nobody has seen, drawn by seed: eleven numbers to predict of each, and their marks.
+Draws runs by seed that nobody has seen: eleven numbers to predict for each run, and their marks.
 
     case = draw(7)
-    case.sheet                      # what is given: letters, choices, the machine
+    case.sheet                      # the given values: letters, choices, the machine
     mark(case, answers)             # answers(sheet) returns numbers by name; "6 of 11"
-    lpkit.predict_trace(case.config)        # settles the bytes
+    lpkit.predict_trace(case.config)        # counts the true bytes
 
-Bytes are those of PyTorch's kernels on a CPU, so that a trace can settle them anywhere. Seconds,
-the gain and the noise are those of the case's machine.
+Bytes are those of PyTorch's kernels on a CPU, so that a trace can check them on any machine.
+Seconds, the gain and the noise are for the case's machine.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from lpkit.tables import html_table
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["FakeTensorMode", "FlopCounterMode", "kept"]
 
 FP8 = tuple(name for name, row in RECIPES.items() if row.dtype == "fp8" and not row.history)
 STYLES = ("gpt2", "llama")
-CASTS = {       # bytes that a cast reads and writes for each float32 number, as 10 counts them
+CASTS = {       # bytes that a cast reads and writes per float32 number, as lesson 10 counts them
     "operation after operation": 35, "amax, and two casts": 14, "amax, and one cast to both": 10,
     "one kernel, the amax of the step before": 6}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step on one device; `recipe` is what it would gain by, and its noise is asked for."""
+    """A step on one device. `recipe` is an alternative recipe: its gain and its noise are asked."""
 
-    style: str              # of STYLES
+    style: str              # one of STYLES
     config: Config
     machine: Machine
-    recipe: str             # of FP8
-    ranks: int = 2          # that share a batch of `micro_batches` each, in a stage of ZeRO
+    recipe: str             # one of FP8
+    ranks: int = 2          # ranks of a ZeRO stage, with `micro_batches` each per batch
     zero: int = 0
     micro_batches: int = 1
-    cast: str = "amax, and two casts"       # of CASTS
+    cast: str = "amax, and two casts"       # one of CASTS
 
     @property
     def sheet(self) -> dict[str, Any]:
-        """What is given. Letters as in docs/notation.md, FLOP/s, bytes per second."""
+        """The given values, with letters as in docs/notation.md, in FLOP/s and bytes per second."""
         config, on = self.config, self.machine
         return {"style": self.style, **sizes(config.model, B=config.global_batch),
                 "tied": config.model.tied, "precision": config.precision.recipe.name,
@@ -92,13 +92,13 @@ class Case:
 
 
 def device_seconds(step: StepTime) -> float:
-    """Returns the seconds of the device, without what the host adds."""
+    """Returns the seconds of the device, without the host's overhead."""
     return step.step_seconds - sum(row.seconds for row in step.rows if row.name == HOST)
 
 
 def draw(seed: int) -> Case:
-    """The same case for the same seed. Its peak is where backward begins, which is the moment that
-    01_memory_math writes out: others are drawn again."""
+    """Return the same case for the same seed. Its peak is at the start of backward, the moment that
+    01_memory_math derives; cases with another peak are drawn again."""
     chance = random.Random(seed)
     while True:
         case = _drawn(chance)
@@ -127,11 +127,11 @@ def _drawn(chance: random.Random) -> Case:
     return Case(style=style, config=config, machine=machine, recipe=recipe)
 
 
-# What is asked.
+# The questions.
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """`tolerance` is a share of the answer; of decibels, decibels."""
+    """A question. `tolerance` is relative to the answer; for decibels, it is in decibels."""
 
     asked: str
     unit: str
@@ -139,7 +139,7 @@ class Question:
     answer: Callable[[Case], float]
 
     def off(self, case: Case, said: float) -> float:
-        """By which `said` misses, as `tolerance` counts; negative: too little."""
+        """Return the error of `said` in the unit of `tolerance`; negative if `said` is too low."""
         right = self.answer(case)
         return said - right if self.unit == "dB" else said / right - 1
 
@@ -167,7 +167,7 @@ def _activations(case: Case) -> float:
 
 
 def _gain(case: Case) -> float:
-    # by a backend that has it: lpkit's own emulates some of these on some of the machines
+    # on a backend that has the recipe; lpkit's own backend emulates some recipes on some machines
     config = case.config.replace({"precision.backend": "transformer-engine"})
     cast = step_time(config, case.machine, precision=case.recipe)
     return case.bf16_seconds / device_seconds(cast)
@@ -222,7 +222,7 @@ Answers = Callable[[dict[str, Any]], Mapping[str, float | None]]
 
 @dataclass(frozen=True)
 class Score:
-    """Marks of one case: by question, what was said and its place in `judge.MARKS`."""
+    """Marks of one case: by question, the given answer and its mark of `judge.MARKS`."""
 
     case: Case
     said: Mapping[str, float | None]
@@ -243,7 +243,7 @@ class Score:
         for name, question in QUESTIONS.items():
             mark, said = self.marks[name], self.said.get(name)
             allowed = question.shown_off(question.tolerance).replace("+", "±")
-            known = ("", "", "")        # nothing is given away before it is said
+            known = ("", "", "")        # the right answer is hidden until there is an answer
             if mark != "to do":
                 known = ((question.shown(said), question.shown(question.answer(self.case)),
                           question.shown_off(question.off(self.case, said)))
@@ -255,12 +255,12 @@ class Score:
 
 
 def mark(case: Case, answers: Answers) -> Score:
-    """Never raises for what `answers` does, so that a notebook runs to its end."""
+    """Mark the answers. Never raises an error of `answers`, so that a notebook runs to its end."""
     try:
         said, why = dict(answers(case.sheet)), ""
     except NotImplementedError:
         said, why = {}, ": to do"
-    except Exception as error:      # whatever it is, it is the learner's: show it
+    except Exception as error:      # any error of the learner's function is shown
         said, why = {}, f": it raised {type(error).__name__}: {error}"
     marks = {}
     for name, question in QUESTIONS.items():
@@ -278,7 +278,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check(answers: Answers, seeds: range) -> str:
-    """One line: how the same function does on other cases, and which of them it misses first."""
+    """Return one line: the average result on other cases, and the first case that was missed."""
     scores = [mark(draw(seed), answers) for seed in seeds]
     full = len(QUESTIONS)
     missed = next((f"; first missed: seed {seed}, {score}" for seed, score in zip(seeds, scores)

@@ -1,13 +1,13 @@
-"""Runs that others published, and what `lpkit.predict.time` says of them. Theirs; none was measured
-by this project.
+"""Runs that others published, compared with `lpkit.predict.time`. This project measured none of
+them.
 
-data/published has a file a page and a row a run; sources.csv says which page that is, and whether
-its runs are held out: nothing is ever fitted to those. What a page leaves out is empty, and the
-formula takes one sequence for a micro-batch, no recomputation, attention in a flash kernel, no
-replicas or parts beyond those stated, kernels that a compiler fused, and 8 bits with one scale a
-tensor. What it has no row for (a machine, a style, a schedule) it does not take: `seconds` says
-why. Of what it has, a power limit is not used; Megatron-LM's "selective" is "core-attention", and
-torchtitan's "selective-op" makes every second product again, which is added to "selective".
+data/published has one file per page and one row per run. sources.csv names the page and says
+whether its runs are held out; no number is ever fitted to held-out runs. A value that the page does
+not state is empty. The formula then assumes one sequence per micro-batch, no recomputation,
+attention in a flash kernel, no further replicas or parts, kernels fused by a compiler, and for 8
+bits one scale per tensor. It rejects a run whose machine, style or schedule has no row; `seconds`
+raises the reason. A stated power limit is not used. Megatron-LM's "selective" is "core-attention".
+torchtitan's "selective-op" recomputes every second product, which is added to "selective".
 """
 
 import csv
@@ -37,12 +37,12 @@ SHOWN = ("narayanan", "korthikanti", "llama-3", "torchtitan-a100", "torchtitan-h
 SHAPE = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
 LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
 STYLES = {"gpt": {}, "llama": {**LLAMA, "tied": False}, "llama-tied": LLAMA,
-          # its squared ReLU reads and writes what a GELU does
+          # squared ReLU reads and writes as much as GELU
           "nemotron": {"position": "rope", "bias": False, "tied": False}}
-SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does not state them
-PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
+SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks if the page does not state them
+PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's name: lpkit's name
 RECOMPUTE = {None: "none", "selective": "core-attention", "selective-op": "selective"}
-AGAIN = {"selective-op": 1 / 3 / 2}             # of the products: every second one, forward
+AGAIN = {"selective-op": 1 / 3 / 2}             # share of the products: every second one, forward
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",
               "selective-op": "selective op"}
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
@@ -51,7 +51,7 @@ STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "m
           "Aleph Alpha, norms written out": "scaling", "Aleph Alpha": "scaling-sequence",
           "nanotron": "nanotron"}
 BEFORE = {"eager": "megatron-2021", "scaling-sequence": "scaling-kernel"}   # without sequence parallelism
-COUNTED = {     # FLOPs of a step, as the page counts them
+COUNTED = {     # FLOPs of a step, by the page's way to count them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
     "recomputed": lambda m, batch: (training_flops(m, batch=batch)
@@ -62,9 +62,10 @@ COUNTED = {     # FLOPs of a step, as the page counts them
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Checked):
-    """A page. `name` is its file in data/published. What its cluster or its stack had is here,
-    where that is not the catalogue's: links in a node, both ways, the network of a device, one way,
-    memory, and tensor ranks that repeat norms and additions, as before Korthikanti et al. 2022."""
+    """A page. `name` is its file in data/published. Its other fields describe the cluster or the
+    stack where it differs from the catalogue: links in a node (both directions), network per device
+    (one direction), memory, and whether tensor ranks repeat norms and additions, as they did before
+    Korthikanti et al. 2022."""
 
     name: Text
     title: Text
@@ -76,7 +77,7 @@ class Source(Checked):
     memory_gigabytes: Positive | None = None
 
     def on(self, name: str) -> Machine:
-        """Returns the catalogue's machine, with what is stated here."""
+        """Returns the catalogue's machine, changed by what the page states."""
         machine, stated = find(name), {}
         if self.link_gigabytes:
             stated["link_bytes_per_second"] = self.link_gigabytes * 1e9
@@ -89,8 +90,8 @@ class Source(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Checked):
-    """A row. Sizes in sequences, tokens, ranks and watts; `published` in `unit`, of a device but
-    for seconds of a step and sequences of all; None where the page does not say."""
+    """A row. Sizes are in sequences, tokens, ranks and watts. `published` is in `unit`, per device
+    (except seconds of a step and sequences of all devices). None: the page does not state it."""
 
     source: Source
     model: Text
@@ -101,7 +102,7 @@ class Run(Checked):
     mlp_width: Count | None = None
     vocab: Count | None = None
     context: Count | None = None
-    style: Text | None = None           # of STYLES, or a name
+    style: Text | None = None           # one of STYLES, or another name
     global_batch: Count | None = None
     micro_batch: Count | None = None
     devices: Count
@@ -118,12 +119,12 @@ class Run(Checked):
     attention: Literal["plain", "flash"] | None = None
     kernels: Literal["eager", "compiled"] | None = None
     stack: Text
-    machine: Text                       # of the catalogue, or a name
-    watts: Positive | None = None       # the limit of a device
+    machine: Text                       # in the catalogue, or another name
+    watts: Positive | None = None       # power limit of a device
     published: Positive
     unit: Literal["tokens/s", "sequences/s", "TFLOP/s", "seconds"]
     counted: Literal["full", "causal", "recomputed", "parameters"] | None = None
-    memory: Positive | None = None      # peak of a device
+    memory: Positive | None = None      # peak memory of a device
     memory_unit: Literal["GiB", "GB"] | None = None
     at: Text                            # line or table of the page
     note: str = ""
@@ -148,26 +149,27 @@ class Run(Checked):
 
     @property
     def stack_row(self) -> str:
-        """The row of `evidence.STACKS` for its stack."""
+        """The row of `evidence.STACKS` for the run's stack."""
         plain = "eager" if self.kernels == "eager" else "compiled"
         row = next((row for name, row in STACKS.items() if self.stack.startswith(name)), plain)
         return row if self.source.sequence_parallel else BEFORE.get(row, row)
 
     @property
     def how(self) -> dict[str, str]:
-        """Its precision and recomputation, in lpkit's words."""
+        """The run's precision and recomputation, by lpkit's names."""
         return {"precision": PRECISIONS.get(self.precision, self.precision),
                 "recompute": RECOMPUTE.get(self.recompute, self.recompute)}
 
     @property
     def limited(self) -> bool:
-        """True if it had less power than the catalogue's machine has."""
+        """True if the run had less power than the catalogue's machine."""
         rated = find(self.machine).watts
         return "power limited" in self.note or bool(self.watts and self.watts < rated)
 
     @property
     def layout(self) -> Layout | None:
-        """None for more than one device without a word on how they share the work."""
+        """The layout; None if several devices share the work in a way that the page does not
+        state."""
         axes = {"data": self.data, "shard": self.shard, "tensor": self.tensor,
                 "pipeline": self.pipeline, "context": self.context_parallel}
         if self.devices > 1 and not any(axes.values()):
@@ -178,7 +180,7 @@ class Run(Checked):
 
     @property
     def config(self) -> Config:
-        """Raises ConfigError for what is not stated, or has no row."""
+        """The run's config. Raises ConfigError if a size is not stated, or the style has no row."""
         style = pick(STYLES, self.style or "gpt", "style")
         missing = [name for name in (*SHAPE, "global_batch") if getattr(self, name) is None]
         if missing:
@@ -187,13 +189,13 @@ class Run(Checked):
         return Config(global_batch=self.global_batch,
                       grad_accum_steps=self.global_batch // (self.micro_batch or 1),
                       system=SystemConfig(attention=attention, stack=self.stack_row),
-                      # their products are their stack's, and not lpkit's
+                      # the products run on the run's stack, not on lpkit's
                       precision=PrecisionConfig(backend="transformer-engine"),
                       model=ModelConfig(**{name: getattr(self, name) for name in SHAPE}, **style))
 
     @property
     def published_seconds(self) -> float:
-        """The seconds of a step. Raises ConfigError as `config`."""
+        """The seconds of a step. Raises ConfigError as `config` does."""
         config, value = self.config, self.published
         if self.unit == "seconds":
             return value
@@ -219,8 +221,9 @@ def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
 def step(run: Run, calibration: float | None = None,
          numbers: Mapping[str, float] | None = None,
          efficiency: Efficiency | None = None) -> StepTime:
-    """Raises ConfigError where the formula cannot take the run, with the reason. `numbers`: instead
-    of the fitted ones of `lpkit.predict.evidence`. `efficiency`: instead of what that makes."""
+    """Predict the step of a run. Raises ConfigError with the reason if the formula cannot take the
+    run. `numbers` replace the fitted numbers of `lpkit.predict.evidence`; `efficiency` replaces the
+    efficiency computed from them."""
     layout, schedule = run.layout, run.schedule or "1f1b"
     if layout is None:
         raise ConfigError("not stated: the layout")
@@ -236,16 +239,16 @@ def step(run: Run, calibration: float | None = None,
 
 def seconds(run: Run, calibration: float | None = None,
             numbers: Mapping[str, float] | None = None) -> float:
-    """Returns the seconds of a step, by the formula. Raises ConfigError as `step`."""
+    """Returns the predicted seconds of a step. Raises ConfigError as `step` does."""
     made = step(run, calibration, numbers)
     linears = sum(one.seconds for one in made.rows if one.name.startswith(("attention.", "mlp.")))
     return made.step_seconds + AGAIN.get(run.recompute, 0) * linears
 
 
 def optimism(run: Run) -> dict[str, StepTime]:
-    """A step three times: by a roofline, which reaches every ceiling; at what published kernels
-    reach alone, with every message hidden that could be; and at what a step keeps. Raises
-    ConfigError as `step`."""
+    """Predict a step three times: by a roofline that reaches every ceiling; at the rates of
+    published kernels alone, with every message hidden that can be hidden; and at the rates that a
+    step keeps. Raises ConfigError as `step` does."""
     numbers = evidence.fitted()["numbers"]
     alone = {name: 1.0 for name in numbers if name.endswith((" keeps", "overlap"))}
     alone |= {name: 0.0 for name in numbers if name.endswith("op_seconds")}
@@ -254,7 +257,7 @@ def optimism(run: Run) -> dict[str, StepTime]:
 
 
 def row(run: Run, calibration: float | None = None) -> Row:
-    """A run beside the formula, in the page's unit. Raises ConfigError as `step`."""
+    """Compare a run with the formula, in the page's unit. Raises ConfigError as `step` does."""
     scale, unit = (1e12, "FLOP/s") if run.unit == "TFLOP/s" else (1, run.unit)
     measured = run.published * scale
     slower = seconds(run, calibration) / run.published_seconds
@@ -265,19 +268,20 @@ def row(run: Run, calibration: float | None = None) -> Row:
 
 
 def published() -> Comparison:
-    """Compares the runs of SHOWN that the formula takes."""
+    """Compare the runs of SHOWN that the formula takes."""
     return Comparison(tuple(beside for _, beside in taken(runs(*SHOWN), row)))
 
 
 def calibrated() -> Comparison:
-    """Llama 3's other two rows, with one factor from the first, as of a short measured run."""
+    """Compare Llama 3's other two rows, with one factor from the first row, like a calibration by a
+    short measured run."""
     first, *others = runs("llama-3")
     factor = first.published_seconds / seconds(first)
     return Comparison(tuple(row(run, factor) for run in others))
 
 
 def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A row for each run that the formula takes, and for each that it does not, with the reason."""
+    """Return a row for each run that the formula takes, and one with the reason for each other."""
     said, left_out = [], []
     for run in runs():
         of = {"source": run.source.name, "at": run.at}
@@ -303,8 +307,8 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _flat_mfu(one: dict[str, Any], said: list[dict[str, Any]]) -> float:
-    """The median of those that may be fitted: of its generation and bits, or else of its bits, or
-    else of all."""
+    """Return the median MFU of runs that may be fitted: with the same generation and bits if there
+    are any, else with the same bits, else of all."""
     fitted = [other for other in said if not other["held_out"]]
     alike = [other for other in fitted if other["precision"] == one["precision"]]
     same = [other for other in alike if other["generation"] == one["generation"]]
@@ -322,7 +326,7 @@ def _machine(run: Run) -> str:
 
 
 def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]]:
-    """Yields each run with what is said `of` it, where something can be said."""
+    """Yield each run with the result of `of`; skip runs for which `of` raises ConfigError."""
     for run in some:
         try:
             yield run, of(run)

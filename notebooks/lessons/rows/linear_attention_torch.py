@@ -1,26 +1,26 @@
-"""Causal attention without softmax in time linear in T: chunks of tokens, and a state between them
-(rows of `linear_attention.py`).
+"""Causal attention without softmax in time linear in T: chunks of tokens, with a state that is
+carried from chunk to chunk (rows of `linear_attention.py`).
 
     linear attention    S += phi(k) v^T,  z += phi(k),  out = phi(q) S / phi(q) z
     the delta rule      S += beta k (v - k S)^T,        out = q S
 
-The state S of a head, (F, E), is known at the start of each chunk; inside it the products are over
-pairs of its tokens. The delta rule's chunk is a triangular system, solved for what each token
-writes (the WY form; Yang et al. 2024, https://arxiv.org/abs/2406.06484, section 3). Backward
-keeps q, k, v and the gates, and makes the states again.
+The state S of a head, (F, E), is computed for the start of each chunk; within a chunk, the products
+run over pairs of its tokens. In a chunk of the delta rule, a triangular system is solved for the
+values that the tokens write (the WY form; Yang et al. 2024, https://arxiv.org/abs/2406.06484,
+section 3). For backward, q, k, v and the gates are kept, and the states are recomputed.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), any T; the H / G heads of a group share keys and
-values, and so the state. In 16 bits everything inside is float32. FLOPs are counted for whole
-chunks and without what backward does again, as predictions do.
+values, and so the state. For 16-bit inputs, all internal arithmetic is float32. FLOPs are counted
+for whole chunks and without recomputation in backward, as predictions count them.
 
-A kind (`Linear`, `Performer`, `Delta`) is a module with what it has beside q, k and v: called with
-the block's input (B, T, D), it gives the fifth argument of its backends. `plain` is the definition,
-`chunked` its linear-time form, `after` the state that a prompt leaves, `step` one token of it:
+A kind (`Linear`, `Performer`, `Delta`) is a module. Called with the block's input (B, T, D), it
+returns the fifth argument of its backends. `plain` is the definition, `chunked` the linear-time
+form, `after` the state after a prompt, and `step` processes one token with a state:
 
     state = kind.after(k, v, kind(x))                       # k, v (B, G, T, E), T from 0
     out, state = kind.step(q, k, v, state, kind(x))         # q (B, H, 1, E); k, v (B, G, 1, E)
 
-States are float32 for inputs in 16 bits. Documents are not told apart: a token sees all before it.
+States are float32 for 16-bit inputs. Documents are not separated: a token sees all earlier tokens.
 """
 
 import copy
@@ -43,12 +43,12 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.caches import CacheFormat
 from lpkit.techniques.operation import Pairs
 
-EPSILON = 1e-6      # of FAVOR+'s features, and of squared lengths
-OVERFLOW = 64.0     # e^64 times a million tokens is a float32 still
+EPSILON = 1e-6      # added to FAVOR+'s features and to squared lengths
+OVERFLOW = 64.0     # a million times e^64 still fits in float32
 
 
 def in_full(t: Tensor) -> AbstractContextManager:
-    """A context without autocast, which the meta device has none of."""
+    """Return a context without autocast; on meta, which has no autocast, it changes nothing."""
     kind = t.device.type
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)
 
@@ -57,14 +57,15 @@ def in_full(t: Tensor) -> AbstractContextManager:
 
 def elu_features(x: Tensor) -> Tensor:
     """elu(x) + 1 (Katharopoulos et al. 2020, equation 7)."""
-    return x.clamp(max=0).exp() + x.relu()      # small where elu(x) is rounded to -1
+    return x.clamp(max=0).exp() + x.relu()      # stays positive where elu(x) is rounded to -1
 
 
 def positive_features(x: Tensor, features: Tensor, *, keys: bool) -> Tensor:
-    """FAVOR+: exp(w x - |x|^2 / 2) for the rows w of `features` (F, E), x divided by E^(1/4); times
-    any constant, which the normaliser cancels (Choromanski et al. 2021, lemma 1). A query's is by
-    its own largest feature. The keys' is the same for all, so that none looks at a later one: 1,
-    unless some key could overflow, as exp(w x - |x|^2 / 2) <= exp(|w|^2 / 2)."""
+    """FAVOR+: return exp(w x - |x|^2 / 2) for the rows w of `features` (F, E), with x divided by
+    E^(1/4), times a constant that the normaliser cancels (Choromanski et al. 2021, lemma 1). For a
+    query, the constant comes from its largest feature. All keys share one constant, so that it
+    leaks nothing about later keys: 1 unless a key could overflow, as
+    exp(w x - |x|^2 / 2) <= exp(|w|^2 / 2)."""
     x, features = x / x.shape[-1]**0.25, features.to(x.dtype)
     projected = x @ features.mT
     if keys:
@@ -76,14 +77,14 @@ def positive_features(x: Tensor, features: Tensor, *, keys: bool) -> Tensor:
 
 
 def mapped(x: Tensor, features: Tensor | None, *, keys: bool) -> Tensor:
-    """phi(x), in the dtype of the computation. `features` (F, E): FAVOR+; None: elu + 1."""
+    """Return phi(x) in the computation's dtype. `features` (F, E): FAVOR+; None: elu + 1."""
     if features is None:
         return elu_features(wide(x))
     return positive_features(wide(x), features, keys=keys)
 
 
 def _unmapped(dy: Tensor, y: Tensor, x: Tensor, features: Tensor | None, *, keys: bool) -> Tensor:
-    """The gradient of x, from that of y = mapped(x, ...)."""
+    """Return the gradient of x from the gradient of y = mapped(x, ...)."""
     if features is None:
         return dy * y.clamp(max=1)
     weights, scale = dy * (y - EPSILON), x.shape[-1]**-0.25
@@ -94,13 +95,13 @@ def _unmapped(dy: Tensor, y: Tensor, x: Tensor, features: Tensor | None, *, keys
 
 
 def unit(x: Tensor) -> Tensor:
-    """silu(x), of length 1 (Yang et al. 2024, section 3.3)."""
+    """Return silu(x), normalised to length 1 (Yang et al. 2024, section 3.3)."""
     y = F.silu(x)
     return y * (y.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
 
 
 def _not_unit(du: Tensor, u: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x, from that of u = unit(x)."""
+    """Return the gradient of x from the gradient of u = unit(x)."""
     x = wide(x)
     gate = x.sigmoid()
     inverse = ((x * gate).square().sum(-1, keepdim=True) + EPSILON).rsqrt()
@@ -108,7 +109,7 @@ def _not_unit(du: Tensor, u: Tensor, x: Tensor) -> Tensor:
     return dy * gate * (1 + x * (1 - gate))
 
 
-# Chunks: (B, H, T, F) <-> (B G, chunks, H / G of them C tokens each, F); the last is padded by 0.
+# Chunks: (B, H, T, F) <-> (B G, chunks, C tokens of each of H / G heads, F), padded by 0.
 
 def _chunked(t: Tensor, G: int) -> Tensor:
     B, H, T, width = t.shape
@@ -119,8 +120,8 @@ def _chunked(t: Tensor, G: int) -> Tensor:
 
 
 def _whole(t: Tensor, like: Tensor) -> Tensor:
-    """t in the shape and dtype of `like` but for the last dimension, and laid out as (B, T, H, F):
-    heads side by side."""
+    """Undo `_chunked`: return t with the shape (except the last dimension) and dtype of `like`, in
+    the memory layout (B, T, H, F), with heads side by side."""
     B, H, T, _ = like.shape
     C, padded = chunk_of(T)
     t = t.view(B, t.shape[0] // B, padded // C, H * B // t.shape[0], C, t.shape[-1])
@@ -129,7 +130,7 @@ def _whole(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _past(queries: Tensor, keys: Tensor, below: int = 0) -> Tensor:
-    """queries keys^T without the future; with `below` 1, without the token itself too."""
+    """Return queries keys^T with the future masked; with `below` 1, the token itself too."""
     C, rows = keys.shape[2], queries.shape[2]
     mask = queries.new_ones(C, C).tril_(-below)
     scores = queries @ keys.mT
@@ -137,7 +138,7 @@ def _past(queries: Tensor, keys: Tensor, below: int = 0) -> Tensor:
 
 
 def _before(t: Tensor) -> Tensor:
-    """The sum over the chunks before."""
+    """Return the sum over the previous chunks."""
     return F.pad(t.cumsum(1), (0, 0, 0, 0, 1, 0))[:, :-1]
 
 
@@ -145,11 +146,11 @@ def _after(t: Tensor) -> Tensor:
     return _before(t.flip(1)).flip(1)
 
 
-# Linear attention. Each value has a 1 beside it, whose sum is the normaliser.
+# Linear attention. A 1 is appended to each value; its weighted sum is the normaliser.
 
 def _flops(q: torch.Size, k: torch.Size, pairs: Callable[..., tuple[Pairs, ...]],
            *features: int) -> int:
-    """FLOPs of forward."""
+    """Return the FLOPs of forward."""
     B, H, T, E = q
     products = pairs(B, H, k[1], T, E, *features)
     return sum(2 * one.M * one.N * one.K * one.group for one in products)
@@ -163,7 +164,7 @@ def _linear_flops(q: torch.Size, k: torch.Size, v: torch.Size, features: torch.S
 @operator("linear_attention(Tensor q, Tensor k, Tensor v, Tensor? features) -> (Tensor, Tensor)",
           key=EVERY_DEVICE, flops=_linear_flops)
 def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output, and the normaliser (B, H, T, 1)."""
+    """Return the output and the normaliser (B, H, T, 1)."""
     with in_full(q):
         G, E = k.shape[1], q.shape[-1]
         queries = _chunked(mapped(q, features, keys=False), G)
@@ -186,7 +187,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, features: Tensor |
         phi_k = mapped(k, features, keys=True)
         queries, keys = _chunked(phi_q, G), _chunked(phi_k, G)
         values = _chunked(F.pad(wide(v), (0, 1), value=1.0), G)
-        # of sums: out = sums[:E] / sums[E]
+        # gradient of `sums`, since out = sums[:E] / sums[E]
         d_sums = torch.cat((d_out, -(d_out * out).sum(-1, keepdim=True)), dim=-1) / z
         d_sums = _chunked(d_sums, G)
         states, d_states = _before(keys.mT @ values), _after(queries.mT @ d_sums)
@@ -206,7 +207,7 @@ class LinearAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> Tensor:
         out, z = attend(q, k, v, features)
         ctx.save_for_backward(q, k, v, out, z)
-        ctx.features = features     # of a layer, and not of this call
+        ctx.features = features     # a constant of the layer, so it needs no gradient
         return out
 
     @staticmethod
@@ -218,8 +219,8 @@ class LinearAttention(torch.autograd.Function):
 # The delta rule. `gates` (B, T, G): beta before its sigmoid.
 
 class Chunks:
-    """The parts that forward and backward share. `written` is what each token writes into the state
-    at its key, `states` the state before each chunk, `state` that after all."""
+    """The intermediate results that forward and backward share. `written`: what each token writes
+    into the state at its key; `states`: the state before each chunk; `state`: the final state."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor):
         G, E = k.shape[1], q.shape[-1]
@@ -229,7 +230,7 @@ class Chunks:
         self.gate = wide(gates).sigmoid().transpose(1, 2)[..., None]
         self.beta = _chunked(self.gate, G)
         self.overlaps = _past(self.keys, self.keys, below=1)
-        self.system = self.beta * self.overlaps         # and 1 on the diagonal
+        self.system = self.beta * self.overlaps         # the solver adds the diagonal of 1
         self.given = torch.cat((self.keys, self.values), dim=-1)
         self.solved = torch.linalg.solve_triangular(self.system, self.beta * self.given,
                                                     upper=False, unitriangular=True)
@@ -264,7 +265,7 @@ def delta_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
         dy = _chunked(wide(d_out), G)
         d_scores = _past(dy, d.written)
         dq, dk = d_scores @ d.keys + dy @ d.states.mT, d_scores.mT @ d.queries
-        # from the last chunk to the first: of what was written, and of the state after the chunk
+        # from last chunk to first: gradients of what was written and of the state after the chunk
         d_written, d_states = d.scores.mT @ dy, d.queries.mT @ dy
         state, after = torch.zeros_like(d.states[:, :1]).squeeze(1), []
         for c in reversed(range(d.keys.shape[1])):
@@ -304,14 +305,14 @@ class DeltaAttention(torch.autograd.Function):
 
 
 def orthogonal_features(count: int, width: int, seed: int) -> Tensor:
-    """(count, width) float32: rows normal, orthogonal in blocks of `width` (Choromanski et al.
-    2021, section 2.4): directions of a random orthogonal matrix, lengths of normal vectors. The
-    same on every device."""
+    """Return (count, width) float32 rows that are normal, and orthogonal within blocks of `width`
+    (Choromanski et al. 2021, section 2.4): directions from a random orthogonal matrix, lengths from
+    normal vectors. The result is the same on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     blocks = -(-count // width)
     normal = torch.randn(2, blocks, width, width, generator=generator, device="cpu")
     directions, upper = torch.linalg.qr(normal[0])
-    # uniform over the rotations, where the signs are those of the diagonal (Mezzadri 2007)
+    # multiplying by the signs of the diagonal makes the rotations uniform (Mezzadri 2007)
     directions = directions * upper.diagonal(dim1=-2, dim2=-1).sign()[:, None]
     rows = directions.mT * normal[1].norm(dim=-1, keepdim=True)
     return rows.flatten(0, 1)[:count].clone()
@@ -320,13 +321,13 @@ def orthogonal_features(count: int, width: int, seed: int) -> Tensor:
 # Kinds of attention, as modules.
 
 def _repeated(t: Tensor, heads: int) -> Tensor:
-    """Repeats each group's part for its heads."""
+    """Repeat each group's part for its heads."""
     return t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
 class Linear(nn.Module):
-    """Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236: softmax's exp(q k) becomes
-    phi(q) phi(k), phi = elu + 1."""
+    """Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236: softmax's exp(q k) is replaced
+    by phi(q) phi(k), with phi = elu + 1."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -352,7 +353,7 @@ class Linear(nn.Module):
 
     @staticmethod
     def after(k: Tensor, v: Tensor, features: Tensor | None = None) -> Tensor:
-        """(B, G, F, E + 1): sums of phi(k) v^T and, beside them, of phi(k)."""
+        """Return (B, G, F, E + 1): sums of phi(k) v^T, with the sum of phi(k) as last column."""
         with in_full(k):
             return mapped(k, features, keys=True).mT @ F.pad(wide(v), (0, 1), value=1.0)
 
@@ -362,20 +363,20 @@ class Linear(nn.Module):
         with in_full(q):
             queries = mapped(q, features, keys=False)
             state = state + cls.after(k, v, features)
-            # the heads of a group read one state
+            # the heads of a group share one state
             sums = queries.view(*state.shape[:2], -1, state.shape[2]) @ state
             return (sums[..., :-1] / sums[..., -1:]).view(q.shape).type_as(q), state
 
 
 class Performer(Linear):
     """Choromanski et al. 2021, https://arxiv.org/abs/2009.14794: positive orthogonal random
-    features, by which phi(q) phi(k) is exp(q k / sqrt(E)) in the mean. Drawn once."""
+    features, with which phi(q) phi(k) is exp(q k / sqrt(E)) on average. They are drawn once."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         own = config.attention
         features = orthogonal_features(own.features, config.E, own.seed)
-        # settings have all of it: not in a checkpoint
+        # not in checkpoints, since the settings determine it
         self.register_buffer("features", features.to(torch.get_default_device()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -383,23 +384,23 @@ class Performer(Linear):
 
 
 class Delta(nn.Module):
-    """The delta rule: what the state has at a key is replaced, by a learned share beta, instead of
+    """The delta rule: the state's value at a key is replaced, by a learned share beta, instead of
     added to (Schlag et al. 2021, https://arxiv.org/abs/2102.11174). q and k are silu(x) of length
-    1, as in DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2406.06484), without its convolution
-    and its norm of the output. One beta for each token and key/value head."""
+    1, as in DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2406.06484), but without DeltaNet's
+    convolution and output norm. There is one beta per token and key/value head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.beta = linear(config, "attention.kind.beta")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, G), before the sigmoid."""
+        """Return the gates (B, T, G) before the sigmoid."""
         return self.beta(x)
 
     @classmethod
     def plain(cls, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
               gates: Tensor | None = None) -> Tensor:
-        """Token after token."""
+        """Compute token by token."""
         B, G, T, E = k.shape
         state, outs = wide(k.new_zeros(B, G, E, E)), [q[:, :, :0]]
         for t in range(T):
@@ -415,7 +416,7 @@ class Delta(nn.Module):
 
     @staticmethod
     def after(k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        """(B, G, E, E): from a key to its value."""
+        """Return the state (B, G, E, E), which maps a key to its value."""
         with in_full(k):
             return Chunks(k, k, v, gates).state.unflatten(0, k.shape[:2])
 
@@ -431,7 +432,7 @@ class Delta(nn.Module):
 
 
 class State(Cache):
-    """A cache of one state for each layer, whatever the number of tokens."""
+    """A cache with one state per layer, independent of the number of tokens."""
 
     def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
                  dtype: torch.dtype, device: torch.device | str):
