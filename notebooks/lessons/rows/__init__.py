@@ -1,10 +1,10 @@
-"""Techniques that one lesson studies: each module holds the rows of a family and their code.
+"""Techniques that only one lesson studies: each module has the rows of a family and their code.
 
 A Config names a module under `imports`, or a command names it by `--import`:
-`lpkit train cpu-3m optimizer=soap --import lessons.rows.optimizers`. The name always means the
-kit's own folder, or a learner's copy of it (`lpkit.techniques.lessons`). So a module here imports the standard library,
-`lpkit` and `lessons.rows` alone, the latter by `from lessons.rows.NAME import ...`. PyTorch is in
-modules named `NAME_torch`, which add no rows.
+`lpkit train cpu-3m optimizer=soap --import lessons.rows.optimizers`. The name always refers to the
+kit's own folder or to a learner's copy of it (`lpkit.techniques.lessons`). Modules here import only
+the standard library, `lpkit` and `lessons.rows`, the latter by `from lessons.rows.NAME import ...`.
+PyTorch is imported in modules named `NAME_torch`, which add no rows.
 """
 
 import ast
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lpkit.techniques.outside  # noqa: F401   it knows the kit's own rows before others come
+import lpkit.techniques.outside  # noqa: F401   it lists the kit's own rows before others are added
 from lpkit.errors import ConfigError, nearest, shown
 
-FIELDS = {      # the field of a Config, by the name of its table in lpkit.techniques
+FIELDS = {      # a Config's field, by the name of its table in lpkit.techniques
     "OPTIMIZERS": "optimizer", "OBJECTIVES": "objective", "SCHEDULES": "schedule",
     "INITS": "model.init", "BLOCKS": "model.block", "KINDS": "model.attention",
     "MODEL_CHANGES": "model.changes", "NORMS": "model.norm", "MLPS": "model.mlp",
@@ -32,10 +32,10 @@ FIELDS = {      # the field of a Config, by the name of its table in lpkit.techn
 
 @functools.cache
 def where() -> Mapping[str, Mapping[str, str]]:
-    """Returns the module of each row, by field and name, read from syntax trees: nothing is imported.
+    """Returns the module of each row, by field and name. Reads syntax trees and imports nothing.
 
-    A module adds rows by `TABLE["name"] = ...` or `TABLE |= {"name": ...}`, with the names written
-    down; tests/exchange/test_imports.py compares this with what the modules add.
+    A module adds rows by `TABLE["name"] = ...` or `TABLE |= {"name": ...}`, with literal names;
+    tests/exchange/test_imports.py compares the result with the rows that the modules add.
     """
     found: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
     for path in sorted(Path(*__path__).glob("*.py")):
@@ -55,8 +55,8 @@ def where() -> Mapping[str, Mapping[str, str]]:
 
 def unknown(table: Mapping[str, Any], name: Any, what: str,
             families: Mapping[str, Mapping[str, Any]]) -> ConfigError:
-    """Returns the error for a name that `table` has not: the nearest names, or the import that has
-    such a row, or the field of `families` that has it. `what` begins with the table's field."""
+    """Returns the error for a name that `table` lacks: the nearest names, the import that adds such
+    a row, or the field of `families` that has it. `what` begins with the table's field."""
     field = what.partition(" ")[0]
     ways = {row: f'{what} {row!r} is in {at}: add --import {at}, in Python imports=("{at}",)'
             for row, at in where().get(field, {}).items() if row not in table}

@@ -1,4 +1,4 @@
-"""Activations in few bits, and as many as a budget allows a compiled model to keep.
+"""Activations stored in few bits, and a budget for the activations that a compiled model keeps.
 
     lpkit train cpu-3m --import lessons.rows.activations memory.activation_offload=int8
     lpkit train cpu-3m --import lessons.rows.activations memory.recompute=budget system.compile=true
@@ -17,7 +17,7 @@ from lpkit.techniques.memory import (
 from lpkit.techniques.row import Settings
 from lpkit.values import Share
 
-GROUP = 256     # numbers of a quantized activation that share a least and a largest
+GROUP = 256     # elements of a quantized activation that share a minimum and a maximum
 
 
 def quantized(bits: int) -> Offload:
@@ -32,7 +32,7 @@ ACTIVATION_OFFLOAD |= {"int8": quantized(8), "int4": quantized(4), "int2": quant
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Settings):
-    budget: Share = 0.5     # of the activations, what torch.compile may keep
+    budget: Share = 0.5     # share of the activations that torch.compile may keep
 
 
 RECOMPUTE["budget"] = Recompute(

@@ -1,10 +1,11 @@
-"""What the rows of `activations` do.
+"""Implementations of the rows of `activations`.
 
-A tensor in few bits comes back as another one that has it as its mean: groups of 256 numbers are
-spread between their least and their largest, and rounded stochastically (ActNN, Chen et al. 2021,
-https://arxiv.org/abs/2104.14129). What is linear in it, so the gradient of a weight whose input it
-is, is right on average. What is not, the derivatives of norms, softmax and gelu, is off by a
-second-order term; docs/memory.md says how much.
+A tensor stored in few bits is restored as a random tensor whose mean is the original: the levels of
+a group of 256 elements are spaced evenly between its minimum and maximum, and elements are rounded
+stochastically (ActNN, Chen et al. 2021, https://arxiv.org/abs/2104.14129). Results that are linear
+in the tensor are exact on average, such as the gradient of a weight whose input it is. Nonlinear
+results (derivatives of norms, softmax and gelu) have a second-order error; docs/memory.md states
+how large it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lpkit.memory.saved import Away, Place, SavedTensorOffloader
 
 
 class Quantized(Away):
-    """`bits` of 8, 4 or 2 a number, and 8 bytes for each group."""
+    """A tensor in `bits` (8, 4 or 2) per element, plus 8 bytes per group."""
 
     rounds = True
 
@@ -33,12 +34,12 @@ class Quantized(Away):
         flat, top = t.detach().reshape(-1).float(), 2**bits - 1
         groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
         self.least, most = groups.aminmax(dim=1, keepdim=True)
-        self.scale = (most - self.least) / top      # of one step, float32 (groups, 1)
+        self.scale = (most - self.least) / top      # step size, float32 (groups, 1)
         steps = (groups - self.least).div_(self.scale.clamp(min=torch.finfo(torch.float32).tiny))
         steps += torch.rand(steps.shape, device=t.device, generator=draws)
         codes = steps.floor_().clamp_(max=top).to(torch.uint8)
         parts = codes.view(len(codes), 8 // bits, -1)
-        self.codes = parts[:, 0].clone()            # 8 / bits to a byte
+        self.codes = parts[:, 0].clone()            # 8 / bits codes per byte
         for i in range(1, parts.shape[1]):
             self.codes |= parts[:, i] << (i * bits)
 
@@ -62,9 +63,9 @@ int8, int4, int2 = partial(place, 8), partial(place, 4), partial(place, 2)
 
 def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",
            **settings: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: `compiler`, that keeps at most about this share of what it would
-    for backward and makes the rest again, the cheapest first. The setting is PyTorch's own, and
-    holds while this graph is compiled."""
+    """A backend for torch.compile: `compiler` with a memory budget. It keeps at most about this
+    share of the activations that it would keep for backward, and recomputes the others, the
+    cheapest first. It changes a setting of PyTorch while this graph is compiled."""
     from torch._dynamo.backends.registry import lookup_backend  # takes a second
 
     with torch._functorch.config.patch(activation_memory_budget=budget):

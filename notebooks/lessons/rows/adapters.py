@@ -1,9 +1,9 @@
-"""Adapters that notebook 24 mentions, and dropout: rows of `model.changes`, with their formulas.
+"""The other adapters of notebook 24, and dropout: rows of `model.changes`, with their formulas.
 
     import lessons.rows.adapters        or --import lessons.rows.adapters behind a command
 
-LoRA is in `lpkit.techniques.adapters`. `lessons.rows.adapters_torch` has the modules of these, and
-reads and writes peft's files of a prompt and a prefix.
+LoRA is in `lpkit.techniques.adapters`. `lessons.rows.adapters_torch` has the modules of these rows
+and reads and writes peft's files of a prompt and a prefix.
 """
 
 import math
@@ -63,9 +63,9 @@ class BottleneckSettings(AdapterSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualSettings(Settings):
-    """`length` learned places before a text, which has model.context tokens all the same."""
+    """`length` learned positions before a text, which still has model.context tokens."""
 
-    in_stream: ClassVar[bool] = False       # they run through the blocks, too
+    in_stream: ClassVar[bool] = False       # prompt tokens run through the blocks, too
     length: Count = 20
 
     @property
@@ -91,11 +91,11 @@ class PromptSettings(VirtualSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutSettings(Settings):
-    """Shares of numbers that an update sets to 0; it divides the others by the share that is left.
+    """Shares of elements that an update sets to 0; the remaining elements are divided by 1 - share.
     Evaluation and sampling drop nothing."""
 
     embedding: Rate = 0.0   # of embeddings and positions, as embd_pdrop of GPT-2
-    residual: Rate = 0.0    # of what attention and MLP add to the stream, as resid_pdrop
+    residual: Rate = 0.0    # of the outputs that attention and MLP add to the stream (resid_pdrop)
     attention: Rate = 0.0   # of attention's probabilities, as attn_pdrop
     adapters: Rate = 0.0    # of the input of LoRA's A, as lora_dropout of peft
 
@@ -125,7 +125,7 @@ def _draws(config: Any, recipe: Any) -> str:
     if config.parallel.devices > 1 or config.governors or offload != "device":
         return ("draws and keeps the masks of one whole device so far; leave out parallel, "
                 "governors and memory.activation_offload")
-    # a GPU has both by default
+    # a GPU uses both by default
     by_default = "auto" if system.device == "cpu" else False
     if not {system.compile, system.cuda_graphs} <= {False, by_default}:
         return ("draws masks outside of compiled code and CUDA graphs; set system.compile=false "
@@ -137,7 +137,7 @@ def _draws(config: Any, recipe: Any) -> str:
 
 
 def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
-    """The same times a number for each row, which is made of W, A and B: reads W once more."""
+    """Low-rank products, scaled by one factor per row from W, A and B, so W is read once more."""
     product = low_rank(s, settings)
 
     def new(op: Op) -> Iterator[Op]:
@@ -145,10 +145,10 @@ def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
         wide, residual = s.tokens * out * s.compute_bytes, op.writes_residual
         yield from product(replace(op, writes_residual=residual and s.mixed))
         parts = 1 if settings.shared else len(fused(s.model, f"{op.name}.weight")) or 1
-        # backward: gradients of both factors; that of the residual stream is needed still
+        # backward: gradients of both factors; the residual stream's gradient is still alive
         hold = Hold(nbytes=2 * wide, frees=1.0, grows=wide * (residual and not s.mixed))
         yield Op(name=f"{op.name}.magnitude", part=op.part, params=out,
-                 saved_bytes=wide + out * (FP32 + s.compute_bytes),     # z, the norm, and its share
+                 saved_bytes=wide + out * (FP32 + s.compute_bytes),     # z, the norm, scale factors
                  saved_itemsize=s.compute_bytes, backward=(hold,),
                  moved_bytes=2 * wide + op.weights * s.residual_bytes,
                  weight_flops=2 * r * (out * K + parts * r * K + out * r))
@@ -157,7 +157,7 @@ def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
 
 
 def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> Operations:
-    """y + up(gelu(down(y))) behind a Linear."""
+    """y + up(gelu(down(y))) after a Linear."""
     def new(op: Op) -> Iterator[Op]:
         out, w = op.matmul[1], settings.width
         wide = s.tokens * w * s.compute_bytes
@@ -173,13 +173,13 @@ def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> 
 
 
 def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operations:
-    """Keys and values, and what enters the MLP's last product, times a learned vector."""
+    """Multiply keys, values and the input of the MLP's last product by a learned vector each."""
     def new(op: Op) -> Iterator[Op]:
         K, out = op.matmul
         queries = op.name == "attention.qkv"
         numbers, whole = (out - s.model.H * s.model.E, out) if queries else (K, K)
         scaled, saved = (s.tokens * n * s.compute_bytes for n in (numbers, whole))
-        # gradients of both factors, and keys and values beside the queries' again
+        # gradients of both factors, and a copy of keys and values next to the queries
         hold = Hold(nbytes=2 * scaled + saved * queries, frees=1.0)
         scale = Op(name=f"{op.name}.scale", part=op.part, params=numbers, saved_bytes=saved,
                    saved_itemsize=s.compute_bytes, moved_bytes=2 * scaled, backward=(hold,))
@@ -189,13 +189,13 @@ def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operat
 
 
 def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
-    """Blocks see more tokens; the last norm, the head and the loss see those of the text."""
+    """Blocks see the prompt and the text; the last norm, the head and the loss see the text."""
     m, share = s.model, 1 + settings.length / s.model.T
     longer = operations(replace(s, model=attended(m)))
     more = s.stream_bytes * (share - 1)
     norm = ops.norm.frozen
     cut = Hold(nbytes=s.stream_bytes + more, grows=more)      # its gradient is padded with zeros
-    # what it saves of the text is a view of all
+    # the norm saves a view, which keeps the stream of prompt and text alive
     norm = replace(norm, backward=(*norm.backward, cut), saved_bytes=norm.saved_bytes + more)
     own = Op(name="prompt", part="prompt", params=settings.length * m.D,
              shape=(settings.length, m.D))
@@ -204,13 +204,13 @@ def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
 
 
 def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
-    """Attention is that of a longer text, whose q, k and v are made anew: no view keeps their
-    product."""
+    """Attention sees a longer text, whose q, k and v are new tensors: no view keeps the fused
+    product alive."""
     m, P = s.model, settings.length
     longer = replace(s, model=attended(m), made_anew=True)
     [here, there] = (next(op for op in one.block if op.name == "attention")
                      for one in (ops, operations(longer)))
-    # backward: zeros for the results that were left out; at the end what is of the prefix has gone
+    # backward: zero gradients for the dropped results; at the end, the prefix's tensors are freed
     more = s.batch * P * m.H * m.E * s.compute_bytes
     work, turn = there.backward
     grows = sum(hold.grows for hold in here.backward) - more - work.grows
@@ -228,7 +228,7 @@ def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
 
 
 def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operations:
-    """A CPU keeps the factor of each number, a GPU a byte. The first block keeps fewer of LoRA."""
+    """A CPU saves a factor per element, a GPU one byte. The first block of LoRA saves less."""
     m, compute, on_cpu, block = s.model, s.compute_bytes, s.kind == "cpu", []
 
     def drop(name: str, numbers: float, itemsize: int, grows: bool = False) -> Op:
@@ -244,7 +244,7 @@ def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operat
                               s.residual_bytes if op.reads_residual else compute))
             op = replace(op, saved_bytes=numbers * (s.operand_bytes or compute))
         if settings.attention and op.name == "attention":
-            # in backward the dropped ones are freed before the gradient of the others is there
+            # in backward, the dropped scores are freed before the others' gradient is allocated
             pairs, (work, *rest) = s.batch * m.H * m.T**2, op.backward
             more = pairs * (2 * compute if on_cpu else 1)
             at_once = work.nbytes + more * s.attends_again - pairs * compute * on_cpu
@@ -260,7 +260,7 @@ def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operat
     if missing := [name for name in due if name not in {op.name for op in block}]:
         raise ConfigError(f"model.changes={settings.name} drops what comes of {' and '.join(due)}, "
                           f"and model.block={m.block} has no {missing[0]}; use another block")
-    if settings.embedding and ops.embed.trained:    # until the end of backward
+    if settings.embedding and ops.embed.trained:    # saved until the end of backward
         mask = ops.positions.saved_bytes + drop("", s.tokens * m.D, s.residual_bytes).saved_bytes
         ops = replace(ops, positions=replace(ops.positions, name="attention", saved_bytes=mask))
     return replace(ops, block=tuple(block))

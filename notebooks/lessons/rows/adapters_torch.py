@@ -1,7 +1,7 @@
 """Modules of the rows in `lessons.rows.adapters`, and peft's files of a prompt and a prefix.
 
-Each adapter knows what Linear it equals: `merged`. A parameter of a fused matrix lies by group of
-heads, as the matrix does: `side_by_side`.
+Each adapter can return the equivalent Linear: `merged`. The parameters of a fused matrix are stored
+by group of heads, like the matrix: `side_by_side`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ from lpkit.techniques.adapters import AdapterSettings, LoraSettings
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.training.runs import Run
 
-STD = 0.02      # of a prompt and a prefix that begin, as of embeddings in GPT-2
-LEARNED = "prompt_embeddings"       # peft's one tensor of a prompt or a prefix
+STD = 0.02      # standard deviation of a new prompt or prefix, as of GPT-2's embeddings
+LEARNED = "prompt_embeddings"       # peft's only tensor of a prompt or a prefix
 
 
 class Dora(Lora):
-    """y = m (W + scale B A) x / |W + scale B A|, row by row; the norm is a number, not a function
-    of A and B (Liu et al. 2024, section 4.3)."""
+    """y = m (W + scale B A) x / |W + scale B A|, row by row; for autograd, the norm is a constant
+    and not a function of A and B (Liu et al. 2024, section 4.3)."""
 
     def __init__(self, base: nn.Linear, *sizes: Any):
         super().__init__(base, *sizes)
@@ -37,9 +37,9 @@ class Dora(Lora):
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """(out,), in float32 at least. No matrix of W's size is made for it:
+        """Return the norms (out,), in float32 or wider, without a matrix of W's size:
         |w + s A^T b|^2 = |w|^2 + b (2 s A w + s^2 A A^T b)."""
-        # a base in codes gives its matrix in float32
+        # a quantized base returns its matrix in float32
         w, s, found = self.base.weight.type_as(self.A.weight), self.scale, []
         wide = torch.promote_types(w.dtype, torch.float32)
         rows = [B.out_features // self.groups for B in self.B]
@@ -55,7 +55,7 @@ class Dora(Lora):
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
         z, share, bias = super().forward(x), self.magnitude / self.norm(), self.base.bias
         y = z * share.to(z.dtype)
-        return y if bias is None else y.add_((bias * (1 - share)).to(z.dtype))  # it has no length
+        return y if bias is None else y.add_((bias * (1 - share)).to(z.dtype))  # bias is not scaled
 
     def merged(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super().merged()
@@ -79,7 +79,7 @@ class Bottleneck(Adapter):
 
 
 class ScaledKeysValues(Adapter):
-    """Keys and values, of an output that lies by group, times learned vectors."""
+    """Multiply the keys and values of a grouped output by learned vectors."""
 
     def __init__(self, base: nn.Linear, rows: Sequence[int]):
         super().__init__(base)
@@ -115,8 +115,8 @@ class ScaledInput(Adapter):
 
 
 class Prefix(nn.Module):
-    """Keys and values of a layer, learned as they are, before those of the text. Any causal backend
-    takes them: their queries are zeros, whose results are left out."""
+    """Learned keys and values of a layer, placed before those of the text. To fit any causal
+    backend, the prefix gets queries of zeros, whose results are dropped."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device):
         super().__init__()
@@ -131,7 +131,7 @@ class Prefix(nn.Module):
         return attend(F.pad(q, (0, 0, P, 0)), k, v, *others)[:, :, P:]
 
     def before(self, *pair: Tensor) -> list[Tensor]:
-        """Keys and values (B, G, S, E) behind what was learned, (B, G, P + S, E)."""
+        """Return keys and values (B, G, S, E) with the learned ones before: (B, G, P + S, E)."""
         own = self.weight.view(self.shape).permute(1, 2, 0, 3)
         return [torch.cat((one.type_as(t).expand(len(t), -1, -1, -1), t), dim=2)
                 for one, t in zip(own, pair)]
@@ -143,7 +143,7 @@ def add_dora(model: nn.Module, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def add_pissa(model: nn.Module, settings: LoraSettings) -> None:
-    """Splits each matrix: B A is its best approximation of that rank, and the rest is frozen."""
+    """Split each matrix: B A is its best approximation of this rank, and the rest is frozen."""
     add_lora(model, settings)
     for one in model.modules():
         if isinstance(one, Lora):
@@ -185,7 +185,7 @@ def add_prompt(model: nn.Module, settings: VirtualSettings) -> None:
 
 
 def add_dropout(model: nn.Module, settings: DropoutSettings) -> None:
-    """Adds modules without parameters, and leaves every name as it was."""
+    """Add modules without parameters; all names stay the same."""
     after = [(model.positions, "add", settings.embedding)]
     for block in model.blocks if settings.residual else ():
         after += [(part, "forward", settings.residual) for part in (block.attention, block.mlp)]
@@ -208,8 +208,8 @@ def _within(drop: nn.Dropout, attend: Attend, *given: Any) -> Tensor:
     return attend(*given, dropout=drop.p * drop.training)
 
 
-# ---- peft's files: a prompt (tokens, width) is one tensor, and so is a prefix, each layer's keys
-# and then its values
+# ---- peft's files: a prompt (tokens, width) is one tensor; so is a prefix, with each layer's keys
+# followed by its values
 
 def save_places(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
     [settings], m = run.config.model.changes, run.config.model
@@ -226,7 +226,7 @@ def bring_places(folder: Path, said: Mapping[str, Any], base: Run, out: Path, na
     width = _width(settings, m)
     adapted.check_keys(folder, said, {
         "token_dim": (None, width), "num_layers": (None, m.L),
-        "task_type": ("CAUSAL_LM",)})       # else peft leaves the places out
+        "task_type": ("CAUSAL_LM",)})       # otherwise peft leaves the prompt out
     length = said.get("num_virtual_tokens")
     due = {LEARNED: (length, 2 * m.L * width if not settings.in_stream else width)}
     learned = adapted.tensors(folder, due, "num_virtual_tokens")[LEARNED]
@@ -240,5 +240,5 @@ def bring_places(folder: Path, said: Mapping[str, Any], base: Run, out: Path, na
 
 
 def _width(settings: VirtualSettings, m: ModelConfig) -> int:
-    """Returns the numbers of one place of a prompt, or of a layer's keys."""
+    """Returns the elements of one position of a prompt, or of a layer's keys."""
     return m.D if settings.in_stream else m.G * m.E

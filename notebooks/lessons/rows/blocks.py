@@ -2,8 +2,8 @@
 
     import lessons.rows.blocks          or --import lessons.rows.blocks behind a command
 
-Operations of a block are those of pre-norm with changes; `lessons.rows.blocks_torch` has the
-modules and the functions that fill a model.
+The operations of a block are pre-norm's with changes; `lessons.rows.blocks_torch` has the modules
+and the functions that initialise a model.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,16 @@ TORCH = "lessons.rows.blocks_torch:"
 
 @dataclass(frozen=True, kw_only=True)
 class BranchesRow(Block):
-    """`gain`: the start of what branches are multiplied by, None: nothing; without a `skip`,
-    attention by 1. `norms`: those of model.norm; `parallel`: one for both branches; `behind`: one
-    behind each. `channels`: a gain for each channel; `one_gain`: both branches have the same.
-    `bare`: attention has neither values nor projection."""
+    """A block as a variation of pre-norm.
+
+    gain        initial factor of the branches, None: no factor
+    skip        False: attention has no skip, and its gain starts at 1
+    norms       whether there are norms (of model.norm)
+    parallel    both branches read one norm
+    behind      a norm after each branch
+    channels    one gain per channel
+    one_gain    both branches share a gain
+    bare        attention has neither values nor projection"""
 
     implementation: str = TORCH + "Branches"
     gain: float | None = None
@@ -55,7 +61,7 @@ class BranchesRow(Block):
 def sandwich(s: MicroBatch) -> Iterator[Op]:
     """Each branch ends with a norm of its result."""
     norm, ends = NORMS[s.model.norm].operations, {"add1": "norm3", "add2": "norm4"}
-    # a GPU's autocast widens what a norm is given, a CPU's does not
+    # a GPU's autocast widens the input of a norm, a CPU's does not
     given = replace(s, residual_bytes=s.compute_bytes) if s.kind == "cpu" else s
     for op in pre_norm(s):
         if op.name in ends:
@@ -64,7 +70,7 @@ def sandwich(s: MicroBatch) -> Iterator[Op]:
 
 
 def scaled(s: MicroBatch) -> Iterator[Op]:
-    """Each branch times its gain."""
+    """Each branch is multiplied by its gain."""
     row, m, ends = BLOCKS[s.model.block], s.model, {"add1": "gain1", "add2": "gain2"}
     for op in pre_norm(s if row.norms else replace(s, model=replace(m, norm="none"))):
         if op.name in ends:
@@ -74,7 +80,7 @@ def scaled(s: MicroBatch) -> Iterator[Op]:
 
 
 def skipless(s: MicroBatch) -> Iterator[Op]:
-    """Shaped attention without a skip, then an MLP with one."""
+    """Shaped attention without a skip, then an MLP with a skip."""
     norm = NORMS[s.model.norm].operations
     yield norm("norm1", s, residual=False)
     yield from map(_gained, _shaped(s))
@@ -86,7 +92,7 @@ def skipless(s: MicroBatch) -> Iterator[Op]:
 
 
 def sas_parallel(s: MicroBatch) -> Iterator[Op]:
-    """Both branches read one norm, and nothing goes round them."""
+    """Both branches read one norm, and there is no skip."""
     mlp = [_gained(op) for op in pre_norm(s) if op.part == "mlp"]
     yield NORMS[s.model.norm].operations("norm1", s, residual=False)
     yield from reading_one(s, (*map(_gained, _shaped(s)), _gain("gain1", s, 1, last=True), *mlp,
@@ -94,8 +100,8 @@ def sas_parallel(s: MicroBatch) -> Iterator[Op]:
 
 
 def _gain(name: str, s: MicroBatch, numbers: int, *, last: bool) -> Op:
-    """Saves what it is given, and widens that for a product with the stream's gradient. `last`:
-    nothing else needs this gradient."""
+    """A gain saves its input, and widens it for a product with the stream's gradient. `last`: the
+    stream's gradient is not needed afterwards."""
     each, stream = s.tokens * s.model.D, s.stream_bytes
     work = Hold(nbytes=(2 + s.mixed) * stream, frees=1.0,
                 grows=each * s.compute_bytes - stream * last)
@@ -105,21 +111,21 @@ def _gain(name: str, s: MicroBatch, numbers: int, *, last: bool) -> Op:
 
 
 def _gained(op: Op) -> Op:
-    """A gain lies between a branch and the stream: no gradient is the stream's own."""
+    """With a gain between branch and stream, no gradient is shared with the stream."""
     if op.name.startswith("add"):
         return replace(op, backward=())
     return replace(op, writes_residual=False) if op.writes_residual else op
 
 
 def _shaped(s: MicroBatch) -> Iterator[Op]:
-    """Attention of this block, and its shape behind it. Without matrices of values and projection
-    the values are its input, cast for the products, and no part of the product of q and k."""
+    """Shaped attention, followed by its shape. Without matrices for values and projection, the
+    values are its input, cast for the products, and not part of the fused product of q and k."""
     m, bare = s.model, BLOCKS[s.model.block].bare
     each = s.tokens * m.H * m.E * s.compute_bytes
-    waits = Hold(grows=-each)       # two gradients of v become one
+    waits = Hold(grows=-each)       # two gradients of v are added to one
     copies = (ATTENTION[s.attention].formula is attending.plain
               and not (s.heads_are_views and not s.turns))
-    besides = 0 if s.norms_save_qkv else copies * each * (s.mixed if bare else 3)   # v lies there
+    besides = 0 if s.norms_save_qkv else copies * each * (s.mixed if bare else 3)   # v is kept here
     for op in attending.attention(s):
         if bare and op.name == "attention.qkv":
             yield Op(name="attention.values", part="", backward=(
@@ -146,7 +152,7 @@ def _shaped(s: MicroBatch) -> Iterator[Op]:
 
 
 def _whole_heads(m: Any) -> str:
-    """Why shaped attention cannot be of this model, and the way out."""
+    """Return why this model cannot have shaped attention, and the way out."""
     if m.G != m.H:
         return f"has a value for each head; set model.kv_heads={m.H}"
     if m.attention.rule(m.T) != Rule():
@@ -200,8 +206,8 @@ BLOCKS |= {
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedInit(Init):
-    """`shape`: alpha, beta and gamma of shaped attention (`blocks_torch.Shape`) at the start;
-    `zero_queries`: its queries are 0, so that softmax is the mean over the past."""
+    """`shape`: initial alpha, beta and gamma of shaped attention (`blocks_torch.Shape`);
+    `zero_queries`: its queries are 0, so softmax is the mean over the past."""
 
     shape: tuple[float, float, float] = (1.0, 1.0, 1.0)
     zero_queries: bool = True
@@ -235,12 +241,12 @@ INITS |= {
         implementation=TORCH + "identity_values"),
 }
 
-# ---- Layers that share
+# ---- Layers that share parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings(Settings):
-    """Layer i has the parameters of layer i modulo `groups`: all of them, or those of one part."""
+    """Layer i uses the parameters of layer i modulo `groups`: all of them, or only one part's."""
 
     groups: Count = 1
     parts: Literal["all", "attention", "mlp"] = "all"
@@ -259,7 +265,7 @@ def _alone(config: Any, recipe: Any) -> str:
 
 
 def shared(ops: Operations, s: MicroBatch, settings: SharedSettings) -> Operations:
-    """Parameters and gradients are those of `groups` layers, and the work is that of all."""
+    """Parameters and gradients are those of `groups` layers; the work is that of all layers."""
     part = {"all": "", "attention": "attention", "mlp": "mlp"}[settings.parts]
     own = settings.groups / s.model.L
     return replace(ops, block=tuple(replace(op, own=own) if op.name.startswith(part) else op

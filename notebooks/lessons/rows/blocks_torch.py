@@ -1,10 +1,10 @@
 """Modules and initialisations that the rows of `lessons.rows.blocks` name.
 
-A skip carries the signal past a block. Without it a block must begin as the identity, or the tokens
-of a deep model become alike: attention is a mean over the past, again and again (Dong et al. 2021,
-https://arxiv.org/abs/2103.03404). Shaped attention is that identity (Noci et al. 2023,
-https://arxiv.org/abs/2306.17759): with queries 0, softmax is the mean over the past, which is
-subtracted, and a token's own value stays.
+A skip carries the signal past a block. Without skips, attention averages over the past in every
+layer, so the tokens of a deep model become alike (Dong et al. 2021,
+https://arxiv.org/abs/2103.03404), unless a block starts as the identity. Shaped attention starts as
+the identity (Noci et al. 2023, https://arxiv.org/abs/2306.17759): with queries of 0, softmax is the
+mean over the past, which is subtracted, so only the token's own value remains.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.operation import fused
 from lpkit.techniques.row import Settings
 
-MUP_WIDTH = 32      # at which muP's embeddings are N(0, 1 / width)
+MUP_WIDTH = 32      # width at which muP's embeddings are N(0, 1 / width)
 
 
 class Gain(nn.Module):
-    """Learned factors of the last dimension, or one for all, that begin as `start`."""
+    """Learned factors of the last dimension, or one factor for all; they start at `start`."""
 
     def __init__(self, numbers: int, start: float):
         super().__init__()
@@ -40,15 +40,15 @@ class Gain(nn.Module):
         nn.init.constant_(self.weight, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the weight's dtype, which is the stream's, where x has the products'."""
+        """Return the product in the weight's (so the stream's) dtype, also for a narrower x."""
         return x * self.weight
 
 
 class Shape(nn.Module):
     """alpha v + beta softmax(q k) v - gamma mean(v), by head. `weight` (3, H): alpha, beta, gamma.
 
-    The published code builds the (T, T) matrix of it; the mean over the past is a running sum, so
-    that memory stays linear in T with any backend.
+    The published code builds a (T, T) matrix. Here the mean over the past is a running sum, so
+    memory stays linear in T with any backend.
     """
 
     def __init__(self, config: ModelConfig):
@@ -67,15 +67,15 @@ class Shape(nn.Module):
 
 
 def running_mean(v: Tensor) -> Tensor:
-    """(..., T, E) -> (..., T, E): the mean of each token's v and those before it, summed in
-    float32."""
+    """Return the mean over each token's v and all earlier v, summed in float32:
+    (..., T, E) -> (..., T, E)."""
     counts = torch.arange(1, v.shape[-2] + 1, device=v.device)[:, None]
     wide = torch.promote_types(v.dtype, torch.float32)
     return (v.cumsum(-2, dtype=wide) / counts).type_as(v)
 
 
 class ShapedAttention(Attention):
-    """Begins as the identity, where values and projection do (an initialisation says which)."""
+    """Starts as the identity if values and projection do (see the initialisations)."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__(config, attend)
@@ -83,17 +83,17 @@ class ShapedAttention(Attention):
 
     def reset(self, init: Settings) -> None:
         if getattr(INITS[init.name], "zero_queries", ShapedInit.zero_queries):
-            product = next(self.children())     # of q, k and perhaps v
+            product = next(self.children())     # the fused product of q, k and perhaps v
             product.weight.data.unflatten(0, (self.G, -1, self.E))[:, :self.queries] = 0.0
 
     def read(self, cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        out = cache.step(layer, self, q, k, v, own)     # queries of 0 give the mean of the cache
+        out = cache.step(layer, self, q, k, v, own)     # queries of 0: the mean over the cache
         return self.shape(v, out, cache.step(layer, self, torch.zeros_like(q), k, v, None))
 
 
 class BareAttention(ShapedAttention):
-    """Shaped attention whose values are its input, and whose result is not projected."""
+    """Shaped attention whose values are its input, without an output projection."""
 
     def project(self, config: ModelConfig) -> None:
         self.qk, self.out = linear(config, "attention.qk"), nn.Identity()
@@ -108,8 +108,8 @@ class BareAttention(ShapedAttention):
 
 
 class Branches(nn.Module):
-    """A block of attention and MLP, as its row says: whether attention has a skip, whether both
-    read one norm, which norms are behind them, and what each is multiplied by."""
+    """A block of attention and MLP as described by its row: whether attention has a skip, whether
+    both read one norm, the norms after them, and their gains."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -136,7 +136,7 @@ class Branches(nn.Module):
             x, h = add_norm(self.norm2, x, delta)
         else:
             x = x + delta if self.skip else delta
-            del delta       # before the MLP's are there
+            del delta       # free it before the MLP's is allocated
             h = h if self.norm2 is None else self.norm2(x)
         return x + self.gain2(self.norm4(self.mlp(h)))
 
@@ -153,7 +153,7 @@ def share_layers(model: nn.Module, settings: SharedSettings) -> None:
 # ---- Initialisations
 
 def values(attention: nn.Module) -> torch.Tensor | None:
-    """(G, E, D): the rows of values, a view; None where there are none."""
+    """Return the rows of values as a view (G, E, D); None if there are none."""
     qkv = getattr(attention, "qkv", None)
     if qkv is None:
         return None
@@ -162,8 +162,8 @@ def values(attention: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def fixup(model: nn.Module) -> None:
-    """A branch of m matrices ends with 0, and the others are smaller by n^(-1/(2m - 2)), of n
-    branches (Zhang et al. 2019, section 3): m is 2, or 3 where gate and up multiply each other."""
+    """The last matrix of each branch is 0; the others are scaled by n^(-1/(2m - 2)), for n branches
+    of m matrices (Zhang et al. 2019, section 3): m is 2, or 3 if gate and up are multiplied."""
     fan_in(model)
     branches = 2 * len(model.blocks)
     for block in model.blocks:
@@ -178,7 +178,7 @@ def fixup(model: nn.Module) -> None:
 
 @torch.no_grad()
 def t_fixup(model: nn.Module) -> None:
-    """Matrices that are one product here are Xavier's each for itself."""
+    """Each matrix of a fused product gets Xavier's initialisation separately."""
     m, L = model.config, model.config.L
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
@@ -196,7 +196,7 @@ def t_fixup(model: nn.Module) -> None:
 
 @torch.no_grad()
 def mup(model: nn.Module) -> None:
-    """The rates that belong to it go with 1 / width (`lessons.l27_width_and_mup.mup`)."""
+    """muP's initialisation; its rates scale with 1 / width (`lessons.l27_width_and_mup.mup`)."""
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
         nn.init.normal_(table, std=MUP_WIDTH ** -0.5)

@@ -1,4 +1,4 @@
-"""Weights that travel between ranks as their casts, a byte a value (ZeRO 2 and 3).
+"""Weights that ranks send as their casts, one byte per element (ZeRO 2 and 3).
 
     lpkit train cpu-3m --import lessons.rows.cast_gather --processes 2 parallel.shard=2 \\
         parallel.gathered=fp8 precision.recipe=fp8-tensorwise

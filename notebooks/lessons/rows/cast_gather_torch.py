@@ -1,15 +1,15 @@
-"""Weights that travel as their casts: a byte a value, half of bf16's.
+"""Weights that ranks send as their casts: one byte per element, half as many as bf16.
 
-FSDP2 gathers what a shard says is to be gathered: `fsdp_pre_all_gather` gives the tensors to send,
-`fsdp_post_all_gather` makes the whole parameter of them. Here these are the recipe's own cast of a
-Linear's weight, in the scale that the cast of the whole weight has, so that the layer multiplies
-what arrives: the numbers are those of one device, bit for bit. Bytes go as uint8, since gloo knows
-no float8. The parameter that arrives is a float8 tensor over the gathered bytes, with gradients in
-float32; shards, optimizer and checkpoints do not know of all this.
+FSDP2 lets a shard define what is gathered: `fsdp_pre_all_gather` returns the tensors to send, and
+`fsdp_post_all_gather` builds the whole parameter from them. Here the tensors are the recipe's cast
+of a Linear's weight, with the scale of the whole weight's cast, so the layer multiplies the
+received bytes: results equal those of one device, bit by bit. Bytes are sent as uint8, since gloo
+does not support float8. The gathered parameter is a float8 tensor over the received bytes, with
+gradients in float32; shards, optimizer and checkpoints are not affected.
 
-One scale for the tensor needs an amax over all ranks: those of all weights are one all-reduce an
-update, in `CastGathers.agree`. Blocks of rows lie on one rank each, and their scales travel with
-them.
+One scale per tensor needs an amax over all ranks: `CastGathers.agree` computes all amaxes by one
+all-reduce per update. If scales are per block of rows, each block is on one rank, and its scales
+are sent with it.
 
 Source: https://pytorch.org/blog/training-using-float8-fsdp2/
 """
@@ -36,11 +36,12 @@ from lpkit.techniques.recipes import ALL, untiled
 
 
 class CastGather:
-    """Gathers the weight of one layer as FP8; no rank has more than `most` rows of it."""
+    """Gathers the weight of one layer as FP8; no rank has more than `most` of its rows."""
 
     def __init__(self, layer: ScaledLinear, most: int):
         self.layer, self.rows = layer, layer.weight._local_tensor
-        # where FSDP2 looks for these two, at the first forward; `to_local` is another object
+        # FSDP2 looks for both methods on this tensor at the first forward; `to_local` returns
+        # another object
         self.rows.fsdp_pre_all_gather = self.fsdp_pre_all_gather
         self.rows.fsdp_post_all_gather = self.fsdp_post_all_gather
         self.padding = most - len(self.rows)
@@ -60,18 +61,18 @@ class CastGather:
         shape = (1, 1) if self.one_scale else (N // side, K // along)
         layer.gathered = Scaled(data=self.rows, scale=zeros(shape), amax=zeros(1, 1),
                                 nonfinite=zeros((), dtype=torch.int64))
-        layer.carrier = zeros(1).expand(N, K).requires_grad_()      # without memory
+        layer.carrier = zeros(1).expand(N, K).requires_grad_()      # takes no memory
         layer.carrier.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, carrier: Tensor) -> None:
-        """The gradient, where FSDP2 looks for it."""
+        """Move the gradient to the shard, where FSDP2 looks for it."""
         shard, g, carrier.grad = self.layer.weight, carrier.grad, None
         shard.grad_dtype = torch.float32
         shard.grad = g if shard.grad is None else shard.grad + g
 
     def extremes(self) -> Tensor:
-        """(2,) float32: the largest magnitude of the rows, infinite where they hold a NaN, and how
-        many are not finite."""
+        """Return (2,) float32: the largest magnitude of the rows (infinite if there is a NaN), and
+        the number of elements that are not finite."""
         if not len(self.rows):
             return self.rows.new_zeros(2)
         largest, nonfinite = kernel.amax(self.rows.detach())
@@ -79,7 +80,7 @@ class CastGather:
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
         rows = self.rows.detach()
-        if self.padding:        # which else would copy them
+        if self.padding:        # without padding, F.pad would copy the rows
             rows = F.pad(rows, (0, 0, 0, self.padding))
         amax = (self.layer.gathered.amax if self.one_scale else
                 kernel.amax(rows, self.cast.block).values)
@@ -98,19 +99,19 @@ class CastGather:
         for scale in scales:
             self._take(scale)
             self.layer.gathered.nonfinite.copy_(scale.isfinite().logical_not().sum())
-        # `out` lies over the bytes that have just arrived
+        # `out` is a view of the received bytes
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
 
     def _take(self, scale: Tensor) -> None:
-        """Copies a scale unseen by autograd: for backward its numbers are those of forward
+        """Copy a scale without autograd's version counter: in backward, the same scale is copied
         again."""
         with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
             self.layer.gathered.scale.copy_(scale)
 
 
 class CastGathers(Transform):
-    """Lets FSDP2 gather casts of the weights that are cast, but for those that two modules share.
-    Raises ConfigError."""
+    """Lets FSDP2 gather casts of all weights that are cast, except weights that two modules share.
+    Raises ConfigError if there are none."""
 
     stage = Stage.DATA      # after the model is sharded
 
@@ -128,7 +129,7 @@ class CastGathers(Transform):
         return model
 
     def agree(self) -> None:
-        """New weights: scales of whole tensors follow from the largest that any rank has."""
+        """After an update, compute per-tensor scales from the largest magnitude over all ranks."""
         whole = [gather for gather in self.gathers if gather.one_scale]
         if not whole:
             return

@@ -1,4 +1,4 @@
-"""How ranks of a context group attend, beyond the kit's own ring.
+"""Ways for the ranks of a context group to compute attention, beyond the kit's own ring.
 
     lpkit train cpu-3m --import lessons.rows.context --processes 2 parallel.context=2 \\
         parallel.zero=1 parallel.attention=all-to-all

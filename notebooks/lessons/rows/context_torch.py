@@ -1,7 +1,7 @@
-"""Attention of a context group over whole sequences of some heads, as `context` names it.
+"""All-to-all attention of a context group: each rank computes some heads over whole sequences.
 
-A message to each of c ranks makes whole sequences of H / c heads, another takes the answer back:
-(c - 1) / c of q, k, v and out, forward and again backward.
+One all-to-all over c ranks collects whole sequences of H / c heads, another one returns the output.
+A rank sends (c - 1) / c of q, k, v and out, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lpkit.techniques.attention import Rule
 
 
 class AllToAll(Over):
-    """One rank attends by any other backend."""
+    """Each rank computes attention by any other backend."""
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
              rule: Rule) -> Tensor:
@@ -32,7 +32,7 @@ class AllToAll(Over):
 
 
 class _Exchange(torch.autograd.Function):
-    """Its own backward: what came from a rank goes back to it."""
+    """An all-to-all that is its own backward: gradients return to the rank that sent the values."""
 
     @staticmethod
     def forward(ctx: Any, to: Tensor, over: Over) -> Tensor:

@@ -1,11 +1,11 @@
-"""Governors by which an update runs less of the model: some layers, or some tokens of a layer.
+"""Governors with which an update runs only some layers, or some tokens of a layer.
 
     lpkit train cpu-3m governors=random-ltd --import lessons.rows.depth
 
-A row's `shares` hashes (splitmix64: Steele, Lea and Flood 2014,
-https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
-is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
-the whole model. `depth_torch.py` does to the model what the rows say.
+A row's `shares` are drawn by a hash (splitmix64: Steele, Lea and Flood 2014,
+https://doi.org/10.1145/2714064.2660195), so ranks agree, and a resumed run continues the same
+draws. A skipped layer has no gradient: its weights and moments do not change. Evaluation, samples
+and checkpoints use the whole model. `depth_torch.py` applies the rows to the model.
 """
 
 import math
@@ -22,7 +22,7 @@ from lpkit.techniques.row import Settings
 from lpkit.values import Count, CountOrZero, InnerShare, Positive, Rate, check
 
 _MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
-Shares = tuple[float, ...]      # a number for each layer
+Shares = tuple[float, ...]      # one share per layer
 
 
 def hashed(*numbers: int) -> int:
@@ -37,8 +37,8 @@ def hashed(*numbers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Depth(Governor):
-    """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it. `alike`: layers see
-    the same tokens."""
+    """`keeps(settings, layers, steps, step)`: probabilities of keeping layers, by which their
+    outputs are divided. `alike`: all layers see the same tokens."""
 
     keeps: Callable[[Any, int, int, int], Shares] | None = None
     alike: bool = False
@@ -47,13 +47,13 @@ class Depth(Governor):
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(Settings):
-    rate: Rate = 0.2        # the probability that a layer is left out; of the last, where it rises
+    rate: Rate = 0.2        # probability that a layer is skipped; if it rises, the last layer's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Settings):
-    theta: InnerShare = 0.5             # the probability that the last layer is kept, in the end
-    gamma: Positive | None = None       # how fast it gets there, a step; None: 100 / steps
+    theta: InnerShare = 0.5             # final probability of keeping the last layer
+    gamma: Positive | None = None       # rate of approaching theta per step; None: 100 / steps
 
 
 _rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))), "ascending, from 1")
@@ -61,9 +61,9 @@ _rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))), "asc
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Settings):
-    start: CountOrZero = 0              # layers that run at first; 0: the most below all
-    at: Annotated[tuple[int, ...], _rising] = ()    # updates before a growth; (): to half the run
-    preserve: bool = False              # new layers add nothing at first
+    start: CountOrZero = 0              # layers at the start; 0: the largest proper divisor
+    at: Annotated[tuple[int, ...], _rising] = ()    # updates before growths; (): by half of the run
+    preserve: bool = False              # new layers add 0 at first
 
     def begin(self, layers: int) -> int:
         return self.start or max((n for n in range(1, layers) if layers % n == 0), default=1)
@@ -92,9 +92,9 @@ class Stack(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Settings):
-    share: InnerShare = 0.5             # of the tokens, what a middle layer sees at first
+    share: InnerShare = 0.5             # share of the tokens that a middle layer sees at first
     grow_steps: CountOrZero | None = 0  # updates until it sees all; 0: never; None: 2/3 of the run
-    rises: Count = 16                   # by so many equal rises
+    rises: Count = 16                   # number of equal rises
 
     def problem(self, config: Any) -> str:
         layers, context = config.model.layers, config.parallel.context
@@ -108,7 +108,7 @@ class Tokens(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Masks(Settings):
-    old: CountOrZero = 0                # layers from below that have no mask; 0: half
+    old: CountOrZero = 0                # lowest layers without a mask; 0: half of the layers
     rise_steps: Count | None = None     # updates until masks are 1; None: half of the run
 
     def problem(self, config: Any) -> str:

@@ -1,7 +1,7 @@
-"""Layers that an update leaves out, or that see some of its tokens: rows of `depth.py`.
+"""Layers that an update skips, or that see some of its tokens: rows of `depth.py`.
 
-For the time of an update `Partly` stands in a layer's place, around whatever it does (recomputation,
-shards, a compiled function): these meet the tokens that were kept, also the second time.
+During an update, `Partly` replaces a layer and wraps everything around it (recomputation, shards, a
+compiled function): these see only the kept tokens, also when they run again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lpkit.techniques.row import Settings
 
 
 class Partly(nn.Module):
-    """The others pass it by; what turns q and k, and a token's document, go with a token. `draw`: a
-    seed of the tokens, on any device."""
+    """Runs the block on the kept tokens; other tokens skip it. Rotations and document ids are taken
+    for the kept tokens. `draw`: seed of the tokens, the same on any device."""
 
     def __init__(self, block: nn.Module | None, share: float, keep: float, draw: int):
         super().__init__()
@@ -45,7 +45,7 @@ class Partly(nn.Module):
 
 
 class Depth:
-    """A contracts.Governor without a state."""
+    """A contracts.Governor without state."""
 
     def __init__(self, settings: Settings):
         self.settings, self.row = settings, GOVERNORS[settings.name]
@@ -56,7 +56,7 @@ class Depth:
         return self.row.shares(self.settings, config.model.L, config.steps, config.seed, step)
 
     def begin(self, training: Any, step: int) -> None:
-        self.end(training, step)        # of an update that was given up
+        self.end(training, step)        # in case an update was aborted
         config, blocks = training.config, training.model.blocks
         self.whole, keeps = list(blocks), (1.0,) * len(blocks)
         if self.row.keeps:
@@ -79,8 +79,8 @@ class Depth:
 
 
 class Stacking(Depth):
-    """Layers that do not run yet have outputs of 0, so that they add nothing in evaluation neither.
-    Each rank copies what it owns."""
+    """Layers that do not run yet have outputs of 0, so they add nothing in evaluation either. Each
+    rank copies the rows that it owns."""
 
     @torch.no_grad()
     def begin(self, training: Any, step: int) -> None:

@@ -1,6 +1,6 @@
-"""Scratch space on a disk, gone when its process is, however that ends: files without names.
+"""Scratch space on a disk, in files without names, which vanish when the process ends in any way.
 
-In a traced step (`lpkit.measure.trace`) nothing is written: what would be in a file is nowhere.
+In a traced step (`lpkit.measure.trace`), nothing is written and the file's bytes do not exist.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
 
 class Scratch(StatePlacement):
-    """Tensors in memory-mapped files in the temporary folder (TMPDIR): few files, whole pages. As a
-    place for an optimizer's state, it is fetched as `lpkit.memory.state` has it; the system writes
-    its pages, and this process drops them at once."""
+    """Tensors in memory-mapped files in the temporary folder (TMPDIR), in few files and whole
+    pages. As a place for an optimizer's state, tensors are fetched as `lpkit.memory.state`
+    describes; the system writes the pages, and this process drops them at once."""
 
     name = "disk"
     in_memory = False
@@ -46,7 +46,7 @@ class Scratch(StatePlacement):
 
     @staticmethod
     def where() -> str:
-        """The folder and its kind, for people."""
+        """Return the folder and its file system, for messages."""
         folder, kind, longest = Path(tempfile.gettempdir()), "unknown filesystem", 0
         for mount in psutil.disk_partitions(all=True):
             depth = len(mount.mountpoint)
@@ -56,25 +56,25 @@ class Scratch(StatePlacement):
         return f"{folder} ({kind}{ram})"
 
     def mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Room for a tensor, zeros. Raises ConfigError when the disk has none."""
+        """Return a tensor of zeros. Raises ConfigError if the disk has no room."""
         if detect_fake_mode():
             return torch.empty(shape, dtype=dtype, device="meta")
         nbytes = max(1, shape.numel()) * dtype.itemsize
         if self.segment is None or self.taken + nbytes > len(self.segment):
             size = max(nbytes, SEGMENT)
             with tempfile.TemporaryFile() as file:
-                _take(file.fileno(), 0, size)       # now, and not by a signal in a step
+                _take(file.fileno(), 0, size)       # fail now, not by a signal within a step
                 self.segment, self.taken = mmap.mmap(file.fileno(), size), 0
         pages, offset = self.segment, self.taken
         self.taken += _whole_pages(nbytes)
-        numbers = shape.numel()     # a slot that a parameter does not need has none
+        numbers = shape.numel()     # 0 for a slot that a parameter does not need
         t = torch.frombuffer(pages, dtype=dtype, count=max(1, numbers), offset=offset)
         t = t[:numbers].view(shape)
         self.where_is[t.data_ptr()] = pages, offset, nbytes
         return t
 
     def let_go(self, t: Tensor) -> None:
-        """The pages of `t` leave our RAM for now, written back when the system likes."""
+        """Drop the pages of `t` from this process's RAM; the system writes them back later."""
         if t.device.type != "meta":
             pages, offset, nbytes = self.where_is[t.data_ptr()]
             pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
@@ -114,20 +114,20 @@ def _take(file: int, offset: int, nbytes: int) -> None:
 
 @dataclass(eq=False)
 class Slot:
-    """A place in the file, free again when nobody holds it any more."""
+    """A place in the file, free again when the object is collected."""
 
     offset: int
     nbytes: int
-    leaving: mmap.mmap | None = None    # pages on their way out
+    leaving: mmap.mmap | None = None    # pages that are being written
     written: Future | None = None
-    coming: Future | None = None        # pages on their way back
+    coming: Future | None = None        # pages that are being read
 
 
 class Slots:
-    """One file of slots of whole pages that are used again. One thread writes and reads, in order,
-    so that who asks goes on meanwhile; what is on its way out is given back from memory."""
+    """One file of slots of whole pages, which are reused. One thread writes and reads in order, so
+    callers do not wait; data that is still being written is returned from memory."""
 
-    WAITING = 2**28     # bytes on their way out, above which who writes has to wait
+    WAITING = 2**28     # bytes being written, above which a writer must wait
 
     def __init__(self):
         handle, path = tempfile.mkstemp()
@@ -139,7 +139,7 @@ class Slots:
         self.close = weakref.finalize(self, _close, self.thread, self.file)
 
     def slot(self, nbytes: int) -> Slot:
-        """Raises ConfigError when the disk has no room."""
+        """Return a free slot. Raises ConfigError if the disk has no room."""
         size = _whole_pages(nbytes)
         free = self.free.setdefault(size, [])
         if not free:
@@ -151,7 +151,7 @@ class Slots:
         return slot
 
     def write(self, t: Tensor) -> Slot:
-        """t (bytes,) uint8 on the CPU; it may change when this returns."""
+        """Write t (bytes,), uint8 on the CPU, to a new slot; t may change after this returns."""
         if detect_fake_mode():
             return Slot(0, len(t))
         slot = self.slot(len(t))
@@ -165,14 +165,14 @@ class Slots:
         return slot
 
     def expect(self, slot: Slot) -> None:
-        """Begin to read."""
+        """Start to read the slot."""
         if slot.written and slot.leaving is None and slot.coming is None:
             slot.coming = self.thread.submit(_read, self.file, slot.nbytes, slot.offset)
 
     def read(self, slot: Slot) -> Tensor:
-        """(bytes,) uint8. Raises OSError."""
+        """Return the slot's bytes as uint8 (bytes,). Raises OSError."""
         if fake := detect_fake_mode():
-            # pages of the system, which nobody tracks in a real step either
+            # without tracking: in a real step, pages of the system are not tracked either
             with _disable_current_modes(), fake:
                 return torch.empty(slot.nbytes, dtype=torch.uint8)
         if (pages := slot.leaving) is None:
@@ -183,15 +183,15 @@ class Slots:
 
 
 def _direct(handle: int) -> tuple[int, bool]:
-    """The file opened past the page cache where that is allowed, and whether it is."""
+    """Open the file without the page cache if that is allowed; return it, and whether it is."""
     try:
-        # this file, whatever has its name by now in a folder that others write too
+        # by handle, since another process may have reused the file's name by now
         direct = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT)
     except (OSError, AttributeError):
         return handle, False
     try:
         os.ftruncate(direct, PAGE)
-        os.pwrite(direct, _pages(1), 0)     # some accept the flag and not what follows
+        os.pwrite(direct, _pages(1), 0)     # some file systems accept the flag but not the write
     except OSError as error:
         os.close(direct)
         if error.errno != errno.EINVAL:
@@ -202,7 +202,7 @@ def _direct(handle: int) -> tuple[int, bool]:
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    """Memory that begins at a page, as O_DIRECT wants."""
+    """Return memory that begins at a page, which O_DIRECT requires."""
     return mmap.mmap(-1, _whole_pages(nbytes))
 
 
@@ -233,8 +233,7 @@ def _close(thread: ThreadPoolExecutor, file: int) -> None:
 # ---- activations
 
 class OnDisk(Away):
-    """Stores tensors in a file without a name, written and read by a thread beside the
-    computation."""
+    """Stores tensors in a file without a name; a background thread writes and reads it."""
 
     def __init__(self, t: Tensor, file: Slots):
         self.file, self.dtype, self.shape, self.device = file, t.dtype, t.shape, t.device

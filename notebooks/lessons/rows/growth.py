@@ -1,10 +1,11 @@
-"""Growth: a run begins from a smaller model's weights (`start.grow`).
+"""Growth: a run starts from a smaller model's weights (`start.grow`).
 
     lpkit train cpu-3m model.layers=8 start.run=runs/small start.grow=stack --import lessons.rows.growth
 
-A preserving row begins as the same function: new layers end in zeros, and copies of a neuron share
-its outgoing weights. Copies with equal shares have the same gradients and stay alike: a large model
-learns what the small one could. So shares are uneven (LEMON, https://arxiv.org/abs/2310.07999).
+A preserving row starts as the same function: new layers end in zeros, and copies of a neuron share
+its outgoing weights. If the shares were equal, the copies would have equal gradients and stay
+alike, and the large model could learn no more than the small one. So shares are uneven (LEMON,
+https://arxiv.org/abs/2310.07999).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +20,8 @@ READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_
 
 
 def refusal(settings: Settings, small: Any, large: Any) -> str:
-    """Return why `small` cannot become `large`, both ModelConfigs, and the nearest that works;
-    empty: it can."""
+    """Return why `small` cannot become `large` (both are ModelConfigs) and the nearest value that
+    works; empty if it can."""
     row, depth = GROWTH[settings.name], GROWTH[getattr(settings, "depth", settings.name)]
     if small.changes:
         return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow a run "
@@ -46,9 +47,9 @@ def refusal(settings: Settings, small: Any, large: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies(Growth):
-    """A row whose large model is made of copies. `grows`: settings that may be larger; those in
-    `multiples` by a whole factor. `knows`: of a setting, the rows that it grows. `source_of(layer,
-    l, L)`: which of l layers one of L begins as. `silent`: new layers add 0."""
+    """A row whose large model consists of copies. `grows`: settings that may be larger; settings in
+    `multiples` only by a whole factor. `knows`: by setting, the supported rows. `source_of(layer,
+    l, L)`: the layer (of l) that a layer of L copies. `silent`: new layers add 0."""
 
     grows: tuple[str, ...] = ("layers",)
     multiples: tuple[str, ...] = ()
@@ -61,15 +62,15 @@ class Copies(Growth):
 
 @dataclass(frozen=True, kw_only=True)
 class WidthSettings(Settings):
-    """Shares are drawn from 1 - uneven to 1 + uneven, over their sum; with `aki`, copied rows come
-    from the layer above; `depth` is the row by which layers grow."""
+    """Shares of copies are drawn from 1 - uneven to 1 + uneven and normalised; with `aki`, copied
+    rows come from the layer above; `depth` is the row that adds layers."""
 
     uneven: Rate = 0.5
     aki: bool = False
     depth: Literal["identity-depth", "stack", "interpolate"] = "identity-depth"
 
 
-# By module: the axis that it writes (its rows), and the one that it reads (its columns).
+# By module: the axis that it writes (its rows), and the axis that it reads (its columns).
 AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "heads"),
         "up": ("mlp", "width"), "gate_up": ("gate_up", "width"), "down": ("width", "mlp"),
         "norm": ("width", ""), "gain": ("gain", ""), "embed": ("", "width"), "head": ("", "width")}

@@ -1,9 +1,10 @@
-"""A larger model's tensors, made one after the other of a smaller one's (rows of `growth.py`).
+"""Makes a larger model's tensors, one by one, from a smaller model's (rows of `growth.py`).
 
-In width, place i is a copy of place i mod n. Who writes it has its row copied; who reads it has its
-column shared among the copies, so that sums stay; norms stay as each place has as many copies.
-Groups of heads are copied whole, and queries in each, so that one meets a copy of its own key. Of a
-tied head the last norm is shared: its columns are the embedding's.
+In width, place i is a copy of place i mod n. A tensor that writes places has its rows copied. A
+tensor that reads places has each column divided among the copies, so that sums stay the same. Norms
+stay the same if each place has equally many copies. Groups of heads are copied whole, and queries
+within each group, so that a query meets a copy of its own key. For a tied head, the last norm is
+divided among copies, since the head's columns are the embedding's.
 """
 
 import re
@@ -19,7 +20,7 @@ from lpkit.techniques.changes import GROWTH
 from lpkit.techniques.row import Settings
 
 Pairs = Iterator[tuple[str, Tensor]]
-ENDS = ("attention.out.", "mlp.down.")      # whose results are added to the stream
+ENDS = ("attention.out.", "mlp.down.")      # modules whose results are added to the stream
 
 
 def deeper(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
@@ -56,19 +57,19 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
 
 
 def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
-    """Returns what a tensor writes and reads; empty: none."""
+    """Returns the axes that a tensor writes and reads; empty: none."""
     module, kind = name.split(".")[-2:]
     if small.tied and name.startswith("norm."):
         return "", "width"
-    of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1; a buffer
+    of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1 -> norm; buffers: ""
     return AXES.get(of, ("", ""))
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
-    """Returns by axis, for each place in the large model, the one in the small that it copies."""
+    """Returns, by axis, the place in the small model that each place in the large model copies."""
     queries, E = small.H // small.G, torch.arange(small.E)
     groups, query = torch.arange(large.G) % small.G, torch.arange(large.H // large.G) % queries
-    slots = torch.cat((query, torch.tensor([queries, queries + 1])))     # its key, its value
+    slots = torch.cat((query, torch.tensor([queries, queries + 1])))     # and its key and value
     heads, qkv = groups[:, None] * queries + query, groups[:, None] * (queries + 2) + slots
     width, mlp = torch.arange(large.D) % small.D, torch.arange(large.F) % small.F
     return {"width": width, "mlp": mlp, "gate_up": torch.cat((mlp, small.F + mlp)),
@@ -78,6 +79,7 @@ def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
 
 
 def shares(t: Tensor, places: Tensor, uneven: float, draw: torch.Generator) -> Tensor:
-    """(..., N), of each copy of a number of t (..., n); those of one number sum to 1."""
+    """Return (..., N): the share of each copy of an element of t (..., n); an element's shares sum
+    to 1."""
     drawn = 1 + uneven * (2 * torch.rand(*t.shape[:-1], len(places), generator=draw) - 1)
     return drawn / torch.zeros(t.shape).index_add_(-1, places, drawn)[..., places]

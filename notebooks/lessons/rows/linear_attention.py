@@ -1,4 +1,4 @@
-"""Attention without softmax: kinds whose past is a state of constant size.
+"""Attention without softmax: kinds that store the past in a state of constant size.
 
     lpkit train cpu-3m model.attention=linear --import lessons.rows.linear_attention
 
@@ -33,22 +33,22 @@ class RandomFeatures(WithoutSoftmax):
 
 
 def _sums(m: Any) -> int:
-    """Returns the bytes of two sums in float32: features by values, and features alone."""
+    """Returns the bytes of two float32 sums: features by values, and features alone."""
     return 4 * m.G * getattr(m.attention, "features", m.E) * (m.E + 1)
 
 
-# Products. What is over pairs of tokens is over pairs in a chunk; with the state,
-# (F, E), each token meets F x E numbers twice.
+# Products. Products over pairs of tokens are over pairs within a chunk. The state (F, E) costs each
+# token two passes of F x E elements: one to write, one to read.
 
 def chunk_of(T: int) -> tuple[int, int]:
-    """Tokens of a chunk, and of all chunks: the last is filled up."""
+    """Return the tokens of a chunk and of all chunks; the last chunk is padded."""
     C = max(1, min(CHUNK, T))
     rest = T % C
     return C, T - rest + C if rest else T
 
 
 def linear_pairs(B: int, H: int, G: int, T: int, E: int, features: int) -> tuple[Pairs, ...]:
-    """Lists the products of linear attention in chunks; a column of ones is beside the values."""
+    """List the products of linear attention in chunks; the values have a column of ones."""
     C = chunk_of(T)[0]
     return _in_each_chunk(B, T, ("scores", H, C, C, features), ("values", H, C, E + 1, C),
                           ("states", G, features, E + 1, C), ("read", H, C, E + 1, features))
@@ -63,7 +63,7 @@ def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
 
 
 def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) -> tuple[Pairs, ...]:
-    """Makes the Pairs of products given by name, heads, M, N, K."""
+    """Make the Pairs of products, which are given by name, heads, M, N, K."""
     C, padded = chunk_of(T)
     return tuple(Pairs(name=name, M=M, N=N, K=K, group=B * padded // C * heads)
                  for name, heads, M, N, K in products)
@@ -73,22 +73,22 @@ def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) ->
 
 def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
                **facts: Any) -> Op:
-    """An operator that keeps what it is given and works in float32: forward `moves` numbers for
-    each token, and backward holds `work` numbers at the most, its gradients among them."""
+    """Return an operator that keeps its inputs and works in float32. Forward moves `moves` elements
+    per token; backward holds at most `work` elements, including its gradients."""
     padded = chunk_of(s.model.T)[1]
     op = attention_op(s, work=FP32 * work, pairs=pairs, score_passes=(4, 8), **facts)
     return replace(op, moved_bytes=op.moved_bytes + qkv_bytes(s) + s.batch * padded * moves * FP32)
 
 
 def linear_chunks(s: MicroBatch) -> Op:
-    """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
-    query, which is the sum of a column of ones beside the values. The most of backward is where
-    the gradient of q, or of k, goes back through its features."""
+    """Sums over the past, chunk by chunk: q, k, v, the output, and a float32 normaliser per query,
+    which is the sum of a column of ones added to the values. Backward's peak is where the gradient
+    of q or of k goes back through its features."""
     m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
     F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
-    keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view, and so for q
+    keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view; same for q
     queries = padded if m.G < m.H else keys
-    last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+ goes back by a product
+    last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+'s backward has a product
     common = m.H * queries * F + m.G * keys * F + padded * (m.G * F + (m.H + 2 * m.G) * (m.E + 1))
     common += 2 * m.H * padded * C + m.G * (2 * padded / C + 1) * F * (m.E + 1)
     common += (s.compute_bytes < FP32) * m.H * T * m.E
@@ -103,8 +103,8 @@ def linear_chunks(s: MicroBatch) -> Op:
 
 def delta_chunks(s: MicroBatch) -> Op:
     """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
-    and the gates. The most of backward is where the gradient of q goes back through its length, or
-    before, where that of k is summed."""
+    and the gates. Backward's peak is where the gradient of q goes back through its normalisation,
+    or earlier, where the gradient of k is summed."""
     m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
     narrow = s.compute_bytes < FP32
     shared = (s.batch == 1 and T == padded) * (2 - narrow) * (m.G + m.H * (m.G == m.H))    # views
@@ -130,7 +130,7 @@ def quadratic(s: MicroBatch) -> Op:
 
 
 def delta_steps(s: MicroBatch) -> Op:
-    """The delta rule token by token: each keeps the state that it leaves, in float32."""
+    """The delta rule token by token: each token keeps its new state in float32."""
     m = s.model
     states = s.tokens * m.G * m.E * m.E * FP32
     mapped = 2 * s.tokens * qkv_numbers(m) * FP32
@@ -142,7 +142,7 @@ def delta_steps(s: MicroBatch) -> Op:
 
 
 def delta_gates(s: MicroBatch) -> Iterator[Op]:
-    """One number for each token and key/value head, of the input that q, k and v are made of."""
+    """One gate per token and key/value head, computed from the input of q, k and v."""
     m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
     yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))    # both are added up
     yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,

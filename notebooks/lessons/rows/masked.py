@@ -1,14 +1,15 @@
-"""Masked pre-training: a bidirectional model is asked for tokens that it cannot see.
+"""Masked pre-training: a bidirectional model predicts tokens that it cannot see.
 
     lpkit train cpu-3m model.vocab=257 model.attention=bidirectional data.policy=masked \\
         --import lessons.rows.masked
 
 BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805) hides 15% of the tokens behind a mask,
-and every layer sees all. In a masked autoencoder (He et al. 2021, https://arxiv.org/abs/2111.06377)
-75% are hidden; the first layers, its encoder, see the others alone, and the last ones all, with the
-mask's embedding where a token is hidden. The loss of both is the mean cross-entropy of the hidden
-ones, which is next-token's by a batch's targets and weights: what differs is a change of the model.
-Here a hidden token is always the mask, and the decoder as wide as the encoder.
+and every layer sees all places. A masked autoencoder (He et al. 2021,
+https://arxiv.org/abs/2111.06377) hides 75%. Its first layers (the encoder) see only the visible
+tokens; its last layers see all places, with the mask's embedding for hidden tokens. The loss of
+both is the mean cross-entropy of the hidden tokens: the next-token loss with a batch's targets and
+weights. The autoencoder is a change of the model. Here a hidden token is always replaced by the
+mask, and the decoder is as wide as the encoder.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from lpkit.values import Count, CountOrZero, InnerShare
 
 
 def hidden_tokens(share: float, T: int) -> int:
-    """Returns how many of T; each sequence has as many, so that what is left is a tensor."""
+    """Returns how many of T tokens are hidden; it is equal for all sequences, so that the visible
+    tokens form a tensor."""
     return round(share * T)
 
 
@@ -42,8 +44,8 @@ class Bidirectional(Softmax):
 
 @dataclass(frozen=True, kw_only=True)
 class Hiding(Settings):
-    share: InnerShare = 0.15    # of the tokens
-    mask: CountOrZero = 256     # the token in their place, the last of the vocabulary
+    share: InnerShare = 0.15    # share of the tokens that are hidden
+    mask: CountOrZero = 256     # the token that replaces them, the last of the vocabulary
 
     def problem(self, m: Any) -> str:
         asked, hidden = f"data.policy.share={self.share:g}", hidden_tokens(self.share, m.T)
@@ -63,7 +65,7 @@ class Hiding(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Autoencoder(Settings):
     encoder_layers: Count = 3
-    hidden: InnerShare = 0.75       # of the tokens, what these do not see
+    hidden: InnerShare = 0.75       # share of the tokens that the encoder does not see
 
     def problem(self, m: Any) -> str:
         why = _one_way(m)
@@ -75,10 +77,10 @@ class Autoencoder(Settings):
 
 
 def fewer_tokens(ops: Any, s: MicroBatch, settings: Autoencoder) -> Any:
-    """Layers of the encoder see a share of the tokens, which are taken out before and put back."""
+    """The encoder's layers see a share of the tokens, which are gathered before and put back."""
     m, N, part = s.model, settings.encoder_layers, s.stream_bytes / s.model.L   # as all of a block
     share = 1 - hidden_tokens(settings.hidden, m.T) / m.T
-    saved = TOKEN_ID + POSITIONS[m.position].turns * 2 * m.E * s.residual_bytes     # a token
+    saved = TOKEN_ID + POSITIONS[m.position].turns * 2 * m.E * s.residual_bytes     # per token
     moved = Op(name="encoder", part="", saved_bytes=saved * share * s.tokens / m.L,
                moved_bytes=(2 + 4 * share) * part, backward=(Hold(nbytes=(1 + share) * part),))
     seen = (op.seeing(*[share] * N, *[1.0] * (m.L - N)) for op in ops.block)

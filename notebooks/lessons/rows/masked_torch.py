@@ -14,8 +14,8 @@ from lpkit.errors import ConfigError
 
 
 class Masked(RandomWindows):
-    """Targets are the tokens themselves. As many of each sequence, drawn by seed and step, are
-    hidden behind `mask`, and these alone have a weight."""
+    """Targets are the tokens themselves. An equal number of tokens per sequence, drawn by seed and
+    step, is replaced by `mask`; only these tokens have a weight in the loss."""
 
     def __init__(self, *, share: float, mask: int, **settings):
         super().__init__(**settings)
@@ -38,11 +38,11 @@ def encode_visible(model: nn.Module, settings: Autoencoder) -> None:
 
 def encoded(settings: Autoencoder, mask: int, x: Tensor, tokens: Tensor, positions: nn.Module,
             blocks) -> Tensor:
-    """(B, T, D) -> (B, T, D). Takes the first layers from `blocks`, an iterator, and runs them over
-    the tokens that are not `mask`: of these the embedding stays."""
+    """(B, T, D) -> (B, T, D). Takes the first layers from `blocks`, an iterator, and runs them on
+    the tokens that are not `mask`. Masked tokens keep their embedding."""
     (B, T), x = tokens.shape, x.flatten(0, 1)
     n = T - hidden_tokens(settings.hidden, T)
-    # visible ones first, in their order; `gather` would keep x for backward
+    # visible tokens first, in order; `gather` would save x for backward
     places = (tokens == mask).byte().argsort(dim=1, stable=True)[:, :n]
     rows = (places + T * torch.arange(B, device=x.device)[:, None]).flatten()
     seen = x.index_select(0, rows).view(B, n, -1)

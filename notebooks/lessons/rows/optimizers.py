@@ -4,8 +4,8 @@ rows and rules.
     lpkit train cpu-3m --import lessons.rows.optimizers optimizer=soap
     lpkit.Config(imports="lessons.rows.optimizers", optimizer="soap")
 
-A rule changes w and its slots in place, as `lpkit/optim/rules.py` says. Rules import torch when they
-run, so that rows are read and predicted without torch.
+A rule changes w and its slots in place, as `lpkit/optim/rules.py` describes. Rules import torch
+when they run, so rows can be read, and memory and time predicted, without torch.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from lpkit.optim.rules import Slots
     from lpkit.training.training import Training
 
-LARGEST = 10_000        # side of a matrix that SOAP and Shampoo have a gram of
-RMS = 0.2               # of the numbers of NorMuon's step, about that of AdamW's
-TINY = 1e-10            # beside the norms by which NorMuon divides
-EPS = 2.0**-23          # torch.optim.Adafactor's; the paper's is 1e-30, of squares
+LARGEST = 10_000        # largest side for which SOAP and Shampoo keep a Gram matrix
+RMS = 0.2               # root mean square of NorMuon's step, about AdamW's
+TINY = 1e-10            # added to the norms by which NorMuon divides
+EPS = 2.0**-23          # as in torch.optim.Adafactor; the paper adds 1e-30 to squares
 
 
 # ---- Adam, with the weight decay in the gradient
 
 def adam(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
-    """Adam (Kingma & Ba 2015, arXiv:1412.6980), whose weight decay is part of the gradient. Large
-    gradients make the decay small, since both are divided by the same root."""
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980), with the weight decay as part of the gradient. Both
+    are divided by the same root, so large gradients weaken the decay."""
     from lpkit.optim.rules import adamw
 
     coupled = SimpleNamespace(**vars(settings) | {"weight_decay": 0.0})
@@ -66,7 +66,7 @@ def adam_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, upd
 
 
 def adam_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
-    """Makes the Adam that updates all parameters at once."""
+    """Make the Adam that updates all parameters at once."""
     from torch.optim import Adam
 
     from lpkit.optim.rules import adamw_fused
@@ -86,16 +86,17 @@ OPTIMIZERS["adam"] = Optimizer(
 
 @dataclass(frozen=True, kw_only=True)
 class AdafactorSettings(OptimizerSettings):
-    lr: Positive = 1e-2     # of the weights' root mean square, which is taken as `least` or more
+    lr: Positive = 1e-2     # relative to the weights' root mean square, which is at least `least`
     least: Positive = 1e-3
-    decay: Share = 0.8      # a gradient's share in second moments is update^-decay
+    decay: Share = 0.8      # a gradient's weight in second moments is update^-decay
 
 
 def adafactor(w: Tensor, g: Tensor, slots: Slots, settings: AdafactorSettings, update: int,
               parameter: Parameter) -> None:
-    """Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5, without momentum: the second
-    moments of a matrix come from those of its rows and columns. The step's root mean square is at
-    most 1, the learning rate counts in the weight's and falls as 1 over the root of the update."""
+    """Shazeer & Stern 2018, arXiv:1804.04235, algorithms 4 and 5, without momentum. The second
+    moments of a matrix are estimated from those of its rows and columns. The step's root mean
+    square is at most 1. The learning rate is relative to the weight's root mean square and falls as
+    1 over the root of the update."""
     rows, columns, v = slots
     share, numbers = update**-settings.decay, math.prod(parameter.shape)
     if len(parameter.shape) == 2:
@@ -122,17 +123,17 @@ OPTIMIZERS["adafactor"] = Optimizer(
     temporary_bytes=2 * FLOAT32, implementation=f"{__name__}:adafactor")
 
 
-# ---- LAMB and LARS: steps whose length is a share of the parameter's
+# ---- LAMB and LARS: the step's length is a share of the parameter's norm
 
 @dataclass(frozen=True, kw_only=True)
 class LarsSettings(MomentumSettings):
-    trust: Positive = 1e-3  # of a parameter's norm, how far it moves at lr 1
+    trust: Positive = 1e-3  # share of a parameter's norm by which it moves at lr 1
 
 
 def lamb(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int,
          parameter: Parameter) -> None:
     """You et al. 2019, arXiv:1904.00962, algorithm 2. The weight decay is added to Adam's step
-    before its norm is taken; a parameter of zeros moves by that step itself."""
+    before the step's norm is computed; a parameter of zeros moves by the unscaled step."""
     import torch
 
     m, v = slots
@@ -150,7 +151,8 @@ def lamb(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: in
 def lars(w: Tensor, g: Tensor, slots: Slots, settings: LarsSettings, update: int,
          parameter: Parameter) -> None:
     """You et al. 2017, arXiv:1708.03888, algorithm 1: the weight decay is part of the gradient, the
-    learning rate of the velocity. Without a norm or a gradient a parameter moves as by SGD."""
+    learning rate part of the velocity. If the norm of a parameter or gradient is 0, the step is
+    SGD's."""
     import torch
 
     (velocity,) = slots
@@ -174,20 +176,20 @@ OPTIMIZERS["lars"] = Optimizer(
     implementation=f"{__name__}:lars")
 
 
-# ---- Schedule-free: an average of the weights in place of a falling learning rate
+# ---- Schedule-free: an average of the weights instead of a falling learning rate
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFreeSettings(AdamWSettings):
-    beta1: InnerShare = 0.9     # of the average, in the weights that are trained
+    beta1: InnerShare = 0.9     # weight of the average in the weights that are trained
     beta2: Rate = 0.999
 
 
 def schedule_free(y: Tensor, g: Tensor, slots: Slots, settings: ScheduleFreeSettings,
                   update: int) -> None:
-    """AdamW whose average of the weights takes the place of a falling learning rate (Defazio et al.
-    2024, arXiv:2405.15682, algorithm 1). Gradients are taken at y = (1 - beta1) z + beta1 x. z
-    moves against them, and x, which is not stored, is the mean of all z, each weighted by the
-    square of its learning rate."""
+    """AdamW with an average of the weights instead of a falling learning rate (Defazio et al. 2024,
+    arXiv:2405.15682, algorithm 1). Gradients are computed at y = (1 - beta1) z + beta1 x. z moves
+    against the gradients. x is the mean of all z, weighted by the squared learning rate; x is not
+    stored."""
     z, v, total = slots
     if update == 1:
         z.copy_(y)
@@ -201,7 +203,7 @@ def schedule_free(y: Tensor, g: Tensor, slots: Slots, settings: ScheduleFreeSett
 
 
 def average(y: Tensor, slots: Slots, settings: ScheduleFreeSettings) -> Tensor:
-    """Returns x, from y and z: the weights that evaluation reads."""
+    """Returns x, the weights that evaluation uses, from y and z."""
     return y.lerp(slots[0], 1 - 1 / settings.beta1)
 
 
@@ -214,16 +216,16 @@ OPTIMIZERS["schedule-free"] = Optimizer(
     implementation=f"{__name__}:schedule_free")
 
 
-# ---- Sophia: a momentum over the curvature
+# ---- Sophia: momentum divided by the curvature
 
 @dataclass(frozen=True, kw_only=True)
 class SophiaSettings(AdamWSettings):
-    gamma: Positive = 0.05  # of the curvature: the larger, the fewer numbers are clipped
+    gamma: Positive = 0.05  # factor on the curvature; with a larger one, fewer elements are clipped
     every: Count = 10       # the curvature is estimated after every n-th update
 
 
 def sophia(w: Tensor, g: Tensor, slots: Slots, settings: SophiaSettings, update: int) -> None:
-    """No number moves by more than lr; it does where there is no curvature (Liu et al. 2023,
+    """No element moves by more than lr; elements without curvature move by lr (Liu et al. 2023,
     arXiv:2305.14342, algorithm 3)."""
     m, h = slots
     m.lerp_(g, 1 - settings.beta1)
@@ -232,13 +234,14 @@ def sophia(w: Tensor, g: Tensor, slots: Slots, settings: SophiaSettings, update:
 
 
 def estimate(g: Tensor, slots: Slots, settings: SophiaSettings, labels: float) -> None:
-    """Algorithm 2, Gauss-Newton-Bartlett. g: of the mean loss over so many drawn labels."""
+    """Algorithm 2, Gauss-Newton-Bartlett. g: gradient of the mean loss of `labels` drawn labels."""
     slots[1].lerp_(g.square().mul_(labels), 1 - settings.beta2)
 
 
 def after_update(training: Training, settings: SophiaSettings, batch: Batch, step: int) -> None:
-    """Every n-th update, estimates the curvature by the gradients of labels that the model draws, at
-    quantiles that follow from the seed and the update, whatever the ranks. It is never given up."""
+    """After every n-th update, estimate the curvature from gradients of labels that the model
+    draws. The draws depend only on the seed and the update, not on the ranks. The estimate is never
+    skipped."""
     import torch
 
     from lpkit.optim.rounding import generator
@@ -269,7 +272,7 @@ OPTIMIZERS["sophia"] = Optimizer(
     implementation=f"{__name__}:sophia")
 
 
-# ---- NorMuon: Muon's step, with rows of one length
+# ---- NorMuon: Muon's step with rows of equal length
 
 @dataclass(frozen=True, kw_only=True)
 class NorMuonSettings(MomentumSettings):
@@ -278,9 +281,9 @@ class NorMuonSettings(MomentumSettings):
 
 def normuon(w: Tensor, g: Tensor, slots: Slots, settings: NorMuonSettings, update: int,
             parameter: Parameter) -> None:
-    """Brings the rows of Muon's step to one length by their second moments (Li et al. 2025,
-    arXiv:2510.05491). Algorithm 1, whose momentum is not Nesterov's; matrices that are fused each by
-    itself."""
+    """Bring the rows of Muon's step to equal length by their second moments (Li et al. 2025,
+    arXiv:2510.05491). Algorithm 1, without Nesterov's momentum; the matrices of a fused matrix are
+    updated separately."""
     from lpkit.optim.muon import apart, orthogonalised
 
     m, v = slots
@@ -300,38 +303,38 @@ OPTIMIZERS["normuon"] = replace(
     OPTIMIZERS["muon"],
     why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
     source="Li et al. 2025, arXiv:2510.05491, algorithm 1",
-    # the lr of a step whose numbers have a root mean square of 0.2
+    # an lr for steps whose root mean square is 0.2
     settings=NorMuonSettings(lr=1e-3, weight_decay=0.01, momentum=0.95),
     slots=(Slot(name="momentum_buffer"),
            Slot(name="rows", signed=False, shape=lambda p, s: p[:1])),
     groups=BY_ADAMW, implementation=f"{__name__}:normuon")
 
 
-# ---- Shampoo and SOAP: directions that the grams of gradients show
+# ---- Shampoo and SOAP: directions from the Gram matrices of gradients
 
 @dataclass(frozen=True, kw_only=True)
 class ShampooSettings(MomentumSettings):
-    eps: Positive = 1e-2    # beside the sums: what a root makes of directions not seen yet
-    every: Count = 10       # the roots are taken at every n-th update
+    eps: Positive = 1e-2    # added to the sums; it sets the step in directions not seen yet
+    every: Count = 10       # the roots are computed at every n-th update
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoapSettings(AdamWSettings):
-    every: Count = 10       # the bases turn at every n-th update
+    every: Count = 10       # the bases are renewed at every n-th update
 
 
 def sides(p: Shape) -> list[int]:
-    """Returns the sides of a matrix that SOAP has a basis of, 0 for those that it has none of."""
+    """Returns the sides of a matrix for which SOAP has a basis; 0 for a side without one."""
     return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
 
 
 def _sums(p: Shape, i: int) -> Shape:
-    """Shampoo's sums of side i: a gram, or a diagonal of a vector's side and of one too long."""
+    """Shampoo's sums of side i: a Gram matrix; a diagonal for a vector or an oversized side."""
     return (sides(p)[i],) * 2 if sides(p)[i] else p[i:i + 1] or (0,)
 
 
 def inverse_root(total: Tensor, eps: float, power: int) -> Tensor:
-    """total^(-1/power) of a gram (n, n), or of each number of a diagonal (n,), that began at eps."""
+    """Return total^(-1/power) of a Gram matrix (n, n) or a diagonal (n,) that started at eps."""
     import torch
 
     if total.ndim == 1:
@@ -342,15 +345,15 @@ def inverse_root(total: Tensor, eps: float, power: int) -> Tensor:
 
 def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, update: int,
             parameter: Parameter) -> None:
-    """A gradient is made as long in all directions that gradients have had (Gupta et al. 2018,
-    arXiv:1802.09568). Algorithm 1, whose step is a momentum's; a vector's only side has the root
-    1/2 (algorithm 2), of a diagonal. A side that is too long has a diagonal, too. Nothing is
+    """Scale a gradient to equal length in all directions of past gradients (Gupta et al. 2018,
+    arXiv:1802.09568). Algorithm 1 with momentum. The only side of a vector has the root 1/2 of a
+    diagonal (algorithm 2). A side that is too long has a diagonal, too. The step is not
     grafted."""
     m, *sums, left, right = slots
     whole = parameter.gather(g)
     step = whole.view(len(whole), -1)
     for total, root, x in zip(sums, (left, right), (step, step.mT)):
-        if update == 1:     # also for LAPACK, which finds no eigenvectors of most rows of zeros
+        if update == 1:     # also for LAPACK, which may find no eigenvectors if most rows are zeros
             (total.diagonal() if total.ndim == 2 else total).fill_(settings.eps)
         if total.ndim == 2:
             total.addmm_(x, x.mT)
@@ -368,16 +371,16 @@ def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, updat
 
 
 def turned(x: Tensor, left: Tensor, right: Tensor, back: bool = False) -> Tensor:
-    """Returns x in the bases `left` and `right`; an empty one turns nothing."""
+    """Returns x in the bases `left` and `right`; an empty basis leaves its side unchanged."""
     x = (left if back else left.mT) @ x if len(left) else x
     return x @ (right.mT if back else right) if len(right) else x
 
 
 def soap(w: Tensor, g: Tensor, slots: Slots, settings: SoapSettings, update: int,
          parameter: Parameter) -> None:
-    """Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, arXiv:2409.11321; in the
-    order of https://github.com/nikhilvyas/SOAP/blob/a1e5535/soap.py). Algorithms 3 and 4, with both
-    moments in the bases. The first update finds these alone."""
+    """Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, arXiv:2409.11321), with
+    the order of https://github.com/nikhilvyas/SOAP/blob/a1e5535/soap.py. Algorithms 3 and 4, with
+    both moments in the bases. The first update only computes the bases."""
     import torch
 
     m, v, *grams, left, right = slots
@@ -412,7 +415,7 @@ OPTIMIZERS["shampoo"] = Optimizer(
                ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
     told=True, gathers=1,
     whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p), 3 * max(sides(p))**2),
-    # both grams, both products; the eigenvectors of a gram take 9 n^3, and its root 2 n^3
+    # both Gram matrices, both products; eigenvectors of a Gram matrix take 9 n^3, its root 2 n^3
     flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
                         + 11 * sum(n**3 for n in sides(p)) / s.every),
     implementation=f"{__name__}:shampoo")
@@ -424,31 +427,31 @@ OPTIMIZERS["soap"] = Optimizer(
         ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
     told=True, gathers=2, temporary_bytes=FLOAT32,
     whole_bytes=lambda p, s: 2 * FLOAT32 * max(math.prod(p) * any(sides(p)), max(sides(p))**2),
-    # to the basis, back, and the gram; a turn moves momentum, and a gram's QR has 8/3 n^3
+    # to the basis, back, and the Gram matrix; a renewed basis rotates the momentum, QR has 8/3 n^3
     flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
                         + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
     implementation=f"{__name__}:soap")
 
 
-# ---- GaLore: Adam in few directions of a matrix's gradient
+# ---- GaLore: Adam in a few directions of a matrix's gradient
 
 @dataclass(frozen=True, kw_only=True)
 class GaloreSettings(AdamWSettings):
-    rank: Count = 128       # of the projection, at most the shorter side
+    rank: Count = 128       # of the projection; at most the shorter side
     every: Count = 200      # the projection is renewed at every n-th update
-    scale: Positive = 0.25  # of the learning rate, for what is projected
+    scale: Positive = 0.25  # factor on the learning rate of projected steps
 
 
 def _low(p: Shape, settings: GaloreSettings) -> Shape | None:
-    """GaLore's projected gradient; None: a vector, which has no projection."""
+    """Return the shape of GaLore's projected gradient; None for a vector, which has none."""
     return (min(settings.rank, *p), max(p)) if len(p) == 2 else None
 
 
 def galore(w: Tensor, g: Tensor, slots: Slots, settings: GaloreSettings, update: int,
            parameter: Parameter) -> None:
-    """Adam's moments of a gradient's projection onto few directions (Zhao et al. 2024,
-    arXiv:2403.03507). Algorithm 2, of the shorter side; AdamW for a vector. Moments outlive their
-    projection."""
+    """Adam's moments of a gradient's projection onto a few directions (Zhao et al. 2024,
+    arXiv:2403.03507). Algorithm 2, projecting the shorter side; AdamW for a vector. The moments are
+    kept when the projection is renewed."""
     import torch
 
     from lpkit.optim.rules import adamw
@@ -460,7 +463,7 @@ def galore(w: Tensor, g: Tensor, slots: Slots, settings: GaloreSettings, update:
     x = whole if whole.shape[0] < whole.shape[1] else whole.mT
     if (update - 1) % settings.every == 0:
         projection.copy_(torch.linalg.svd(x, full_matrices=False)[0][:, :projection.shape[1]])
-    step = torch.zeros_like(moments[0])     # nothing of it decays
+    step = torch.zeros_like(moments[0])     # without weight decay
     adamw(step, projection.mT @ x, moments, settings, update)
     step = projection @ step
     w.mul_(1 - settings.lr * settings.weight_decay)

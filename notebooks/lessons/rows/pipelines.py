@@ -3,7 +3,7 @@
     lpkit train cpu-3m --import lessons.rows.pipelines --processes 2 parallel.pipeline=2 \\
         parallel.schedule=zero-bubble grad_accum_steps=4
 
-Those whose backward is I and W leave a Linear's W to `lpkit.precision.deferred`.
+Schedules that split backward into I and W defer a Linear's W by `lpkit.precision.deferred`.
 """
 
 from lpkit.techniques.pipelines import (
@@ -19,8 +19,9 @@ ZERO_BUBBLE = "Qi et al. 2024, https://arxiv.org/abs/2401.10241"
 
 
 def one_way(p: int, f: float, i: float, w: float) -> float:
-    """The bubble where dw fills what it can: the way of the first micro-batch to the last rank, or
-    of a gradient back. Of equal F, I and W it is (p - 1) (f + i - w) (Qi et al. 2024, table 1)."""
+    """Return the bubble if dw fills as much idle time as possible: the way of the first micro-batch
+    to the last rank, or of a gradient back. If F, I and W are equal, the bubble is (p - 1)
+    (f + i - w) (Qi et al. 2024, table 1)."""
     return (p - 1) * max(f, i, f + i - w)
 
 

@@ -1,4 +1,4 @@
-"""Ways to send fewer bytes between replicas (ZeRO 0) than an all-reduce of gradients does.
+"""Ways to send fewer bytes between replicas (ZeRO 0) than an all-reduce of gradients.
 
     lpkit train cpu-3m --import lessons.rows.reductions --processes 2 parallel.data=2 \\
         parallel.zero=0 parallel.reduction=bits-4
@@ -14,18 +14,18 @@ from functools import partial
 from lpkit.techniques.layouts import REDUCTIONS, Reduction
 
 HERE = "lessons.rows.reductions_torch:"
-BLOCK = 256             # numbers that share a scale of 4 bytes
+BLOCK = 256             # elements that share a scale of 4 bytes
 INDEXED = 8             # bytes of a float32 value and its int32 index
 MIB_25 = 25 << 20
 
 
 def top_count(share: float, numbers: int) -> int:
-    """Returns how many of the numbers of a message are sent."""
+    """Returns how many elements of a message are sent."""
     return max(1, int(share * numbers))
 
 
 def coded_bytes(bits: int, numbers: int) -> int:
-    """Returns the bytes of codes of so many bits and of a float32 scale for each block."""
+    """Returns the bytes of codes of `bits` bits, and of one float32 scale per block."""
     blocks = -(-numbers // BLOCK)
     return blocks * (BLOCK * bits // 8 + 4)
 
@@ -41,7 +41,7 @@ def is_matrix(shape: tuple[int, ...], rank: int) -> bool:
 
 
 def _gathered(nbytes, shape, ranks, itemsize) -> float:
-    """Each rank's message goes to every other rank."""
+    """Return the bytes if each rank's message goes to every other rank."""
     return (ranks - 1) * nbytes(math.prod(shape))
 
 
@@ -50,7 +50,7 @@ def _all_reduced(shape, ranks, itemsize, every=1) -> float:
 
 
 def _powersgd(rank, shape, ranks, itemsize) -> float:
-    """Two factors, (rows, rank) and (columns, rank), or a plain all-reduce of a vector."""
+    """Two factors, (rows, rank) and (columns, rank), or a plain all-reduce for a vector."""
     numbers = (sum(shape) * rank,) if is_matrix(shape, rank) else shape
     return _all_reduced(numbers, ranks, 4)
 

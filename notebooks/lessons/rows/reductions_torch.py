@@ -1,4 +1,4 @@
-"""The averages of `reductions`: each is a function average(flat, group, state) of `Averaged`."""
+"""The averages of `reductions`: each is a function average(flat, group, state) for `Averaged`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def mean(flat: Tensor, group: Group) -> Tensor:
     return flat.div_(dist.get_world_size(group))
 
 
-# ---- compression: the bytes that travel, and the numbers that they stand for
+# ---- compression: encode numbers to bytes, and decode them
 
 def top_k(x: Tensor, share: float) -> Tensor:
-    """Returns the largest numbers and their int32 indices, as bytes."""
+    """Returns the elements with the largest magnitudes and their int32 indices, as bytes."""
     indices = x.abs().topk(top_count(share, len(x))).indices
     return torch.cat([x[indices].view(torch.uint8), indices.int().view(torch.uint8)])
 
@@ -43,8 +43,8 @@ def from_top_k(code: Tensor, numbers: int) -> Tensor:
 
 
 def quantised(x: Tensor, bits: int) -> Tensor:
-    """Returns float32 scales and signed integers of 8 or 4 bits, as bytes. A block's largest number
-    has the largest code."""
+    """Returns float32 scales and signed integers of 8 or 4 bits, as bytes. The largest magnitude of
+    a block has the largest code."""
     blocks = torch.nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30) / (2**(bits - 1) - 1)
     codes = (blocks / scale).round().to(torch.int8).view(torch.uint8).flatten()
@@ -56,13 +56,13 @@ def quantised(x: Tensor, bits: int) -> Tensor:
 def from_quantised(code: Tensor, numbers: int, bits: int) -> Tensor:
     blocks = -(-numbers // BLOCK)
     scale, codes = code[:4 * blocks].view(torch.float32), code[4 * blocks:].view(torch.int8)
-    if bits == 4:       # shifts of int8 keep the sign
+    if bits == 4:       # int8 shifts keep the sign
         codes = torch.stack([codes >> 4, (codes << 4) >> 4], 1)
     return (codes.view(blocks, BLOCK) * scale[:, None]).flatten()[:numbers]
 
 
 def signs(x: Tensor) -> Tensor:
-    """Returns the mean magnitude and a bit per number, 1 for numbers below 0, as bytes."""
+    """Returns the mean magnitude and one bit per element (1 for a negative element), as bytes."""
     bits = torch.nn.functional.pad((x < 0).byte(), (0, -len(x) % 8)).view(-1, 8)
     packed = (bits << torch.arange(8, device=x.device)).sum(1).byte()
     return torch.cat([x.abs().mean()[None].view(torch.uint8), packed])
@@ -75,7 +75,7 @@ def from_signs(code: Tensor, numbers: int) -> Tensor:
 
 def compressed(flat: Tensor, group: Group, state: State, *, encode: Callable[[Tensor], Tensor],
                decode: Callable[[Tensor, int], Tensor]) -> None:
-    """Error feedback: what a code leaves out of this gradient is added to the next one."""
+    """Error feedback: the error of this gradient's code is added to the next gradient."""
     x = flat.flatten().float() + state.get("error", 0.0)
     code, ranks = encode(x), dist.get_world_size(group)
     codes = code.new_empty(ranks * len(code))
@@ -86,12 +86,12 @@ def compressed(flat: Tensor, group: Group, state: State, *, encode: Callable[[Te
 
 
 def powersgd(flat: Tensor, group: Group, state: State, *, rank: int) -> None:
-    """M becomes P Q^T: one step of a power iteration from the last Q, over the ranks' mean."""
+    """M becomes P Q^T: one step of power iteration from the last Q, averaged over ranks."""
     if not is_matrix(tuple(flat.shape), rank):
         mean(flat, group)
         return
     if not state:
-        draw = torch.Generator().manual_seed(0)     # alike on all ranks
+        draw = torch.Generator().manual_seed(0)     # the same on all ranks
         q = torch.randn(flat.shape[1], rank, generator=draw).to(flat.device)
         state |= {"error": torch.zeros_like(flat), "q": q}
     m = flat.float() + state["error"]
@@ -101,7 +101,7 @@ def powersgd(flat: Tensor, group: Group, state: State, *, rank: int) -> None:
     state["error"] = m - flat
 
 
-# ---- averages of weights: the first call has the initial weights
+# ---- averages of weights: the first call receives the initial weights
 
 def due(state: State, every: int) -> bool:
     """Counts an update, and returns whether ranks average after it."""
@@ -116,7 +116,7 @@ def local(flat: Tensor, group: Group, state: State, *, every: int) -> None:
 
 def diloco(flat: Tensor, group: Group, state: State, *, every: int, rate: float,
            momentum: float) -> None:
-    """The change of `every` updates is a gradient for SGD with Nesterov momentum."""
+    """Use the change over `every` updates as a gradient for SGD with Nesterov momentum."""
     if not state:
         state |= {"weights": flat.clone(), "momentum": torch.zeros_like(flat)}
     if due(state, every):
@@ -127,8 +127,8 @@ def diloco(flat: Tensor, group: Group, state: State, *, every: int, rate: float,
 
 
 def exchanged(flat: Tensor, group: Group, distances: list[int]) -> list[Tensor]:
-    """Sends `flat` to the ranks at these distances, and returns what came from the ranks as far in
-    the other direction."""
+    """Sends `flat` to the ranks at these distances, and returns what arrived from the ranks at the
+    same distances in the other direction."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = [torch.empty_like(flat) for _ in distances]
     both = [op for d, t in zip(distances, received) for op in (
@@ -154,9 +154,9 @@ def gossip_one_peer(flat: Tensor, group: Group, state: State) -> None:
 
 @dataclass(kw_only=True)
 class Averaged(Replicas):
-    """Replicas whose gradients are averaged by `average(flat, group, state)`, in place. `flat`: the
-    numbers of a message, which has the shape of a parameter if it holds only one; `state`: a dict
-    of tensors and counts, empty at first, which checkpoints keep for each rank."""
+    """Replicas whose gradients are averaged in place by `average(flat, group, state)`. `flat`: the
+    elements of a message, in the shape of the parameter if it has only one. `state`: a dict of
+    tensors and counts, empty at first, which checkpoints store for each rank."""
 
     average: Callable[[Tensor, Group, State], None]
 
@@ -184,7 +184,7 @@ class Averaged(Replicas):
             self.states.setdefault(name, {})[key] = t if t.ndim else t.item()
 
     def as_row(self, t: Tensor) -> Cut:
-        """Returns a tensor of this rank as a row of a tensor of all ranks."""
+        """Returns a tensor of this rank as one row of a tensor over all ranks."""
         at = (self.ranks.rank, *[0] * t.ndim)
         return Cut(torch.Size((self.ranks.world, *t.shape)), t.dtype, (Piece(at, t[None]),), at[:1])
 
@@ -193,9 +193,9 @@ class Averaged(Replicas):
 
 
 class OwnWeights(Averaged):
-    """Each rank has weights and optimizer state of its own. `average` gets weights: the initial
-    ones, and those after each update. A checkpoint has a row for each rank; its model is the first
-    rank's."""
+    """Each rank has its own weights and optimizer state. `average` receives weights: the initial
+    weights, then the weights after each update. A checkpoint has a row for each rank; its model is
+    the first rank's."""
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         owned = super().own(model)
@@ -244,7 +244,7 @@ class OwnWeights(Averaged):
         return Cut(t.shape, t.dtype, (Piece((0,) * t.ndim, t.detach()),), (0,))
 
 
-# ---- what the rows name
+# ---- functions that the rows name
 
 top_k_1_percent, top_k_01_percent = (partial(Averaged, average=partial(
     compressed, encode=partial(top_k, share=share), decode=from_top_k)) for share in (0.01, 0.001))

@@ -11,11 +11,11 @@ from lpkit.values import Share
 
 @dataclass(frozen=True, kw_only=True)
 class WsdSettings(DecaySettings):
-    decay_fraction: Share = 0.2     # of the steps after the warm-up
+    decay_fraction: Share = 0.2     # share of the steps after the warm-up
 
 
 def linear(progress: float, settings: DecaySettings) -> float:
-    """Returns the multiplier of the peak rate on a straight line to `final_lr_ratio`."""
+    """Returns the multiplier of the peak rate, on a straight line to `final_lr_ratio`."""
     return 1 - (1 - settings.final_lr_ratio) * progress
 
 

@@ -1,4 +1,4 @@
-"""Block-sparse attention: which blocks of keys a block of queries sees.
+"""Block-sparse attention: which blocks of keys are visible to a block of queries.
 
     lpkit train cpu-3m model.attention=block-sparse --import lessons.rows.sparse_attention
 
@@ -13,14 +13,14 @@ from lpkit.errors import shown
 from lpkit.techniques.attention import KINDS, AttentionKind, Rule, Softmax
 from lpkit.values import Count
 
-MOST_BLOCKS = 1024      # of a side of a table, which Python holds whole
+MOST_BLOCKS = 1024      # on a side of a table, which Python stores as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Softmax):
-    """The latest `local` blocks, and of those before every `stride`-th. Or by a table of one's own:
-    for each block of queries a row, which has 1 for a block of keys that it sees, else 0. A row may
-    see nothing; of keys to come it never sees any."""
+    """A block of queries sees the latest `local` blocks of keys, and every `stride`-th block before
+    them. Or it follows a table with a row per block of queries: 1 for a visible block of keys, else
+    0. A row may be all 0; future keys are never visible."""
 
     block: Count = 64
     local: Count = 2
