@@ -1,1 +1,1 @@
-"""Exercises and guesses: where a learner's code runs, who judges it, and what a learner has made."""
+"""Exercises and guesses: the processes that run a learner's code, the judge, the results."""

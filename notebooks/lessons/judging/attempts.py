@@ -1,13 +1,14 @@
-"""Where a learner's code runs: in a process of its own, which has nothing to say about the verdict.
+"""Runs a learner's code in a separate process, which cannot influence the verdict.
 
     notebook        sends the text of a function and the names that it uses (`Parcel`)
       warm process  has imported torch and the definitions; forks for each check
-        judge       compares, and alone has the socket to the notebook
-          attempt   has one pipe, to give answers; limits of time, memory, files and processes
+        judge       compares the answers; only the judge has the socket to the notebook
+          attempt   has one pipe for its answers, and limits of time, memory, files and processes
 
-The attempt may loop, crash, exit, eat memory or write into every file that it finds: it is then a
-sentence. No verdict is written where its code runs. What comes out of its pipe is JSON and
-safetensors, and the judge says its verdict with a nonce, which it hears when no attempt lives.
+The attempt may loop, crash, exit, use up its memory or write to any file; each of these becomes a
+sentence for the learner. No verdict is written in the process that runs the attempt. Its pipe
+carries only JSON and safetensors. The judge sends its verdict with a nonce, which it receives only
+after every process of the attempt has ended.
 Sources: prctl(2), PR_SET_DUMPABLE; capset(2).
 """
 
@@ -49,22 +50,22 @@ from lpkit.machine_facts import cores, status_bytes
 from lpkit.parallel.processes import WarmParent
 from lpkit.processes import end_with_parent
 
-MEMORY_BYTES = 1 << 30          # that an attempt may take
-FILE_BYTES = 1 << 26            # that it may write: what it prints, and its answers
-PROCESSES = 16                  # that it may start
-SHOWN = 300                     # characters of what it printed
+MEMORY_BYTES = 1 << 30          # most memory that an attempt may use
+FILE_BYTES = 1 << 26            # most bytes that it may write: its output and its answers
+PROCESSES = 16                  # most processes that it may start
+SHOWN = 300                     # most characters of its output that are shown
 NO_ANSWERS = "what it wrote to the judge are no answers"
 TICK_SECONDS = 0.1
-START_SECONDS = 60.0    # until torch is there, on a busy machine
+START_SECONDS = 60.0    # for importing torch on a busy machine
 SECONDS = 20.0          # for all cases of an exercise
 SIZES = struct.Struct("<II")
-YOURS = "your "                 # how the file of a learner's text is called, in a traceback
+YOURS = "your "                 # prefix of the file name of a learner's text in a traceback
 
 
-# What travels: numbers, text, tensors, and lists and dicts of these.
+# Data that can be sent: numbers, text, tensors, and lists and dicts of these.
 
 class Unknown:
-    """Something else, of which only its words arrived."""
+    """A value of another type, of which only the repr was sent."""
 
     def __init__(self, words: str):
         self.words = words
@@ -74,14 +75,14 @@ class Unknown:
 
 
 def pack(value: Any, strict: bool = False) -> bytes:
-    """strict: raise TypeError for what `unpack` would not give back, in place of its words."""
+    """strict: raise TypeError for a value that `unpack` would not restore, not pack its repr."""
     tensors: dict[str, Tensor] = {}
 
     def plain(one: Any) -> Any:
         if isinstance(one, Tensor):
             tensors[f"{len(tensors)}"] = one.detach().cpu().contiguous().clone()
             return {"tensor": f"{len(tensors) - 1}"}
-        if hasattr(one, "tolist"):          # numpy's
+        if hasattr(one, "tolist"):          # a numpy array or scalar
             one = one.tolist()
         if one is None or isinstance(one, bool | str):
             return one
@@ -103,7 +104,7 @@ def pack(value: Any, strict: bool = False) -> bytes:
 
 
 def unpack(frame: bytes) -> Any:
-    """Raises an Exception of any kind for what was not made by `pack`."""
+    """Return the value. Raises any kind of Exception for bytes that `pack` did not make."""
     size, _ = SIZES.unpack_from(frame)
     text, blob = frame[SIZES.size:SIZES.size + size], frame[SIZES.size + size:]
     tensors = load_tensors(blob) if blob else {}
@@ -121,13 +122,13 @@ def unpack(frame: bytes) -> Any:
 
 
 class Frames:
-    """Packed values, as they come out of a pipe or a socket."""
+    """Reads packed values from a pipe or a socket."""
 
     def __init__(self, fd: int):
         self.fd, self.over, self._rest, self._left = fd, False, bytearray(), FILE_BYTES
 
     def read(self) -> None:
-        """Reads what is there, and waits if nothing is. Raises ValueError for too much."""
+        """Reads available bytes; waits for the first. Raises ValueError above FILE_BYTES."""
         with contextlib.suppress(ConnectionError):
             some = os.read(self.fd, 1 << 20)
             self._rest += some
@@ -139,7 +140,7 @@ class Frames:
         self.over = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the frames that are whole, unpacked."""
+        """Yields the complete frames, unpacked."""
         while len(self._rest) >= SIZES.size:
             size = SIZES.size + sum(SIZES.unpack_from(self._rest))
             if len(self._rest) < size:
@@ -149,20 +150,20 @@ class Frames:
             yield unpack(frame)
 
 
-# What goes with a function.
+# The function and everything that it uses.
 
 @dataclass
 class Parcel:
-    """A function of the notebook, and what it uses there."""
+    """A function of the notebook, and the names that it uses there."""
 
     entry: str = ""
-    texts: dict[str, str] = field(default_factory=dict)     # by name, those that others need first
+    texts: dict[str, str] = field(default_factory=dict)     # sources by name; helpers come first
     imports: dict[str, str] = field(default_factory=dict)   # by name: "module" or "module:name"
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, function: Any) -> "Parcel":
-        """Raises ConfigError for what cannot travel."""
+        """Pack a function. Raises ConfigError for a value that cannot be sent."""
         name = getattr(function, "__name__", "")
         parcel = cls(entry=name if name.isidentifier() else "answer")
         if not callable(function):
@@ -197,7 +198,7 @@ class Parcel:
         text, node = text_of(function, name)
         known = inspect.unwrap(function)
         made = getattr(node, "name", name)
-        self.texts[made] = text         # before those that it calls: they may call it
+        self.texts[made] = text         # before the functions that it calls; they may call it
         cells = zip(known.__code__.co_freevars, known.__closure__ or ())
         names = {**known.__globals__, **{free: cell.cell_contents for free, cell in cells}}
         for used in _names_used(node) & names.keys() - {made}:
@@ -208,7 +209,7 @@ class Parcel:
 
 
 def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
-    """A function's source at the lines that it has in its cell; of a lambda, under this name.
+    """Return a function's source, with the line numbers of its cell; a lambda is named `name`.
     Raises OSError, TypeError or SyntaxError."""
     lines, first = inspect.getsourcelines(function)
     text = textwrap.dedent("".join(lines))
@@ -226,11 +227,11 @@ def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
 
 def is_stub(node: ast.stmt) -> bool:
     body = [one for one in getattr(node, "body", ()) if not isinstance(one, ast.Expr)]
-    return len(body) == 1 and isinstance(body[0], ast.Raise)    # beside its docstring
+    return len(body) == 1 and isinstance(body[0], ast.Raise)    # apart from its docstring
 
 
 def _imported_from(value: Any) -> str:
-    """Returns the name by which other processes import it; empty where they cannot."""
+    """Returns the name by which another process can import a value; empty if it cannot."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, torch.dtype):
@@ -246,7 +247,7 @@ def _imported_from(value: Any) -> str:
 
 
 def _names_used(node: ast.stmt) -> set[str]:
-    """Names that a function takes from where it was written, without those of annotations."""
+    """Return the outer names that a function uses, without the names in annotations."""
     node = ast.parse(ast.unparse(node)).body[0]
     for one in ast.walk(node):
         for annotated in {"annotation", "returns"} & set(one._fields):
@@ -261,29 +262,29 @@ def _names_used(node: ast.stmt) -> set[str]:
 
 
 def load(parcel: Parcel, **known: Any) -> Callable[..., Any]:
-    """The function, where the attempt runs. Its annotations are not looked at."""
+    """Return the function, in the attempt's process. Its annotations are not evaluated."""
     names: dict[str, Any] = {"__name__": "notebook", **known, **parcel.values}
     names |= {name: pkgutil.resolve_name(where) for name, where in parcel.imports.items()}
     for name, text in parcel.texts.items():
         file = f"{YOURS}{name}"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-        # the learner's own code is what is judged: in a process of limits, forked for it
+        # this runs the learner's code: in a process with limits, forked for this attempt
         exec(compile(text, file, "exec", __future__.annotations.compiler_flag, True), names)
     return names[parcel.entry]
 
 
-# The notebook's way to the judge.
+# From the notebook to the judge.
 
 @cache
 def _warm() -> dict[str, WarmParent]:
-    """Keeps warm parents by environment while this process lives: only the first check waits."""
+    """Keeps warm parents by environment while this process lives, so only the first check waits."""
     return {}
 
 
 def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
           **job: Any) -> dict[str, Any]:
-    """Returns what the judge of this exercise finds, in a process whose environment has `env`.
-    Raises ConfigError for what is too large to travel."""
+    """Returns the judge's finding for this exercise, from a process whose environment has `env`.
+    Raises ConfigError if the job is too large to send."""
     job = pack({"name": name, "seconds": seconds, **job})
     if len(job) > FILE_BYTES:
         raise ConfigError(f"what your function uses of the notebook takes {len(job) >> 20} MB, and "
@@ -297,30 +298,30 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
         line.settimeout((START_SECONDS + 5 * seconds) * patience())
         with contextlib.suppress(OSError):
             line.sendall(job)
-            if line.recv(1) == b"?":            # no attempt is left that could hear it
+            if line.recv(1) == b"?":            # every process of the attempt has ended
                 line.sendall(nonce)
                 while some := line.recv(1 << 16):
                     reply += some
     if reply.startswith(nonce):
         return json.loads(reply.removeprefix(nonce))
-    parents.pop(key).__exit__()     # nothing of it is left, and the next check has another
+    parents.pop(key).__exit__()     # the next check starts a new warm process
     return {"status": "wrong", "detail": "the process that judges was ended, by it or from outside"}
 
 
-# Answers, and the process that they come from.
+# Answers, and the process that gives them.
 
 @dataclass(frozen=True)
 class Answer:
-    """An attempt's answer to one case, or why there is none, in half a sentence."""
+    """An attempt's answer to one case, or in half a sentence why there is none."""
 
     value: Any = None
     why: str = ""
-    line: str = ""          # of the attempt, where that happened
+    line: str = ""          # the line of the attempt where it failed
     to_do: bool = False
 
     @classmethod
     def raised(cls, error: BaseException, words: str = "") -> "Answer":
-        if isinstance(error, NotImplementedError) and not error.args:   # PyTorch's own has words
+        if isinstance(error, NotImplementedError) and not error.args:   # PyTorch's has a message
             return cls(to_do=True)
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             words = f"it took more than {MEMORY_BYTES >> 20} MB of memory"
@@ -328,7 +329,7 @@ class Answer:
 
 
 def line_of(error: BaseException | None) -> str:
-    """The line of a learner's text in which it happened."""
+    """Return the line of the learner's text that raised the error."""
     while error is not None:
         for frame in reversed(traceback.extract_tb(error.__traceback__)):
             if frame.filename.startswith(YOURS) and frame.line:
@@ -338,14 +339,14 @@ def line_of(error: BaseException | None) -> str:
 
 
 def patience() -> float:
-    """How many times its seconds an attempt has: beside more work than cores each gets a share of them."""
+    """Factor on an attempt's time limit: on a busy machine, it gets only a share of the cores."""
     return max(1.0, os.getloadavg()[0] / cores())
 
 
 class Attempt:
-    """A fork in which `work` gives answers. `with` it, nothing of it outlives the block.
+    """A fork in which `work` gives answers. `with` ends all of its processes with the block.
 
-    hung_up: a file that becomes readable when nobody waits for the answers any more
+    hung_up: a file that becomes readable when the caller no longer waits for answers
     """
 
     def __init__(self, work: Callable[[], Iterable[Answer]], seconds: float, hung_up: int = -1):
@@ -362,12 +363,12 @@ class Attempt:
 
     @property
     def printed(self) -> str:
-        # the fork may still print, at an offset that both have
+        # the fork may still print; `pread` leaves the shared file offset alone
         words = os.pread(self._printed.fileno(), 4 * SHOWN, 0).decode(errors="replace").strip()
         return words and f". It printed: {words[:SHOWN]}"
 
     def __iter__(self) -> Iterator[Answer]:
-        """Answers, and last, if there is, why no more came."""
+        """Yield the answers, and at the end the reason if there are too few."""
         looked = time.monotonic()
         while not self._frames.over:
             left = self._deadline - time.monotonic()
@@ -412,8 +413,8 @@ class Attempt:
 
 
 def _give(work: Callable[[], Iterable[Answer]], writer: int, printed: int) -> None:
-    """Does not return."""
-    leave = os._exit            # whatever the attempt puts in its place
+    """Send the answers; does not return."""
+    leave = os._exit            # the attempt may replace os._exit
     try:
         end_with_parent()
         os.setsid()
@@ -449,19 +450,19 @@ def _send(answer: Answer) -> None:
 
 
 def limit_memory() -> None:
-    """Limits the attempt to MEMORY_BYTES from here on; macOS, which enforces no such limit, limits
-    its time alone."""
+    """Limits the attempt to MEMORY_BYTES from here on. macOS enforces no such limit, so there only
+    the time is limited."""
     if taken := status_bytes("VmSize"):
         _limit("RLIMIT_AS", taken + MEMORY_BYTES)
 
 
 def _limit(name: str, most: int) -> None:
-    import resource  # Windows has none, and notebooks are read there
+    import resource  # missing on Windows, where notebooks can still be read
     resource.setrlimit(getattr(resource, name), (most, most))
 
 
 def _alone() -> None:
-    """Drops root's capabilities: it cannot look into the judge, even as root in a container."""
+    """Drops root's capabilities, so that even root in a container cannot look into the judge."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "capset"):         # Linux
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

@@ -1,10 +1,10 @@
-"""A page to print: what a learner solved, and how often the 90% intervals of guesses held.
+"""A page to print: the exercises that a learner solved, and how many of the 90% intervals held.
 
-    certificate("Ada Lovelace")     # certificate.html beside the notebook, A4 in landscape
+    certificate("Ada Lovelace")     # certificate.html in the notebook's folder, A4 in landscape
 
-It says what the learner's file on this machine says, and that is all that it proves: whoever owns
-the file can write anything into it, and nobody signs the page. One file, without a script, and with
-nothing from another place.
+The page shows the contents of the learner's file on this machine and proves nothing more: the owner
+of the file can change it, and nobody signs the page. It is one file without a script, and it loads
+nothing.
 """
 
 import re
@@ -26,8 +26,8 @@ from lpkit.files import write_atomically
 from lpkit.tables import FAINT, FONT, GRID, INK
 
 FILE = "certificate.html"
-LONGEST = 80            # characters of a name
-JOINERS = "\u200c\u200d"        # some scripts spell with them; other controls turn lines round
+LONGEST = 80            # most characters of a name
+JOINERS = "\u200c\u200d"        # some scripts need them; other control characters are not allowed
 MAIN, RIGHT = COLOURS[0], COLOURS[4]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -58,7 +58,7 @@ footer {{ border-top: 1px solid {GRID}; margin-top: 3mm; padding-top: 3mm; color
 
 
 def certificate(name: str = "", folder: Path | None = None) -> HTML | None:
-    """Writes the page into `folder`, the notebook's own by default. Says why, where it cannot."""
+    """Write the page into `folder`, by default the notebook's. Print the reason if it cannot."""
     if not name:
         print('Write your name between the quotes: certificate("Ada Lovelace")')
         return None
@@ -76,7 +76,7 @@ def certificate(name: str = "", folder: Path | None = None) -> HTML | None:
 
 
 def checked_name(name: object) -> str:
-    """Raises ConfigError for what is no name on one line."""
+    """Return the name. Raises ConfigError if it is not a name on one line."""
     text = " ".join(name.split()) if isinstance(name, str) else ""
     visible = "".join(letter for letter in text if letter not in JOINERS)
     if not visible or not visible.isprintable() or len(text) > LONGEST:
@@ -87,18 +87,18 @@ def checked_name(name: object) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """What was done of one notebook. `total`: its exercises."""
+    """What a learner did in one notebook. `total`: its number of exercises."""
 
     number: str
     title: str
     total: int
-    known: int              # that were solved, and that the course still has
+    known: int              # solved exercises that the course still has
     solved: Mapping[str, Tried]
     guesses: Sequence[Answered]
 
 
 def parts_of(learner: Learner, course: Mapping[str, Exercise]) -> list[Part]:
-    """The notebooks in which something was solved or guessed, in order."""
+    """Return the notebooks in which an exercise was solved or a guess locked, in order."""
     names = [*course, *sorted(learner.exercises.keys() - course.keys())]
     solved = {name: learner.exercises[name] for name in names
               if name in learner.exercises and learner.exercises[name].first_right}
@@ -116,7 +116,7 @@ def _within(number: str, names: Iterable[str]) -> list[str]:
 
 
 def title(number: str) -> str:
-    """What the lesson of that number calls itself; empty where there is none any more."""
+    """Return the title of the lesson with this number; empty if there is no such lesson now."""
     try:
         said = re.match(r"Lesson \d\d, (.+?): its ", lesson(number).__doc__ or "")
     except ConfigError:
@@ -125,7 +125,7 @@ def title(number: str) -> str:
 
 
 def intervals(guesses: Iterable[Answered]) -> list[Answered]:
-    """The guesses with a 90% interval that have been held against a result."""
+    """Return the guesses with a 90% interval that have been compared with a result."""
     return [one for one in guesses if one.factor and one.held is not None]
 
 

@@ -1,9 +1,9 @@
-"""This module tries what is broken in this version of Triton's interpreter: nobody should search
-such a fault in a kernel of his or her own.
+"""Tests what is broken in this version of Triton's interpreter, so that learners do not search for
+the fault in their own kernels.
 
-`TRITON_INTERPRET=1` runs a kernel on a CPU, with numpy. Each probe below is a few lines whose
-result a GPU gets right; one that differs, or does not run, is a sentence. Triton reads the variable
-when it is imported, so `defects` asks a process of its own.
+`TRITON_INTERPRET=1` runs a kernel on a CPU, with numpy. Each probe below has a few lines whose
+result is right on a GPU; a probe whose result differs, or that does not run, becomes a sentence.
+Triton reads the variable when it is imported, so `defects` runs the probes in a separate process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import cache
 from lpkit.machine_facts import versions
 
 SECONDS = 120.0
-DOES_NOT_RUN = " does not run: "        # what is tried, and the interpreter's words
+DOES_NOT_RUN = " does not run: "        # between the probe's name and the interpreter's message
 
 
 @cache
 def defects() -> tuple[str, ...]:
-    """A sentence each; one where nothing could be tried."""
+    """Return a sentence per defect, or one sentence if the probes could not run."""
     if versions(["triton"])["triton"] is None:
         return ("Triton is not installed, so no kernel runs here; it is made for Linux",)
     try:
@@ -43,8 +43,8 @@ def _probe() -> list[str]:
 
     from lpkit.kernels.interpreter import mend_calls
 
-    mend_calls()                # as where a learner's kernel runs
-    globals()["tl"] = tl        # a kernel's globals are its module's
+    mend_calls()                # as in the process of a learner's kernel
+    globals()["tl"] = tl        # a kernel's globals are those of its module
     np.seterr(all="ignore")
 
     @triton.jit
@@ -91,7 +91,7 @@ def _probe() -> list[str]:
                          f"{got.flatten()[at].item():g}")
 
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30
-    whole = torch.arange(256).view(16, 16) % 5 + 1.0        # sums of these are exact
+    whole = torch.arange(256).view(16, 16) % 5 + 1.0        # sums of these numbers are exact
     low = whole.bfloat16()
     for name, dtype in (("E4M3", torch.float8_e4m3fn), ("E5M2", torch.float8_e5m2),
                         ("bf16", torch.bfloat16)):

@@ -2,9 +2,10 @@
 
     python -m lessons.judging.export_exercises 03 --out grading
 
-in the folder that has `lessons/` writes `nbgrader/source/03/03.ipynb` and `otter/03.ipynb`. A test
-there calls the kit's judge on the learner's function and fails with its sentence; points are the
-stars. Where answers are graded, lpkit and this folder have to be importable.
+in the folder that has `lessons/`, this command writes `nbgrader/source/03/03.ipynb` and
+`otter/03.ipynb`. A test there calls the kit's judge on the learner's function and fails with the
+judge's sentence; points are the stars. lpkit and this folder must be importable where answers are
+graded.
 Formats: nbgrader's cell metadata, schema 3 (nbgrader 0.9, nbgraderformat/v3.py); otter-assign's raw
 cells (otter-grader 7, otter/assign).
 """
@@ -33,8 +34,8 @@ TODO = "raise NotImplementedError"
 
 
 def graded(name: str, attempt: Callable[..., Any]) -> None:
-    """Raises AssertionError with the judge's sentence, unless the attempt is right. The learner's
-    file does not hear of it."""
+    """Raise AssertionError with the judge's sentence unless the attempt is right. Nothing is
+    written to the learner's file."""
     verdict = index.exercise(name).judged(attempt)
     if verdict.status != "right":
         raise AssertionError(str(verdict))
@@ -42,7 +43,7 @@ def graded(name: str, attempt: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """An exercise as its notebook asks it."""
+    """An exercise with the text and the stub of its notebook."""
 
     exercise: Exercise
     prose: str
@@ -58,7 +59,7 @@ class Asked:
         return self.exercise.name.replace(".", "_")
 
     def solved(self, begin: str, end: str, after: str = "") -> str:
-        """The stub, with a right body between two marks, as both graders cut it out."""
+        """Return the stub with a right body between two marks; both graders cut such a body out."""
         indent = re.search(rf"^( *){TODO}", self.stub, re.M)
         if not indent:
             raise ConfigError(f"the stub of exercise {self.exercise.name} has no `{TODO}`")
@@ -66,7 +67,7 @@ class Asked:
         return self.stub.replace(indent[0], textwrap.indent(body, indent[1]))
 
     def _body(self) -> str:
-        """A kernel's own lines; else a call of the definition, which knows its own imports."""
+        """Return the body of a kernel, else a call of the definition, which has its own imports."""
         if isinstance(self.exercise, Puzzle):
             lines = self.exercise.solution.splitlines()
             first = ast.parse(self.exercise.solution).body[0].body[0].lineno - 1
@@ -93,7 +94,7 @@ def asked(book: Any) -> Iterator[Asked]:
 
 
 def imports(book: Any) -> str:
-    """What the notebook imports, so that stubs find it, and the test."""
+    """Return the notebook's imports, which stubs and tests need."""
     kept = [ast.unparse(one) for cell in book.cells if cell.cell_type == "code"
             and cell.metadata.get("jupyter", {}).get("source_hidden")
             for one in ast.parse(cell.source).body if isinstance(one, ast.Import | ast.ImportFrom)]
@@ -107,7 +108,8 @@ def _marked(source: str, id: str, **flags: Any) -> Any:
 
 
 def nbgrader(book: Any, name: str) -> Any:
-    """nbgrader's source notebook: `nbgrader generate_assignment` makes the learners' of it."""
+    """Return nbgrader's source notebook, from which `nbgrader generate_assignment` makes the
+    learners' notebook."""
     cells = [_marked(imports(book), "imports", locked=True)]
     for one in asked(book):
         source = one.solved("### BEGIN SOLUTION", "### END SOLUTION")
@@ -118,7 +120,8 @@ def nbgrader(book: Any, name: str) -> Any:
 
 
 def otter(book: Any, name: str) -> Any:
-    """otter's notebook: `otter assign` makes the learners' and the autograder's of it."""
+    """Return otter's notebook, from which `otter assign` makes the learners' and the
+    autograder's."""
     config = f"# ASSIGNMENT CONFIG\nname: lpkit_{name}\nexport_cell: false\ncheck_all_cell: false"
     cells = [new_raw_cell(config), new_code_cell(imports(book))]
     for one in asked(book):
@@ -136,7 +139,7 @@ def otter(book: Any, name: str) -> Any:
 def _notebook(cells: list[Any]) -> Any:
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     for number, cell in enumerate(cells):
-        cell.id = f"cell-{number}"      # the same file from the same course
+        cell.id = f"cell-{number}"      # so that equal courses give equal files
     book = new_notebook(cells=cells, metadata={"kernelspec": kernel,
                                                "language_info": {"name": "python"}})
     nbformat.validate(book)

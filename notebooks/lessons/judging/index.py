@@ -1,8 +1,8 @@
-"""Where an exercise stands: a module for each notebook, such as `lessons.l03_number_formats` for
-notebook 03, has its EXERCISES by name.
+"""Finds exercises: each notebook has a module, such as `lessons.l03_number_formats` for notebook
+03, with its EXERCISES by name.
 
-A kernel finds `lessons`, since a notebook's folder can be imported from; so do the processes that
-the kernel starts (`lpkit.parallel.processes`). A learner may change his or her copy.
+A kernel can import `lessons`, since a notebook's folder is on the path; so can the processes that
+the kernel starts (`lpkit.parallel.processes`). Learners may change their copies.
 """
 
 import importlib
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from lessons.judging.judge import Exercise
 
 
-# Exercises and guesses that moved to another notebook with their question: a learner's file and
-# older copies of notebooks still have the former name.
+# Exercises and guesses that moved to another notebook: a learner's file and older copies of
+# notebooks still use the old name.
 RENAMED = {"20.muon": "26.muon", "20.overhead": "26.overhead", "21.mup_rate": "27.mup_rate",
            "21.saved": "28.saved"}
 
 
 class Moved(dict):
-    """The exercises of a notebook that was divided."""
+    """The exercises of a notebook that was split into several."""
 
     def __missing__(self, name: str) -> "Exercise":
         now = RENAMED.get(name)
@@ -34,13 +34,13 @@ class Moved(dict):
 
 
 def names() -> list[str]:
-    """The modules, in order."""
+    """Return the names of the modules, in order."""
     return sorted(f"lessons.{found.name}" for found in pkgutil.iter_modules(lessons.__path__)
                   if found.name[1:3].isdecimal())
 
 
 def lesson(exercise: str) -> ModuleType:
-    """The module of "03.cast": the one of its number."""
+    """Return the module of an exercise such as "03.cast", by its number."""
     number = exercise.partition(".")[0]
     for name in names():
         if name.startswith(f"lessons.l{number}_"):

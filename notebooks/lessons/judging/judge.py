@@ -1,14 +1,14 @@
-"""One judge for the learner's function, for the definition, and for known mistakes.
+"""One judge for the learner's function, the definition, and known mistakes.
 
-An exercise is a definition written as a plain function, whose source is also the solution that is
-shown; the cases that tell it from what somebody plausibly writes instead; and a way to draw more
-of them. The tests hold every exercise to it: the definition is right, each mistake is caught and
-recognised, a stub is "to do".
+An exercise consists of a definition (a plain function whose source is also the shown solution), the
+cases that distinguish it from plausible mistakes, and a way to draw more cases. The tests check
+every exercise: the definition is right, each mistake is caught and recognised, a stub is "to do".
 
-The judge compares with the definition in float64. A number may be off by a share of its terms: the
-definition runs four times more, with each operation off by 2^-20 of its result, and what an answer
-moves by then is the size of what it was made of. A gradient that is a difference of equal terms is
-0 on one processor and -2.7e-8 on another, and both are right.
+The judge compares with the definition in float64. The tolerance of a number is relative to the size
+of its terms. To find that size, the definition runs four more times, with each operation disturbed
+by up to 2^-20 of its result, and the judge measures how far the answer moves. For example, a
+gradient that is a difference of equal terms may be 0 on one processor and -2.7e-8 on another; both
+are right.
 
 The judge also compares the arguments before and after a call. An answer that changes an argument in
 place is wrong, unless the exercise names that argument in `in_place`.
@@ -42,12 +42,12 @@ from lessons.judging.attempts import SECONDS, Answer, Attempt, Parcel, asked, li
 from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
 
-DRAWN = 200             # random cases, after those that are written down
-RECOGNISED = 30         # cases in which an attempt agrees with a known mistake
-TOLERANCE = 1e-6        # relative; a tensor's is relative to the size of its terms
-ROUNDING = 2.0**-20     # by which each operation is disturbed to find that size
-DISTURBED = 4           # times
-ARRAY_LIMIT = 1 << 17   # the least limit that arrays are held to: below it Python's objects count
+DRAWN = 200             # random cases after the written cases
+RECOGNISED = 30         # cases in which an attempt must agree with a known mistake
+TOLERANCE = 1e-6        # relative; for a tensor, relative to the size of its terms
+ROUNDING = 2.0**-20     # relative disturbance of each operation to find that size
+DISTURBED = 4           # runs with disturbance
+ARRAY_LIMIT = 1 << 17   # smallest limit for arrays; below it, Python's objects would dominate
 MARKS = {"to do": ("#6b7280", "○"), "right": ("#15803d", "✓"), "wrong": ("#b91c1c", "✗")}
 
 
@@ -57,17 +57,17 @@ class Exercise:
     tensor, or sequences and dicts of these. A tolerance of 0 compares bits: -0 is not 0."""
 
     spec: Callable[..., Any]
-    cases: tuple[tuple, ...]        # arguments, smallest first: the first that fails is shown
-    mistakes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)    # by what to say
+    cases: tuple[tuple, ...]        # arguments, smallest first; the first failing case is shown
+    mistakes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)    # by hint
     draw: Callable[[random.Random], tuple] | None = None
     tolerance: float = TOLERANCE
     stars: int = 1
     minutes: int = 3
-    name: str = ""                  # as the learner's file has it: "03.cast"
+    name: str = ""                  # the name in the learner's file: "03.cast"
     drawn: int = DRAWN
-    # of a case: what tensors may take at once, and what Python's objects and NumPy's arrays may
+    # bytes for a case that tensors may use at once, and Python's objects and NumPy's arrays too
     most_bytes: Callable[..., int] | None = None
-    # arguments that an answer changes, as the exercise's text says: the change is what is judged
+    # arguments that the exercise asks to change; the changed arguments are judged
     in_place: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -75,7 +75,7 @@ class Exercise:
             raise ConfigError("an exercise needs at least one case, a tuple of arguments")
 
     def all_cases(self) -> Iterator[tuple]:
-        """Yields the cases that are written down, then the drawn ones: the same for everybody."""
+        """Yields the written cases, then the drawn cases; they are the same for all learners."""
         yield from self.cases
         if self.draw is not None:
             chance = random.Random(self.spec.__name__)
@@ -87,7 +87,7 @@ class Exercise:
         return list(inspect.signature(self.spec).parameters)
 
     def called(self, function: Callable[..., Any], given: tuple) -> Any:
-        """Return what is judged of a call: its result, or the arguments that it changes."""
+        """Return the part of a call that is judged: its result, or the arguments it changes."""
         made = function(*given)
         if not self.in_place:
             return made
@@ -95,7 +95,7 @@ class Exercise:
 
     @property
     def answer(self) -> Callable[..., Any]:
-        """The spec, which is right."""
+        """The right answer: the spec."""
         return self.spec
 
     @property
@@ -103,13 +103,13 @@ class Exercise:
         return source_of(self.answer)
 
     def prepare(self) -> None:
-        """Runs in the warm process before it forks: imports what every fork would import again."""
+        """Runs in the warm process before it forks; imports modules that every fork needs."""
         if self.most_bytes:
             importlib.import_module("lpkit.measure.tracking")
 
     def judged(self, attempt: Callable[..., Any]) -> "Verdict":
-        """Never raises, whatever the attempt does, and does not wait for ever. An exercise without
-        a name is its caller's own, and its attempt runs in this process."""
+        """Return the verdict. Never raises, whatever the attempt does, and always ends. The attempt
+        of an exercise without a name (a caller's own exercise) runs in this process."""
         if not self.name:
             return check(self, attempt)
         try:
@@ -122,7 +122,7 @@ class Exercise:
         return Verdict(result["status"], result["detail"], self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
-        """Runs in the judge: returns the status, and what else there is to say."""
+        """Runs in the judge. Returns the status and its details."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
             said = verdict(self, iter(attempt))
             printed = attempt.printed if said.status == "wrong" else ""
@@ -137,14 +137,14 @@ def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
 
 
 def source_of(function: Callable) -> str:
-    """Returns the source without decorators. Raises OSError or TypeError where there is none."""
+    """Returns the source without decorators. Raises OSError or TypeError if there is no source."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
 
 def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise,
               field: str = "spec") -> Callable[..., Callable[[Callable], Callable]]:
-    """A decorator for what `field` of an exercise is: `@exercise(name, *cases, draw=, ...)`."""
+    """Return a decorator for the `field` of an exercise: `@exercise(name, *cases, draw=, ...)`."""
     def exercise(name: str, *cases: tuple, **more: Any) -> Callable[[Callable], Callable]:
         def add(function: Callable) -> Callable:
             table[name] = kind(cases=cases, name=name, **{field: function}, **more)
@@ -156,17 +156,17 @@ def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise,
 
 
 def badge(status: str) -> str:
-    """HTML: the sign, white on its colour, which can be read in a dark theme, too."""
+    """HTML: the sign in white on its colour, which is readable in a dark theme, too."""
     colour, sign = MARKS[status]
     return f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span>"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    status: str             # of MARKS
+    status: str             # a key of MARKS
     detail: str = ""
     solution: str = field(default="", compare=False, repr=False)
-    held: str = field(default="", compare=False, repr=False)    # why there is no solution to see
+    held: str = field(default="", compare=False, repr=False)    # why the solution is hidden
     untried: bool = field(default=False, compare=False, repr=False)     # this machine cannot judge
 
     @property
@@ -191,21 +191,21 @@ ENDED = Answer(why="it ended its process")
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """The verdict on a function that is trusted: it runs in this process."""
+    """Return the verdict on a trusted function, which runs in this process."""
     return verdict(exercise, (answer(exercise, attempt, case) for case in
                               exercise.all_cases()))
 
 
 def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answer:
-    """The attempt's part: what it returns for a copy of the case; or that it changed an argument,
-    or that its tensors were too large where the exercise limits them."""
+    """The attempt's part: return its result for a copy of the case, or that it changed an argument,
+    or that its tensors were larger than the exercise allows."""
     try:
         given = copy.deepcopy(case)
         if exercise.most_bytes is None:
             with Unsaturated():
                 got = _at_hand(exercise.called(attempt, given))
             return Answer(got, changed(exercise, case, given))
-        from lpkit.measure.tracking import Tracker  # seconds to import, for few exercises
+        from lpkit.measure.tracking import Tracker  # takes seconds; only few exercises need it
         with Tracker(nn.Module()) as tracker:
             got = _at_hand(exercise.called(attempt, given))
         peak = max(itertools.accumulate(change for _, change, *_ in tracker.log), default=0)
@@ -216,14 +216,14 @@ def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answ
         return Answer(got, changed(exercise, case, given) if peak <= most else (
             f"its {what} {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are the "
             f"limit"))
-    except Exception as error:      # whatever it is, it is the learner's: show it
+    except Exception as error:      # any error of the learner's function is shown
         return Answer.raised(error)
 
 
 def array_bytes(call: Callable[[], Any]) -> int:
-    """Return the most bytes that NumPy's arrays and Python's objects take at once during a call.
-    Memory of torch's tensors is not counted. Call before once, since a first call may import
-    modules; what the call prints is dropped."""
+    """Return the peak bytes of NumPy's arrays and Python's objects during a call. Memory of torch's
+    tensors is not counted. Make the call once before, since a first call may import modules; the
+    output of the call is dropped."""
     tracing = tracemalloc.is_tracing()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         tracemalloc.start()
@@ -238,13 +238,13 @@ def array_bytes(call: Callable[[], Any]) -> int:
 
 
 def _at_hand(made: Any) -> Any:
-    """Return an answer whose tensors can be read here. Raises for those that have no numbers."""
+    """Return an answer with tensors that can be read here. Raises for tensors without values."""
     return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), made)
 
 
 def changed(exercise: Exercise, case: tuple, given: tuple) -> str:
-    """Say which argument of `given` a call has changed, in half a sentence; empty for none. `case`
-    has the arguments as they were."""
+    """Name the argument of `given` that a call has changed, in half a sentence; empty for none.
+    `case` has the arguments before the call."""
     for name, before, after in zip(exercise.arguments, case, given):
         if name not in exercise.in_place and not _same(before, after):
             clone = f"{name}.clone()" if isinstance(before, Tensor) else f"copy.deepcopy({name})"
@@ -253,7 +253,7 @@ def changed(exercise: Exercise, case: tuple, given: tuple) -> str:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Whether numbers are the same, bit by bit in tensors. Objects of other kinds, such as
+    """Whether values are the same; tensors are compared bit by bit. Objects of other types, such as
     functions, may keep counts and are not compared."""
     if isinstance(before, Tensor):
         return (before.shape, before.dtype) == (after.shape, after.dtype) and torch.equal(
@@ -266,7 +266,7 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
-    """The judge's part: no code of the attempt runs here. `answers` are to all cases, in order."""
+    """The judge's part; no code of the attempt runs here. `answers` are to all cases, in order."""
     seen: list[Answer] = []
     for case in exercise.all_cases():
         seen.append(one := next(answers, ENDED))
@@ -283,8 +283,8 @@ def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
 
 
 def unlike(exercise: Exercise, case: tuple, got: Any) -> str:
-    """The judge's part: why `got` is no answer to the case, in half a sentence; empty when it is
-    one."""
+    """The judge's part: return in half a sentence why `got` is wrong for the case; empty if it is
+    right."""
     given = partial(copy.deepcopy, case)
     want = expected(exercise, given)
     return difference(got, want, exercise.tolerance) and difference(
@@ -292,15 +292,15 @@ def unlike(exercise: Exercise, case: tuple, got: Any) -> str:
 
 
 def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
-    """The definition's answer. Numbers that need not agree to the bit are calculated in float64, so
-    that it is the same on every processor."""
+    """Return the definition's answer. Unless bits are compared, it is computed in float64, so that
+    it is the same on every processor."""
     return exercise.called(exercise.spec, _widened(given()) if exercise.tolerance else given())
 
 
 def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
-    """Returns the definition's answers when each of its operations is off by up to ROUNDING of its
-    result (Monte Carlo arithmetic: Parker 1997). An answer that is a difference of large terms
-    moves by these terms, however near to 0 it is itself."""
+    """Returns the definition's answers with each operation disturbed by up to ROUNDING of its
+    result (Monte Carlo arithmetic: Parker 1997). If an answer is a difference of large terms, it
+    moves in proportion to these terms, even if the answer itself is near 0."""
     answers = []
     for seed in range(DISTURBED if exercise.tolerance else 0):
         case = given()
@@ -310,7 +310,7 @@ def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
 
 
 class Disturbed(TorchDispatchMode):
-    """A mode in which each result of an operation is off by up to `size` of itself."""
+    """A mode that multiplies each operation's result by up to 1 +- `size`."""
 
     def __init__(self, seed: int, size: float = ROUNDING):
         super().__init__()
@@ -328,8 +328,8 @@ class Disturbed(TorchDispatchMode):
 
 
 class Unsaturated(TorchDispatchMode):
-    """A mode in which what is too large for E4M3 is cast to NaN, as PyTorch did up to 2.11: that it
-    saturates since then hides a clamp that is missing."""
+    """A mode in which values too large for E4M3 become NaN, as in PyTorch up to 2.11. Since then
+    PyTorch saturates, which would hide a missing clamp."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -340,7 +340,7 @@ class Unsaturated(TorchDispatchMode):
         return made
 
 
-CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}   # what is cast
+CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}   # index of the input
 
 
 def _widened(case: tuple) -> tuple:
@@ -353,7 +353,7 @@ def to_do(exercise: Exercise) -> Verdict:
 
 
 def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
-    """Returns the hint for a known mistake whose answers all `answers` are; empty for none."""
+    """Returns the hint for a known mistake that gives all of `answers`; empty if there is none."""
     both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():
@@ -366,9 +366,9 @@ def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
 
 def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
                where: tuple = (), scale: float = 0.0) -> str:
-    """Says why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count
-    as nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude,
-    or of what they are off by in `others`, the answers of `disturbed`."""
+    """Return in half a sentence how `got` differs from `want`; empty if it does not. Tensors and
+    arrays count as nested lists, whose numbers may differ by `tolerance` times `scale`: their
+    largest magnitude, or the largest movement in `others`, the answers of `disturbed`."""
     if tolerance and hasattr(want, "tolist"):
         want = torch.as_tensor(want)
         sizes = [want, *((one.double() - want.double()) / ROUNDING for one in others)]

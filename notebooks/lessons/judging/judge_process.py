@@ -21,7 +21,7 @@ from lpkit.processes import PR_SET_DUMPABLE, adopt_orphans, end_with_parent, prc
 
 
 def judge(line: socket.socket) -> None:
-    """Hear of one attempt, and say what there is to say."""
+    """Receive one attempt and send the finding."""
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -35,27 +35,27 @@ def judge(line: socket.socket) -> None:
             finding = index.exercise(job["name"]).found(job, line.fileno())
         except ConnectionError:
             raise
-        except ConfigError as error:    # of a lesson that is broken now
+        except ConfigError as error:    # the lesson itself is broken
             finding = {"status": "to do", "detail": str(error)}
-        except Exception:           # they are of a shape that no case has
+        except Exception:           # the answers have a shape that fits no case
             finding = {"status": "wrong", "detail": NO_ANSWERS}
-        sweep()                     # before the nonce comes: nothing that is hostile hears it
+        sweep()                     # ends the attempt's processes before the nonce is received
         line.sendall(b"?")
         line.sendall(line.recv(64) + json.dumps(finding).encode())
 
 
 def main(folder: str, calls: str) -> int:
-    """Fork a judge for each socket that comes."""
+    """Fork a judge for each socket that arrives."""
     end_with_parent()
-    os.environ["TMPDIR"] = folder   # which the keeper removes
-    # on Linux the same user's processes cannot look into this one, nor into its forks
+    os.environ["TMPDIR"] = folder   # the process that started this one removes the folder
+    # on Linux, processes of the same user cannot look into this process or its forks
     prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # by Python 3.12: the threads are a library's that wait, and a fork begins none of their work
+    # Python 3.12 warns; the threads belong to a library and wait, and forks do not use them
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     with socket.socket(fileno=int(calls)) as heard:
         while (call := socket.recv_fds(heard, 4096, 1))[0]:
-            with contextlib.suppress(Exception):    # once, for all forks; a fork says what is wrong
+            with contextlib.suppress(Exception):    # once for all forks; a fork reports errors
                 index.exercise(call[0].decode()).prepare()
             with socket.socket(fileno=call[1][0]) as line:
                 if os.fork():
@@ -64,7 +64,7 @@ def main(folder: str, calls: str) -> int:
                     heard.close()
                     judge(line)
                 except ConnectionError:
-                    pass            # nobody waits for it any more
+                    pass            # the caller has gone
                 except BaseException:
                     traceback.print_exc()
                 finally:

@@ -1,8 +1,8 @@
-"""What a puzzle's kernel may call beside `tl`: FP8 and FP4 as the integers that they are.
+"""Functions that a puzzle's kernel may call besides `tl`: FP8 and FP4 as integer codes.
 
 Triton's interpreter does not convert to these formats as a GPU does (`lessons.judging.defects`), so
-codes are made with float32 additions and integer shifts, which agree everywhere. `e2m1`, the codes
-of FP4 (int32, 0 to 15), is the kit's own. Needs Triton.
+codes are computed with float32 additions and integer shifts, which give the same result everywhere.
+`e2m1` (the codes of FP4, int32, 0 to 15) is the kit's. Needs Triton.
 """
 
 import triton
@@ -13,9 +13,10 @@ from lpkit.kernels.rounding import e2m1 as e2m1
 
 @triton.jit
 def e4m3(v):
-    """The E4M3 codes (uint8) of float32 `v`: to nearest-even, saturating at 448; NaN is 0x7F."""
+    """Return the E4M3 codes (uint8) of float32 `v`, rounded to nearest-even, saturating at 448. NaN
+    is 0x7F."""
     size = tl.where(v != v, 0.0, tl.minimum(tl.abs(v), 448.0))
-    # a number so large that the sum's last bit is the spacing: the addition rounds
+    # the last bit of the sum has the value of the spacing, so the addition rounds
     field = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     magic = (field + (20 << 23)).to(tl.float32, bitcast=True)
     size = (size + magic) - magic
@@ -27,9 +28,9 @@ def e4m3(v):
 
 @triton.jit
 def e4m3_value(codes):
-    """The float32 values of E4M3 `codes` (uint8)."""
+    """Return the float32 values of E4M3 `codes` (uint8)."""
     code = codes.to(tl.int32)
-    # a float32's exponent is 120 more, and a subnormal one is exact
+    # a float32's exponent is larger by 120; subnormals are exact in float32
     size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     size = tl.where((code & 127) == 127, float("nan"), size)
     return tl.where(code > 127, -size, size)

@@ -1,8 +1,8 @@
-"""How a learner's kernel runs, in the process of its attempt (`lessons.judging.attempts`).
+"""Runs a learner's kernel in the process of its attempt (`lessons.judging.attempts`).
 
-Triton's interpreter reads and writes through `Memory`, which knows whose element each address is,
-counts bytes, and sees the races that an interpreter hides, because it runs one program after the
-other.
+Triton's interpreter reads and writes through `Memory`, which maps each address to a tensor's
+element, counts bytes, and detects races, which the interpreter otherwise hides because it runs one
+program after the other.
 """
 
 import ast
@@ -29,17 +29,17 @@ from lessons.judging.kernel_parts import e2m1, e4m3, e4m3_value
 from lessons.judging.launches import Held, Launch, bits
 from lpkit.kernels.interpreter import mend_calls
 
-LARGE = 1 << 27                 # elements on which a GPU is timed
-TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU
-NEAR_BYTES = 1 << 20            # within which a tensor is blamed for an address
+LARGE = 1 << 27                 # elements of the timing on a GPU
+TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # used without a GPU
+NEAR_BYTES = 1 << 20            # an address this close to a tensor is attributed to it
 
 
 class FaultError(Exception):
-    """Raised for what a kernel may not do, in words for a person."""
+    """Raised for a forbidden access of a kernel, with a message for the learner."""
 
 
 class Memory:
-    """A stand-in for the interpreter's own loads and stores, for one launch."""
+    """Replaces the interpreter's loads and stores for one launch."""
 
     def __init__(self, own: Any, held: Sequence[Held], builder: Any):
         self._own, self._held, self._builder = own, held, builder
@@ -53,7 +53,7 @@ class Memory:
 
     def _find(self, ptrs: np.ndarray, mask: np.ndarray, size: int,
               does: str) -> tuple[Held, np.ndarray, np.ndarray] | None:
-        """Finds whose elements they are: the tensor, addresses and indices. Raises FaultError."""
+        """Return the tensor, addresses and indices of the accessed elements. Raises FaultError."""
         ptrs, mask = np.broadcast_arrays(ptrs, mask)
         used = ptrs[mask].astype(np.int64)
         if not used.size:
@@ -112,7 +112,7 @@ class Memory:
 
 
 def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = "cpu") -> Answer:
-    """Launches once. What is outside of a tensor is NaN in one turn and very large in the next."""
+    """Launch once. Memory around a tensor is NaN in one turn and very large in the next."""
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
     launch = puzzle.launch(*case)
@@ -142,7 +142,7 @@ def watched(held: Sequence[Held], outside: float) -> Iterator[None]:
     load = builder.create_masked_load
 
     def masked(ptrs: Any, mask: Any, other: Any, *more: Any) -> Any:
-        """Gives `outside`, not 0, for what is masked without `other`: undefined on a GPU."""
+        """Load `outside`, not 0, for masked elements without `other`: undefined on a GPU."""
         if other is None:
             dtype = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
             fill = outside if dtype.kind == "f" else np.iinfo(dtype).max
@@ -155,15 +155,15 @@ def watched(held: Sequence[Held], outside: float) -> Iterator[None]:
         yield
     finally:
         interpreter._interpreter = own
-        del builder.create_masked_load      # the class's own again
+        del builder.create_masked_load      # restores the method of the class
 
 
 def _raised(error: BaseException) -> Answer:
     cause = error
-    while cause.__cause__ is not None:      # the interpreter wraps what was raised in the kernel
+    while cause.__cause__ is not None:      # the interpreter wraps the kernel's exception
         cause = cause.__cause__
     lines = str(cause).strip().splitlines() or ["no words"]
-    # a compiler shows the source before it says what is wrong
+    # a compiler shows the source before its message
     words = f"{type(cause).__name__}: {lines[-1 if isinstance(cause, CompilationError) else 0]}"
     return replace(Answer.raised(cause, str(cause) if isinstance(cause, FaultError) else
                                  f"it raised {words}"), line=line_of(error))
@@ -177,8 +177,9 @@ def load(source: str) -> Any:
 
 def answers(puzzle: Exercise, cases: Sequence[tuple], source: str,
             compiled: bool) -> Iterator[Answer]:
-    """Yields what the kernel leaves in each case, and what moved where it is interpreted. Compiled,
-    one more says how fast it is on a GPU; without a GPU the only one says that it compiles."""
+    """Yield the outputs of the kernel for each case, with the moved bytes if it is interpreted. If
+    `compiled`, one more answer is the speed on a GPU; without a GPU, the only answer says that the
+    kernel compiles."""
     try:
         kernel = load(source)
         if compiled and not torch.cuda.is_available():
@@ -193,7 +194,7 @@ def answers(puzzle: Exercise, cases: Sequence[tuple], source: str,
 
 
 def compiles(kernel: Any, launch: Launch) -> str:
-    """Says whether the kernel compiles, without needing a GPU. Raises CompilationError."""
+    """Say whether the kernel compiles; needs no GPU. Raises CompilationError."""
     given = launch.arguments
     fixed = {one.name: given[one.name] for one in kernel.params if one.is_constexpr}
     signature = {one.name: "constexpr" if one.is_constexpr else mangle_type(given[one.name])
@@ -202,14 +203,14 @@ def compiles(kernel: Any, launch: Launch) -> str:
         triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET)
     except CompilationError:
         raise
-    except Exception as error:      # no assembler for that GPU here, for one
+    except Exception as error:      # for example, the assembler for that GPU is missing
         return f"it was not compiled here ({type(error).__name__})"
     return f"and it compiles for {NAME}"
 
 
 def speed(kernel: Any, puzzle: Exercise) -> str:
-    """Says which share of the roofline the kernel reaches on a GPU, beside a copy and a product
-    measured there."""
+    """Say which share of the roofline the kernel reaches on a GPU. The roofline is measured with a
+    copy and a matmul."""
     case = puzzle.large(LARGE)
     launch = puzzle.launch(*case)
     tensors = {name: x.cuda() for name, x in launch.tensors.items()}

@@ -1,8 +1,8 @@
-"""How a learner's kernel is called, and the memory in which its tensors lie: what a puzzle says, and
-what the process of an attempt does.
+"""The call of a learner's kernel, and the memory of its tensors, for the definition of a puzzle and
+for the process of an attempt.
 
-A tensor lies inside a larger one. The margins are NaN or very large, belong to nobody, and are
-looked at when the kernel has ended: a GPU refuses no address that is near.
+A tensor is placed inside a larger one. The margins are NaN or very large, belong to no argument,
+and are checked when the kernel has ended, since a GPU does not refuse a nearby address.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# what no kernel has written yet, as bits: NaN, of E4M3 too
+# bits of an element that no kernel has written yet: NaN, also in E4M3
 UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F}
 MARGIN = 64                     # elements around a tensor
-LONG_BYTES = 1 << 11            # from which on what is read twice is no edge, wrapped around
+LONG_BYTES = 1 << 11            # above this size, repeated reads are not only wrapped edges
 
 
 class Launch:
-    """A call of a kernel: its arguments by name, tensors and numbers. `out` names some, with
-    what is in them before, in the order of what the definition returns."""
+    """A call of a kernel: its arguments (tensors and numbers) by name. `out` has the arguments that
+    the kernel writes, with their initial values, in the order of the definition's results."""
 
     def __init__(self, *grid: int, out: Mapping[str, Tensor], **given: Any):
         self.grid, self.out, self.arguments = grid, out, {**given, **out}
@@ -32,12 +32,12 @@ class Launch:
 
 
 def bits(x: Tensor) -> Tensor:
-    """A view as integers."""
+    """Return a view as integers."""
     return x.view(torch.int32) if x.dtype == torch.float32 else x
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a tensor that nobody has written to yet."""
+    """Returns a tensor whose elements are marked as not written."""
     empty = torch.empty(shape, dtype=dtype)
     bits(empty).fill_(UNTOUCHED[dtype])
     return empty
@@ -45,15 +45,15 @@ def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Held:
-    """A tensor in the midst of a larger one."""
+    """A tensor in the middle of a larger one."""
 
     name: str
     whole: Tensor
-    tensor: Tensor              # a view of it
-    kept: Tensor                # what `whole` was before
-    inside: np.ndarray          # bool, of `whole`: what belongs to the tensor
+    tensor: Tensor              # a view of `whole`
+    kept: Tensor                # a copy of `whole` before the launch
+    inside: np.ndarray          # bool, by element of `whole`: whether it belongs to the tensor
     is_output: bool
-    owner: np.ndarray = field(init=False)       # of `whole`: which program wrote it last
+    owner: np.ndarray = field(init=False)       # by element of `whole`: the program that wrote it
     loaded_bytes: int = 0
     stored_bytes: int = 0
 
@@ -62,7 +62,7 @@ class Held:
 
     @classmethod
     def of(cls, name: str, x: Tensor, *, outside: float, device: str, is_output: bool) -> Self:
-        """A copy of `x`, its strides included; around what is only read lies `outside`."""
+        """Copy `x` with its strides. The margin of an input is filled with `outside`."""
         steps = zip(x.shape, x.stride(), strict=True)
         span = 1 + sum((n - 1) * step for n, step in steps) if x.numel() else 0
         whole = blank(span + 2 * MARGIN, dtype=x.dtype).to(device)
@@ -79,7 +79,7 @@ class Held:
         return max(start - address, address - start - self.whole.nbytes)
 
     def element(self, at: int) -> str:
-        """Names the tensor's element at an index into `whole`."""
+        """Return the name of the tensor's element at an index into `whole`."""
         at, shape = at - MARGIN, list(self.tensor.shape)
         if len(shape) == 2 and at >= 0 and self.tensor.stride(1) == 1:
             row, column = divmod(at, max(self.tensor.stride(0), 1))
@@ -87,7 +87,7 @@ class Held:
         return f"{self.name}[{at}]"
 
     def trespass(self) -> str:
-        """Says what was written that is nobody's to write; empty for nothing."""
+        """Describe a forbidden write; empty if there is none."""
         changed = (bits(self.whole) != bits(self.kept)).cpu()
         if self.is_output:
             changed &= ~torch.from_numpy(self.inside)
@@ -97,7 +97,7 @@ class Held:
         return f"it wrote to {self.element(int(changed.nonzero()[0]))}, {why}"
 
     def read_again(self) -> str:
-        """Says how often it was read, if more than once; empty where nobody counted."""
+        """Say how often the tensor was read, if more than once; empty if reads were not counted."""
         least = self.tensor.numel() * self.whole.itemsize
         if least <= LONG_BYTES or self.loaded_bytes <= 1.5 * least:
             return ""

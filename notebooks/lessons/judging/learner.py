@@ -1,6 +1,6 @@
-"""What a learner made over the course: guesses, what became of them, exercises. One file of this
-person on this machine, written by a click or by an exercise that is not "to do", and by nothing
-else. Several kernels may write it."""
+"""A learner's results over the course: guesses, their scores, exercises. They are in one file per
+person and machine, which is written only when a guess is locked or scored, or when an exercise is
+judged and not "to do". Several kernels may write the file."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -29,25 +29,25 @@ Asked = TypeVar("Asked", bound=Question)
 
 @dataclass(frozen=True, kw_only=True)
 class Answered(Checked):
-    """A locked guess. `name` is `notebook.what`; a changed question is another one."""
+    """A locked guess. `name` is `notebook.what`; if the question changes, it is a new guess."""
 
     name: Text
     question: Text
     value: float | str
     unit: str = ""
-    factor: Positive | None = None      # of a 90% interval
+    factor: Positive | None = None      # of the 90% interval
     date: Text
     measured: float | str | None = None
-    held: bool | None = None            # the interval; or whether it was the right answer
+    held: bool | None = None            # whether the interval held, or the answer was right
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried(Checked):
-    """An exercise."""
+    """An attempted exercise."""
 
     right: bool
     attempts: Count
-    first_right: Text | None = None     # a date
+    first_right: Text | None = None     # date of the first right answer
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Learner:
                     None)
 
     def with_guess(self, guess: Answered) -> "Learner":
-        """Returns a learner in which `guess` replaces one with the same name and question."""
+        """Returns a learner in which `guess` replaces the one with the same name and question."""
         others = tuple(one for one in self.guesses
                        if (one.name, one.question) != (guess.name, guess.question))
         return replace(self, guesses=(*others, guess))
 
     def with_attempt(self, name: str, right: bool) -> "Learner":
-        """A right answer that is tried again changes nothing."""
+        """Return a learner with this attempt. Further attempts after a right one change nothing."""
         old = self.exercises.get(name)
         if old and old.right and right:
             return self
@@ -76,8 +76,8 @@ class Learner:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Returns the judge's verdict, and writes it to the learner's file, unless there is nothing to
-    judge yet."""
+    """Returns the judge's verdict and writes it to the learner's file, unless the exercise is still
+    to do."""
     verdict = exercise.judged(attempt)
     if not exercise.name or verdict.status == "to do":
         return held_back(exercise, verdict)
@@ -88,13 +88,13 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
 
 
 def held_back(exercise: Exercise, verdict: Verdict) -> Verdict:
-    """The verdict without its solution until `LPKIT_SOLUTIONS` lets this learner see it: by this
-    verdict, or by an earlier one in the learner's file. Where the machine cannot judge an attempt,
-    nobody has to wait for one."""
+    """Return the verdict without its solution unless `LPKIT_SOLUTIONS` allows this learner to see
+    it, because of this verdict or an earlier one in the learner's file. If this machine cannot
+    judge the attempt, the solution is shown."""
     try:
         word = shown_when()
         tried = None
-        with suppress(ConfigError):     # of a file that cannot be read, `update` says so
+        with suppress(ConfigError):     # `update` reports a file that cannot be read
             tried = read().exercises.get(exercise.name)
         if verdict.untried or SEEN[word](verdict.status, tried):
             return verdict
@@ -104,7 +104,7 @@ def held_back(exercise: Exercise, verdict: Verdict) -> Verdict:
     return replace(verdict, solution="", held=why)
 
 
-# Whether it may be seen, by this verdict's status and what the file has of the exercise
+# Whether a solution is shown, by this verdict's status and the exercise's entry in the file
 SEEN: Mapping[str, Callable[[str, Tried | None], bool]] = {
     "always": lambda status, tried: True,
     "attempted": lambda status, tried: status != "to do" or tried is not None,
@@ -117,8 +117,8 @@ def file() -> Path:
 
 
 def read(path: Path | None = None) -> Learner:
-    """Reads the file of this person, or another. Returns an empty learner where there is none. Raises DamagedError for
-    one that cannot be read, and ConfigError for that of a newer kit."""
+    """Read this learner's file, or another one. Returns an empty learner if there is no file.
+    Raises DamagedError for an unreadable file, and ConfigError for a file of a newer kit."""
     path = path or file()
     if not path.exists():
         return Learner()
@@ -141,8 +141,8 @@ def read(path: Path | None = None) -> Learner:
 
 
 def update(change: Callable[[Learner], Learner]) -> str:
-    """Write what `change` makes of the file. Returns what there is to say: nothing, or why it was
-    not written, or where a damaged file lies now."""
+    """Apply `change` to the file. Returns a message: empty, or why the file was not written, or
+    where a damaged file was moved."""
     path, said = file(), ""
     try:
         own_folder(path.parent, 0o700)
@@ -162,14 +162,14 @@ def update(change: Callable[[Learner], Learner]) -> str:
 
 
 def keep(name: str, question: Asked) -> Asked:
-    """The question, locked as it was when the learner's file has its answer. Otherwise the file
+    """Return the question, locked with its answer if the learner's file has one. Otherwise the file
     gets the answer when it is locked, and its score when there is one."""
     try:
         kept = read().guess(name, question.question)
     except ConfigError as error:
         kept, question.note = None, str(error)
     if kept:
-        with suppress(TraitError):      # an answer that is none of these
+        with suppress(TraitError):      # the stored answer is no longer offered
             question.restore(kept.value, kept.factor)
             question.note = f"(Locked on {kept.date}.)"
 
@@ -184,7 +184,7 @@ def keep(name: str, question: Asked) -> Asked:
 
 
 def _with_answer(name: str, question: Question, learner: Learner) -> Learner:
-    """The first lock counts, and its first score."""
+    """Add the answer; only the first lock and its first score count."""
     guess = learner.guess(name, question.question) or Answered(
         name=name, question=question.question, value=question.value, unit=question.unit,
         factor=question.factor, date=date.today().isoformat())

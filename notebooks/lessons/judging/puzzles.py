@@ -1,10 +1,10 @@
-"""Puzzles: exercises whose answer is a Triton kernel, and how one is judged.
+"""Puzzles: exercises whose answer is a Triton kernel, and the way to judge them.
 
-A puzzle is a definition in PyTorch, a kernel that is right, and how it is launched. The learner's
-kernel is text: what stands in the cell goes into a file, is made a kernel there (`triton.jit` where
-it was not said) and runs in a process of its own (`lessons.judging.attempts`), in Triton's
-interpreter, and where there is a GPU compiled as well (`lessons.judging.kernel_process`). Nothing else of
-the notebook goes with it: a kernel sees `tl` and the functions of `lessons.judging.kernel_parts`.
+A puzzle has a definition in PyTorch, a right kernel, and a launch. The text of the learner's cell
+is written to a file, made a kernel there (by `triton.jit`, if the cell does not) and run in a
+separate process (`lessons.judging.attempts`), in Triton's interpreter and, if there is a GPU,
+compiled as well (`lessons.judging.kernel_process`). Only this text leaves the notebook: a kernel
+can use `tl` and the functions of `lessons.judging.kernel_parts`.
 """
 
 import ast
@@ -29,17 +29,17 @@ from lessons.judging.launches import UNTOUCHED, Launch, bits
 from lpkit.machine_facts import versions
 
 SECONDS = 30.0          # for one attempt
-COMPILED_SECONDS = 120.0    # the same on a GPU, where each block size is compiled
-ELEMENTS = 1 << 16      # on which bytes are counted
-DRAWN = 4               # random cases: an interpreter takes a millisecond for each operation
+COMPILED_SECONDS = 120.0    # for one attempt on a GPU, where each block size is compiled
+ELEMENTS = 1 << 16      # elements for counting bytes
+DRAWN = 4               # random cases; the interpreter takes a millisecond per operation
 DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot "
            "of float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
-# sentences of the interpreter's self-test that may explain a wrong number, by what a kernel names
+# defects of the interpreter that may explain a wrong number, by a word in the kernel's source
 TOUCHED = {"float8e4": ("E4M3",), "float8e5": ("E5M2",), "bfloat16": ("bf16",)}
 
 
 def __getattr__(name: str) -> Any:
-    """`tl` for the annotations of a stub: Triton's, or a stand-in where there is no Triton."""
+    """Return `tl` for the annotations of a stub: Triton's, or a substitute without Triton."""
     if name != "tl":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -49,21 +49,21 @@ def __getattr__(name: str) -> Any:
 
 
 def triton() -> ModuleType:
-    """What runs kernels. Raises ImportError where there is no Triton."""
+    """Return the module that runs kernels. Raises ImportError without Triton."""
     return importlib.import_module("lessons.judging.kernel_process")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle(Exercise):
-    """`spec` takes a case and returns a tensor or a tuple of them; `mistakes` are small edits of
-    the right kernel: (old, new) by what to say to who makes them."""
+    """`spec` takes a case and returns a tensor or a tuple of tensors; `mistakes` are small edits of
+    the right kernel: (old, new) by the hint for learners who make this mistake."""
 
     kernel: Callable[..., None]
     launch: Callable[..., Launch]
-    large: Callable[[int], tuple] | None = None     # a case of about so many elements, to measure
+    large: Callable[[int], tuple] | None = None     # a case of about n elements, for measurements
     mistakes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    once: tuple[str, ...] = ("x",)      # tensors that are to be read no more than once
-    flops: Callable[..., float] | None = None       # of a case, where arithmetic is the limit
+    once: tuple[str, ...] = ("x",)      # tensors that should be read only once
+    flops: Callable[..., float] | None = None       # of a case, if arithmetic limits the kernel
     drawn: int = DRAWN
     tolerance: float = 0.0
 
@@ -72,7 +72,7 @@ class Puzzle(Exercise):
         return self.kernel
 
     def mistaken(self) -> dict[str, str]:
-        """The sources of the known mistakes, by hint."""
+        """Return the sources of the known mistakes, by hint."""
         return {hint: self.solution.replace(*edit) for hint, edit in self.mistakes.items()}
 
     def prepare(self) -> None:
@@ -101,7 +101,7 @@ class Puzzle(Exercise):
         return Verdict(result["status"], " ".join(details), self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
-        """Runs in the judge; `compiled` and `elements` as `run` says."""
+        """Runs in the judge; `compiled` and `elements` are those of `run`."""
         counted, compiled = job["elements"], job["compiled"]
         cases = [self.large(counted)] if counted else list(self.all_cases())
         work = partial(_by_triton, self, cases, job["source"], compiled)
@@ -112,7 +112,7 @@ class Puzzle(Exercise):
             return {"moved": _for_each(answers[0], cases[0])}
         if any(one.to_do for one in answers):
             return {"status": "to do", "detail": ""}
-        if compiled and isinstance(answers[0].value, str):      # for a GPU that is not here
+        if compiled and isinstance(answers[0].value, str):      # compiled without a GPU, not run
             return {"status": "right", "detail": answers[0].value}
         both = zip_longest(cases, answers[:len(cases)], fillvalue=answers[-1])
         for turn, (case, one) in enumerate(both):
@@ -136,12 +136,12 @@ class Puzzle(Exercise):
         return answer.why + answer.line or difference(answer.value["left"], self, case)
 
     def _solution_fails(self, case: tuple, turn: int) -> str:
-        """Says why a solution fails, so the interpreter is wrong; empty if it passes."""
+        """Return why the solution fails (then the interpreter is wrong); empty if it passes."""
         kernel = triton().load(self.solution)
         return self._why_not(triton().run(kernel, self, case, turn=turn), case)
 
     def _hint(self, cases: Sequence[tuple], answers: Sequence[Answer]) -> str:
-        """Returns the hint for a known mistake that does what the attempt does, in every case."""
+        """Returns the hint for a known mistake that gives the attempt's answers in every case."""
         for hint, source in self.mistaken().items():
             theirs = triton().answers(self, cases, source, False)
             if len(answers) >= len(cases) and all(
@@ -151,8 +151,8 @@ class Puzzle(Exercise):
 
 
 def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
-    """The source of an attempt whose text alone leaves this process, at the lines of its cell and
-    without decorators; or why it does not."""
+    """Return the source of an attempt, of which only the text leaves this process, without
+    decorators and with the line numbers of its cell; or a verdict that says why there is none."""
     try:
         text, function = text_of(attempt)
         if not isinstance(function, ast.FunctionDef):
@@ -169,9 +169,9 @@ def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
 
 def moved(kernels: Sequence[tuple[str, Callable]],
           elements: int = ELEMENTS) -> list[dict[str, tuple[float, float]]]:
-    """Returns what each (name of the puzzle, kernel) reads and writes of each tensor, in bytes for
-    each of its first tensor's elements, as the interpreter's loads and stores are counted. Empty
-    where a kernel does not run, or nothing was counted."""
+    """Returns the bytes that each (name of the puzzle, kernel) reads and writes, by tensor and per
+    element of the first tensor, counted in the interpreter's loads and stores. Empty for a kernel
+    that does not run or is not counted."""
     if versions(["triton"])["triton"] is None:
         return [{} for _ in kernels]
     found = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
@@ -180,8 +180,8 @@ def moved(kernels: Sequence[tuple[str, Callable]],
 
 def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds: float = SECONDS,
         elements: int = 0) -> list[dict[str, Any]]:
-    """Returns what became of each (name of the puzzle, source of a kernel): `status` and `detail`;
-    where `elements` are asked for, `moved`, as above. `seconds` are for each of them."""
+    """Returns the result of each (name of the puzzle, source of a kernel): `status` and `detail`;
+    if `elements` is given, `moved`, as in the function `moved`. `seconds` are per kernel."""
     env = {"TRITON_INTERPRET": "0" if compiled else "1"}
     return [asked(name, seconds, env, source=source, compiled=compiled, elements=elements)
             for name, source in attempts]
@@ -189,24 +189,24 @@ def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds:
 
 def _by_triton(puzzle: Puzzle, cases: Sequence[tuple], source: str,
                compiled: bool) -> Iterator[Answer]:
-    """Yields the kernel's answers, in the attempt's process."""
+    """Yield the kernel's answers, in the attempt's process."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
-    if not compiled:                # a GPU's driver takes addresses by the terabyte
+    if not compiled:                # a GPU's driver reserves terabytes of addresses
         limit_memory()
     yield from triton().answers(puzzle, cases, source, compiled)
 
 
 def _for_each(answer: Answer, case: tuple) -> dict[str, list[float]]:
-    """Returns bytes read and written, by tensor, for each of the first one's elements; empty where
-    the kernel did not run."""
+    """Returns bytes read and written by tensor, per element of the first tensor; empty if the
+    kernel did not run."""
     moved = answer.value["moved"] if answer.value else {}
     return {name: [n / case[0].numel() for n in both] for name, both in moved.items()}
 
 
-# What the judge looks at: tensors that a kernel has left.
+# The judge's comparison of the tensors that a kernel has written.
 
 def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
-    """Marks where they differ. With a tolerance of 0, or whole numbers, bits must be equal."""
+    """Mark differing elements. With a tolerance of 0, or for integers, bits must be equal."""
     if not tolerance or not want.is_floating_point():
         return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
     finite = want[want.isfinite()]
@@ -222,7 +222,7 @@ def same(one: Answer, other: Answer, tolerance: float) -> bool:
 
 
 def difference(left: Mapping[str, Tensor], puzzle: Puzzle, case: tuple) -> str:
-    """The first coordinate that is wrong, what is there, what should be."""
+    """Describe the first wrong element: its coordinate, its value and the right value."""
     want = puzzle.spec(*case)
     wanted = want if isinstance(want, tuple) else (want,)
     for (name, got), want in zip(left.items(), wanted, strict=True):

@@ -1,11 +1,11 @@
 """Guess, commit, reveal, score: questions to answer before a run answers them.
 
-Nothing computes from a question or waits for it, so that a headless run goes straight through. What
-counts is `.answer`: it was locked in, by a click, before its result was there.
+No code waits for a question or computes from it, so a headless run is not interrupted. Only
+`.answer` counts: the value that was locked in, by a click, before the result was shown.
 
-`guess.reveal(...)` hides what follows until then, from a live front end alone: the stored output is
-the content. `guess.scored(row)` puts the guess into the row of a comparison, and `keep` (in
-`lessons.judging.learner`) ties it to the learner's file.
+`guess.reveal(...)` hides the following content until then, only in a live front end; the stored
+output is the content. `guess.scored(row)` puts the guess into a comparison's row. `keep` (in
+`lessons.judging.learner`) connects a question to the learner's file.
 """
 
 import math
@@ -27,8 +27,8 @@ FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class Question(widgets.VBox):
-    """A question above what takes its answer, `.value`, and a button that locks it in. `note`: a
-    sentence beside it, of whoever keeps the answer."""
+    """A question with its inputs, its `.value`, and a button that locks the value. `note`: a
+    sentence from whoever stores the answer."""
 
     locked = traitlets.Bool(False, help="it can no longer change")
     late = traitlets.Bool(False, help="the result was shown before it was locked")
@@ -55,7 +55,7 @@ class Question(widgets.VBox):
 
     @property
     def answer(self) -> Any:
-        """The value that was locked in while nobody knew better, or None."""
+        """The value, if it was locked in before the result was shown, else None."""
         return self.value if self.locked and not self.late else None
 
     @property
@@ -67,23 +67,23 @@ class Question(widgets.VBox):
             self.locked = True
 
     def restore(self, value: float | str, factor: float | None) -> None:
-        """Locked, as it was."""
+        """Restore a locked answer."""
         self.value = value
         if factor is not None:
             self.factor = factor
         self.lock()
 
     def waive(self) -> None:
-        """Show what it hides. A later answer does not count."""
+        """Show the hidden content. A later answer does not count."""
         if not self.locked:
             self.late = self.waived = True
 
     def reveal(self, content: Any, *also: "Question") -> "Reveal":
-        """Hide `content` until this question is locked, and so are the others."""
+        """Hide `content` until this question and the other questions are locked."""
         return Reveal(content, self, *also)
 
     def _ends(self, measured: float | str, held: bool) -> None:
-        """The result is there."""
+        """Record that the result is known."""
         if not self.locked:
             self.late = True
         elif not self.late:
@@ -113,9 +113,9 @@ class Question(widgets.VBox):
 
 
 class Guess(Question):
-    """A slider on a log scale from `low` to `high` and a field to type into, for `.value` in
-    `unit`; and the `.factor` within which one is 90% sure: value / factor to value * factor. It
-    starts at `low`, far from any answer, so that nobody is right who has not moved it."""
+    """A slider on a log scale from `low` to `high` and a text field for `.value` in `unit`, and
+    `.factor` for a 90% interval: value / factor to value * factor. It starts at `low`, far from any
+    answer, so that a guess that was not moved is never right."""
 
     value = traitlets.Float(help="the guess, between low and high")
     factor = traitlets.Float(2.0)
@@ -149,8 +149,8 @@ class Guess(Question):
         return f"{said}, 90% sure of {low} to {high}"
 
     def scored(self, row: Row, scale: float = 1.0) -> Row:
-        """`row` with the guess in it, if one counts; one that is not locked by now never will. Its
-        unit is `scale` of the row's."""
+        """Return `row` with the guess, if the guess counts. A guess that is not locked when this is
+        called never counts. `scale` converts the guess's unit to the row's."""
         if row.truth is not None:
             guessed = replace(row, guess=scale * self.value, guess_factor=self.factor)
             self._ends(row.truth / scale, bool(guessed.held))
@@ -171,14 +171,14 @@ class Guess(Question):
         return min(max(proposal["value"], self.low), self.high)
 
     def _moved(self, change: dict) -> None:
-        # a typed value lies between two steps
+        # a typed value is between two steps of the slider
         if not math.isclose(change["new"], self.value, rel_tol=0.02):
             self.value = float(f"{change['new']:.3g}")
 
 
 class Pick(Question):
-    """Answers to choose from. `.value` is one of them, and None until somebody chooses. Where the
-    first place may be shared, give TIED as an answer, too."""
+    """Answers to choose from. `.value` is one of the answers, or None before a choice. If several
+    candidates may share the first place, offer TIED as an answer, too."""
 
     value = traitlets.Unicode(None, allow_none=True, help="the answer that is chosen")
 
@@ -199,9 +199,9 @@ class Pick(Question):
         return proposal["value"]
 
     def scored(self, best: Sequence[str]) -> str:
-        """The right answer and yours, in half a sentence. `best` share the first place: if they
-        are several, TIED is right where it is an answer, else any of them. Raises ConfigError for
-        none."""
+        """Return the right answer and the learner's answer, in half a sentence. `best` are the
+        candidates that share the first place: if there are several, TIED is right if it is offered,
+        else each of them is right. Raises ConfigError if `best` is empty."""
         if not best:
             raise ConfigError("a Pick cannot be scored without a right answer; give at least one")
         right = [TIED] if len(best) > 1 and TIED in self.answers else list(best)
@@ -211,8 +211,8 @@ class Pick(Question):
 
 
 class Reveal(widgets.VBox):
-    """`content` (text, what has `_repr_html_`, a widget), hidden until all of `questions` are
-    locked, or somebody asks for it. Where nothing is live, its output is the content."""
+    """`content` (text, an object with `_repr_html_`, or a widget), hidden until all `questions` are
+    locked or the learner asks for it. Without a live front end, the output is the content."""
 
     def __init__(self, content: Any, *questions: Question):
         self.content, self.questions = content, questions
@@ -248,7 +248,7 @@ class Reveal(widgets.VBox):
 
 
 def _stored(content: Any) -> dict[str, Any]:
-    """An output without a kernel."""
+    """Return the output for viewers without a kernel."""
     if isinstance(content, str):
         return {"text/plain": content, "text/html": f"<pre>{escape(content)}</pre>"}
     if isinstance(content, widgets.Widget):

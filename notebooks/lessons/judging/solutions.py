@@ -1,8 +1,8 @@
-"""When a learner sees an exercise's solution: `LPKIT_SOLUTIONS` says it for a lab or a room.
+"""When a learner sees an exercise's solution: set by `LPKIT_SOLUTIONS` for a whole classroom.
 
-To compare one's own attempt with a solution teaches, to read the solution instead does not: an
-attempt first, even a failed one, prepares for the explanation (Kapur 2008, Productive failure).
-This is a nudge and no lock: the lesson's source has the solution in plain text.
+Learners learn from comparing their own attempt with a solution, even a failed attempt, but not from
+only reading the solution (Kapur 2008, Productive failure). The setting is a nudge and no lock: the
+source of the lesson has the solution in plain text.
 """
 
 import os
@@ -10,7 +10,7 @@ import os
 from lpkit.errors import pick
 
 VARIABLE, DEFAULT = "LPKIT_SOLUTIONS", "attempted"
-WHEN = {    # word: what has to be there first
+WHEN = {    # by setting: what must have happened before
     "always": "",
     "attempted": "a first attempt that was judged",
     "solved": "a right answer",
@@ -18,7 +18,7 @@ WHEN = {    # word: what has to be there first
 
 
 def shown_when() -> str:
-    """A word of WHEN. Raises ConfigError for another."""
+    """Return the setting, a key of WHEN. Raises ConfigError for any other value."""
     word = os.environ.get(VARIABLE) or DEFAULT
     pick(WHEN, word, f"word for {VARIABLE}")
     return word

@@ -1,4 +1,4 @@
-"""How far a learner has come: exercises by notebook, and guesses beside what became of them."""
+"""A learner's progress: exercises by notebook, and guesses compared with their results."""
 
 import math
 from collections import Counter
@@ -13,13 +13,13 @@ from lessons.judging.learner import Learner, read
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, GRID
 
-MOST = 100.0        # a guess that is off by more is drawn there
+MOST = 100.0        # a guess that is off by a larger factor is drawn at this factor
 TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
 
 
 def progress(exercises: Iterable[str]) -> Figure:
-    """Draws the progress in exercises and guesses, by notebook: what is before a name's dot."""
+    """Draw the progress in exercises and guesses by notebook, the part of a name before its dot."""
     try:
         learner = read()
     except ConfigError as error:
@@ -40,15 +40,15 @@ def progress(exercises: Iterable[str]) -> Figure:
 
 
 def _ratio(guess: Any) -> float:
-    """Measured over guessed, as it is drawn."""
+    """Return measured over guessed, limited to what is drawn."""
     return min(max(guess.measured / guess.value, 1 / MOST), MOST)
 
 
 def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: Mapping[str, int],
                     guesses: Mapping[str, int], scored: Sequence[Any]) -> dict:
-    """The plotly spec: above, for each notebook of `total`, its exercises and how many guesses were
-    locked; below, every scored guess (`name`, `value`, `factor` of its 90% interval, what was
-    `measured`, whether that `held`), and how many of the intervals held."""
+    """The plotly spec. Upper panel: the exercises of each notebook of `total`, and the number of
+    locked guesses. Lower panel: every scored guess (`name`, `value`, `factor` of its 90% interval,
+    `measured`, `held`), and how many intervals held."""
     names, parts = list(total), []
     for words, counts, colour in (("right", right, RIGHT), ("wrong so far", wrong, WRONG)):
         parts.append(bars(names, [counts.get(name, 0) for name in names], words, colour,
@@ -56,9 +56,9 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
     left = [total[name] - right.get(name, 0) - wrong.get(name, 0) for name in names]
     said = [f"{right.get(name, 0)} of {total[name]}, guesses: {guesses.get(name, 0)}"
             for name in names]
-    # its text ends the whole bar
+    # the text is at the end of the whole bar
     parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=said))
-    # as far to the left as to the right
+    # symmetric around 1
     width = 0.1 + max([math.log10(max(one.factor, _ratio(one), 1 / _ratio(one)))
                        for one in scored], default=1.0)
     held = sum(one.held for one in scored)

@@ -1,10 +1,10 @@
-"""A clock for pipelines: when each action of a schedule begins and ends.
+"""A clock for pipelines: the start and the end of each action of a schedule.
 
-A rank computes its actions in order. An action begins as soon as the rank is free and what it needs
-is there; what another rank made comes `message_seconds` later, beside whatever is computed. So a
-schedule is a graph without circles, and its longest path is the update (Narayanan et al. 2021,
-figures 3 and 4, https://arxiv.org/abs/2104.04473). The clock knows nothing of links that messages
-share, of kernels that run side by side, and of the optimizer.
+A rank computes its actions in order. An action starts as soon as its rank is free and its inputs
+have arrived; an input from another rank arrives `message_seconds` after it is computed, and sending
+does not delay computation. So a schedule is a graph without cycles, and its longest path is the
+update (Narayanan et al. 2021, figures 3 and 4, https://arxiv.org/abs/2104.04473). The clock ignores
+shared links, concurrent kernels and the optimizer.
 """
 
 from collections import Counter
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from lpkit.errors import ConfigError
 from lpkit.techniques.pipelines import Order
 
-Seconds = float | Sequence[float]                   # of every stage, or of each
-KEEPS = {"F": 1, "I": 0, "W": -1, "B": -1}          # micro-batches that a stage then holds more
+Seconds = float | Sequence[float]                   # equal for all stages, or one per stage
+KEEPS = {"F": 1, "I": 0, "W": -1, "B": -1}          # change in the micro-batches that a stage holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """`begins` and `ends`: of the actions of each rank, in their order. `peaks`: how many
-    micro-batches each stage holds at most, each from its F until its B or W; `rank_peaks`: the
-    chunks of a rank together. `how` they were found."""
+    """`begins` and `ends`: times of the actions of each rank, in order. `peaks`: the most
+    micro-batches that each stage holds, each from its F to its B or W; `rank_peaks`: the same for
+    all chunks of a rank together. `how`: the method that found them."""
 
     begins: dict[int, list[float]]
     ends: dict[int, list[float]]
@@ -36,30 +36,30 @@ class Timed:
 
     @property
     def bubble_share(self) -> float:
-        """The part of the ranks' time in which they compute nothing."""
+        """The share of the ranks' time in which they compute nothing."""
         busy = sum(map(sum, self.ends.values())) - sum(map(sum, self.begins.values()))
         return 1 - busy / (len(self.ends) * self.step_seconds)
 
 
 def of_stages(order: Order, *seconds: Seconds) -> list[Sequence[float]]:
-    """Each of `seconds` for each stage."""
+    """Return one value per stage for each of `seconds`."""
     stages = len({stage for actions in order.values() for stage, _, _ in actions})
     return [[one] * stages if isinstance(one, (int, float)) else one for one in seconds]
 
 
 def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
           message_seconds: float = 0.0) -> Timed:
-    """Raises ConfigError for an order in which an action is lacking, comes twice, or waits for
-    ever."""
+    """Return the times of an order. Raises ConfigError for an order in which an action is missing,
+    is repeated, or waits forever."""
     rank_of = {stage: rank for rank, actions in order.items() for stage, _, _ in actions}
     stages, m = len(rank_of), 1 + max(one[2] for actions in order.values() for one in actions)
     f, i, w = of_stages(order, forward, dx, dw)
     seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w)]}
-    # of a message to the next stage; a V turns without one
+    # time of a message to the next stage; 0 if both stages are on one rank, as at the turn of a V
     hop = [message_seconds * (rank_of[s] != rank_of[s + 1]) for s in range(stages - 1)]
-    each = stages * m       # numbers of all F; those of I and B follow, and those of W
+    each = stages * m       # number of F actions; the indices of I and B follow, then those of W
     done: list[float | None] = [None] * (3 * each)
-    waiting: dict[int, int] = {}        # which rank, for the action of which number
+    waiting: dict[int, int] = {}        # by index of an action: the rank that waits for it
     begins, ends = {rank: [] for rank in order}, {rank: [] for rank in order}
     free, able = dict.fromkeys(order, 0.0), list(order)
     held, peaks = [0] * stages, [0] * stages
@@ -72,9 +72,9 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
             if kind == "W":
                 made, need = made + 2 * each, made + each
             elif kind != "F":
-                made, need = made + each, made          # the last stage has its own F
+                made, need = made + each, made          # the last stage needs only its own F
                 if stage < stages - 1:
-                    need, late = made + m, hop[stage]   # of the next stage
+                    need, late = made + m, hop[stage]   # the I or B of the next stage
             elif stage:
                 need, late = made - m, hop[stage - 1]
             if need is not None:

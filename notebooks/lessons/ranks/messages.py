@@ -1,5 +1,5 @@
-"""What the ranks of a run send one another in an update: each collective, message by message, as
-tests/parallel/test_messages.py holds it to the counts of `lpkit.measure.tracking.MessageCount`."""
+"""The messages that the ranks of a run send in an update, collective by collective.
+tests/parallel/test_messages.py compares them with `lpkit.measure.tracking.MessageCount`."""
 
 import math
 from collections import Counter
@@ -33,17 +33,17 @@ from lpkit.techniques.operation import FP32
 from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.stages import stage_layers
 
-# of (n - 1) / n of the bytes; who sends to one other sends all of them
+# rounds of (n - 1) / n of the bytes; with n = 2, a SEND of 2 rounds sends all bytes
 ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1, SEND: 2}
 
 
 def each_sends(message: Message) -> float:
-    """Bytes that each rank sends. Where ROUNDS lacks a kind, one tells, others pass it on."""
+    """Return the bytes that each rank sends. A kind that ROUNDS lacks is a broadcast: one round."""
     return ROUNDS.get(message.kind, 1) * (message.ranks - 1) * message.nbytes / message.ranks
 
 
 def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
-    """Returns the bytes that each rank sends, by kind, of so many of each message."""
+    """Returns the bytes that each rank sends, by kind, for this number of each message."""
     sent: Counter[str] = Counter()
     for message, count in messages.items():
         sent[message.kind] += count * each_sends(message)
@@ -52,12 +52,12 @@ def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
 
 def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
              precision: str | None = None) -> Counter[Message]:
-    """Returns the messages of one update that rank 0 takes part in, and how many of each.
+    """Returns the messages of one update in which rank 0 takes part, and the number of each.
 
     layout     None: the config's `parallel`
-    machine    what "auto" precision is decided by, and how wide a cast is; `precision` as in
+    machine    decides "auto" precision and the width of a cast; `precision` as in
                `lpkit.predict.memory`
-    Raises ConfigError for what cannot be trained.
+    Raises ConfigError for a config that cannot be trained.
     """
     layout = layout or config.parallel
     config = replace(config, parallel=layout)
@@ -72,15 +72,15 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     m, last = of_first_rank(config)
     sent[Message(ALL_REDUCE, FP32, world)] += 1                 # the loss
     weighted = POLICIES[config.data.policy.name].gives_ids or isinstance(config.data.policy, Task)
-    sent[Message(ALL_REDUCE, FP32, world)] += weighted          # the targets that count
-    # the gradients' norm
+    sent[Message(ALL_REDUCE, FP32, world)] += weighted          # the number of weighted targets
+    # the norm of the gradients
     for ranks in (shard if layout.stage else 1, tensor, layout.pipeline):
         sent[Message(ALL_REDUCE, FP32, ranks)] += ranks > 1
     recipe = row_of(config, name)
-    sent[Message(ALL_REDUCE, FP32, world)] += recipe.loss_scaling is not None   # all are finite
+    sent[Message(ALL_REDUCE, FP32, world)] += recipe.loss_scaling is not None   # whether all finite
     if recipe.products and recipe.delayed:
         cast = m.L * len(of(m).linears) + 1 - sum(on_hardware(name, recipe, m).kept.values())
-        # amaxes of x, w and dy, which all ranks agree on, or those of a stage once an update
+        # amaxes of x, w and dy: over all ranks per micro-batch, or over a stage once per update
         ranks, times = (world, pieces) if layout.pipeline == 1 else (world // layout.pipeline, 1)
         sent[Message(ALL_REDUCE, 3 * FP32 * cast, ranks)] += times * (ranks > 1)
 
@@ -114,13 +114,13 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     gathered, amaxes = gathered_bytes(config, layout, name, shard)
     sent[Message(ALL_REDUCE, amaxes, shard)] += amaxes > 0
     first, block, last = parameter_shapes(m, trained=True, tensor=tensor)
-    # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
+    # in ZeRO 3, a block's weights are gathered again for backward; weights outside blocks are kept
     for group, parts, gathers in (((*first, *last), gathered[m.L:], 1),
                                   (block, gathered[:m.L], layout.stage - 1)):
         rows, times = sum(map(padded, group, [shard] * len(group))), len(parts) * pieces
         for nbytes in parts:
             sent[Message(ALL_GATHER, nbytes, shard)] += pieces * gathers
-        times *= rows > 0       # nothing of it may be trained
+        times *= rows > 0       # a group may have no trained parameters
         sent[Message(REDUCE_SCATTER, FP32 * rows, shard)] += times
         if data > 1:
             sent[Message(ALL_REDUCE, FP32 * rows // shard, data)] += times
@@ -128,10 +128,10 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
 
 
 def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
-    """Returns what the ranks of a tensor group send in an update. Each gather is a scatter in
-    backward, and each scatter a gather (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198):
-    two of both in a layer, a scatter of embeddings and a gather for the head. What is gathered for
-    a plain Linear travels as that takes it; a recipe casts the residual stream's own numbers."""
+    """Returns the messages of a tensor group in an update. Each gather is a scatter in backward and
+    vice versa (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): two of each per layer, a
+    scatter for the embeddings and a gather for the head. The input of a plain Linear is gathered in
+    that Linear's dtype; the input of a recipe's Linear in the residual stream's dtype."""
     (m, last), n, ops = of_first_rank(config), config.parallel.tensor, of(config.model)
     p = stored(config, name)
     row, sent, layout = row_of(config, name), Counter(), config.parallel
@@ -147,7 +147,7 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
 
     plain = on_hardware(name, row, m).kept if row.products else {op.name: m.L for op in ops.block}
     cut, repeats = [op for op in ops.block if op.cut], rows_of(config)["recompute"].repeats
-    for op in cut:      # what is computed again ends before the last scatter
+    for op in cut:      # recomputation ends before the last scatter
         again = 1 + bool(repeats and op is not cut[-1])
         if op.cut == "row":
             both(False, p.compute_bytes, m.L, again)
@@ -155,8 +155,8 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
         few = plain.get(op.name, 0)
         both(True, p.compute_bytes, few, again)
         both(True, stream, m.L - few, again)
-        # once more for the weight's gradient: as it came, or as it was cast
-        if not (on.kind == "cpu" and p.dtype == "fp16"):    # which widens it, and keeps that whole
+        # gathered once more for the weight's gradient: as it arrived, or as it was cast
+        if not (on.kind == "cpu" and p.dtype == "fp16"):    # which keeps the widened whole input
             sent[Message(ALL_GATHER, tokens * m.D * p.compute_bytes, n)] += few * pieces
         if p.low:
             low = replace(p.low, native=not why_emulated(row, on, config.precision.backend))
@@ -164,14 +164,14 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
             sent[Message(ALL_GATHER, nbytes, n)] += (m.L - few) * pieces
     both(False, stream, 1)                  # embeddings
     both(True, p.compute_bytes, last)       # the head
-    # of each token the largest logit; then the target's, and the sum of exponentials
+    # per token, the largest logit; then the target's logit and the sum of exponentials
     loss = rows_of(config)["cross_entropy"]
     size = loss.chunk_tokens(config.memory.cross_entropy) or tokens
     for at in range(0, tokens if last else 0, size):
         some = min(size, tokens - at)
         sent[Message(ALL_REDUCE, FP32 * some, n)] += pieces
         sent[Message(ALL_REDUCE, 2 * FP32 * some, n)] += pieces
-    # gradients of what all have: norms
+    # gradients of parameters that all ranks have: norms
     shard = layout.state_ranks if layout.stage else 1
     whole = [shape for op in (*ops.block * m.L, *[ops.norm] * last) for shape in op.shapes
              if op.trained and not op.cut and op.name != "attention"]
@@ -181,15 +181,15 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
 
 
 def of_context_ranks(config: Config, name: str) -> Counter[Message]:
-    """Returns what attention of the ranks of a context group sends: k and v to the next rank,
-    c - 1 times, and backward once more with their gradients (`lpkit.parallel.context`); or q, k
-    and v to each other rank, and what came of it back."""
+    """Returns the messages of attention in a context group. A ring sends k and v to the next rank
+    c - 1 times, and again in backward with their gradients (`lpkit.parallel.context`). An
+    all-to-all sends q, k and v to every other rank, and the output back."""
     m, layout, itemsize = of_first_rank(config)[0], config.parallel, stored(config, name).compute_bytes
     c, pieces, sent = layout.context, config.micro_batches, Counter()
     again = 1 + ("attention" in rows_of(config)["recompute"].repeats)
     a_head = config.micro_batch * m.T // c * m.E * itemsize
     queries, keys = m.H // layout.tensor * a_head, m.G // layout.tensor * a_head
-    if KINDS[m.attention.name].reads_ids:       # of documents, 8 bytes each
+    if KINDS[m.attention.name].reads_ids:       # document ids, 8 bytes each
         sent[Message(ALL_TO_ALL, 8 * config.micro_batch * m.T, c)] += pieces
     if not CONTEXT[layout.attention].partial:
         for nbytes in (queries + 2 * keys, queries):
@@ -200,9 +200,9 @@ def of_context_ranks(config: Config, name: str) -> Counter[Message]:
 
 
 def of_stages(config: Config, name: str) -> Counter[Message]:
-    """Returns what the first rank of a pipeline sends: the residual stream to the next stage, its
-    gradient to the one before, of stages that are another rank's; and its gradient of embeddings
-    that the head shares."""
+    """Returns the messages of a pipeline's first rank: the residual stream to the next stage and
+    its gradient to the previous stage, if that stage is on another rank; and the embeddings'
+    gradient, if the head shares them."""
     m, layout, p = config.model, config.parallel, stored(config, name)
     own = PIPELINES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
     sent, last = Counter(), layout.pipeline * layout.interleave - 1
@@ -219,7 +219,7 @@ def of_stages(config: Config, name: str) -> Counter[Message]:
 
 
 def of_first_rank(config: Config) -> tuple[ModelConfig, bool]:
-    """Returns the model with the layers that rank 0 has, and whether it has the head."""
+    """Returns the model with only the layers of rank 0, and whether rank 0 has the head."""
     m, layout = config.model, config.parallel
     own = PIPELINES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
     layers = stage_layers(m, layout)

@@ -1,8 +1,8 @@
 """Exercises whose answer runs on several processes, which exchange real tensors.
 
-The attempt's text alone goes into the processes (`lessons.ranks.rank_exercises`). A rank that raises
-ends the others, and those that wait for one another for ever are ended after some seconds; both are
-sentences.
+Only the attempt's text is sent to the processes (`lessons.ranks.rank_exercises`). If a rank raises,
+the other ranks are ended; ranks that wait for one another forever are ended after some seconds.
+Both become a sentence for the learner.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +31,11 @@ DRAWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class OnRanks(Exercise):
-    """`spec`, `mistakes` and an attempt are what a rank does. Of a case's tensors each rank gets its
-    line, and then `rank`, `ranks` and those of COLLECTIVES that the spec names."""
+    """`spec`, `mistakes` and an attempt are functions of one rank. Each rank gets its line of each
+    tensor of a case, then `rank`, `ranks` and the COLLECTIVES that the spec names."""
 
     drawn: int = DRAWN
-    most_sent: int | None = None    # numbers that a rank may give to collectives
+    most_sent: int | None = None    # limit on the numbers that a rank gives to collectives
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
         source = as_text(self, attempt)
@@ -54,12 +54,12 @@ class OnRanks(Exercise):
         return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
 
 
-# In a rank.
+# Code that runs in a rank.
 
 def judge_on_rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
-    """`why`: the number of the first case that is wrong, and what to say. `hints`: of the mistakes
-    that an attempt agrees with in every case. The attempt answers in a fork of this rank, which
-    meets the other ranks' forks; then the definition runs, here."""
+    """Return `why`: the number of the first wrong case and a message; and `hints`: those of the
+    mistakes that agree with the attempt in every case. The attempt runs in a fork of this rank,
+    which communicates with the forks of the other ranks; then the definition runs in this rank."""
     exercise, answers = index.exercise(told["name"]), []
     cases = list(exercise.all_cases())
     with Attempt(partial(_attempt, place, exercise, told["source"]), told["seconds"]) as attempt:
@@ -81,7 +81,7 @@ def judge_on_rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
             said = ", ".join(f"{name}={short(value)}" for name, value in named
                              if name not in COLLECTIVES)
             why = [number, f"on rank {place.rank}, for {said}: {unlike}"]
-        for hint, mistake in exercise.mistakes.items():     # on all ranks: they tell one another
+        for hint, mistake in exercise.mistakes.items():     # on all ranks, since they communicate
             with judge.Unsaturated():
                 theirs = mistake(*given())
             if difference(one.value, theirs, exercise.tolerance):
@@ -90,7 +90,7 @@ def judge_on_rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(place: Place, exercise: Exercise, source: str) -> Iterator[Answer]:
-    place.page.close()          # the ranks' own
+    place.page.close()          # it belongs to the ranks, not to the forks
     meet_as(place, "attempt")
     limit_memory()
     attempt = called(source)
@@ -100,8 +100,7 @@ def _attempt(place: Place, exercise: Exercise, source: str) -> Iterator[Answer]:
 
 def answer_on_rank(exercise: OnRanks, attempt: Callable[..., Any], case: tuple, rank: int,
                    ranks: int, collectives: Mapping[str, Callable] | None = None) -> Answer:
-    """`answer`, or that a rank gave too many numbers to collectives, where the exercise limits
-    them."""
+    """Return `answer`, or that a rank gave more numbers to collectives than the exercise allows."""
     sent: list[int] = []
     one = answer(exercise, attempt, given_to(exercise, case, rank, ranks, collectives, sent))
     most = exercise.most_sent
@@ -113,7 +112,7 @@ def answer_on_rank(exercise: OnRanks, attempt: Callable[..., Any], case: tuple, 
 def given_to(exercise: OnRanks, case: tuple, rank: int, ranks: int,
              collectives: Mapping[str, Callable] | None = None,
              sent: list[int] | None = None) -> tuple:
-    """Return a rank's arguments. The size of what it gives to a collective is added to `sent`."""
+    """Return a rank's arguments. Sizes of the tensors given to collectives are added to `sent`."""
     def counting(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
             received = collective(x)
@@ -130,7 +129,7 @@ def given_to(exercise: OnRanks, case: tuple, rank: int, ranks: int,
 
 
 def _scattered(x: Tensor) -> Tensor:
-    """This rank's part of the sum of all ranks' x (numbers,)."""
+    """Return this rank's part of the sum of x (numbers,) over all ranks."""
     if len(x) % dist.get_world_size():
         raise ValueError(f"reduce_scatter cuts {len(x)} numbers into "
                          f"{dist.get_world_size()} parts of one size; that does not come out even")
@@ -140,14 +139,14 @@ def _scattered(x: Tensor) -> Tensor:
 
 
 def _gathered(part: Tensor) -> Tensor:
-    """The parts (numbers,) of all ranks, one after the other."""
+    """Return the parts (numbers,) of all ranks, concatenated."""
     whole = part.new_empty(len(part) * dist.get_world_size())
     all_gather(whole, part.contiguous())
     return whole
 
 
 def _gathered_bytes(part: Tensor) -> Tensor:
-    """The same of bytes."""
+    """Return the parts of all ranks, concatenated, as bytes."""
     if part.dtype != torch.uint8:
         raise ValueError(f"all_gather_bytes sends uint8, and this is {part.dtype}; of 8-bit numbers "
                          f".view(torch.uint8) are the bytes")
@@ -155,7 +154,7 @@ def _gathered_bytes(part: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Returns the largest of all ranks, number by number."""
+    """Returns the maximum over all ranks, element by element."""
     x = x.clone()
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x

@@ -1,9 +1,10 @@
-"""What a learner has written by hand runs on several processes, which exchange real tensors; the
-lessons that have exercises of this kind judge them on the same (`lessons.ranks.on_ranks`).
+"""Runs a learner's functions on several processes, which exchange real tensors. Lessons with
+exercises of this kind judge them on such processes, too (`lessons.ranks.on_ranks`).
 
-Its text alone goes into the processes (`lpkit.parallel.processes`), which know `torch`, `F`, `dist`
-and `math` and nothing else of the notebook. A rank that raises ends the others, and those that wait
-for one another for ever are ended after some seconds; both are sentences.
+Only the text of a function is sent to the processes (`lpkit.parallel.processes`). They define
+`torch`, `F`, `dist` and `math`, and nothing else of the notebook. If a rank raises, the other ranks
+are ended; ranks that wait for one another forever are ended after some seconds. Both become a
+sentence for the learner.
 """
 
 import ast
@@ -20,12 +21,12 @@ from lessons.judging.judge import source_of
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place, Processes, WarmParent
 
-PROGRESS_SECONDS = 20.0     # in which no rank gets further
+PROGRESS_SECONDS = 20.0     # the time limit without progress of any rank
 
 
 def on_ranks(function: Callable[[Place, dict], Any], world: int,
              parent: WarmParent | None = None, **told: Any) -> list[Any]:
-    """Returns what a function of a module returned on each of `world` ranks."""
+    """Returns the results of a module's function on each of `world` ranks."""
     with Processes(f"{function.__module__}:{function.__name__}", told, world=world,
                    progress_seconds=PROGRESS_SECONDS, parent=parent) as running:
         return running.wait()
@@ -33,14 +34,14 @@ def on_ranks(function: Callable[[Place, dict], Any], world: int,
 
 def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
             parent: WarmParent | None = None) -> list[Tensor]:
-    """Returns what each function returned on all ranks, stacked: rank r of len(given) calls
+    """Returns each function's results on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
     results = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
                        sources=[source_of(one) for one in functions])
     return [torch.tensor(each) for each in zip(*results)]
 
 
-# In a rank.
+# Code that runs in a rank.
 
 def _by_hand(place: Place, told: dict[str, Any]) -> list[Any]:
     meet_as(place, "by hand")
@@ -50,13 +51,13 @@ def _by_hand(place: Place, told: dict[str, Any]) -> list[Any]:
 
 
 def meet_as(place: Place, who: str) -> None:
-    """Makes a process group of the ranks, another for each `who`."""
+    """Makes a process group of the ranks, a separate one for each `who`."""
     torch.set_num_threads(1)
     meet("gloo", **place.among | {"init_method": f"{place.store}-{who.replace(' ', '-')}"})
 
 
 def called(source: str) -> Callable[..., Any]:
-    """Returns the function of this text."""
+    """Returns the function with this source."""
     name = ast.parse(source).body[0].name
     return load(Parcel(entry=name, texts={name: source}), torch=torch, dist=dist, math=math,
                 Tensor=Tensor, F=torch.nn.functional)

@@ -1,8 +1,8 @@
-"""A pipeline rehearsed: real ranks and messages, and stages that sleep where they would multiply.
+"""Rehearses a pipeline: real ranks and messages, with stages that sleep instead of multiplying.
 
-Products of eight ranks would share two cores, and naps need none. The order, the runtime, the graph
-of autograd, the queues of dw and the waits are those of training, so that a clock can be held to
-them (`lessons.ranks.clock`, whose form the answer has):
+The products of eight ranks would compete for two cores, while sleeping needs no core. The order,
+the runtime, autograd's graph, the queues of dw and the waits are those of training, so a rehearsal
+can be compared with a clock (`lessons.ranks.clock`); the result has the same type:
 
     found = order("1f1b", ranks=8, chunks=1, m=16)
     seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # of every stage, or of each
@@ -32,8 +32,8 @@ HOW = "rehearsed: stages that sleep"
 
 def rehearse(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds, rounds: int = 2,
              parent: WarmParent | None = None) -> Timed:
-    """The fastest of `rounds` updates, on as many processes as there are ranks. `peaks` are counted:
-    a tensor of each forward, until its backward is over."""
+    """Return the fastest of `rounds` updates, with one process per rank. `peaks` are counted: each
+    forward holds a tensor until its backward has ended."""
     told = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
             "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
     with Processes(f"{__name__}:naps", told, world=len(order), parent=parent) as ranks:
@@ -51,8 +51,8 @@ def _step_seconds(ranks: Sequence[dict[str, Any]]) -> float:
 
 
 class Sleeper:
-    """A rank's stages: when they slept, and of how many micro-batches they held something at most,
-    by stage; RANK: together."""
+    """A rank's stages: the times at which they slept, and the most micro-batches that they held at
+    once, by stage; the key RANK is for all stages together."""
 
     RANK = -1
 
@@ -82,8 +82,8 @@ class Sleeper:
 
 
 class Nap(torch.autograd.Function):
-    """x + w, which takes its time. As any Function of Python it makes dx and dw together, whatever
-    it is asked for; but where a queue was there in forward, dw waits in it."""
+    """x + w, with a sleep. Like any Function in Python, it computes dx and dw together, whichever
+    is requested; but if there was a queue in forward, dw is deferred to that queue."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, sleeper: Sleeper, stage: int) -> Tensor:
@@ -99,12 +99,12 @@ class Nap(torch.autograd.Function):
             sleep(dx, dw)
             return g, g.sum(), None, None
         sleep(dx)
-        ctx.queue.append(partial(lambda held: sleep(dw), held))     # which is held until then
+        ctx.queue.append(partial(lambda held: sleep(dw), held))     # `held` lives until then
         return g, None, None, None
 
 
 def naps(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """In a rank: of each round what the sleeper noted."""
+    """Return the sleeper's notes of each round; runs in a rank."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
     try:
