@@ -1,5 +1,5 @@
-"""One colour for each answer, format, recipe and role goes through the course, and so do the ends of
-a map of colours. A figure whose legend has one of these tables has no other."""
+"""Each answer, format, recipe and role has one colour in the whole course, and so do the ends of
+colour maps. A figure whose legend uses one of these tables uses no other table."""
 
 import collections
 import itertools
@@ -11,7 +11,7 @@ from lessons.figures.style import DISTINCT
 WARNING = "#a3293d"
 ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}
 ROLE_COLOURS = {"x": "#bb5566", "w": "#004488", "dy": "#ad7a00"}     # input, weights, gradient of y
-FORMAT_COLOURS = {      # and of the recipes that cast to them
+FORMAT_COLOURS = {      # also for recipes that cast to these formats
     "fp32": "#222222", "bf16": "#6b7280", "fp16": "#12a37f", "int8": "#b88a00",
     "e4m3fn": "#004488", "fp8-tensorwise": "#004488", "fp8-delayed": "#004488",
     "fp8-rowwise": "#4a86cf", "fp8-blockwise": "#4a86cf", "fp8-blockwise-pow2": "#4a86cf",
@@ -21,7 +21,7 @@ FORMAT_COLOURS = {      # and of the recipes that cast to them
 }
 SYMBOLS = {"solid": "circle", "dash": "diamond", "dot": "square", "dashdot": "cross"}   # by dash
 DASHES = tuple(SYMBOLS)
-DECIBELS = (0.0, 60.0)      # of every map in colour: from nothing left to bf16 at its best
+DECIBELS = (0.0, 60.0)      # range of every colour map in dB: from no signal to bf16's best
 
 
 def _format(name: str) -> str:
@@ -30,8 +30,8 @@ def _format(name: str) -> str:
 
 
 def lines_of(names: Iterable[str]) -> dict[str, dict]:
-    """A line for each name: in the colour of the format or recipe that it begins with, others in
-    the next of DISTINCT. What comes again in one colour is dashed."""
+    """Return a line style per name, in the colour of the format or recipe with which the name
+    starts, else in the next colour of DISTINCT. Further lines of one colour are dashed."""
     spare, seen, lines = itertools.cycle(DISTINCT), collections.Counter(), {}
     for name in names:
         colour = FORMAT_COLOURS.get(_format(name)) or next(spare)

@@ -1,4 +1,4 @@
-"""How far guess and formula are off from what was measured: the picture of every `## Reconcile`."""
+"""The errors of guess and formula against the measurement: the figure of every `## Reconcile`."""
 
 import math
 from collections.abc import Iterable
@@ -13,16 +13,16 @@ from lpkit.predict.units import quantity
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", ("center bottom", 7)),
            "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", ("center top", -7))}
-LINEAR = 0.1        # deviations below it are drawn in proportion, those above by powers of ten
-NAME_LETTERS = 22   # of a line of a row's name
-SHOWN = 10.0        # at least so far does the axis reach to both sides
+LINEAR = 0.1        # smaller deviations are drawn on a linear scale, larger ones on a log scale
+NAME_LETTERS = 22   # letters per line of a row's name
+SHOWN = 10.0        # smallest range of the axis on both sides
 
 
 def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
-    """The plotly spec of how far formula and guess are off, for a `Comparison` or its rows, the
-    first on top; zero is what was measured (the formula, where nothing was). In percent of that,
-    or in a unit of `DIFFERENCES`. Proportional near zero, then by powers of ten: 0.001% and a
-    factor of 3 can be read in one figure."""
+    """The plotly spec of the errors of formula and guess, for a `Comparison` or its rows, the first
+    row on top. Zero is the measurement (or the formula, if nothing was measured). Errors are in
+    percent of it or in a unit of `DIFFERENCES`. The axis is linear near zero and logarithmic
+    beyond, so that 0.001% and a factor of 3 can be read in one figure."""
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
@@ -62,7 +62,7 @@ def _name(row: Row) -> str:
 
 
 def _deviation(value: float, row: Row) -> float:
-    """Returns the difference in the unit of `DIFFERENCES`; infinite beside nothing."""
+    """Returns the difference in the unit of `DIFFERENCES`; infinite relative to zero."""
     base = row.truth
     if row.unit in DIFFERENCES or value == base:
         return value - base
@@ -79,12 +79,12 @@ def _off(off: float, row: Row) -> str:
 
 
 def _place(off: float) -> float:
-    """Places it on the axis: sign kept, proportional up to about LINEAR, logarithmic beyond."""
+    """Return the place on the axis: sign kept, linear up to about LINEAR, logarithmic beyond."""
     return math.copysign(math.log10(1 + min(abs(off), 1e6) / LINEAR), off)
 
 
 def _powers(reach: float) -> dict:
-    """Ticks at zero and at powers of ten up to `reach`, a place, on both sides."""
+    """Return ticks at zero and at powers of ten up to the place `reach`, on both sides."""
     sizes = [10.0**power for power in range(7) if _place(10.0**power) <= 1.02 * reach]
     ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
     return {"tickvals": list(map(_place, ticks)),

@@ -1,4 +1,4 @@
-"""Controls over a pure function: the function is the product, the controls are the view."""
+"""Controls for a pure function, which returns a figure for each choice of its arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -15,19 +15,19 @@ Control = Sequence | range | Mapping | float | widgets.Widget
 ALERT = (f"font:13px {FONT};color:{TEXT};border-left:3px solid {WARNING};padding:2px 10px;"
          f"margin:4px 12px")
 WIDE = {"width": "100%", "overflow": "hidden"}
-WORDS = 36          # that a menu shows beside another control
+WORDS = 36          # most characters that a menu shows next to another control
 
 
 class Explorer(Stored, widgets.VBox):
     """Redraws `show(**choices)` on every change of a control.
 
-    show      a pure and fast (under 50 ms) function of its arguments: returns a plotly spec, or
-              (spec, html) for a table beside the figure. A ConfigError it raises is shown as a
-              sentence, under the last good figure
+    show      a pure and fast function (under 50 ms) that returns a plotly spec, or (spec, html) for
+              a table below the figure. If it raises ConfigError, the message is shown below the
+              last valid figure
     controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu),
               name=range(...), name=0.3 (a field to type a number into), or a widget with a `value`
-    labels    the words beside a control; by default its name
-    start     values to begin with; by default the first
+    labels    the text next to a control; by default its name
+    start     initial values; by default the first ones
 
     explorer.set(devices=8, zero_stage=3) moves controls from Python and redraws once.
     """
@@ -92,7 +92,7 @@ class Explorer(Stored, widgets.VBox):
 
 
 def _control(control: Control, label: str) -> widgets.Widget:
-    """The widget of a control, at its first value."""
+    """Return the widget of a control, at its first value."""
     if isinstance(control, widgets.Widget):
         made = control
     elif isinstance(control, float):

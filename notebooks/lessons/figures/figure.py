@@ -1,15 +1,15 @@
-"""The figure class of the kit: a plotly spec in, a live figure out, with plotly.js sent once per
+"""The kit's figure class: it shows a plotly spec as a live figure and sends plotly.js once per
 kernel.
 
-`go.FigureWidget` carries 5 MB of JavaScript in every figure. Here one `Library` widget carries
-plotly's own packaged plotly.min.js, gzipped, and every `Figure` is a stub of 2 kB that refers to
-it. Nothing comes from another host.
+`go.FigureWidget` includes 5 MB of JavaScript in every figure. Here one `Library` widget has
+plotly's packaged plotly.min.js, gzipped, and every `Figure` is a stub of 2 kB that refers to it.
+Nothing is loaded from another host.
 
-Where nothing is live (an executed notebook, a published page) the output also holds plotly's own
-mime type, which JupyterLab and plotly draw; a static picture (`lessons.figures.still`), which GitHub,
-nbconvert and every other viewer shows; and a sentence in plain text. An output is stored when it is
-displayed: after updates, `refresh_output` stores the figure as it is now. In between no picture is
-drawn.
+For viewers without a kernel (an executed notebook, a published page), the output also has plotly's
+mime type, which JupyterLab and plotly draw; a static picture (`lessons.figures.still`), which
+GitHub, nbconvert and other viewers show; and a sentence of plain text. An output is stored when it
+is displayed; after updates, `refresh_output` stores the current figure. No picture is drawn between
+these two moments.
 """
 
 import gzip
@@ -35,14 +35,14 @@ from lpkit.errors import ConfigError
 from lpkit.files import resource
 
 MAX_POINTS = 5000   # per trace; twenty quick redraws of 20k points take a browser 8 s
-BESIDE = resource("notebooks") / "lessons" / "figures"      # a learner's folder has copies of modules alone
+BESIDE = resource("notebooks") / "lessons" / "figures"      # a learner's folder has only modules
 CONFIG = {"displaylogo": False, "displayModeBar": "hover", "scrollZoom": False,
           "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]]}
 
 
 class Library(anywidget.AnyWidget):
-    """The scripts that every figure of this kernel shares: plotly.js and panels.js. It has no
-    view."""
+    """The scripts that all figures of this kernel share: plotly.js and panels.js. It is not
+    displayed."""
 
     _esm = "export default { render() {} }"
     version = traitlets.Unicode().tag(sync=True)
@@ -52,10 +52,10 @@ class Library(anywidget.AnyWidget):
 
 
 def library() -> Library:
-    """The one `Library` of this kernel; a new one when all widgets have been closed."""
+    """Return the kernel's only `Library`; make a new one after all widgets have been closed."""
     if Library.current is None or Library.current.comm is None:
         source = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-        # Level 4 takes a third of the time of level 9 for a tenth more bytes.
+        # Level 4 takes a third of level 9's time, for a tenth more bytes.
         packed = gzip.compress(source, compresslevel=4, mtime=0)
         Library.current = Library(version=version("plotly"), packed=packed,
                                   panels=(BESIDE / "panels.js").read_text(encoding="utf-8"))
@@ -63,15 +63,15 @@ def library() -> Library:
 
 
 class Shown(widgets.Widget):
-    """A widget of what a figure shows, in a model of ipywidgets' own: anywidget's forgets for good
-    what it is told where its code takes a busy browser more than two seconds to load."""
+    """Holds the content of a figure in a model of ipywidgets. A model of anywidget would lose
+    updates if a busy browser needs more than two seconds to load its code."""
 
     spec = traitlets.Dict().tag(sync=True)
 
 
 class Stored:
-    """Mixin for widgets that show `figure`: their stored output can be drawn without a kernel, and,
-    because it has an id, brought up to date."""
+    """Mixin for widgets that show `figure`: the stored output can be drawn without a kernel, and it
+    has an id, so it can be updated."""
 
     figure: "Figure"
     _display_id: str | None = None
@@ -82,7 +82,7 @@ class Stored:
         sentence, still = describe(spec, type(self).__name__), {}
         try:
             still = picture(spec)
-        except ConfigError as error:        # the live figure shows it all the same
+        except ConfigError as error:        # the live figure can still show it
             sentence += f". It has no static picture: {error}"
         return {"text/plain": sentence, WIDGET_MIME: view, **still,
                 PLOTLY_MIME: {**spec, "config": CONFIG}}
@@ -92,8 +92,8 @@ class Stored:
         display(self._repr_mimebundle_(), raw=True, display_id=self._display_id, update=update)
 
     def refresh_output(self) -> None:
-        """Store the state of now in the output, where there is one. Call it in the cell that waits
-        for the last change, so that a headless run keeps the final figure."""
+        """Store the current state in the output, if there is one. Call it in the cell that waits
+        for the last change, so that a headless run stores the final figure."""
         if self._display_id is not None:
             self._ipython_display_(update=True)
 
@@ -102,9 +102,9 @@ class Figure(Stored, anywidget.AnyWidget):
     """A live plotly figure. `Figure(spec)` takes {"data": [...], "layout": {...}} or a
     `plotly.graph_objects.Figure`.
 
-    figure.show(spec)   replace it, in one message; from any thread
-    figure.clicked      {"curve", "x", "y"} of the point that was clicked last: observe it
-    figure.spec         what is shown: plain lists and numbers, in the house style, at most 5000
+    figure.show(spec)   replace the figure, in one message, from any thread
+    figure.clicked      {"curve", "x", "y"} of the last clicked point; observe it
+    figure.spec         the shown spec: plain lists and numbers, in the house style, at most 5000
                         points per trace (a longer line keeps its ends and the extremes of every
                         stretch between)
     """
@@ -133,9 +133,9 @@ class Figure(Stored, anywidget.AnyWidget):
 
 
 def plain(spec: Any) -> dict:
-    """`spec` as JSON-ready {"data", "layout"} in the house style. Errors: ConfigError when it is no
-    plotly spec."""
-    # by parts: the whole figure would pack its arrays where nobody can thin them
+    """Return `spec` as JSON-ready {"data", "layout"} in the house style. Errors: ConfigError if it
+    is not a plotly spec."""
+    # part by part: the whole figure would pack its arrays, which then could not be thinned
     if hasattr(spec, "to_plotly_json"):
         spec = {"data": [trace.to_plotly_json() for trace in spec.data],
                 "layout": spec.layout.to_plotly_json()}
@@ -154,19 +154,19 @@ def plain(spec: Any) -> dict:
 
 
 def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
-    """Pixels above the axes for the title and, under it, the rows of the legend: plotly lets the
-    two overlap."""
+    """Return the pixels above the axes for the title and, below it, the rows of the legend, which
+    plotly would let overlap."""
     rows, title = 0, (layout.get("title") or {}).get("text")
     names = [len(trace.get("name") or "") for trace in data if trace.get("showlegend", True)]
     if names and "legend" not in layout and layout.get("showlegend", len(data) > 1):
-        columns = max(1, int(640 / (48 + 7.5 * max(names))))    # of one width
+        columns = max(1, int(640 / (48 + 7.5 * max(names))))    # of equal width
         rows = math.ceil(len(names) / columns)
     return 16 + 28 * bool(title) + 21 * rows
 
 
 def _plain(value: Any) -> Any:
-    """numpy to lists, dates to text; what JSON has no word for (NaN, infinities) to null, which
-    plotly draws as a gap."""
+    """Convert numpy arrays to lists, dates to text, and values that JSON lacks (NaN, infinities) to
+    null, which plotly draws as a gap."""
     def listed(item: Any) -> Any:
         if hasattr(item, "isoformat"):
             return item.isoformat()
@@ -176,9 +176,9 @@ def _plain(value: Any) -> Any:
 
 
 def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A scatter trace with at most MAX_POINTS points: both ends, and the lowest and highest y of
-    each stretch between. Every list of the trace that is as long as y (x, text, customdata, marker
-    sizes) keeps the same points."""
+    """Return a scatter trace with at most MAX_POINTS points: both ends, and the lowest and highest
+    y of each stretch between. Every list that is as long as y (x, text, customdata, marker sizes)
+    keeps the same points."""
     y = trace.get("y")
     count = 0 if y is None else len(y)
     if trace.get("type", "scatter") not in ("scatter", "scattergl") or count <= MAX_POINTS:
@@ -202,7 +202,7 @@ def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe(spec: Mapping[str, Any], kind: str = "Figure") -> str:
-    """One sentence for where nothing can be drawn. The site knows an Explorer by it."""
+    """Return a sentence for viewers that cannot draw. The site recognises an Explorer by it."""
     layout = spec["layout"]
     words = f"{kind}: {layout.get('title', {}).get('text') or 'untitled'}"
     if names := [trace["name"] for trace in spec["data"] if trace.get("name")]:

@@ -1,6 +1,6 @@
-"""What number formats do to the tensors of a run, drawn from the samples of
-`lpkit.measure.telemetry.read`: layers by steps in colour, and one cell as a histogram; layers by
-runs, beside a race."""
+"""The errors that number formats add to the tensors of a run, from samples of
+`lpkit.measure.telemetry.read`: a map of layers by steps with one cell as a histogram; or layers by
+runs, next to a race."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ def _percent(share: float) -> float:
 
 
 def _octave(magnitude: float) -> float:
-    return math.log2(max(magnitude, 2.0**-150))      # below float32's least
+    return math.log2(max(magnitude, 2.0**-150))      # below float32's smallest value
 
 
 SHARES, OCTAVES = (0, 100), (-30, 10)
-METRICS = {     # title; field of a sample's quality or of the sample; its value; format; map's ends
+METRICS = {     # title; field of a sample or its quality; conversion; format; range of the map
     "SQNR": ("signal to quantisation noise (dB)", "sqnr_db", float, ".1f", DECIBELS),
     "worst block": ("SQNR of the worst block (dB)", "worst_block_db", float, ".1f", DECIBELS),
     "underflow": ("became zero (% of elements)", "underflow", _percent, ".2f", SHARES),
@@ -43,28 +43,28 @@ METRICS = {     # title; field of a sample's quality or of the sample; its value
 
 
 def quality_of(sample: Any, recipe: str) -> Any:
-    """Returns what the run's own cast did to it, or what another recipe's would have; None where
-    NaN or Inf were met."""
+    """Returns the quality of the run's cast, or of another recipe's cast of the same tensor; None
+    if the tensor has NaN or Inf."""
     return sample.own if recipe == AS_RUN else sample.others.get(recipe)
 
 
 def _overflows(quality: Any) -> bool:
-    """True if the cast left an infinity, so that its noise has no logarithm: FP16 without a scale.
-    A cast without noise has none either, and saturates nowhere."""
+    """True if the cast produced an infinity, so that its noise has no logarithm: FP16 without a
+    scale. A cast without noise has no logarithm either, but saturates nothing."""
     return quality is not None and quality.sqnr_db is None and quality.saturated > 0
 
 
 def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN,
              layer: str | None = None, step: int | None = None, title: str = "") -> dict:
-    """The plotly spec of layers (top: the first) by steps; beside it the cell of `layer` and
-    `step`, by default the last. Raises ConfigError when there are no samples of `role`."""
+    """The plotly spec of layers (the first on top) by steps, and next to it the cell of `layer` and
+    `step`, by default the last step. Raises ConfigError without samples of `role`."""
     what, field, in_unit, form, ends = pick(METRICS, metric, "metric")
     cells = {(sample.layer, sample.step): sample for sample in samples if sample.role == role}
     if not cells:
         roles = ", ".join(_values(samples, "role"))
         raise ConfigError(f"there are no samples of {role!r}"
                           + (f"; there are {roles}" if roles else " yet"))
-    # gradients come from the last layer to the first; the map is the same for all
+    # gradients are sampled from the last layer to the first; the map has the same order for all
     seen = {name for name, _ in cells}
     layers = [name for name in _values(samples, "layer") if name in seen]
     steps = _values(cells.values(), "step")
@@ -79,7 +79,7 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
             words[row][column] = hover[row][column] = "Inf"
         if sample.nonfinite:
             words[row][column] = hover[row][column] = "NaN"
-    # the bar stands between the panels: outside, plotly moves the titles
+    # the bar is between the panels, since outside of them plotly would move the titles
     cells_of = heat([str(at) for at in steps], layers, values, ends=ends, text=words,
                     bar={"x": 0.425, "xanchor": "left"}, texttemplate="%{text}", customdata=hover,
                     hoverongaps=True,
@@ -105,8 +105,8 @@ def _values(samples: Samples, field: str) -> list:
 
 
 def _chosen(samples: Samples, layer: str | None, step: int | None) -> Any:
-    """The sample of `layer` at the last sampled step up to `step`; of the first layer, where there
-    is none of this one."""
+    """Return the sample of `layer` at the last sampled step up to `step`; if the layer has none,
+    the first layer's."""
     ours = [sample for sample in samples if sample.layer == layer]
     ours = ours or [sample for sample in samples if sample.layer == samples[0].layer]
     before = [sample for sample in ours if step is None or sample.step <= step]
@@ -114,8 +114,8 @@ def _chosen(samples: Samples, layer: str | None, step: int | None) -> Any:
 
 
 def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[dict]]:
-    """Over axes x2 and y2: the exponents of one tensor, the range of x2, the window of the format,
-    and notes."""
+    """Return the exponents of one tensor on axes x2 and y2, the range of x2, the range of the
+    format as a window, and notes."""
     exponents, quality = sorted(sample.exponents), quality_of(sample, recipe)
     total = sum(sample.exponents.values()) or 1
     counts = columns([e + 0.5 for e in exponents],
@@ -139,7 +139,7 @@ def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[d
 
 
 def quality_table(sample: Any) -> str:
-    """The cell under its own cast and under every other recipe's."""
+    """Return a table of the cell under its own cast and under every other recipe's cast."""
     casts = {} if sample.own is None else {AS_RUN: sample.own, **sample.others}
     rows = []
     for name, quality in casts.items():
@@ -153,8 +153,8 @@ def quality_table(sample: Any) -> str:
 
 def explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
              start: Mapping[str, Any] | None, **more: Any) -> Explorer:
-    """Menus over all that was sampled; they begin at the last step. A click into the map chooses
-    the cell."""
+    """Return menus for everything that was sampled, starting at the last step. A click on the map
+    chooses the cell."""
     if not samples:
         raise ConfigError("there are no samples to show; the first comes with step 1")
     steps = sorted(_values(samples, "step"))
@@ -174,15 +174,15 @@ def explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
 
 def cell_and_table(samples: Samples, *, role: str, layer: str, step: int,
                    **choices: Any) -> tuple[dict, str]:
-    """The map with one cell chosen, and the table of that cell."""
+    """Return the map with one chosen cell, and the table of that cell."""
     ours = [sample for sample in samples if sample.role == role]
     table = quality_table(_chosen(ours, layer, step)) if ours else ""
     return heat_map(samples, role=role, layer=layer, step=step, **choices), table
 
 
 def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
-    """`race`, the plotly spec of `lessons.race.race_figure`, with room on its right for how noisy each
-    layer is at the last sampled step, from samples by run; without any the room is empty."""
+    """Return `race`, the spec of `lessons.race.race_figure`, with a map on its right: the noise of
+    each layer at the last sampled step, by run. Without samples, the space is empty."""
     layout = {**race["layout"]}
     for name in layout.keys() & {"xaxis", "xaxis2"}:
         layout[name] = {**layout[name], "domain": [0, 0.46]}

@@ -1,7 +1,7 @@
-"""A training run as it happens, with buttons to stop and pause it: loss, gradient norm and speed.
+"""A live figure of a training run: loss, gradient norm and speed, with buttons to stop and pause.
 
-`training_figure` is a pure function; `LiveRun` follows a handle with it. Losses are in nats per
-token.
+`training_figure` is a pure function; `LiveRun` applies it to the records of a handle. Losses are in
+nats per token.
 """
 
 import math
@@ -21,19 +21,19 @@ from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
 
 STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
-PERIOD_SECONDS = 1 / 8      # at least, between two redraws
+PERIOD_SECONDS = 1 / 8      # least time between two redraws
 STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}
 
 
 def training_figure(records: Sequence[StepRecord], *, title: str = "",
                     planned_steps: int | None = None,
                     levels: Mapping[str, float] | None = None, others: float = 0.0) -> dict:
-    """The plotly spec of a run: loss and validation loss; gradient norm and speed beside them, over
-    the same steps. `levels` are losses to compare with, by name: dotted lines."""
+    """The plotly spec of a run: loss and validation loss, and next to them gradient norm and speed,
+    over the same steps. `levels` are losses to compare with, by name: dotted lines."""
     levels = levels or {}
     steps = [record.step for record in records]
     evaluated = [record for record in records if record.val_loss is not None]
-    # `tokens` is the total so far, and every step has as many
+    # `tokens` is the total so far, and every step has equally many
     speeds = [record.tokens / record.step / record.step_seconds for record in records]
     thin = {"line": {"width": 1.2}, "showlegend": False}
     data = [
@@ -62,12 +62,12 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "",
 
 
 def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
-    """Says where a run is, in words: 'step 20 of 300 · loss 3.121 · 12.3k tokens/s · about 14 s
-    left'."""
+    """Return the progress of a run in words: 'step 20 of 300 · loss 3.121 · 12.3k tokens/s · about
+    14 s left'."""
     if not records:
         return f"starting: {planned_steps} steps planned"
     last = records[-1]
-    # the first step also compiles
+    # the median, since the first step also compiles
     recent = sorted(record.step_seconds for record in records[-20:])
     seconds = recent[len(recent) // 2]
     parts = [f"step {last.step} of {planned_steps}", f"loss {last.loss:.3f}"]
@@ -79,7 +79,7 @@ def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
     return " · ".join(parts)
 
 
-RANK = {     # of what a rank says of itself: head, and how it is shown
+RANK = {     # fields that a rank reports: head of the column, and format
     "step": ("step", "{:,}".format),
     "loss": ("loss", "{:.3f}".format),
     "step_seconds": ("seconds a step", "{:.3f}".format),
@@ -89,7 +89,7 @@ RANK = {     # of what a rank says of itself: head, and how it is shown
 
 
 def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
-    """HTML: a row for each rank; no ranks, no table."""
+    """HTML: one row per rank; empty without ranks."""
     if not ranks:
         return ""
     rows = [[rank, *(form(said[name]) if said.get(name) is not None else "-"
@@ -98,12 +98,12 @@ def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 class LiveRun(Stored, widgets.VBox):
-    """A live figure of the run of a `handle` that `lpkit.start` or `lpkit.launch` returned, with
-    Stop and Pause, and a row for each rank where there are several. Stop keeps a checkpoint and the
-    partial run. `others()` is the share of the cores that other processes took since the start.
+    """A live figure of the run of a `handle` from `lpkit.start` or `lpkit.launch`, with Stop and
+    Pause, and a row per rank if there are several. Stop keeps a checkpoint and the partial run.
+    `others()` is the share of the cores that other processes used since the start.
 
-    The buttons work while the kernel is idle or awaits (`run = await handle`); a cell that blocks
-    hears nothing.
+    The buttons work while the kernel is idle or awaits (`run = await handle`); during a cell that
+    blocks, they have no effect.
     """
 
     def __init__(self, handle: Any, *, others: Callable[[], float] = float,
@@ -111,7 +111,7 @@ class LiveRun(Stored, widgets.VBox):
         self.handle, self.others = handle, others
         self._clock, self._next = clock, -math.inf
         self._stopping = self._paused = False
-        # a button's thread must not overwrite what the training's last step says
+        # a button's thread must not overwrite the message of the training's last step
         self._saying = threading.Lock()
         self.status = widgets.HTML(layout={"flex": "1 1 300px", "min_width": "0"})
         self.pause_button, self.stop_button = (
@@ -140,7 +140,7 @@ class LiveRun(Stored, widgets.VBox):
 
     @property
     def _reached_all(self) -> bool:
-        """True if what has ended has done all that was planned."""
+        """True if a run that ended has done all planned steps."""
         records = self.handle.records
         return bool(records) and records[-1].step >= self.handle.planned_steps
 
@@ -155,9 +155,9 @@ class LiveRun(Stored, widgets.VBox):
         return "paused" if self._paused else "running"
 
     def _changed(self, _record: Any) -> None:
-        """A browser that has to draw more than a few times a second falls behind for good: what comes
-        too early is left to a later step, or to the end. A fifth of the time at most goes into it.
-        """
+        """Redraw, unless the last redraw was too recent: a browser that draws more than a few times
+        per second falls behind. A skipped redraw happens at a later step or at the end. Redraws
+        take at most a fifth of the time."""
         began = self._clock()
         if self._state == "running" and began < self._next:
             return
@@ -176,7 +176,7 @@ class LiveRun(Stored, widgets.VBox):
             if state != "running":
                 words = words.split(" · about")[0]
             if state == "failed":
-                words = str(self.handle.error).split("\n")[0]      # of several ranks, a traceback follows
+                words = str(self.handle.error).split("\n")[0]      # several ranks add a traceback
             colour = STATE_COLOURS.get(state, TEXT)
             self.status.value = (f'<div style="{STATUS}"><span style="color:{colour}">&#9679;</span> '
                                  f'<b style="color:{TEXT}">{state}</b>&ensp;'
@@ -187,7 +187,7 @@ class LiveRun(Stored, widgets.VBox):
     def _stop(self, _button: Any) -> None:
         self._stopping = True
         self.handle.stop()
-        if self._paused:             # a paused run must wake up to end
+        if self._paused:             # a paused run must resume to end
             self.handle.resume()
         self._say()
 

@@ -1,6 +1,5 @@
-"""A plan to look into: what a layout holds and how long it takes, row by row, each row with its
-formula and source; why other layouts are left out; what a budget buys by a scaling law; and days,
-loss and dollars, which cannot all be least."""
+"""HTML of a plan's details: the memory and the time of a layout, row by row, each row with its
+formula and source."""
 
 import re
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from lpkit.predict.time import StepTime
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FONT, LINE, LINK, QUIET, TEXT
 
-KINDS = {   # of the rows of a step's time
+KINDS = {   # colours of the kinds of rows of a step's time
     "products": COLOURS[0], "attention": COLOURS[2], "limited by memory": COLOURS[3],
     "recomputation": "#e0a3ad", "communication": COLOURS[1], "idle": COLOURS[6],
 }
-KIND_OF = {     # what is not here: communication where the name has a colon, else a product
+KIND_OF = {     # other rows: communication if the name has a colon, else a product
     "attention": "attention", "norms, activations, loss": "limited by memory",
     "weight copies": "limited by memory", "optimizer": "limited by memory",
     "recomputation": "recomputation", "pipeline: bubble": "idle", "host": "idle",
@@ -25,8 +24,8 @@ KIND_OF = {     # what is not here: communication where the name has a colon, el
 
 def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[str]]],
                 whole: float) -> str:
-    """HTML: rows that a click opens; the largest is open already. Each: a name, its value, the same
-    in words, what to say beside it, and lines to say inside. Addresses become links."""
+    """HTML: rows that open on a click; the largest is open already. Each row has a name, a value,
+    the value in words, a summary, and the lines inside. Addresses become links."""
     largest, *_ = max(rows, key=lambda row: row[1])
     link = (rf"<a style='color:{LINK};text-decoration:underline' target='_blank' "
             rf"rel='noopener' href='\g<0>'>\g<0></a>")
@@ -49,7 +48,7 @@ def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[
 
 
 def opened_memory(held: Memory) -> str:
-    """Returns HTML as `opened_rows` does, of what a device holds."""
+    """Returns HTML of the memory of a device, as `opened_rows` does."""
     sizes, rows = held.at(held.peak_moment), []
     for row in held.rows:
         moments = ", ".join(row.at) if len(row.at) < len(MOMENTS) else "every moment"
@@ -61,7 +60,7 @@ def opened_memory(held: Memory) -> str:
 
 
 def opened_time(step: StepTime) -> str:
-    """Returns HTML as `opened_rows` does, of a step's seconds."""
+    """Returns HTML of the seconds of a step, as `opened_rows` does."""
     rows = []
     for row in step.rows:
         hidden = f"and {duration(row.hidden_seconds)} hidden behind other rows"

@@ -1,5 +1,5 @@
-"""The bytes of a training step, drawn: by moment of the closed form; as a step went, event by
-event, with those moments on top; and what techniques take off them, against the time that they
+"""Figures of the bytes of a training step: by moment of the closed form; as measured, event by
+event, with those moments as markers; and the bytes that techniques save over the time that they
 cost."""
 
 import itertools
@@ -16,7 +16,7 @@ from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK
 
-ROW_COLOURS = {   # one family of rows, one hue
+ROW_COLOURS = {   # related rows have related colours
     "weights": ROLE_COLOURS["w"], "master weights": "#4d7eb3", "optimizer state": "#a5d8f0",
     "gradients": "#6b7280", "gathered weights": "#b8860b", "weight copies": "#ddaa33",
     "activations": ROLE_COLOURS["x"], "recomputed block": "#e0a3ad", "logits and loss": "#1f7a6f",
@@ -32,8 +32,8 @@ SENT_COLOURS = {"all-reduce": ROLE_COLOURS["w"], "reduce-scatter": ROLE_COLOURS[
 # By formula.
 
 def limit_of(held: Memory) -> float | None:
-    """The device's bytes, to be drawn. None: so far outside that the bars would be squeezed to
-    nothing."""
+    """Return the device's bytes if they can be drawn; None if they are so large that the bars would
+    be squeezed."""
     limit = held.memory_bytes
     return limit if limit and held.peak_bytes > 0.1 * limit else None
 
@@ -42,8 +42,8 @@ def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | Non
                    title: str = "", axis_title: str = "bytes per device",
                    about: Mapping[str, str] | None = None, said: Sequence[float] = (),
                    limit: float | None = None) -> dict:
-    """The plotly spec of bytes by row, a bar for each name. `about` the rows, when pointed at;
-    `said`: the sum of each bar as a formula has it, a diamond; `limit`: of the device."""
+    """The plotly spec of bytes by row, one bar per name. `about`: hover texts of the rows; `said`:
+    the sum of each bar by a formula, a diamond; `limit`: the device's bytes."""
     data, about = [], about or {}
     for row, sizes in rows.items():
         data.append(bars(names, sizes, row, {**ROW_COLOURS, **SENT_COLOURS}[row],
@@ -62,21 +62,22 @@ def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | Non
     return figure(
         data, title, height=120 + 46 * len(names) + below, barmode="stack", bargap=0.35,
         shapes=shapes, yaxis=NAMES,
-        # below: many rows would grow into the title
+        # below the plot, since many rows would overlap the title
         legend={"yref": "container", "y": 0, "yanchor": "bottom"}, margin={"b": 60 + below},
         xaxis=axis(axis_title, **BYTES, range=[0, 1.08 * max(most, limit or 0, *said)]))
 
 
-# As a step went. The horizontal axis counts events, not seconds: a forward pass and the backward
-# pass that undoes it look alike. A point has `phase` (forward, backward, optimizer), `module`
-# ("blocks.3.mlp.up"; empty between two) and `rows`, bytes by name: lpkit.measure.tracking.Point.
+# As measured. The horizontal axis counts events, not seconds, so a forward pass and its backward
+# pass have similar widths. A point has `phase` (forward, backward, optimizer), `module`
+# ("blocks.3.mlp.up"; empty between modules) and `rows`, bytes by name:
+# lpkit.measure.tracking.Point.
 
 MAX_POINTS = 400
 PHASES = {"forward": "#ffffff", "backward": "#f3f4f6", "optimizer": "#e5e7eb"}
-# of the axis: narrower stretches go without a name, blocks without their number
+# shares of the axis: narrower stretches get no name, narrower blocks no number
 WORD, NUMBER = 0.075, 0.014
-BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # moments of backward, by what is at work
-NOBODYS = ("", "gradient")      # no module of the model: a gradient reaches its parameter
+BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # modules of backward's first moments
+NOBODYS = ("", "gradient")      # no module: between modules, or a gradient reaches its parameter
 
 Points = Sequence[Any]
 Places = Sequence[tuple[str, str]]      # phase and part of the model, by point
@@ -84,13 +85,13 @@ Places = Sequence[tuple[str, str]]      # phase and part of the model, by point
 
 def timeline_figure(points: Points, *, formula: Memory | None = None, title: str = "",
                     highest: float | None = None) -> dict:
-    """The plotly spec: live bytes, stacked by row. `formula`: its moments, each a diamond over the
-    largest point of that part of the step. `highest`: bytes at the top of the axis, to compare
+    """The plotly spec of live bytes, stacked by row. `formula`: its moments are diamonds over the
+    largest point of the same part of the step. `highest`: bytes at the top of the axis, to compare
     figures. Raises ConfigError without points."""
     if not points:
         raise ConfigError("a timeline needs at least one point; "
                           "`lpkit.measure.memory(config).timeline` has them")
-    size = -(-len(points) // MAX_POINTS)      # of neighbours the largest
+    size = -(-len(points) // MAX_POINTS)      # the largest of `size` neighbours is kept
     points = [max(points[i:i + size], key=total_bytes) for i in range(0, len(points), size)]
     x, totals, places = range(len(points)), list(map(total_bytes, points)), _places(points)
     data = []
@@ -130,9 +131,9 @@ def _words(point: Any) -> str:
 
 
 def _places(points: Points) -> Places:
-    """Phase and part of the model by point: "blocks.3" or the name of what is outside the blocks.
-    What has no module of its own, gradients that are added up and frees, belongs to what went
-    before; updates in backward are backward's."""
+    """Return phase and part of the model by point: "blocks.3" or the name of a module outside the
+    blocks. Events without a module (accumulating gradients, frees) belong to the previous part;
+    updates during backward belong to backward."""
     last = max((i for i, point in enumerate(points) if point.phase == "backward"), default=-1)
     places, part = [], ""
     for i, point in enumerate(points):
@@ -150,7 +151,7 @@ def _places(points: Points) -> Places:
 
 def _predicted(places: Places, totals: Sequence[int],
                formula: Memory) -> Iterator[tuple[int, float, str]]:
-    """Yields the place of each moment, its bytes, and words."""
+    """Yield the place of each moment, its bytes, and its text."""
     blocks = sorted({part for _, part in places if part.startswith("blocks.")},
                     key=lambda part: int(part.split(".")[1]))
     parts = {walk.HEAD: OUTSIDE, walk.LAST: blocks[-1:], walk.FIRST: blocks[:1]}
@@ -158,7 +159,7 @@ def _predicted(places: Places, totals: Sequence[int],
     def belongs(phase: str, part: str, moment: str) -> bool:
         if moment == walk.UPDATE:
             return phase == "optimizer"
-        if moment == walk.LOSS:       # in chunks its gradients are made in forward
+        if moment == walk.LOSS:       # a chunked loss makes its gradients in forward
             return part in BEGINS
         if moment == walk.EMBED:
             return phase == "backward" and part not in (*BEGINS, *OUTSIDE, *blocks)
@@ -173,7 +174,7 @@ def _predicted(places: Places, totals: Sequence[int],
 
 
 def _peak(points: Points, totals: Sequence[int]) -> dict:
-    """An arrow to the largest point, with its bytes and the module that was at work."""
+    """Return an arrow to the largest point, with its bytes and its module."""
     peak = max(range(len(points)), key=totals.__getitem__)
     modules = [point.module for point in points[:peak + 1] if point.module not in NOBODYS]
     place = ", ".join([points[peak].phase, *modules[-1:]])
@@ -185,7 +186,7 @@ def _peak(points: Points, totals: Sequence[int]) -> dict:
 
 
 def _stretches(keys: Iterator[str]) -> Iterator[tuple[str, int, int]]:
-    """A key that stays, and from where to where."""
+    """Yield each key that repeats, with its start and end."""
     start = 0
     for key, group in itertools.groupby(keys):
         end = start + len(list(group))
@@ -194,7 +195,7 @@ def _stretches(keys: Iterator[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def _phases(places: Places) -> tuple[list[dict], list[dict]]:
-    """Bands with names."""
+    """Return the phases as bands with names."""
     shapes, annotations = [], []
     for phase, start, end in _stretches(phase for phase, _ in places):
         shapes.append(box(start, end, 0, 1, fill=PHASES[phase], yref="paper", layer="below"))
@@ -205,7 +206,7 @@ def _phases(places: Places) -> tuple[list[dict], list[dict]]:
 
 
 def _ticks(places: Places) -> dict:
-    """A tick where a part of the model begins; names of those that are wide enough."""
+    """Return a tick for each part of the model that is wide enough for its name."""
     ticks = {}
     for part, start, end in _stretches(part for _, part in places):
         if end - start >= len(places) * (NUMBER if part.startswith("blocks.") else WORD):

@@ -1,21 +1,20 @@
-"""How every figure and widget of the kit looks, in one place.
+"""The style of all figures and widgets of the kit.
 
-The colours differ in lightness as well as in hue (after Paul Tol's high-contrast scheme), and each
-is a line that has a contrast of 3 to 1 or more in the light and in the dark theme. The sequential
+The colours differ in lightness as well as in hue (after Paul Tol's high-contrast scheme), and as
+lines each has a contrast of at least 3 to 1 in the light and in the dark theme. The sequential
 scale is cividis.
 
-One colour for each answer, format and role goes through the course (`lessons.figures.colours`), and the
-ends of every map of colours are fixed, so that a small difference looks small. `figure.css` turns
-figures from white to dark in a dark theme, in the lab and on the site. Where there is less room
-than 520 pixels, as on a phone, a figure is scaled to the width, under a title that wraps. Figures
-of measured seconds are pale where other programs took more than a tenth of the cores, and say so
-below the title.
+Each answer, format and role has one colour in the whole course (`lessons.figures.colours`), and the
+range of every colour map is fixed, so that a small difference looks small. `figure.css` inverts
+white figures in a dark theme, in the lab and on the site. If there are fewer than 520 pixels, as on
+a phone, a figure is scaled to the width and its title wraps. Figures of measured seconds are pale
+if other programs used more than a tenth of the cores; the line below the title says so.
 """
 
 from lpkit.tables import FONT, GRID, INK
 
 COLOURS = ("#004488", "#ad7a00", "#bb5566", "#2b6c99", "#2ca392", "#222222", "#575757")
-# for the series of one legend: the fourth of COLOURS looks like the first, the last like a note
+# for the series of one legend, without two of COLOURS that look like a first series or a note
 DISTINCT = tuple(COLOURS[i] for i in (0, 1, 2, 4, 5))
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True,
@@ -40,7 +39,7 @@ TEMPLATE = {
         "hoverlabel": {"font": {"family": FONT, "size": 13}},
         "barmode": "group",
         "bargap": 0.3,
-        # a segment too narrow for its number goes without
+        # a segment that is too narrow for its number shows no number
         "uniformtext": {"mode": "hide", "minsize": 11},
         "height": 360,
     },

@@ -1,4 +1,4 @@
-"""Ticks of an axis as plotly.js chooses and writes them: positions and words, without drawing.
+"""Ticks of an axis as plotly.js chooses and writes them: positions and texts, without drawing.
 
 `nice` chooses the step, `number` and `d3` write a value. Sources:
 https://plotly.com/javascript/reference/layout/xaxis/ and https://d3js.org/d3-format
@@ -17,8 +17,8 @@ PREFIXES = {-12: "p", -9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G",
             18: "E", 21: "Z", 24: "Y"}
 RAISED = str.maketrans("0123456789+-()n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ")
 LOWERED = str.maketrans("0123456789+-()", "₀₁₂₃₄₅₆₇₈₉₊₋₍₎")
-APART = {"x": 80, "y": 40}      # pixels between two ticks, at least
-EXACT = 12                      # digits of a value that is a multiple of a step
+APART = {"x": 80, "y": 40}      # least pixels between two ticks
+EXACT = 12                      # digits to which a multiple of a step is rounded
 
 
 def nice(rough: float) -> float:
@@ -47,7 +47,7 @@ def _multiples(step: float, first: float, low: float, high: float) -> list[float
 
 
 def _of_log(step: float | str | None, low: float, high: float, many: float) -> list[float]:
-    """`step`: a number of decades, or "D1", "D2": also 2 and 5 times each power of ten."""
+    """Return ticks of a log axis. `step`: a number of decades; "D1" and "D2" add 2 and 5."""
     ends = math.log10(low), math.log10(high)
     if step is None:
         rough = (ends[1] - ends[0]) / many
@@ -62,7 +62,7 @@ def _of_log(step: float | str | None, low: float, high: float, many: float) -> l
 
 
 def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
-    """Return the words at `values`, which are `positions` of the axis."""
+    """Return the texts at `values`, which are `positions` of the axis."""
     if "ticktext" in axis:
         named = dict(zip(axis["tickvals"], axis["ticktext"]))
         return [str(named[value]) for value in values]
@@ -71,7 +71,7 @@ def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
         return [axis.get("tickprefix", "") + d3(axis["tickformat"], value) + suffix
                 for value in values]
     largest = max(map(abs, values), default=0)
-    if axis.get("type") == "log":       # each has a power of its own
+    if axis.get("type") == "log":       # each tick has its own power
         said = [number(value, form, _power(value, form, whole=True)) for value in values]
     else:
         steps = [right - left for left, right in itertools.pairwise(values)]
@@ -81,8 +81,8 @@ def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
 
 
 def _power(value: float, form: str, whole: bool = False) -> int:
-    """Return the power of ten that is written as a prefix or an exponent: 0 between a thousandth
-    and ten thousand. `whole`: an axis of powers has all of them but 1 and 10, as plotly's."""
+    """Return the power of ten that is written as a prefix or an exponent; 0 from a thousandth to
+    ten thousand. `whole`: an axis of powers writes all powers except 1 and 10, as plotly does."""
     if not value:
         return 0
     power = math.floor(math.log10(abs(value)) + 0.01)

@@ -1,4 +1,4 @@
-"""How far a cell is, for what takes longer than three seconds."""
+"""The progress of a cell that takes longer than three seconds."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from lpkit.tables import FONT, QUIET
 
 
 def progress(steps: Sequence[Any]) -> Iterator[Any]:
-    """Yield the steps. A line below the cell shows how many are done and how many seconds the rest
-    may take, and after the last, in a sentence, how many seconds all took. For a cell, or as
-    `watch=progress` of a function that takes turns."""
+    """Yield the steps. A line below the cell shows how many steps are done and the estimated
+    seconds left, and at the end the seconds of all steps. Use it in a cell, or as `watch=progress`
+    of a function that takes turns."""
     began, done = time.perf_counter(), 0
     line = display(_shown(0, len(steps), 0.0), raw=True, display_id=True)
 
@@ -28,7 +28,7 @@ def progress(steps: Sequence[Any]) -> Iterator[Any]:
             done += 1
             show(done == len(steps))
     finally:
-        if done < len(steps):       # whoever took the steps has had enough
+        if done < len(steps):       # the caller stopped early
             show(True)
 
 
