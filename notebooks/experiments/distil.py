@@ -1,5 +1,5 @@
 """Distillation: the student learns the next token and its teacher's probabilities (Hinton et al.
-2015, arXiv:1503.02531). In this folder:
+2015, arXiv:1503.02531). In this folder, run:
 
     PYTHONPATH=. lpkit train cpu-3m --import distil objective=distil objective.teacher=runs/TEACHER
 """
@@ -23,7 +23,7 @@ from lpkit.training.runs import Run
 @dataclass(frozen=True, kw_only=True)
 class Distil(Settings):
     teacher: str = ""       # the folder of a run
-    share: float = 0.5      # of the teacher's part in the loss
+    share: float = 0.5      # weight of the teacher's part in the loss
     temperature: float = 2.0
 
 

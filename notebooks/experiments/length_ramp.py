@@ -1,5 +1,6 @@
 """A ramp of the batch and of the sequence length: the first updates have half of the sequences, and
-half of the tokens of each (Li et al. 2021, arXiv:2108.06084, ramp the length). In this folder:
+optionally half of the tokens of each (Li et al. 2021, arXiv:2108.06084, ramp the length). In this
+folder, run:
 
     PYTHONPATH=. lpkit train cpu-3m --import length_ramp sizes=ramp sizes.until=10 \
         global_batch=16 grad_accum_steps=2
@@ -18,7 +19,7 @@ class Ramp(Settings):
 
 
 def size_at(step: int, settings: Ramp, sequences: int, context: int) -> tuple[int, int]:
-    """Returns (sequences, tokens of each) of update `step`, which counts from 0."""
+    """Returns (sequences, tokens of each) for update `step`, which counts from 0."""
     if step >= settings.until:
         return sequences, context
     return sequences // 2, context // 2 if settings.short else context

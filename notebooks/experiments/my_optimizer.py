@@ -1,7 +1,8 @@
-"""AMSGrad (Reddi et al. 2018, https://arxiv.org/abs/1904.09237): Adam whose second moment never falls.
+"""AMSGrad (Reddi et al. 2018, https://arxiv.org/abs/1904.09237): Adam with a second moment that
+never decreases.
 
-This row is an example that runs. Put your own in its place: what it keeps (`slots`), what it does
-(`rule`), where it comes from. docs/own_technique.md says what else a row may have.
+This row is a working example. Replace it by your own: its state (`slots`), its update (`rule`) and
+its source. docs/own_technique.md describes the other fields of a row.
 """
 
 import sys
@@ -24,7 +25,7 @@ def rule(w, g, slots, settings, update):
 
 
 def definition(gradients: list[float], lr: float) -> float:
-    """Returns where a number that begins at 0 stands after `gradients`, without weight decay."""
+    """Returns a number that starts at 0 after updates by `gradients`, without weight decay."""
     w = mean = square = largest = 0.0
     for update, g in enumerate(gradients, 1):
         mean = 0.9 * mean + 0.1 * g

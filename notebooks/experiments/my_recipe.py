@@ -1,8 +1,9 @@
 """E4M3 in blocks of 16 with power-of-two scales: MX's casts (OCP Microscaling Formats 1.0, 2023,
-https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf), half as long.
+https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf) with blocks
+of half the length.
 
-This row is an example that runs. Put your own in its place: a recipe says how both operands of a
-Linear's three products are cast. lpkit/techniques/recipes.py has the kit's.
+This row is a working example. Replace it by your own: a recipe says how both operands of a Linear's
+three products are cast. The kit's recipes are in lpkit/techniques/recipes.py.
 """
 
 import math
@@ -20,7 +21,7 @@ sys.path.append(str(resource("notebooks")))     # the course's `lessons`, for my
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSettings(Settings):
-    block: Literal[8, 16, 32, 64] = 16      # numbers that share a scale
+    block: Literal[8, 16, 32, 64] = 16      # elements that share a scale
     high_precision_layers: tuple[str, ...] = ("head",)
 
 
@@ -32,7 +33,7 @@ def make(settings: OwnSettings) -> Recipe:
 
 
 def definition(block: list[float]) -> float:
-    """Returns the scale of a block: the least power of two with which it stays within 448."""
+    """Returns the scale of a block: the smallest power of two that keeps it within 448."""
     largest = max(map(abs, block))
     return 2.0 ** math.ceil(math.log2(largest / 448)) if largest else 1.0
 

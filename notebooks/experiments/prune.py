@@ -1,5 +1,5 @@
 """Pruning by magnitude while a model trains: from the second update on, the smallest weights of
-each matrix in the blocks are zero (Han et al. 2015, arXiv:1506.02626). In this folder:
+each matrix in the blocks are zero (Han et al. 2015, arXiv:1506.02626). In this folder, run:
 
     PYTHONPATH=. lpkit train cpu-3m --import prune governors=prune:share=0.5
 """
@@ -18,7 +18,7 @@ from lpkit.values import between
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Settings):
-    share: Annotated[float, between(0, 1)] = 0.5    # of the weights, which become zero
+    share: Annotated[float, between(0, 1)] = 0.5    # share of the weights that become zero
 
 
 class Prune:

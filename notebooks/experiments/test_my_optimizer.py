@@ -1,7 +1,7 @@
-"""my_optimizer is held to PyTorch's own, which its author did not write: pytest test_my_optimizer.py
+"""Compares my_optimizer with PyTorch's AMSGrad: pytest test_my_optimizer.py
 
-Put something independent of your rule in its place: another library, or the paper's formula number
-by number. Then break the rule, and see that a test fails.
+For your rule, compare with another library or with the paper's formula, number by number. Then
+break the rule, and check that a test fails.
 """
 
 import my_optimizer
@@ -19,7 +19,7 @@ TINY = {"imports": "my_optimizer", "optimizer": "my_optimizer", "model.layers": 
 
 
 def gradients():
-    """The third is large: afterwards the largest second moment is not the last one."""
+    """The third gradient is large: afterwards the largest second moment is not the last one."""
     chance = torch.Generator().manual_seed(0)
     sizes = (1.0, 1.0, 30.0, 0.1, 0.1, 0.1)
     return [size * torch.randn(5, 3, generator=chance, dtype=torch.float64) for size in sizes]

@@ -1,7 +1,7 @@
-"""my_recipe is held to its definition, number by number: pytest test_my_recipe.py
+"""Compares my_recipe with its definition, number by number: pytest test_my_recipe.py
 
-Put something independent of your recipe in its place. Then break the recipe, and see that a test
-fails.
+For your recipe, compare with an independent implementation. Then break the recipe, and check that a
+test fails.
 """
 
 import my_recipe
@@ -20,7 +20,7 @@ TINY = {"imports": "my_recipe", "model.layers": 1, "model.width": 32, "model.hea
 
 
 def by_hand(x):
-    """Each block of a row by itself, in Python's own floats but for the rounding to E4M3."""
+    """Compute each block of a row in Python's floats, except for the rounding to E4M3."""
     out = []
     for row in x.double().tolist():
         for start in range(0, len(row), 16):
@@ -34,7 +34,7 @@ def by_hand(x):
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
 def test_every_cast_is_the_definition(size):
     x = size * torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    x[0, 3] *= 1e6      # an outlier, which costs the small numbers of its own block and no other
+    x[0, 3] *= 1e6      # an outlier, which costs precision only in its own block
     x[1, 16:32] = 0
     for cast in ROW.all_casts:
         assert torch.equal(quantise(x, cast).dequantise(torch.float64), by_hand(x))

@@ -1,5 +1,5 @@
-"""A weight for each token of the loss, from a file of scores that lies beside the tokens. In this
-folder, after `scores_of_rare_tokens` (below) or a program of your own has written the scores:
+"""A weight for each token of the loss, from a file of scores, one per token. In this folder, after
+`scores_of_rare_tokens` (below) or your own program has written the scores, run:
 
     PYTHONPATH=. lpkit train cpu-3m --import weighted objective=weighted data.scores=scores.npy
 """
@@ -28,8 +28,8 @@ def loss_of(settings: Settings, context: ObjectiveContext) -> Loss:
 
 
 def scores_of_rare_tokens(config: Config, path: Path) -> Config:
-    """Writes a score for each training token, count^-1/4 with mean 1, so that rare tokens count
-    more; returns the Config that reads the file."""
+    """Writes a score for each training token, count^-1/4 with mean 1, so that rare tokens have more
+    weight; returns the Config that reads the file."""
     tokens = prepare(config.data, vocab=config.model.vocab).train
     counts = np.bincount(tokens, minlength=config.model.vocab)
     scores = counts[tokens].astype(np.float32) ** -0.25
