@@ -1,8 +1,8 @@
-"""The lessons: beside each notebook a module with its study, its figures and its exercises.
+"""The lessons: each notebook has a module with its study, its figures and its exercises.
 
-They are there to be read, and a copy of them to be changed: `lpkit lab --reset 06` brings notebook 06
-and its lesson back as the course has them. What several lessons need is in `lpkit`, or where no run needs it
-in a module of its own here.
+You can read these modules and change a copy of them: `lpkit lab --reset 06` restores the course's
+notebook 06 and its lesson. Code that several lessons need is in `lpkit` or, if no run needs it, in
+a separate module here.
 """
 
 import os
@@ -18,7 +18,7 @@ from lpkit.techniques import lessons
 
 
 def way_back(lesson: Path) -> str:
-    """Says how the course's takes the place of the learner's copy."""
+    """Return how to replace the learner's copy by the course's."""
     if lesson.name[1:3].isdecimal():
         return (f"`lpkit lab --reset {lesson.name[1:3]}` puts the course's there and keeps yours "
                 f"beside it")
@@ -30,7 +30,8 @@ ROOMS = "figures", "judging", "ranks"       # and rows, which `lpkit.techniques.
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module of this folder. Where yours is not the course's any more and fails, a sentence says in which line."""
+    """Loads a module of this folder. If a module that the learner changed fails, the error names
+    the line."""
 
     def exec_module(self, module: ModuleType) -> None:
         try:
@@ -40,7 +41,7 @@ class _Loader(SourceFileLoader):
             place = here.relative_to(FOLDER)
             theirs = resource("notebooks") / "lessons" / place
             if not theirs.is_file() or here.read_bytes() == theirs.read_bytes():
-                raise       # it is none of yours, or another lesson that this one imports
+                raise       # the fault is not in a changed copy, or is in a lesson imported by it
             lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.path]
             line = lines[-1] if lines else getattr(error, "lineno", None) or 1      # Python could not read it
             what = str(getattr(error, "msg", error)).partition("\n")[0]
@@ -50,7 +51,7 @@ class _Loader(SourceFileLoader):
 
 if ((FOLDER / "rows").is_dir() and lessons.PACKAGE not in sys.modules
         and not FOLDER.samefile(resource("notebooks") / "lessons")):
-    os.environ[lessons.COPIES] = os.path.abspath(FOLDER)      # the processes that this one starts take your copies of rows, too
+    os.environ[lessons.COPIES] = os.path.abspath(FOLDER)      # child processes use the copies, too
 rows = lessons.package()
 for room in (__path__[0], *(os.path.join(__path__[0], name) for name in ROOMS)):
     sys.path_importer_cache[room] = FileFinder(room, (_Loader, SOURCE_SUFFIXES))

@@ -1,4 +1,4 @@
-"""What the formula of activations says of a model alone: all kept, or what a recomputation leaves."""
+"""The bytes of activations by formula, for a model alone: all kept, or with a recomputation."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from lpkit.techniques.row import chosen
 
 @dataclass(frozen=True, kw_only=True)
 class Forward(Kept):
-    weight_copy_bytes: float        # the weights once more in the compute dtype, by autocast
+    weight_copy_bytes: float        # copies of the weights in the compute dtype, by autocast
 
 
 def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Forward:
-    """Returns what is kept for `batch` sequences of model.context tokens; `sizes` are the other
+    """Returns the bytes kept for `batch` sequences of model.context tokens; `sizes` are the other
     fields of a MicroBatch. `recompute`, the name of a row, decides what blocks keep."""
     settings, row = chosen(RECOMPUTE, recompute, "memory.recompute"), RECOMPUTE[recompute]
     s = MicroBatch(model=model, batch=batch, **sizes, attends_again=row.attention_alone)

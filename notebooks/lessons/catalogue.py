@@ -1,5 +1,5 @@
-"""The list of techniques, which `lpkit techniques` and docs/techniques.md print: each family, its rows
-of the package, and its rows of lessons under the import that brings them.
+"""The list of techniques, printed by `lpkit techniques` and in docs/techniques.md: each family, its
+rows in the package, and its rows in lessons under the import that adds them.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from lpkit.techniques import lessons, outside
 
 
 def rows_of(field: str) -> list[dict[str, Any]]:
-    """Returns the rows of a family, JSON-ready: the package's own, then those of each module. Imports
-    the lessons' modules."""
+    """Returns the rows of a family, JSON-ready: first the package's, then those of each module.
+    Imports the lessons' modules."""
     outside.load(lessons.package().modules())
     rows = [{"name": name, "import": outside.module_of(field, name), "why": why(row),
              "settings": {key: value for key, value in vars(row.settings).items() if key != "name"},
@@ -21,7 +21,7 @@ def rows_of(field: str) -> list[dict[str, Any]]:
 
 
 def why(row: Any) -> str:
-    """Returns in one clause what a row does; of a recipe, its casts."""
+    """Returns in one clause what a row does; for a recipe, its casts."""
     text = row.why
     if hasattr(row, "all_casts"):
         formats = dict.fromkeys(cast.format for cast in row.all_casts)
@@ -39,7 +39,7 @@ def settings_of(row: Mapping[str, Any]) -> list[str]:
 
 
 def text(families: Mapping[str, list[dict[str, Any]]], settings: bool) -> str:
-    """Returns the list for a terminal; with `settings`, also the settings and the source of each row."""
+    """Returns the list for a terminal; with `settings`, also each row's settings and source."""
     lines = []
     for field, rows in families.items():
         lines.append(f"\n{field}" if lines else field)

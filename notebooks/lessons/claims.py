@@ -1,5 +1,5 @@
-"""What a notebook claims: asserts that hold it, and a card that says whether they do, or that this
-machine cannot tell."""
+"""Claims of a notebook: asserts that check a sentence, and a card that shows whether they hold or
+cannot be decided on this machine."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any
 
 from lpkit.tables import FONT, TEXT
 
-CARD = "lpkit_claim"    # in the metadata of a card's output: what the runner of notebooks reads
+CARD = "lpkit_claim"    # key in the metadata of a card's output, which the notebooks' runner reads
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "cannot tell"
 LOOKS = {HOLDS: ("#15803d", "✓"), UNDECIDED: ("#8a6500", "?"), FAILS: ("#b91c1c", "✗")}
 
@@ -19,31 +19,31 @@ class _UndecidedError(Exception):
 
 
 def cannot_tell(when: Any, why: str) -> None:
-    """Leave a claim undecided if `when` is true; the card says `why`. Asserts above still count."""
+    """Leave a claim undecided if `when` is true; the card says `why`. Earlier asserts count."""
     if when:
         raise _UndecidedError(why)
 
 
 @contextmanager
 def claim(sentence: str, told: Callable[[str], None] = lambda state: None) -> Iterator[None]:
-    """Show below the cell whether the asserts within hold. One that fails raises its AssertionError
-    in one line; with the tag `raises-exception` JupyterLab then runs the cells below, too. `told`
-    is called with the verdict: HOLDS, FAILS or UNDECIDED."""
+    """Show below the cell whether the asserts within hold. If an assert fails, its AssertionError
+    is raised with one line; with the tag `raises-exception`, JupyterLab still runs the cells below.
+    `told` is called with the verdict: HOLDS, FAILS or UNDECIDED."""
     try:
         yield
     except _UndecidedError as undecided:
         _show(sentence, told, UNDECIDED, str(undecided))
     except AssertionError as error:
-        why = str(error) or str(extract_tb(error.__traceback__)[-1].line)   # or the assert itself
+        why = str(error) or str(extract_tb(error.__traceback__)[-1].line)   # else the assert itself
         _show(sentence, told, FAILS, why)
-        error._render_traceback_ = lambda: [f"AssertionError: {why}"]     # IPython asks for it
+        error._render_traceback_ = lambda: [f"AssertionError: {why}"]     # IPython calls this
         raise
     else:
         _show(sentence, told, HOLDS)
 
 
 def _show(sentence: str, told: Callable[[str], None], state: str, why: str = "") -> None:
-    from IPython.display import display  # the runner, which reads cards, goes without
+    from IPython.display import display  # imported here: the runner, which reads cards, lacks it
 
     told(state)
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),
@@ -61,12 +61,12 @@ def card(state: str, word: str, sentence: str, below: Iterable[str] = ()) -> str
 
 
 def cards(outputs: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    """The claims that an executed cell has shown."""
+    """Return the claims that an executed cell has shown."""
     return [output["metadata"][CARD] for output in outputs if CARD in output.get("metadata", {})]
 
 
 def verdict(shown: list[dict[str, str]], claims: int) -> tuple[str, str]:
-    """The state of `claims` claims together, and the reason: the worst of them."""
+    """Return the worst state of `claims` claims, and the reason."""
     worst = [one for state in (FAILS, UNDECIDED) for one in shown if one["state"] == state]
     if worst:
         return worst[0]["state"], worst[0]["why"]

@@ -1,9 +1,9 @@
-"""add_rms_norm.cu, compiled by PyTorch on first use: what Triton's twin in `lpkit.kernels.norm`
-does, by hand.
+"""add_rms_norm.cu, compiled by PyTorch on first use: a CUDA version of the Triton kernel in
+`lpkit.kernels.norm`.
 
-It needs a GPU, nvcc and a C++ compiler; `why_not()` says what is missing. `cuda_on_cpu` runs the
-same text on a CPU. On an H200 Triton's forward is 1.13 to 1.18 times as fast
-(data/measured/kernels-nvidia-h200-one-round.json), so no run has this kernel among its versions.
+It needs a GPU, nvcc and a C++ compiler; `why_not()` names what is missing. `cuda_on_cpu` runs the
+same source on a CPU. On an H200, Triton's forward is 1.13 to 1.18 times as fast
+(data/measured/kernels-nvidia-h200-one-round.json), so runs do not offer this kernel.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lpkit.files import own_cache, private_folder, resource
 from lpkit.kernels import norm
 from lpkit.kernels.kernel import row_length
 
-SOURCE = resource("notebooks") / "lessons" / "add_rms_norm.cu"     # copies of the course lack it
-SHARED_BYTES = 48 * 1024        # of a block, without asking for more
+SOURCE = resource("notebooks") / "lessons" / "add_rms_norm.cu"     # not in copies of the course
+SHARED_BYTES = 48 * 1024        # shared memory of a block, without requesting more
 VECTOR_BYTES = 16
 COMPILERS = ("c++", "g++", "clang++")
 
 
 def why_not() -> str:
-    """The reason why it cannot be compiled or run here, in one clause; empty: it can."""
+    """Return in one clause why it cannot be compiled or run here; empty if it can."""
     if not torch.cuda.is_available():
         return "needs a GPU"
     from torch.utils import cpp_extension
@@ -55,7 +55,7 @@ def _library() -> Any:
 
 
 def row_of_vectors(x: Tensor, delta: Tensor) -> int:
-    """Elements of a row. Raises ConfigError for rows that the kernel does not hold."""
+    """Return the elements of a row. Raises ConfigError for rows that the kernel cannot hold."""
     N = row_length(x, delta)
     if 4 * N > SHARED_BYTES or N * x.itemsize % VECTOR_BYTES:
         raise ConfigError(f"the CUDA kernel holds rows of whole 16 bytes and at most "
@@ -74,14 +74,14 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, ds: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        s, w, r = ctx.saved_tensors         # by Triton
+        s, w, r = ctx.saved_tensors         # backward is Triton's
         dx, dw, _ = norm.backward(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
                                   False)
         return dx, dx, dw, None
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`norm.add_rms_norm`; rows that are no whole number of 16 bytes are refused."""
+    """`norm.add_rms_norm`; rejects rows whose size is not a multiple of 16 bytes."""
     return _AddRMSNorm.apply(x, delta, w, eps)
 
 

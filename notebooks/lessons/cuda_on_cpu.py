@@ -1,5 +1,5 @@
-"""add_rms_norm.cu without a GPU: a C++ compiler reads the same text, and a thread of the CPU stands
-for each of a block's."""
+"""add_rms_norm.cu without a GPU: a C++ compiler compiles the same source, and a CPU thread replaces
+each thread of a block."""
 
 import ctypes
 import functools
@@ -31,12 +31,12 @@ FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread
 
 @functools.cache
 def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
-    """The kernel, forward, on a CPU: (x, delta, w, eps) -> (s, y, 1 / rms). Else None; and what
-    compiled it, or why nothing does, in one clause."""
+    """Return the forward kernel on a CPU, (x, delta, w, eps) -> (s, y, 1 / rms), and its compiler;
+    or None, and in one clause why it cannot be compiled."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None, f"there is no C++ compiler here ({', '.join(COMPILERS)})"
-    # memory of the launch is one array
+    # the dynamic shared memory becomes one array
     kernel = SOURCE.read_text().replace("extern __shared__ float row[];", "")
     try:
         cache = private_folder(own_cache())

@@ -1,10 +1,10 @@
-"""Generation, a token for each sequence at a time: bytes of the cache, and seconds.
+"""Generation of one token per sequence at a time: bytes of the cache, and seconds.
 
-A step reads every weight once for the whole batch and of each sequence what its cache holds, and
-computes little with each number: it takes as long as those bytes do, or its FLOPs where the batch
-is large (Pope et al. 2022, https://arxiv.org/abs/2211.05102). What a format of fewer bits is
-decoded to is written and read besides. Left out: starting kernels, which decides on small models,
-and sampling.
+A step reads every weight once for the whole batch, and the cache of each sequence. It computes
+little with each number, so its time is that of the bytes or, for a large batch, that of the FLOPs
+(Pope et al. 2022, https://arxiv.org/abs/2211.05102). A cache format of fewer bits is decoded, and
+the decoded numbers are written and read in addition. Not included: launching kernels, which
+dominates for small models, and sampling.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.machines import Machine
 
-SCALE_BYTES = 2         # of a bfloat16, which has float32's range
+SCALE_BYTES = 2         # of a bfloat16 scale, which has float32's range
 
 
 def vector_bytes(row: CacheFormat, E: int, itemsize: int) -> int:
@@ -33,8 +33,9 @@ def vector_bytes(row: CacheFormat, E: int, itemsize: int) -> int:
 
 def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "same", *,
                 itemsize: int = 2) -> int:
-    """Returns the bytes of keys and values, or of what the kind keeps instead, for `batch`
-    sequences after `tokens`; itemsize: bytes of a number in the products. Raises ConfigError."""
+    """Returns the bytes of keys and values (or of the state that the kind keeps instead) for
+    `batch` sequences after `tokens`; itemsize: bytes of an element in the products. Raises
+    ConfigError."""
     row, settings = pick(CACHES, format, "cache"), model.attention
     if tokens < 1 or batch < 1:
         raise ConfigError(f"a cache has 1 token and 1 sequence or more; got {tokens} and {batch}")
@@ -48,11 +49,11 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A token for each of `batch` sequences that have had `tokens`."""
+    """One token for each of `batch` sequences of `tokens` tokens."""
 
     tokens: int
     batch: int
-    weight_bytes: int           # read once for all
+    weight_bytes: int           # read once for the whole batch
     cache_bytes: int
     flops: float
     seconds: float
@@ -67,13 +68,13 @@ class Step:
 def decoding(config: Config, machine: str | Machine = "h200", *, tokens: int | None = None,
              batch: int = 1, format: str = "same", precision: str | None = None,
              efficiency: Efficiency | None = None) -> Step:
-    """`tokens`: None: a full context. Weights are read in the bytes of the products. Raises
-    ConfigError for an invalid combination."""
+    """Predict a step. `tokens`: None: a full context. Weights are read in the products' dtype.
+    Raises ConfigError for an invalid combination."""
     on, m = machines.find(machine), config.model
     tokens = m.T if tokens is None else tokens
     p = PRECISIONS[precision_of(config, on, precision)]
     efficiency = efficiency or evidence.efficiency(on)
-    # of the embeddings a row is read, unless they are the head as well
+    # one row of the embeddings is read, unless they are the head as well
     read = parameter_count(m) - parameters(m)["positions"]
     read -= 0 if m.tied else parameters(m)["embedding"]
     weights, held = read * p.compute_bytes, cache_bytes(m, tokens, batch, format,

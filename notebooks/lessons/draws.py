@@ -1,4 +1,4 @@
-"""What several lessons' exercises draw their cases from."""
+"""Random tensors for the exercises of several lessons."""
 
 from random import Random
 
@@ -10,7 +10,7 @@ UNCLAMPED = "clamp before the cast: up to PyTorch 2.11, what is too large become
 
 
 def normal(r: Random, *shape: int, size: float = 1.0) -> Tensor:
-    """Some with a gap behind each row."""
+    """Draw a normal tensor; some tensors have a gap after each row."""
     rows, columns, gap = shape[:-1], shape[-1], r.choice((0, 0, 3))
     chance = torch.Generator().manual_seed(r.getrandbits(32))
     return (size * torch.randn(*rows, columns + gap, generator=chance))[..., :columns]

@@ -1,10 +1,11 @@
-"""An MLP whose GELU is a table of straight lines, as hardware without an exponential has it. It is a
-row of one's own (docs/own_technique.md), for docs/claims/gelu-table.yaml:
+"""An MLP whose GELU is a table of straight lines, as in hardware without an exponential. It is an
+example of your own row (docs/own_technique.md), for docs/claims/gelu-table.yaml:
 
     PYTHONPATH=notebooks lpkit claim docs/claims/gelu-table.yaml --import lessons.gelu_by_table
 
-Yu et al. 2021 (NN-LUT, https://arxiv.org/abs/2112.02191) learn where the lines meet; here they meet
-at equal distances, from -LAST to LAST. Below it is 0, above it is x, and the gradient is the slope.
+Yu et al. 2021 (NN-LUT, https://arxiv.org/abs/2112.02191) learn the ends of the lines; here they are
+equally spaced from -LAST to LAST. Below -LAST the value is 0, above LAST it is x. The gradient is
+the slope.
 """
 
 import math
@@ -19,14 +20,14 @@ from lpkit.techniques.operation import Kind
 LINES, LAST = 16, 4.0
 WIDE = 2 * LAST / LINES
 POINTS = [-LAST + WIDE * i for i in range(LINES + 1)]
-# at the ends what lies beyond them, so that nothing jumps
+# the end values are those of the outer lines, so that the function is continuous
 VALUES = [0.0, *(x / 2 * (1 + math.erf(x / math.sqrt(2))) for x in POINTS[1:-1]), LAST]
 SLOPES = [0.0, *((VALUES[i + 1] - VALUES[i]) / WIDE for i in range(LINES)), 1.0]
 STARTS = [0.0, *(VALUES[i] - SLOPES[i + 1] * POINTS[i] for i in range(LINES)), 0.0]
 
 
 def gelu(x: Tensor) -> Tensor:   # any shape
-    """Looks slope and start of each number's line up, in float32: line 0 is below the table."""
+    """Look up the slope and the start of each element's line, in float32; line 0 is below -LAST."""
     line = ((x.detach().float() + LAST) / WIDE).floor().clamp(-1, LINES).long() + 1
     slopes, starts = (torch.tensor(one, device=x.device)[line] for one in (SLOPES, STARTS))
     return (slopes * x + starts).to(x.dtype)

@@ -16,8 +16,8 @@ def goal(sentence: str, conditions: Mapping[str, bool | None]) -> None:
     sentence: the goal, as the notebook's first cell states it
     conditions: whether each sentence, with its measured value, holds; None: this machine cannot tell
 
-    A goal is set before the run and may fail; a claim states what was found. So a failed goal stops
-    no cell, and the runner of notebooks does not count it as a failure."""
+    A goal is set before the run and may fail; a claim states a result. So a failed goal stops no
+    cell, and the runner of notebooks does not count it as a failure."""
     met = list(conditions.values())
     state = FAILS if not all(one is not False for one in met) else UNDECIDED if None in met else HOLDS
     signs = {True: LOOKS[HOLDS][1], False: LOOKS[FAILS][1], None: LOOKS[UNDECIDED][1]}

@@ -39,7 +39,7 @@ def prepared(config: Config) -> TokenFiles:
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: what a loss means, and what a step costs.
+# Exercises: the meaning of a loss, and the cost of a step.
 
 @exercise("00.uniform_loss", (2,), (256,), (50_304,), draw=lambda r: (r.randint(2, 300_000),),
           mistakes={"this is in bits; nats come from the natural logarithm": math.log2})
@@ -68,7 +68,7 @@ def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float
     return 6 * parameters * tokens / (peak_flops * mfu)     # 2 forward, 4 backward
 
 
-# Exercises: what is minimised, and how far a step may go.
+# Exercises: the loss that is minimised, and the length of a step.
 
 def _plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     rows = torch.arange(len(targets))

@@ -35,7 +35,7 @@ __all__ = ["RandomTokens", "Training", "comparison_figure", "hardware", "kept", 
 # ---- Figures
 
 def memory_figure(held: Memory, *, title: str = "") -> dict:
-    """The plotly spec. The longest bar is the peak."""
+    """Return the plotly spec of memory by moment. The longest bar is the peak."""
     return stacked_figure(
         list(MOMENTS), {row.name: [row.at.get(one) for one in MOMENTS] for row in held.rows},
         about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
@@ -43,8 +43,8 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
                 optimizer: str, zero_stage: int, recompute: str) -> tuple[dict, str]:
-    """For an Explorer: `sequences` per device at a time, no accumulation. The figure, and the peak
-    as a table."""
+    """Return the figure, and the peak as a table, for an Explorer: `sequences` per device at a
+    time, without accumulation."""
     config = dataclasses.replace(model, global_batch=sequences * devices, grad_accum_steps=1)
     held = memory(config, machine, devices, precision=precision, optimizer=optimizer,
                   zero=zero_stage, recompute=recompute)
@@ -59,7 +59,7 @@ def memory_view(model: Config, machine: Machine, sequences: int, devices: int, p
 
 
 def memory_explorer(*, model: str, machine: str, devices: int, precision: str) -> Explorer:
-    """`memory_view` over the presets and the catalogue. It starts at what is given."""
+    """Return `memory_view` over the presets and the catalogue, starting at the given values."""
     return Explorer(
         memory_view, model={name: preset(name) for name in PRESETS}, machine=dict(CATALOGUE),
         sequences=[1, 2, 4, 8, 16, 32, 64], devices=[1, 2, 4, 8, 16, 64, 256, 1024, 4096],
@@ -67,16 +67,16 @@ def memory_explorer(*, model: str, machine: str, devices: int, precision: str) -
         recompute=list(RECOMPUTE),
         labels={"zero_stage": "ZeRO stage", "optimizer": "optimizer state"},
         start={"model": preset(model), "machine": CATALOGUE[machine], "devices": devices,
-               "precision": precision, "optimizer": "adamw"})     # of which the notebook speaks
+               "precision": precision, "optimizer": "adamw"})     # the notebook's example
 
 
-KEPT = {    # a row of PRECISIONS, and the kind of machine
+KEPT = {    # a row of PRECISIONS and a kind of machine
     "fp32": ("fp32", "cpu"), "bf16": ("bf16", "cpu"), "fp8, on a GPU": ("fp8-tensorwise", "gpu")}
 
 
 def kept_table(model: ModelConfig, style: str) -> str:
-    """HTML: bytes that autograd keeps, by operation and precision, with fused attention: those of
-    one block, and those outside the blocks."""
+    """HTML: bytes that autograd keeps, by operation and precision, with fused attention, in one
+    block and outside the blocks."""
     columns = {}
     for name, (precision, kind) in KEPT.items():
         p = PRECISIONS[precision]
@@ -93,7 +93,7 @@ def kept_table(model: ModelConfig, style: str) -> str:
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: Bytes.
+# Exercises: bytes.
 
 @exercise("01.state_bytes", (1_000, 1, 0), (1_000, 4, 3), (7_500_000_000, 64, 1),
           (7_500_000_000, 64, 2),
@@ -101,7 +101,7 @@ exercise = adding_to(EXERCISES)
           mistakes={"each stage shards one thing more":
                         lambda N, devices, stage: 16 * N / (devices if stage else 1)})
 def state_bytes(parameters: int, devices: int, stage: int) -> float:
-    # 1 shards the optimizer's 12 bytes, 2 the gradients' as well, 3 the weights' too
+    # ZeRO 1 shards the optimizer's 12 bytes, ZeRO 2 also the gradients', ZeRO 3 also the weights'
     shared = [devices if stage >= needed else 1 for needed in (1, 2, 3)]
     return parameters * (12 / shared[0] + 2 / shared[1] + 2 / shared[2])
 
@@ -123,7 +123,7 @@ def score_bytes(sequences: int, heads: int, context: int, itemsize: int) -> int:
     return sequences * heads * context * (context * itemsize - 4)
 
 
-# Exercises: bytes that are there, and when.
+# Exercises: the bytes in memory, and when.
 
 def _views(r: Random) -> tuple[list[Tensor]]:
     bases = [torch.zeros(r.randint(1, 9), 8, dtype=r.choice((torch.float32, torch.bfloat16)))

@@ -40,15 +40,15 @@ __all__ = ["PRECISIONS", "FlopCounterMode", "disturbance", "opened_time", "progr
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineMeasurement:
-    """A step beside the ceilings of the machine, measured in turns. The machine's speed may change
-    meanwhile, so each round has its own ceilings and its own floor; shown are medians over the
-    rounds, except where it says best."""
+    """A step and the ceilings of the machine, measured in turns. The machine's speed may change
+    meanwhile, so each round has its own ceilings and its own floor. Shown values are medians over
+    the rounds, except where "best" is stated."""
 
     machine: Machine                        # best ceilings
     product_seconds: dict[Product, float]   # best time of one call, forward and backward, alone
     floors: tuple[StepTime, ...]            # by round
     phases: tuple[tuple[float, float, float], ...]   # seconds of each of PHASES by round
-    other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
+    other_cpu_share: float      # share of the CPUs' time that other processes used
     precision: Choice
     where: str
 
@@ -62,7 +62,7 @@ class RooflineMeasurement:
 
     @property
     def ratio_to_floor(self) -> list[float]:
-        """How many times its floor the step of each round took."""
+        """The time of each round's step over that round's floor."""
         return [sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors)]
 
     @property
@@ -73,7 +73,7 @@ class RooflineMeasurement:
 
 def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
              watch: Watch = iter) -> RooflineMeasurement:
-    """Take turns: the ceilings, each product of the model alone, one update of the whole model."""
+    """Measure in turns: the ceilings, each product of the model alone, an update of the model."""
     bench = Bench(config, device)
     dtype = bench.precision.used
     pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
@@ -88,7 +88,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
     times, other_cpu_share = take_turns(
         [*squares.values(), *alone.values(), sweep, lambda: phases.append(by_phase(bench))], rounds,
         watch)
-    # the model's own products count too: their shapes may suit the machine better than squares
+    # the model's products count as ceilings too: their shapes may be faster than squares
     flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
     sweeps = [moved / seconds for seconds in times[len(flops)]]
@@ -104,20 +104,20 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
 
 
 def step_floor(config: Config, machine: Machine, precision: str) -> StepTime:
-    """The least that the machine's ceilings allow, without a compiler: every byte of pointwise work
-    moves, as in the eager step that it is set beside."""
+    """Return the shortest step that the machine's ceilings allow without a compiler: all bytes of
+    pointwise work are moved, as in the measured eager step."""
     return step_time(config, machine, precision=precision, efficiency=replace(FLOOR, fused=1.0))
 
 
 def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Of each phase over the rounds, and of their sum."""
+    """Return the medians over the rounds of each phase and of their sum."""
     columns = zip(*((*phases, sum(phases)) for phases in rounds))
     return dict(zip((*PHASES, "step"), map(statistics.median, columns)))
 
 
 # ---- Figures
 
-PRODUCTS = {    # how names of products end
+PRODUCTS = {    # suffixes of the products' names
     "forward": (("",), COLOURS[0], "circle"),
     "input gradient": (("input gradient", "left gradient"), COLOURS[1], "square"),
     "weight gradient": (("weight gradient", "right gradient"), COLOURS[2], "diamond"),
@@ -127,9 +127,9 @@ PRODUCTS = {    # how names of products end
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
                     title: str = "", others: float = 0.0) -> dict:
     """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that
-    each operand moves once. Products of equal shape lie on one another. Where operands come from a
-    cache faster than memory is swept, a second roof says how fast: no point lies above it. Raises
-    ConfigError for a product that is faster than the arithmetic of `machine`."""
+    each operand moves once. Products of equal shape coincide. If operands come from a cache that is
+    faster than memory, a second roof shows the cache's speed, so that no point is above a roof.
+    Raises ConfigError for a product that is faster than the arithmetic of `machine`."""
     def roof(intensity: float) -> float:
         return attainable_flops(machine, dtype, intensity)
 
@@ -169,7 +169,7 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
                    range=[math.log10(bottom), math.log10(2 * peak)]),
         shapes=[rule(x=ridge, layer="below")],
         annotations=[note(f"arithmetic: {quantity(peak, 'FLOP/s')}", 0.99, math.log10(peak),
-                          "right bottom", xref="paper", yshift=3),     # clear of the roof
+                          "right bottom", xref="paper", yshift=3),     # above the roof
                      note(speed, 0.99, 0.03, "right bottom", xref="paper", yref="paper")])
 
 
@@ -191,7 +191,7 @@ def intensity(M: int, N: int, K: int, itemsize: int) -> float:
     return 2 * M * N * K / ((M * K + K * N + M * N) * itemsize)
 
 
-# who rounds up to a whole n is right
+# an n rounded up to an integer is right, too
 @exercise("02.smallest_square", (200e9, 40e9, 4), (989.4e12, 4.8e12, 2), tolerance=0.01,
           draw=lambda r: (10 ** r.uniform(13, 15), 10 ** r.uniform(10.5, 11), r.choice((1, 2, 4))),
           mistakes={"three matrices move":
@@ -206,10 +206,10 @@ def smallest_square(peak_flops: float, bytes_per_second: float, itemsize: int) -
           mistakes={"the share is of all FLOPs, attention's included":
                         lambda width, context: context / (6 * width)})
 def attention_share(width: int, context: int) -> float:
-    return context / (6 * width + context)      # 4 T D of 2 * 12 D^2 + 4 T D FLOPs a token
+    return context / (6 * width + context)      # 4 T D of 2 * 12 D^2 + 4 T D FLOPs per token
 
 
-# Exercises: the work of a product, and what bounds a chain of operations.
+# Exercises: the work of a product, and the bound on a chain of operations.
 
 def _factors(r: Random) -> tuple[Tensor, Tensor]:
     M, N, K, batch, heads = (r.randint(1, 5) for _ in range(5))

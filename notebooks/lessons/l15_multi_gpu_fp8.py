@@ -39,24 +39,25 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.runs import RunFailedError
 
-# what the notebook takes from here of others
+# the notebook imports these names of other modules from here
 __all__ = ["RECIPES", "Layout", "RunFailedError", "WarmParent", "by_hand", "cast_gather", "dist",
            "hardware", "plan", "quantise", "race_figure", "replace"]
 
 # ---- The study
 
 def kill(run: Any, rank: int) -> None:
-    """Ends a rank of a launched run, as the system does where memory runs out."""
+    """End a rank of a launched run, as the system does when memory runs out."""
     os.kill(run.ranks[rank]["pid"], signal.SIGKILL)
 
 
 def gather_bytes(nbytes: int, ranks: int) -> float:
-    """Bytes that a rank sends of an all-gather of so many in all."""
+    """Return the bytes that a rank sends in an all-gather of `nbytes` in total."""
     return each_sends(Message(ALL_GATHER, nbytes, ranks))
 
 
 def torchao_row() -> Row:
-    """Tokens a second of Llama 3 8B in FP8 over bf16's: by formula, and as torchao published."""
+    """Return tokens per second of Llama 3 8B in FP8 over bf16: by formula, and as published by
+    torchao."""
     bf16, fp8 = runs("torchao")[:2]
     return Row(name="Llama 3 8B, tokens/s, FP8 over bf16", unit="times",
                where=f"{bf16.source.title}, {bf16.machine}",
@@ -67,8 +68,9 @@ def torchao_row() -> Row:
 # ---- Figures
 
 def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callable[..., Any]:
-    """For an Explorer, of what `ways` makes of a model on so many ranks: what each sends in an
-    update, one sequence at a time, each block recomputed; what that takes, and what a rank holds."""
+    """Return a view for an Explorer of the configs that `ways` makes of a model on a number of
+    ranks: the bytes that each sends per update (one sequence at a time, each block recomputed), the
+    time of sending, and the memory of a rank."""
     def show(model: Config, machine: Machine, ranks: int) -> tuple[dict, str]:
         config = model.replace({"global_batch": ranks, "grad_accum_steps": ranks,
                                 "memory.recompute": "block"})
@@ -99,7 +101,7 @@ EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 rank_exercise = adding_to(EXERCISES, OnRanks)
 
-# Exercises: What a cast saves on the way, how often to save, and who reads what.
+# Exercises: the bytes that a cast saves, how often to save a checkpoint, and who reads which data.
 
 def _shapes(r: Random) -> tuple[list[tuple[int, int]], list[bool], int]:
     shapes = [(r.randint(1, 99), r.randint(1, 99)) for _ in range(r.randint(1, 5))]
@@ -142,7 +144,7 @@ def gathered_bytes(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) 
                     "that is the time between failures, not the best interval":
                         lambda save, apart, devices: apart / devices})
 def interval(save_seconds: float, apart_seconds: float, devices: int) -> float:
-    # of each second save / t is spent on saving, and t / 2 / (apart / devices) lost: least in t
+    # per second, save / t is spent on saving and t / 2 / (apart / devices) is lost: minimal in t
     return math.sqrt(2 * save_seconds * apart_seconds / devices)
 
 

@@ -1,20 +1,20 @@
-"""Number formats as data, and rounding to them: what a value becomes, bit for bit.
+"""Number formats as data, and rounding to them, bit by bit.
 
     round_to(x, FORMATS["e4m3fn"])      # nearest-even, saturating; float32 in, float32 out
     round_to(x, FORMATS["e5m2"], rounding="stochastic", overflow="nonsaturating", generator=rng)
-    encode(round_to(x, fmt), fmt)       # bit patterns; decode(codes, fmt) is the way back
+    encode(round_to(x, fmt), fmt)       # bit patterns; decode(codes, fmt) is the inverse
 
-A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c &
-(2^m - 1). Field 0 holds the subnormals, evenly spaced from zero; the whole of an integer format is
-such a row. This file is the definition, in float64 and for every format; lpkit/kernels/cast.py is
-the same numbers, fast.
+A magnitude code c of a format with m mantissa bits consists of c >> m, the exponent field, and c &
+(2^m - 1). Field 0 has the subnormals, evenly spaced from zero; an integer format has only such a
+row. This file is the definition, in float64 and for every format; lpkit/kernels/cast.py computes
+the same numbers fast.
 
-Not-a-number: a NaN stays a NaN and keeps its sign, its payload is not promised. Formats without a
-NaN have no code for it: `round_to` lets it through, `encode` refuses it. Overflow, as the
-specifications say:
-- saturate: whatever is too large, infinities included, becomes the largest value of its sign;
-- nonsaturating: it becomes an infinity, where there is none a NaN, where there is neither the
-  largest value. Rounding toward zero takes a finite value no further than the largest.
+Not-a-number: a NaN stays a NaN and keeps its sign; its payload is undefined. A format without NaN
+has no code for it: `round_to` returns the NaN, `encode` rejects it. Overflow follows the
+specifications:
+- saturate: a value that is too large, infinities included, becomes the largest value of its sign;
+- nonsaturating: it becomes an infinity; without infinities, a NaN; without either, the largest
+  value. Rounding toward zero never takes a finite value beyond the largest value.
 E8M0 has no sign and no zero: a negative number becomes NaN; zero becomes the smallest value, or NaN
 when nonsaturating.
 """
@@ -34,7 +34,7 @@ Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]
 
 
 def _stochastic(q: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Up with the probability of the remainder: the mean is the value, to 2^-53 of a spacing."""
+    """Round up with the probability of the remainder; the mean is exact to 2^-53 of a spacing."""
     down = q.floor()
     draw = torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator)
     return down + (draw < q - down)
@@ -47,13 +47,13 @@ ROUNDINGS: dict[str, Rounding] = {
 }
 
 
-OVERFLOWS = {"saturate": False, "nonsaturating": True}      # whether it may leave the finite values
+OVERFLOWS = {"saturate": False, "nonsaturating": True}      # whether results may be non-finite
 
 
 def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow: str = "saturate",
              generator: torch.Generator | None = None) -> Tensor:
-    """`x` (any shape, a floating dtype) on the grid of `fmt`, as float32. Stochastic rounding draws
-    from `generator`.
+    """Return `x` (any shape, a floating dtype) rounded to `fmt`, as float32. Stochastic rounding
+    draws from `generator`.
 
     Raises ConfigError for an unknown rounding or overflow, or an `x` that is not floating point.
     """
@@ -88,7 +88,7 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
 
 
 def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Returns exponents of two, never below the format's least; int64."""
+    """Returns exponents of two, at least the format's smallest; int64."""
     exponent = torch.frexp(magnitude.nan_to_num(0, 0)).exponent.long() - 1
     return torch.where(magnitude == 0, fmt.min_exponent, exponent).clamp(min=fmt.min_exponent)
 
@@ -99,15 +99,15 @@ def spacing(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, exact as torch.exp2 is not everywhere."""
+    """Return 2^exponent in float64, exactly; torch.exp2 is not exact on every machine."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Bit patterns of values that are in `fmt`: uint8 up to 8 bits (a 4-bit one in the low half),
-    else int64.
+    """Return the bit patterns of values that are in `fmt`: uint8 up to 8 bits (4 bits in the low
+    half), else int64.
 
-    Raises ConfigError for a value that the format does not have; round first.
+    Raises ConfigError for a value that the format lacks; round first.
     """
     x = x.detach().double()
     magnitude, nan, inf = x.abs(), x.isnan(), x.isinf()
@@ -131,7 +131,7 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """The values of bit patterns, float32. Bits above the format's own are ignored."""
+    """Return the values of bit patterns as float32. Bits above the format's width are ignored."""
     code = codes.long() & ((1 << fmt.bits) - 1)
     sign = (code >> (fmt.bits - 1)) & fmt.signed
     if not fmt.exponent_bits:

@@ -1,6 +1,7 @@
-"""A technique of one's own beside the kit's: both trained on pairs of one seed, and what the referee
-says of so few. `lpkit new experiment` writes notebooks that use it; `lpkit claim` tunes both arms,
-takes as many seeds as an effect asks for, and is what counts (docs/claim.md).
+"""Compares your technique with the kit's: both are trained on pairs with equal seeds, and the
+referee judges these few pairs. `lpkit new experiment` writes notebooks that use this module. The
+result that counts is that of `lpkit claim`, which tunes both arms and uses as many seeds as an
+effect needs (docs/claim.md).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ Losses = Mapping[str, Sequence[float]]
 
 
 def trained(config: Config) -> Training:
-    """Makes all updates of `config`; no folder is written."""
+    """Run all updates of `config` without writing a folder."""
     training = Training.build(config)
     for step in range(config.steps):
         training.update(step)
@@ -31,7 +32,7 @@ def trained(config: Config) -> Training:
 
 def losses(arms: Mapping[str, Config], pairs: int,
            watch: Callable[[Sequence], Iterable] = iter) -> dict[str, list[float]]:
-    """Returns the validation losses of each arm, by seed: one seed is one initialisation and one
+    """Returns the validation losses of each arm by seed; a seed sets the initialisation and the
     order of the data."""
     found: dict[str, list[float]] = {name: [] for name in arms}
     for seed, name in watch([(seed, name) for seed in range(pairs) for name in arms]):
@@ -40,18 +41,18 @@ def losses(arms: Mapping[str, Config], pairs: int,
 
 
 def verdict(found: Losses) -> referee.Verdict:
-    """The referee's look at two arms, without tuning and by one look."""
+    """Return the referee's verdict on two arms, without tuning and by one look."""
     return referee.look(*found.values(), referee.ALPHA)
 
 
 def state_bytes(training: Training) -> int:
-    """What the optimizer keeps between updates, without PyTorch's counters."""
+    """Return the bytes that the optimizer keeps between updates, without PyTorch's counters."""
     return sum(slot.nbytes for slots in training.optimizer.state.values()
                for slot in slots.values() if isinstance(slot, Tensor) and slot.ndim)
 
 
 def pairs_figure(found: Losses, unit: str = "nats per token") -> dict:
-    """A point a pair: one that lies below the line was won by the second arm."""
+    """One point per pair; the second arm won a pair whose point is below the line."""
     (first, ours), (second, theirs) = found.items()
     low, high = min(*ours, *theirs), max(*ours, *theirs)
     room = 0.1 * (high - low) or 0.01

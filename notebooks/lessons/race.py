@@ -1,4 +1,4 @@
-"""Recipes on one model, one run after the other, drawn as they go."""
+"""Runs of several recipes on one model, one after the other, drawn while they train."""
 
 from collections.abc import Collection, Mapping
 from html import escape
@@ -10,9 +10,9 @@ from lessons.figures.drawing import axis, figure, scatter
 
 def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
                 planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
-    """The plotly spec of runs as they go: training losses by step; what each lies above the first.
-    `paired`: the runs that met the batches of the first; None: all. If no other run has, no
-    difference can be drawn, and the losses have the whole height."""
+    """The plotly spec of runs while they train: training losses by step, and each loss minus the
+    first run's. `paired`: the runs that use the batches of the first run; None: all runs. If no
+    other run does, no difference is drawn, and the losses have the whole height."""
     base, first = next(iter(losses.items()), ("the first", {}))
     compared = paired is None or len(paired) > 1
     data: list[dict] = []

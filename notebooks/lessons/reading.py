@@ -1,4 +1,4 @@
-"""The kit's own code, to be read beside what one has written by hand."""
+"""Shows the kit's code, to be compared with code written by hand."""
 
 import inspect
 import textwrap
@@ -9,12 +9,12 @@ from typing import Any
 
 from IPython.display import HTML
 
-WRAPS = "white-space:normal;overflow-wrap:anywhere"     # on a phone; JupyterLab's code does not
+WRAPS = "white-space:normal;overflow-wrap:anywhere"     # for phones; JupyterLab does not wrap code
 
 
 def source(*objects: Any) -> HTML:
-    """Shows the source of functions, kernels, classes and modules, and of a Path the whole file:
-    folded, one part for each."""
+    """Show the source of functions, kernels, classes and modules, and the whole file of a Path:
+    folded, one part per object."""
     return HTML("\n".join(
         f"<details><summary><code style='{WRAPS}'>{escape(where)}</code></summary>"
         f"<pre>{escape(text)}</pre></details>" for where, text in map(_part, objects)))
@@ -23,6 +23,6 @@ def source(*objects: Any) -> HTML:
 def _part(one: Any) -> tuple[str, str]:
     if isinstance(one, Path):
         return one.name, one.read_text().rstrip()
-    one = getattr(one, "fn", one)       # a kernel's
+    one = getattr(one, "fn", one)       # the function of a kernel
     where = one.__name__ if isinstance(one, ModuleType) else f"{one.__module__}.{one.__qualname__}"
     return where, textwrap.dedent(inspect.getsource(one)).rstrip()

@@ -1,12 +1,12 @@
-"""Reports of a learner's kernel to the teacher of a room, if the learner agreed: guesses, exercises,
-claims, and nothing of their text.
+"""Reports from a learner's kernel to the teacher of a room, if the learner agreed: guesses,
+exercises and claims, without the learner's code.
 
 LPKIT_PROGRESS is the path of the Unix socket on which the room's service listens
-(`notebooks/hosting/progress.py`); it is set if the learner agreed as the server began. Only root can
-listen there, and the service learns from the kernel which user reports, so no token is sent. A report
-is first written to the learner's own outbox and leaves it when the service has answered that the
-report is on disk, so a service that dies loses nothing: each report has an id, and the same id twice
-is one report.
+(`notebooks/hosting/progress.py`); it is set if the learner agreed when the server started. Only
+root can listen there, and the service gets the reporting user from the kernel, so no token is sent.
+A report is first written to the learner's outbox. It is removed when the service has answered that
+the report is on disk, so a service that crashes loses nothing. Each report has an id; two reports
+with one id count once.
 """
 
 import http.client
@@ -23,16 +23,16 @@ from typing import Any
 from lessons import claims
 from lpkit.files import data_dir, locked, own_folder, write_atomically
 
-AGAIN_SECONDS = 2.0     # until the next try, and then longer
-AT_ONCE = 50            # reports
-MOST_TEXT = 300         # characters of a field; the service keeps no longer ones
+AGAIN_SECONDS = 2.0     # until the next attempt; later attempts wait longer
+AT_ONCE = 50            # most reports in one message
+MOST_TEXT = 300         # most characters of a field; the service keeps no longer fields
 _last = [time.monotonic()]
 _sending = threading.Lock()
 
 
 def report(kind: str, **facts: Any) -> None:
-    """Never raises, and waits for nobody. `seconds` of a report are those since the one before it,
-    in this kernel."""
+    """Report a fact. Never raises and never waits. `seconds` of a report are the time since the
+    previous report of this kernel."""
     if not (path := os.environ.get("LPKIT_PROGRESS")):
         return
     now = time.monotonic()
@@ -58,8 +58,8 @@ def _outbox() -> Path:
 
 
 def _send_all(path: str) -> None:
-    """Sends until nothing is left, or another thread of this kernel does. It looks again when it is
-    done: what came just then found it at work."""
+    """Send until the outbox is empty or another thread of this kernel sends. Check again at the
+    end, for reports that arrived while this thread was sending."""
     with suppress(OSError, ValueError):
         while _outbox().read_text() and _sending.acquire(blocking=False):
             try:
@@ -83,7 +83,7 @@ def _empty(path: str) -> None:
 
 
 class _OnSocket(http.client.HTTPConnection):
-    """An HTTP connection to a Unix socket, whose path stands in the place of a host."""
+    """An HTTP connection to a Unix socket; a path replaces the host."""
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -92,7 +92,7 @@ class _OnSocket(http.client.HTTPConnection):
 
 
 def send(path: str, lines: list[str]) -> None:
-    """Raises OSError where the service did not answer that the reports are on disk."""
+    """Send reports. Raises OSError unless the service answers that the reports are on disk."""
     connection = _OnSocket("localhost", timeout=20)
     connection.path = path
     with closing(connection):

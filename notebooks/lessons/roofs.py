@@ -1,4 +1,4 @@
-"""Where a product lies under the roofs of a machine: FLOPs, the fewest bytes, and their ratio."""
+"""A product on a machine's roofline: FLOPs, the fewest bytes, and their ratio."""
 
 from dataclasses import replace
 
@@ -7,23 +7,23 @@ from lpkit.techniques.machines import Machine
 
 
 def ridge(machine: Machine, dtype: str) -> float:
-    """FLOPs per byte above which arithmetic, not memory, is the limit."""
+    """Return the FLOPs per byte above which arithmetic is the limit, not memory."""
     return machine.peak_flops(dtype) / machine.bytes_per_second
 
 
 def attainable_flops(machine: Machine, dtype: str, intensity: float) -> float:
-    """FLOP/s at `intensity` FLOPs per byte: the roof."""
+    """Return the attainable FLOP/s at `intensity` FLOPs per byte."""
     return min(machine.peak_flops(dtype), machine.bytes_per_second * intensity)
 
 
 def intensity_of(p: Product, itemsize: int) -> float:
-    """FLOPs per byte, of the fewest bytes: each operand read once and the result written once."""
+    """Return FLOPs per byte, if each operand is read once and the result is written once."""
     numbers = p.M * p.K + p.K * p.N + p.M * p.N
     return p.flops / (numbers * itemsize * p.group * p.calls)
 
 
 def gradients_of(p: Product) -> tuple[Product, Product]:
-    """The gradients of both operands: the same three sizes, another one summed over."""
+    """Return the products of both gradients: the same three sizes, with another one summed over."""
     of_left, of_right = ("left", "right") if p.pairs else ("input", "weight")
     return (replace(p, name=f"{p.name}: {of_left} gradient", M=p.M, N=p.K, K=p.N),
             replace(p, name=f"{p.name}: {of_right} gradient", M=p.K, N=p.N, K=p.M))

@@ -1,4 +1,4 @@
-"""What autograd really keeps of a forward pass, by the operation that kept it first."""
+"""The tensors that autograd keeps of a forward pass, by the operation that kept them first."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,12 +21,12 @@ class Saved:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes without the weight copies."""
+        """The bytes without the copies of the weights."""
         return sum(self.operations.values())
 
 
 def live(tracker: Tracker) -> Counter[str]:
-    """Live bytes by row."""
+    """Return live bytes by row."""
     rows: Counter[str] = Counter()
     for record in tracker.records.values():
         rows[record.row] += record.nbytes
@@ -34,7 +34,7 @@ def live(tracker: Tracker) -> Counter[str]:
 
 
 def kept(tracker: Tracker) -> dict[str, int]:
-    """Live bytes that autograd keeps for backward, by the module that kept them first."""
+    """Return live bytes that autograd keeps for backward, by the module that kept them first."""
     saved: Counter[str] = Counter()
     for record in tracker.records.values():
         if record.kept_by is not None and record.row in ROWS:
@@ -44,11 +44,11 @@ def kept(tracker: Tracker) -> dict[str, int]:
 
 def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
                 ignore: Iterable[Tensor] = ()) -> Saved:
-    """Run `step`, which returns a loss, and count what autograd keeps of it. Nothing is changed or
-    slowed afterwards.
+    """Run `step`, which returns a loss, and count the bytes that autograd keeps. Nothing is
+    changed or slower afterwards.
 
-    What is kept outside any module is the loss's. The model's parameters, and the tensors in
-    `ignore`, exist anyway.
+    Bytes kept outside any module belong to the loss. The model's parameters and the tensors in
+    `ignore` are not counted, since they exist in any case.
     """
     with Tracker(model, device=next(model.parameters()).device) as tracker:
         tracker.hold(ignore, "batch")

@@ -1,17 +1,24 @@
-"""How a signal, its tokens and its gradients go through the depth of a model that has just been initialised: closed forms in the limit of width.
+"""How variance, similarity of tokens and gradients change over the depth of a newly initialised
+model: closed forms in the limit of infinite width.
 
-Of T tokens at one depth there is one matrix, the Gram matrix G = x x^T / D, (T, T): its diagonal is the variance of each token's channels, and off it
-is how alike two tokens are. A random matrix of standard deviation s keeps it but for a factor: (W x)(W x)^T = s^2 D G on average, and the wider, the closer
-to that (Lee et al. 2018, https://arxiv.org/abs/1711.00165). So a model of any width and any number of layers is a recursion of a T x T matrix:
+The T tokens at one depth are described by one matrix, the Gram matrix G = x x^T / D, (T, T). Its
+diagonal has the variance of each token's channels; its other elements say how alike two tokens are.
+A random matrix with standard deviation s changes G only by a factor, (W x)(W x)^T = s^2 D G, on
+average and more exactly the wider it is (Lee et al. 2018, https://arxiv.org/abs/1711.00165). So a
+model of any width and depth becomes a recursion of a (T, T) matrix:
 
     norm         G -> K, K_ij = G_ij / sqrt((G_ii + eps) (G_jj + eps))
-    attention    K -> a A K A^T     a = s_v^2 s_o^2 D^2; scores begin near 0, so that A is the mean over the past (Noci et al. 2022, arXiv:2206.03126)
-    MLP          K -> b Phi(K)      b = s_2^2 F; Phi_ij = E[phi(z_i) phi(z_j)], of Gaussians with the covariance s_1^2 D K
+    attention    K -> a A K A^T     a = s_v^2 s_o^2 D^2; initial scores are near 0, so A is the mean
+                                    over the past (Noci et al. 2022, arXiv:2206.03126)
+    MLP          K -> b Phi(K)      b = s_2^2 F; Phi_ij = E[phi(z_i) phi(z_j)], for Gaussians with
+                                    the covariance s_1^2 D K
     skip         G -> G + branch
 
-Phi is a sum over powers of the correlation, by phi's Hermite coefficients (Daniely et al. 2016, https://arxiv.org/abs/1602.05897). Gradients go back
-through the same matrices, transposed: skip and branch add up, a norm divides by the token's deviation, attention averages by A^T, the MLP multiplies by
-E[phi'(z_i) phi'(z_j)]. Queries and keys are left out, whose part goes with the variance of the scores.
+Phi is a sum over powers of the correlation, with phi's Hermite coefficients (Daniely et al. 2016,
+https://arxiv.org/abs/1602.05897). Gradients pass through the transposed matrices: skip and branch
+are added, a norm divides by the token's deviation, attention averages by A^T, the MLP multiplies by
+E[phi'(z_i) phi'(z_j)]. The gradients of queries and keys are ignored; they are in proportion to the
+variance of the scores.
 """
 
 import math
@@ -30,17 +37,18 @@ from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 
 Matrix = np.ndarray
-ORDER = 60      # of Hermite polynomials
-NODES = 200     # of the quadrature
+ORDER = 60      # number of Hermite polynomials
+NODES = 200     # nodes of the quadrature
 
 
 def _gelu(z: Matrix) -> Matrix:
-    """GPT-2's."""
+    """GPT-2's approximation of GELU."""
     return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
 
 def hermite(phi: Callable[[Matrix], Matrix], variance: Matrix | float, order: int = ORDER) -> Matrix:
-    """(..., order): coefficients of phi(sqrt(variance) z) in normalised Hermite polynomials of a standard Gaussian z."""
+    """Return (..., order): the coefficients of phi(sqrt(variance) z) in normalised Hermite
+    polynomials of a standard Gaussian z."""
     z, w = np.polynomial.hermite_e.hermegauss(NODES)
     w = w / w.sum()
     basis = [np.ones_like(z), z]
@@ -51,7 +59,8 @@ def hermite(phi: Callable[[Matrix], Matrix], variance: Matrix | float, order: in
 
 
 def powers(coefficients: Matrix, correlation: Matrix) -> Matrix:
-    """E[phi(z_i) phi(z_j)], (T, T), of unit Gaussians with this correlation. `coefficients`: (T, order), those of each token."""
+    """Return E[phi(z_i) phi(z_j)], (T, T), for unit Gaussians with this correlation.
+    `coefficients`: (T, order), by token."""
     rho, total, power = np.clip(correlation, -1, 1), 0.0, np.ones_like(correlation)
     for n in range(coefficients.shape[-1]):
         total = total + coefficients[:, None, n] * coefficients[None, :, n] * power
@@ -60,19 +69,19 @@ def powers(coefficients: Matrix, correlation: Matrix) -> Matrix:
 
 
 def correlation(G: Matrix, eps: float = 0.0) -> Matrix:
-    """Return G over the deviations of its rows and columns. `eps`: what a norm adds to a variance."""
+    """Return G over the deviations of its rows and columns. `eps`: added to variances by a norm."""
     size = np.sqrt(np.diag(G) + eps)
     return G / (size[:, None] * size)
 
 
 def past(T: int) -> Matrix:
-    """The mean over a token and those before it."""
+    """Return the matrix (T, T) that averages over each token and all earlier tokens."""
     return np.tril(np.ones((T, T))) / np.arange(1, T + 1)[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Standard deviations of matrices at the start: values, projection, up and down."""
+    """Initial standard deviations of matrices: values, projection, up and down."""
 
     values: float
     out: float
@@ -80,7 +89,7 @@ class Start:
     down: float
 
 
-STARTS: dict[str, Callable[[ModelConfig], Start]] = {      # of lpkit.nn.init, written once more
+STARTS: dict[str, Callable[[ModelConfig], Start]] = {      # the rules of lpkit.nn.init
     "gpt2": lambda m: Start(values=0.02, up=0.02, out=0.02 / math.sqrt(2 * m.L), down=0.02 / math.sqrt(2 * m.L)),
     "llama": lambda m: Start(values=0.02, out=0.02, up=0.02, down=0.02),
     "fan-in": lambda m: Start(values=m.D**-0.5, out=m.D**-0.5, up=m.D**-0.5, down=m.F**-0.5),
@@ -89,7 +98,7 @@ STARTS: dict[str, Callable[[ModelConfig], Start]] = {      # of lpkit.nn.init, w
 
 @dataclass
 class Depth:
-    """A depth of the model, by the Gram matrix of its stream, and how to go a layer on."""
+    """A depth of the model, with the Gram matrix of its stream and the maps of a layer."""
 
     model: ModelConfig
     G: Matrix
@@ -120,7 +129,7 @@ def parallel(d: Depth) -> None:
 
 
 def sandwich(d: Depth) -> None:
-    """Each branch has a variance of 1."""
+    """Each branch is normalised to a variance of 1."""
     d.G = d.G + correlation(d.attention(d.normed()), d.model.norm_eps)
     d.G = d.G + correlation(d.mlp(d.normed()), d.model.norm_eps)
 
@@ -133,13 +142,14 @@ def gained(gain: float, norm: bool) -> Callable[[Depth], None]:
 
 
 def unshaped(d: Depth) -> None:
-    """Attention alone in place of the skip (by hand: no row of the kit): G becomes the same everywhere, doubly exponentially without the MLP."""
+    """A layer with attention but without its skip (no row of the kit). All elements of G approach
+    one value; without the MLP, they do so doubly exponentially."""
     d.G = d.attention(d.normed())
     d.G = d.G + d.mlp(d.normed())
 
 
 def sas(d: Depth) -> None:
-    """Shaped attention is the identity of the norm's result; the MLP's gain is 0.1."""
+    """Shaped attention is the identity on the norm's result; the MLP's gain is 0.1."""
     d.G = d.normed()
     d.G = d.G + 0.01 * d.mlp(d.normed())
 
@@ -157,7 +167,8 @@ LAYERS: dict[str, Callable[[Depth], None]] = {
 
 
 def gram(m: ModelConfig, tokens: Tensor) -> Matrix:
-    """Of embeddings and learned positions, (T, T), as the initialisation draws them: the same token is alike but for its place."""
+    """Return the Gram matrix (T, T) of initial embeddings and learned positions: equal tokens have
+    equal embeddings and differ only in their positions."""
     same = (tokens[:, None] == tokens).double().numpy()
     std = m.D**-0.5 if m.init.name == "fan-in" else 0.02
     places = std**2 * np.eye(len(tokens)) if m.position == "learned" else 0.0
@@ -166,8 +177,9 @@ def gram(m: ModelConfig, tokens: Tensor) -> Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """By depth, 0 to the number of layers: the mean variance of a token's channels, the mean cosine of two tokens, and the mean variance of
-    gradients of the stream, over that behind the last layer."""
+    """Curves over depth, from 0 to the number of layers: the mean variance of a token's channels,
+    the mean cosine of two tokens, and the mean variance of the stream's gradients over that after
+    the last layer."""
 
     variance: list[float]
     cosine: list[float]
@@ -175,13 +187,13 @@ class Curves:
 
 
 def cosine(G: Matrix) -> float:
-    """The mean over pairs of two."""
+    """Return the mean cosine over pairs of tokens."""
     T, K = len(G), correlation(G)
     return float((K.sum() - T) / (T * (T - 1)))
 
 
 def predicted(m: ModelConfig, tokens: Tensor, block: str = "") -> Curves:
-    """`tokens`: (T,). `block`: a row of LAYERS; else the model's."""
+    """Predict the curves. `tokens`: (T,). `block`: a row of LAYERS; by default the model's."""
     depth = Depth(model=m, G=gram(m, tokens))
     layer, stages = LAYERS[block or m.block], [depth.G]
     for _ in range(m.L):
@@ -195,14 +207,15 @@ def predicted(m: ModelConfig, tokens: Tensor, block: str = "") -> Curves:
 # ---- backward
 
 def _slope(z: Matrix) -> Matrix:
-    """gelu's."""
+    """The derivative of `_gelu`."""
     inner = math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
     tanh = np.tanh(inner)
     return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z**2)
 
 
 def _through(d: Depth, gradient: Matrix, G: Matrix, branch: Literal["attention", "mlp"], norm: bool) -> Matrix:
-    """The gradients' Gram matrix behind a branch that read the stream of G: in front of it."""
+    """Return the gradients' Gram matrix before a branch, given the one after it; the branch reads
+    a stream with the Gram matrix G."""
     m, s = d.model, d.start
     K, size = (correlation(G, m.norm_eps), np.sqrt(np.diag(G) + m.norm_eps)) if norm else (G, np.ones(len(G)))
     if branch == "attention":
@@ -231,7 +244,8 @@ BACK: dict[str, Callable[[ModelConfig, list[Matrix]], list[float]]] = {
 # ---- measured
 
 def measured(m: ModelConfig, tokens: Tensor, seeds: int = 3, make: Callable[[ModelConfig, Any], nn.Module] | None = None) -> Curves:
-    """The same of models that were initialised, means over seeds. `make(config, attend)`: a block by hand in place of the model's."""
+    """Measure the curves of initialised models, as means over seeds. `make(config, attend)`: a
+    block that replaces the model's."""
     found = []
     for seed in range(seeds):
         torch.manual_seed(seed)

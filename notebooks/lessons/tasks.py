@@ -1,12 +1,12 @@
-"""Tasks that need memory and nothing else, drawn anew at each step: what a kind of attention can
-carry over a distance, a few hundred steps of a tiny model tell.
+"""Synthetic tasks that only need memory, drawn at each step. A few hundred steps of a tiny model
+show what a kind of attention can remember over a distance.
 
-    CopyTask    a b c 0 a b c 0 a b c   a string again and again, after the marker 0
+    CopyTask    a b c 0 a b c 0 a b c   a string, repeated after the marker 0
     RecallTask  k 7 m 4 0 0 m 4 k 7     pairs of a key and a value, then each once more, somewhere
 
     PYTHONPATH=notebooks lpkit train cpu-3m --import lessons.tasks --set data.policy=recall
 
-Answers have weight 1 in the loss, and all else 0. Copying: Graves et al. 2014,
+Answers have weight 1 in the loss, all other tokens 0. Copying: Graves et al. 2014,
 https://arxiv.org/abs/1410.5401. Multi-query associative recall: Arora et al. 2023,
 https://arxiv.org/abs/2312.04927.
 """
@@ -28,19 +28,19 @@ from lpkit.values import Count
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Settings):
-    """A task is drawn, and reads no corpus. Token 0 is a marker. Only answers have a weight in the
-    loss."""
+    """A task draws its batches and reads no corpus. Token 0 is a marker. Only answers have a weight
+    in the loss."""
 
-    symbols: Count = 32         # that keys, values or strings are drawn from
+    symbols: Count = 32         # number of symbols for keys, values or strings
 
     @property
     def vocab(self) -> int:
-        """Tokens in all."""
+        """The number of different tokens."""
         return 1 + self.symbols
 
     @property
     def context(self) -> int:
-        """The least that holds a question and its answer."""
+        """The shortest context for a question and its answer."""
         raise NotImplementedError
 
     def problem(self, m: Any) -> str:
@@ -56,7 +56,7 @@ class Task(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Task):
-    length: Count = 16          # of the string
+    length: Count = 16          # length of the string
 
     @property
     def context(self) -> int:
@@ -65,7 +65,7 @@ class Copy(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Task):
-    pairs: Count = 8            # of a key and its value, before the questions
+    pairs: Count = 8            # pairs of a key and its value before the questions
 
     def __post_init__(self):
         super().__post_init__()
@@ -94,19 +94,19 @@ POLICIES["recall"] = Policy(
 
 
 class Drawn(DataPolicy):
-    """Batches that follow from the seed and the step; `tokens` of a corpus are not read."""
+    """Batches that depend only on the seed and the step; a corpus's `tokens` are not read."""
 
     def __init__(self, *, batch: int, context: int, seed: int = 0, tokens: object = None):
         self.B, self.T, self.seed = batch, context, seed
 
     @abstractmethod
     def distances(self, batch: Batch) -> Tensor:
-        """(B, T) int64: how many places before a question its answer stands; 0 where none is
-        asked."""
+        """Return (B, T) int64: the distance from each question back to its answer; 0 for tokens
+        that are not questions."""
 
 
 class CopyTask(Drawn):
-    """Each token of a copy stands `length` + 1 places after the same token."""
+    """Each token of a copy is `length` + 1 places after the token that it copies."""
 
     def __init__(self, *, length: int, symbols: int, **settings):
         super().__init__(**settings)
@@ -126,7 +126,7 @@ class CopyTask(Drawn):
 
 
 class RecallTask(Drawn):
-    """Keys are 1 to `symbols`, values those after them."""
+    """Keys are 1 to `symbols`; values are the tokens after them."""
 
     def __init__(self, *, pairs: int, symbols: int, **settings):
         super().__init__(**settings)
@@ -137,7 +137,7 @@ class RecallTask(Drawn):
         keys = rng.permuted(np.tile(np.arange(1, S + 1), (self.B, 1)), axis=1)[:, :P]
         values = rng.integers(S + 1, 2 * S + 1, (self.B, P))
         pairs = np.stack((keys, values), axis=-1)
-        # the rest in places for a pair: each is asked for in one of them, others hold markers
+        # the rest is slots for pairs: each pair is repeated in one slot, other slots have markers
         count = (self.T + 1) // 2 - P
         places = rng.permuted(np.tile(np.arange(count), (self.B, 1)), axis=1)[:, :P]
         asked = np.zeros((self.B, count, 2), np.int64)

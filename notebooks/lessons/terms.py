@@ -1,12 +1,12 @@
-"""Formulas in letters, from the code that computes them: numbers that remember where they come
-from.
+"""Formulas in letters, from the code that computes them: numbers that record how they were
+computed.
 
     kept(Lettered(model), batch=letter("B", 8)).operations["norm1"]     # 4 B T (D + 2)
 
-A `Term` is a number with a polynomial in B, T, D, ... beside it (docs/notation.md). Whatever
-`lpkit.predict` sums over the one description of a model, it sums over Terms as well: what is
-printed is the code itself, run on letters. A branch is taken as the numbers have it, so a Term
-holds for sizes that go the same way.
+A `Term` is a number with a polynomial in B, T, D, ... (docs/notation.md). All sums that
+`lpkit.predict` computes from the description of a model also work with Terms, so a printed formula
+is the result of the same code. Branches are decided by the numbers, so a Term is valid for sizes
+that take the same branches.
 """
 
 import functools
@@ -26,15 +26,14 @@ from lpkit.tables import html_table
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
 
-ORDER = "LBHGTVEDFMNK"      # of letters in a product
+ORDER = "LBHGTVEDFMNK"      # order of letters in a product
 POWERS = {2: "²", 3: "³"}
 Monomial = tuple[tuple[str, int], ...]      # letters with their powers, sorted
 
 
 @functools.total_ordering
 class Term:
-    """Compares as its value. A quotient by a sum, and one without its remainder, are plain
-    numbers."""
+    """Compares like its value. A quotient by a sum and a floor division give plain numbers."""
 
     __slots__ = ("parts", "value")
 
@@ -93,7 +92,7 @@ class Term:
         return self.value < _term(other).value
 
     def __hash__(self) -> int:
-        """Another than its value's: what `operations` caches for B = 1 is no answer for 1."""
+        """Differs from the value's hash: a cached result of `operations` for 1 must not be used."""
         return hash((self.value, frozenset(self.parts.items())))
 
     def __bool__(self) -> bool:
@@ -106,12 +105,12 @@ class Term:
         return float(self.value)
 
     def __str__(self) -> str:
-        """Writes it in letters: `4 B T (D + 2)`."""
+        """Return the term in letters: `4 B T (D + 2)`."""
         return self.written(lambda letter: letter)
 
     def written(self, shown: Callable[[str], str], times: str = " ") -> str:
-        """Writes each letter as `shown` has it, and `times` between factors. What all parts share
-        stands in front of them."""
+        """Return the term, with each letter as `shown` returns it and `times` between factors.
+        Common factors are in front."""
         parts = {_of_heads(monomial): count for monomial, count in self.parts.items()}
         if len(parts) < 2:
             return "".join(_product(count, monomial, shown, times)
@@ -132,7 +131,7 @@ class Term:
         return _product(count, shared, shown, times, more=f"({inside})")
 
     def put_in(self, sizes: Mapping[str, int]) -> str:
-        """Writes numbers for letters: `4 x 8 x 256 x (256 + 2)`."""
+        """Return the term with numbers for letters: `4 x 8 x 256 x (256 + 2)`."""
         return self.written(lambda letter: f"{sizes[letter]:,}", " x ")
 
 
@@ -147,14 +146,14 @@ def _times(one: Monomial, other: Monomial) -> Monomial:
 
 
 def _of_heads(monomial: Monomial) -> Monomial:
-    """D / H is E, the width of a head."""
+    """Replace D / H by E, the width of a head."""
     powers = dict(monomial)
     heads = max(0, min(-powers.get("H", 0), powers.get("D", 0)))
     return _times(monomial, (("D", -heads), ("E", heads), ("H", heads)))
 
 
 def _place(part: tuple[Monomial, Fraction]) -> tuple:
-    """Longest products first, of these the largest count; plain numbers last."""
+    """Sort key: longest products first, then the largest count; plain numbers last."""
     monomial, count = part
     return (-sum(power for _, power in monomial), -count,
             [ORDER.index(letter) for letter, _ in monomial])
@@ -181,7 +180,7 @@ def letter(name: str, value: float) -> Term:
 
 @dataclass(frozen=True)
 class Lettered:
-    """A model whose sizes are Terms; everything else is the model's own."""
+    """A model whose sizes are Terms; all other attributes are the model's."""
 
     model: ModelConfig
 
@@ -197,17 +196,17 @@ class Lettered:
 
 
 def sizes(model: ModelConfig, **more: int) -> dict[str, int]:
-    """Numbers by letter: `more`, such as B, and those of a model."""
+    """Return numbers by letter: `more`, such as B, and the model's sizes."""
     return more | {name: getattr(model, name) for name in "TLDHGEFV"}
 
 
-# Rows of a model, in letters: of one block, and of what is outside the blocks.
+# Rows of a model in letters: within one block, and outside the blocks.
 
 Terms = dict[str, Term]
 
 
 def kept_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
-    """Bytes that autograd keeps, by operation; `of` are the other fields of a MicroBatch."""
+    """Return the bytes that autograd keeps, by operation; `of` are other fields of a MicroBatch."""
     lettered = Lettered(model)
     found = kept(lettered, batch=letter("B", batch), **of)
     outside = {name: found.operations[name] for name in OUTSIDE}
@@ -216,18 +215,18 @@ def kept_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]
 
 
 def moved_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
-    """Bytes that everything but the products moves in one forward pass, by operation."""
+    """Return the bytes that all operations except products move in a forward pass, by operation."""
     ops = operations(MicroBatch(model=Lettered(model), batch=letter("B", batch), **of))
     outside = (ops.embed, ops.norm, ops.loss)
     return ({op.name: op.moved_bytes for op in ops.block if op.moved_bytes},
             {op.name: op.moved_bytes for op in outside})
 
 
-# As tables: in letters, and row by row with numbers put in.
+# As tables: in letters, and row by row with numbers.
 
 def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",
                 caption: str = "") -> str:
-    """HTML, in letters: a column for each, by row. `rows`: what the rows are."""
+    """HTML of terms in letters: one column per key, one line per row. `rows`: what the rows are."""
     longest = max(columns.values(), key=len)
     names = dict.fromkeys((*longest, *(name for terms in columns.values() for name in terms)))
     return html_table((rows, *columns), [

@@ -1,5 +1,5 @@
-"""Updates that take turns, so that a slow moment of the machine meets all of them; and the seconds
-of one by its phases."""
+"""Timing of updates that take turns, so that a slow moment of the machine affects all of them, and
+of the phases of an update."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -17,17 +17,17 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Updates of several models that took turns."""
+    """Times of the updates of several models that took turns."""
 
     seconds: tuple[float, ...]  # of each model's update: the best of its turns
-    other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
+    other_cpu_share: float      # share of the CPUs' time that other processes used
     precision: Choice           # of the last model
     where: str
 
 
 def in_turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5,
              watch: Watch = iter) -> Turns:
-    """Update the model of each config `rounds` times, one after the other."""
+    """Run an update of each config's model in turns, `rounds` times."""
     benches = [Bench(config, device) for config in configs]
     times, other_cpu_share = take_turns([bench.seconds for bench in benches], rounds, watch)
     return Turns(seconds=tuple(map(min, times)), other_cpu_share=other_cpu_share,
@@ -36,7 +36,7 @@ def in_turns(configs: Iterable[Config], *, device: str | None = None, rounds: in
 
 
 def by_phase(bench: Bench, step: int = 0) -> tuple[float, float, float]:
-    """Seconds of one update by PHASES; the clock waits for the device before and after each."""
+    """Return the seconds of an update by PHASES; the clock waits for the device around each."""
     spent = dict.fromkeys(PHASES, 0.0)
     wait = synchronised(lambda: None, bench.device)
 

@@ -1,6 +1,6 @@
 """The names that most notebooks use: figures, guesses, comparisons, claims and tables.
 
-A notebook imports them from here in one line, and the rest from the module of its lesson.
+A notebook imports them from here in one line, and other names from the module of its lesson.
 """
 
 from IPython.display import HTML
