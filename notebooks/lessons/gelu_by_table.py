@@ -20,7 +20,7 @@ from lpkit.techniques.operation import Kind
 LINES, LAST = 16, 4.0
 WIDE = 2 * LAST / LINES
 POINTS = [-LAST + WIDE * i for i in range(LINES + 1)]
-# the end values are those of the outer lines, so that the function is continuous
+# the values at both ends are 0 and x, as outside the table, so that the function is continuous
 VALUES = [0.0, *(x / 2 * (1 + math.erf(x / math.sqrt(2))) for x in POINTS[1:-1]), LAST]
 SLOPES = [0.0, *((VALUES[i + 1] - VALUES[i]) / WIDE for i in range(LINES)), 1.0]
 STARTS = [0.0, *(VALUES[i] - SLOPES[i + 1] * POINTS[i] for i in range(LINES)), 0.0]

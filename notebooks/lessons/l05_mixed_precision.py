@@ -61,7 +61,7 @@ class Stored:
     change."""
 
     losses: tuple[float, ...]
-    lost_share: float           # of the last update of all matrices: too small for a bf16 weight
+    lost_share: float           # share of the last update's elements that no bf16 weight keeps
     sigma: float                # root mean square of the matrices before that update
     update: float               # root mean square of that update
 

@@ -89,7 +89,7 @@ Put = Callable[[ScaledLinear], None]        # changes the layer in place
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     what: str
-    recipe: str                             # the row of `recipes` in which it happens
+    recipe: str                             # the row of `recipes` that the fault needs
     put: Put
     # role and metric of the telemetry that change, and the direction: +1 or -1
     shows: tuple[str, str, int]
@@ -375,8 +375,8 @@ def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 
 
     `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, nudge n from a copy
     rounded to NUDGES[n - 1]. Runs are compared seed by seed. While a decision between layers may be
-    chance, another seed is drawn, up to MORE * seeds. The search ends with a set when its halves
-    still cannot be told apart. For products of one layer, no further seeds are drawn.
+    chance, another seed is drawn, up to MORE * seeds. The search ends with a set whose halves still
+    cannot be distinguished. For products of one layer, no further seeds are drawn.
     With k seeds drawn, there are at most k * (5 + 2 log2(layers) + 4) runs; there are 4 * seeds
     runs if low precision costs no loss.
     Raises ConfigError for fewer than 1 seed.

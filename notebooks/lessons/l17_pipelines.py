@@ -1,8 +1,8 @@
 """Lesson 17, pipelines: its study, its figures and its exercises.
 
-When does each rank of a pipeline compute, how long does an update take, and how much is held
-meanwhile: by a formula, by a clock that steps through a schedule's order, and by real processes
-whose stages sleep. Also counts the products of a backward that is split into dx and dw.
+Computes when each rank of a pipeline works, the time of an update, and the held activations: by a
+formula, by a clock that steps through a schedule's order, and by real processes whose stages sleep.
+Also counts the products of a backward that is split into dx and dw.
 
     paths = fitting(4, 8)                           # schedules of 4 ranks and 8 micro-batches
     timed(paths["1f1b"], 1, 1, 1).step_seconds      # F, dx and dw of all layers of a rank

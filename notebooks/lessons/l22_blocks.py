@@ -86,7 +86,7 @@ def by_depth(layers: int, seeds: int) -> dict[str, tuple[Curves, Curves]]:
 
 
 def off(found: tuple[Curves, Curves]) -> tuple[float, float]:
-    """Return the largest error of the formula over depth: relative for variance; for cosine."""
+    """Return the formula's largest error over depth: relative for variance, absolute for cosine."""
     here, there = found
     return (max(abs(a / b - 1) for a, b in zip(here.variance, there.variance)),
             max(abs(a - b) for a, b in zip(here.cosine, there.cosine)))

@@ -131,8 +131,9 @@ def flops(config: Config) -> float:
 # By the probabilities themselves, which is how papers state their savings
 
 def progressive(theta: float, gamma: float, layers: int, step: int) -> float:
-    """Return the mean probability with which progressive layer dropping keeps a layer. That of the
-    last layer falls to `theta`; the others are on the line from 1 to it (Zhang and He 2020)."""
+    """Return the mean probability with which progressive layer dropping keeps a layer. The last
+    layer's probability falls to `theta`; the others are on the line from 1 to it (Zhang and He
+    2020)."""
     last = (1 - theta) * math.exp(-gamma * step) + theta
     return 1 - (1 - last) * (layers + 1) / (2 * layers)
 

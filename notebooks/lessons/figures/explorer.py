@@ -22,8 +22,8 @@ class Explorer(Stored, widgets.VBox):
     """Redraws `show(**choices)` on every change of a control.
 
     show      a pure and fast function (under 50 ms) that returns a plotly spec, or (spec, html) for
-              a table below the figure. If it raises ConfigError, the message is shown below the
-              last valid figure
+              a table beside the figure. If it raises ConfigError, the message is shown above
+              the last valid figure
     controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu),
               name=range(...), name=0.3 (a field to type a number into), or a widget with a `value`
     labels    the text next to a control; by default its name

@@ -76,7 +76,7 @@ MAX_POINTS = 400
 PHASES = {"forward": "#ffffff", "backward": "#f3f4f6", "optimizer": "#e5e7eb"}
 # shares of the axis: narrower stretches get no name, narrower blocks no number
 WORD, NUMBER = 0.075, 0.014
-BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # modules of backward's first moments
+BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # modules at work in the moments LOSS and HEAD
 NOBODYS = ("", "gradient")      # no module: between modules, or a gradient reaches its parameter
 
 Points = Sequence[Any]

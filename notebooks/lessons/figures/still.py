@@ -394,7 +394,7 @@ class _Drawing:
         self.prepare()
         self.compose()
 
-    # --- what there is
+    # --- axes and panels by name
 
     def axis(self, name: str) -> _Axis:
         long = _long(name)
@@ -438,7 +438,7 @@ class _Drawing:
         across, up = trace.get("xaxis", "x"), trace.get("yaxis", "y")
         return self.panels[_long(across), _long(up)], self.axis(across), self.axis(up)
 
-    # --- putting it together
+    # --- composing the figure
 
     def compose(self) -> None:
         self.stack_bars()

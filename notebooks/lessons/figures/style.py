@@ -5,8 +5,8 @@ lines each has a contrast of at least 3 to 1 in the light and in the dark theme.
 scale is cividis.
 
 Each answer, format and role has one colour in the whole course (`lessons.figures.colours`), and the
-range of every colour map is fixed, so that a small difference looks small. `figure.css` inverts
-white figures in a dark theme, in the lab and on the site. If there are fewer than 520 pixels, as on
+range of every colour map is fixed, so that a small difference looks small. `figure.css` turns white
+figures dark in a dark theme, in the lab and on the site. If there are fewer than 520 pixels, as on
 a phone, a figure is scaled to the width and its title wraps. Figures of measured seconds are pale
 if other programs used more than a tenth of the cores; the line below the title says so.
 """
@@ -14,7 +14,7 @@ if other programs used more than a tenth of the cores; the line below the title 
 from lpkit.tables import FONT, GRID, INK
 
 COLOURS = ("#004488", "#ad7a00", "#bb5566", "#2b6c99", "#2ca392", "#222222", "#575757")
-# for the series of one legend, without two of COLOURS that look like a first series or a note
+# for the series of one legend: the fourth of COLOURS looks like the first, the last like a note
 DISTINCT = tuple(COLOURS[i] for i in (0, 1, 2, 4, 5))
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True,

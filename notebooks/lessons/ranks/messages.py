@@ -156,7 +156,7 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
         both(True, p.compute_bytes, few, again)
         both(True, stream, m.L - few, again)
         # gathered once more for the weight's gradient: as it arrived, or as it was cast
-        if not (on.kind == "cpu" and p.dtype == "fp16"):    # which keeps the widened whole input
+        if not (on.kind == "cpu" and p.dtype == "fp16"):    # fp16 on a CPU keeps it whole and wide
             sent[Message(ALL_GATHER, tokens * m.D * p.compute_bytes, n)] += few * pieces
         if p.low:
             low = replace(p.low, native=not why_emulated(row, on, config.precision.backend))

@@ -94,10 +94,10 @@ class DropoutSettings(Settings):
     """Shares of elements that an update sets to 0; the remaining elements are divided by 1 - share.
     Evaluation and sampling drop nothing."""
 
-    embedding: Rate = 0.0   # of embeddings and positions, as embd_pdrop of GPT-2
-    residual: Rate = 0.0    # of the outputs that attention and MLP add to the stream (resid_pdrop)
-    attention: Rate = 0.0   # of attention's probabilities, as attn_pdrop
-    adapters: Rate = 0.0    # of the input of LoRA's A, as lora_dropout of peft
+    embedding: Rate = 0.0   # share of embeddings and positions (GPT-2's embd_pdrop)
+    residual: Rate = 0.0    # share of attention's and MLP's outputs (resid_pdrop)
+    attention: Rate = 0.0   # share of attention's probabilities (attn_pdrop)
+    adapters: Rate = 0.0    # share of the input of LoRA's A (peft's lora_dropout)
 
     def problem(self, m: Any) -> str:
         before = [type(one) for one in m.changes[:-1]]

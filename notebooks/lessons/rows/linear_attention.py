@@ -82,8 +82,8 @@ def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: flo
 
 def linear_chunks(s: MicroBatch) -> Op:
     """Sums over the past, chunk by chunk: q, k, v, the output, and a float32 normaliser per query,
-    which is the sum of a column of ones added to the values. Backward's peak is where the gradient
-    of q or of k goes back through its features."""
+    which is the sum of a column of ones appended to the values. Backward's peak is where the
+    gradient of q or of k goes back through its features."""
     m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
     F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
     keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view; same for q

@@ -78,7 +78,7 @@ class Autoencoder(Settings):
 
 def fewer_tokens(ops: Any, s: MicroBatch, settings: Autoencoder) -> Any:
     """The encoder's layers see a share of the tokens, which are gathered before and put back."""
-    m, N, part = s.model, settings.encoder_layers, s.stream_bytes / s.model.L   # as all of a block
+    m, N, part = s.model, settings.encoder_layers, s.stream_bytes / s.model.L   # counted L times
     share = 1 - hidden_tokens(settings.hidden, m.T) / m.T
     saved = TOKEN_ID + POSITIONS[m.position].turns * 2 * m.E * s.residual_bytes     # per token
     moved = Op(name="encoder", part="", saved_bytes=saved * share * s.tokens / m.L,
