@@ -113,8 +113,8 @@ class Simulated:
 
 
 def simulate(array: Array, a: Tensor, b: Tensor) -> Simulated:
-    """Multiply (M, K) by (K, N) on the array, cycle by cycle. Errors: ConfigError for matrices that
-    do not fit each other. An input-stationary array is a weight-stationary one for b.T x a.T."""
+    """Multiply (M, K) by (K, N) on the array, cycle by cycle. Errors: ConfigError if
+    their sizes do not match. An input-stationary array is a weight-stationary one for b.T x a.T."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.numel() * b.numel():
         raise ConfigError(f"a product needs (M, K) and (K, N), got {tuple(a.shape)} and "
                           f"{tuple(b.shape)}")
@@ -179,7 +179,7 @@ def _moved(registers: Tensor, entering: Tensor, dim: int) -> Tensor:
 
 
 def _entering(lanes: Tensor, cycle: int) -> Tensor:
-    """Return what enters each lane at its edge: lane i begins i cycles later. nan: nothing."""
+    """Return the value that enters each lane (nan: none); lane i starts i cycles later."""
     at = cycle - torch.arange(len(lanes))
     values = lanes[torch.arange(len(lanes)), at.clamp(0, lanes.shape[1] - 1)]
     return torch.where((at >= 0) & (at < lanes.shape[1]), values, math.nan)
@@ -389,7 +389,7 @@ def busy_figure(size: int = 8, shape: tuple[int, int, int] = (24, 8, 16)) -> dic
 
 
 def cycles_table(results: Mapping[tuple, Simulated]) -> str:
-    """HTML: cycles of SHAPES by formula, simulator and SCALE-Sim, one dataflow and array a row."""
+    """HTML: cycles of SHAPES by formula, simulator and SCALE-Sim, a row per dataflow and array."""
     recorded, lines = scale_sim(), {}
     for (array, shape), result in results.items():
         triple = array.cycles(*shape), result.cycles, recorded[array, shape]

@@ -231,7 +231,7 @@ class _Axis:
         self.name, self.letter, self.spec = name, name[0], spec
         self.kind = spec.get("type")
         self.names: list = list(spec.get("categoryarray") or []) or []
-        self.ends: list[tuple[float, float, bool]] = []     # low, high, and whether with room
+        self.ends: list[tuple[float, float, bool]] = []     # low, high, whether to add padding
         self.from_zero = spec.get("rangemode") == "tozero"
         self.range = (0.0, 1.0)
         self.shared = [self]
@@ -622,7 +622,7 @@ class _Drawing:
         if self.legend_below:
             y = EDGE
         size = legend.get_window_extent(renderer)
-        x = max(EDGE, min(x, self.wide - 2 * EDGE - size.width))   # browsers write a little wider
+        x = max(EDGE, min(x, self.wide - 2 * EDGE - size.width))   # browsers draw wider text
         legend.set_bbox_to_anchor((x / self.wide, y / self.high), self.figure.transFigure)
 
     # --- axes
