@@ -61,7 +61,7 @@ class Stored:
     change."""
 
     losses: tuple[float, ...]
-    lost_share: float           # share of the last update's elements that no bf16 weight keeps
+    lost_share: float           # share of the last update that is lost in bf16 weights
     sigma: float                # root mean square of the matrices before that update
     update: float               # root mean square of that update
 

@@ -2,9 +2,9 @@
 
 In width, place i is a copy of place i mod n. A tensor that writes places has its rows copied. A
 tensor that reads places has each column divided among the copies, so that sums stay the same. Norms
-stay the same if each place has equally many copies. Groups of heads are copied whole, and queries
-within each group, so that a query meets a copy of its own key. For a tied head, the last norm is
-divided among copies, since the head's columns are the embedding's.
+stay the same, since each place has equally many copies. Groups of heads are copied whole, and
+queries within each group, so that a query meets a copy of its own key. For a tied head, the last
+norm is divided among copies, since the head's columns are the embedding's.
 """
 
 import re
