@@ -44,6 +44,7 @@ from lpkit.training.training import Training
 from tests.execution.test_graphs import graphed
 from tests.gpu.fake_gpus import H100, gpus
 
+pytestmark = pytest.mark.timeout(900)       # one fixture runs the cells of all notebooks
 BOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
 AWAITS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
@@ -135,11 +136,12 @@ class Lesson:
 # Seconds of a CPU's work, which are the same on a GPU's machine
 WORK = frozenset({"scale-06", "scale-12", "rent-18", "rent-unseen", "rent-25", "kernels-11",
                   "matmul-13", "kinds-11", "kinds-13", "kinds-15", "kinds-16",
-                  "unseen-10"})
+                  "unseen-10", "fewer-14", "fewer-22", "stack-24"})
 FIRST = {"00": "start-09", "01": "memory-09", "02": "time-08", "03": "formats-11", "04": "scale-19",
          "05": "mixed-10", "06": "fp8-03", "07": "fail-06",
          "08": "buys-08", "09": "rent-14", "10": "kernels-13", "11": "matmul-15", "12": "flash-10",
-         "14": "zero-17", "15": "full-15", "16": "split-14", "17": "pipe-18", "20": "rules-14",
+         "14": "zero-17", "15": "full-15", "16": "split-14", "17": "pipe-18", "18": "talk-17",
+         "20": "rules-14",
          "22": "blocks-21", "24": "start-09", "25": "own-03", "26": "muon-11"}
 
 

@@ -167,5 +167,5 @@ def test_a_browser_runs_nothing_of_it_and_prints_it_on_a4(elsewhere, context):
     assert (shown.title() == f"lpkit: {HOSTILE}" and shown.evaluate("document.scripts.length") == 0
             and not told)
     printed = shown.pdf(prefer_css_page_size=True)
-    assert (printed.count(b"/Type /Page\n") == 2
+    assert (printed.count(b"/Type /Page\n") == 3
             and b"/MediaBox [0 0 841.91998 594.95996]" in printed)
