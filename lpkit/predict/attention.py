@@ -81,8 +81,9 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
 
 
 def sdpa(s: MicroBatch) -> Op:
-    """Model a flash kernel: it saves q, k, v, the output, and `sums` instead of scores. If the rule
-    is not plain causal, it also saves a mask in the dtype of the scores and computes every pair."""
+    """Model a flash kernel: it saves q, k, v, the output, and `sums` instead of scores. It computes
+    every pair unless the rule is plain causal, and saves a mask in the dtype of the scores unless
+    the rule is plain causal or lets every query see every key."""
     m, masked, sums = s.model, s.rule not in (Rule(), EVERY_KEY), s.tokens * s.model.H * FP32
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return attention_op(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s),
