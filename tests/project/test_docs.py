@@ -143,7 +143,7 @@ FORMULAS = [(path.stem, found) for path in sorted((DOCS.parent / "notebooks").gl
 
 KNOWN = {*"underbrace text frac tfrac left right max ge le int sum log ln sqrt sigma".split(),
          *"lfloor rfloor min Phi qquad cdot approx times leftarrow top alpha beta gamma".split(),
-         "quad", "varepsilon", "lceil", "rceil", "lambda", "cos", "pi", "Delta"}
+         "quad", "varepsilon", "lceil", "rceil", "lambda", "cos", "pi", "Delta", "subseteq"}
 
 
 def test_every_formula_of_the_course_can_be_typeset():
