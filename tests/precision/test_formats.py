@@ -315,7 +315,7 @@ def test_what_is_too_large_for_a_format_has_nothing_above():
     assert (found["int8"].nearest, found["int8"].bits) == (127, "0 1111111")
     assert "e8m0" not in landings(-1.0) and (landings(-130.0)["int8"].nearest,
         landings(-130.0)["int8"].away) == (-128, None)
-    with pytest.raises(ConfigError, match="finite, got nan"):
+    with pytest.raises(ConfigError, match="finite number can be rounded to a format, got nan"):
         landings(float("nan"))
 
 
