@@ -234,7 +234,7 @@ def test_the_answers_about_what_is_gathered_are_those_of_the_explorer():
         return bf16, float32, fp8, [quantity(nbytes, "bytes") for nbytes in gathered]
 
     *_, gathered = shown("llama-8b", 8)
-    assert f"So {gathered[2]} are left of {gathered[0].removesuffix(' GB')}" in said
+    assert f"shrink from {gathered[0].removesuffix(' GB')} to {gathered[2]}" in said
     seconds = lambda row: float(row[4].split()[0])
     bf16, _, fp8, _ = shown("llama-70b", 64)
     assert (f"{fp8[1]} of {bf16[1].removesuffix(' GB')}" in said and "seven tenths" in said
