@@ -237,7 +237,7 @@ def test_the_answers_about_what_is_gathered_are_those_of_the_explorer():
     assert f"shrink from {gathered[0].removesuffix(' GB')} to {gathered[2]}" in said
     seconds = lambda row: float(row[4].split()[0])
     bf16, _, fp8, _ = shown("llama-70b", 64)
-    assert (f"{fp8[1]} of {bf16[1].removesuffix(' GB')}" in said and "seven tenths" in said
+    assert (f"{fp8[1].removesuffix(' GB')} of {bf16[1]}" in said and "seven tenths" in said
             and 0.65 < seconds(fp8) / seconds(bf16) < 0.75)
     bf16, _, fp8, _ = shown("gpt2-124m", 8)
     assert bf16[4].endswith("ms") and fp8[4].endswith("ms") and seconds(fp8) > 1.05 * seconds(bf16)
