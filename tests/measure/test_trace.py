@@ -147,8 +147,8 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
                                   needs_compile="whose graph it divides"))
     for watch in (predict_trace, measure.memory):
         with pytest.raises(ConfigError,
-                           match=r"memory\.recompute=budget needs torch\.compile, and what is "
-                                 r"compiled cannot be"):
+                           match=r"memory\.recompute=budget needs torch\.compile, and a "
+                                 r"compiled update cannot be"):
             watch(SMALL.replace({"memory.recompute": "budget"}))
     with pytest.raises(ConfigError,
                        match=r"memory\.moment_format=int8 has scales of blocks .*, or "
