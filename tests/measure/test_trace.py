@@ -151,7 +151,7 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
                                  r"compiled update cannot be"):
             watch(SMALL.replace({"memory.recompute": "budget"}))
     with pytest.raises(ConfigError,
-                       match=r"memory\.moment_format=int8 has scales of blocks .*, or "
+                       match=r"memory\.moment_format=int8 has blocks that would cross .*, or "
                              r"parallel\.zero=0"):
         predict_trace(SMALL.replace({"memory.moment_format": "int8"}), 2)
     with fake_world(Layout(shard=2), "cpu"), pytest.raises(ConfigError,
