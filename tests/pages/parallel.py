@@ -111,6 +111,17 @@ RECORDED = {
              "ZeRO 3 and by accelerate's FSDP2, and compares their losses. Seconds are medians; "
              "the last column judges the median ratio of pairs.\n\n"}
 
+# setting of `parallel`, its meaning with the import that adds rows, and its table
+FAMILIES = (
+    ("reduction", "how whole gradients are sent (ZeRO 0 and 1); `--import lessons.rows.reductions` "
+     "adds the last ten rows, for ZeRO 0", REDUCTIONS),
+    ("gathered", "the format in which weights are gathered (ZeRO 2 and 3); `--import "
+     "lessons.rows.cast_gather` adds the last row", GATHERED),
+    ("schedule", "the order in which pipeline stages process micro-batches; `--import "
+     "lessons.rows.pipelines` adds the last four rows", PIPELINES),
+    ("attention", "how context ranks attend to each other's tokens; `--import "
+     "lessons.rows.context` adds the second row", CONTEXT))
+
 
 def page() -> str:
     """Parity is computed now, by up to 8 processes; faults and starts are as last recorded."""
@@ -124,18 +135,9 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "meaning", "source"), rows(STAGES)),
-        "\n\n`parallel.reduction` is how whole gradients are sent (ZeRO 0 and 1); `--import "
-        "lessons.rows.reductions` adds the last ten rows, for ZeRO 0:\n\n",
-        markdown_table(("`parallel.reduction`", "meaning", "source"), rows(REDUCTIONS)),
-        "\n\n`parallel.gathered` is the format in which weights are gathered (ZeRO 2 and 3); "
-        "`--import lessons.rows.cast_gather` adds the last row:\n\n",
-        markdown_table(("`parallel.gathered`", "meaning", "source"), rows(GATHERED)),
-        "\n\n`parallel.schedule` is the order in which pipeline stages process micro-batches; "
-        "`--import lessons.rows.pipelines` adds the last four rows:\n\n",
-        markdown_table(("`parallel.schedule`", "meaning", "source"), rows(PIPELINES)),
-        "\n\n`parallel.attention` is how context ranks attend to each other's tokens; `--import "
-        "lessons.rows.context` adds the second row:\n\n",
-        markdown_table(("`parallel.attention`", "meaning", "source"), rows(CONTEXT)),
+        *(part for name, is_what, table in FAMILIES for part in (
+            f"\n\n`parallel.{name}` is {is_what}:\n\n",
+            markdown_table((f"`parallel.{name}`", "meaning", "source"), rows(table)))),
         "\n\nTensor ranks gather tokens before the matmul that needs them, and scatter its sum.",
         "\n\nSome settings do not support several ranks yet:\n\n",
         markdown_table(("setting", "must be", "with", "because it"), refused),
