@@ -20,6 +20,13 @@ def rows_of(field: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["import"])
 
 
+def kit_rows(field: str) -> list[dict[str, Any]]:
+    """Returns `rows_of` without rows that other modules of this process added, so that a page is
+    the same in every process."""
+    return [row for row in rows_of(field)
+            if row["name"] in outside.OWN[field] or lessons.has(row["import"])]
+
+
 def why(row: Any) -> str:
     """Returns in one clause what a row does; for a recipe, its casts."""
     text = row.why

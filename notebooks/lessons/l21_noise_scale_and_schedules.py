@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+import lessons.rows.sizes  # noqa: F401  adds rows
 from lessons.figures.drawing import axis, figure, note, scatter
 from lessons.figures.style import COLOURS
 from lessons.judging.index import Moved
@@ -36,10 +37,7 @@ from lpkit.contracts import Batch
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
 from lpkit.tables import FAINT, html_table
-from lpkit.techniques.data import SIZES, Sizes
-from lpkit.techniques.row import Settings
 from lpkit.training.training import Training
-from lpkit.values import Count, CountOrZero
 
 # ---- Runs and their noise
 
@@ -334,24 +332,6 @@ def warmed(beta2: float, warmup: int, seed: int) -> float:
     for step in range(training.config.steps):
         training.update(step)
     return training.evaluate()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doubling(Settings):
-    doublings: CountOrZero = 2      # until an update has all sequences, or all of their tokens
-    every: Count = 50               # updates
-
-    def left(self, step: int) -> int:
-        return max(0, self.doublings - step // self.every)
-
-
-SIZES["batch-ramp"] = Sizes(
-    why="sequences double", source="Smith et al. 2018, arXiv:1711.00489", settings=Doubling(),
-    at=lambda step, settings, sequences, context: (sequences >> settings.left(step), context))
-SIZES["length-ramp"] = Sizes(
-    why="tokens of a sequence double", source="Li et al. 2022, arXiv:2108.06084",
-    settings=Doubling(),
-    at=lambda step, settings, sequences, context: (sequences, context >> settings.left(step)))
 
 
 def seconds_of(config: Config) -> float:

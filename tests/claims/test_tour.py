@@ -45,6 +45,18 @@ def test_no_cell_is_empty_and_all_names_exist(one):
         assert outside or (field, value) in tour.imports(), name
 
 
+def test_rows_that_other_modules_added_are_not_listed(monkeypatch):
+    """In a process of several tests, experiments and lessons have added rows to the tables."""
+    from lpkit.techniques.outside import BROUGHT, TABLES
+    table = TABLES["optimizer"]
+    monkeypatch.setitem(table, "of-a-lesson", table["adamw"])
+    monkeypatch.setitem(table, "of-an-import", row := replace(table["adamw"], why="another"))
+    monkeypatch.setitem(BROUGHT, ("optimizer", "of-an-import"), (row, "tests.claims.test_tour"))
+    tour.imports.cache_clear()
+    names = {name for field, name in tour.imports() if field == "optimizer"}
+    assert "adamw" in names and not {"of-a-lesson", "of-an-import"} & names
+
+
 def test_every_row_claim_and_sentence_has_a_line():
     assert len(set(NAMES)) == len(NAMES) >= 119
     shown = {tour.named(row) for one in LINES for row in one.rows}

@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from lessons.catalogue import rows_of, settings_of
+from lessons.catalogue import kit_rows, settings_of
 from lpkit.techniques.outside import TABLES
 
 HEAD = """# Techniques
@@ -21,7 +21,7 @@ HEADS = "\n| name | what | settings | source |\n|---|---|---|---|\n"
 def page() -> str:
     parts = [HEAD]
     for field in TABLES:
-        rows = rows_of(field)
+        rows = kit_rows(field)
         parts.append(f"\n## `{field}`\n" + "\nNone yet: rows come from outside.\n" * (not rows))
         for module, group in groupby(rows, lambda row: row["import"]):
             parts += [f"\n`--import {module}` brings:\n" if module else "", HEADS]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from zipfile import ZipFile
 
-from lessons.catalogue import rows_of
+from lessons.catalogue import kit_rows
 from lpkit.commands.claims import line
 from lpkit.config import Config
 from lpkit.files import resource
@@ -176,7 +176,7 @@ def costs(config: Config) -> tuple[float, float]:
 @functools.cache
 def imports() -> Mapping[tuple[str, str], str]:
     """The import of each row of the catalogue."""
-    return {(field, row["name"]): row["import"] for field in TABLES for row in rows_of(field)}
+    return {(field, row["name"]): row["import"] for field in TABLES for row in kit_rows(field)}
 
 
 # Measurements.
