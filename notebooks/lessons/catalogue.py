@@ -54,6 +54,7 @@ def text(families: Mapping[str, list[dict[str, Any]]], settings: bool) -> str:
             lines += [f"  --import {module}"] if module else []
             for row in group:
                 more = [", ".join(settings_of(row)), row["source"]] if settings else []
-                for name, words in ((row["name"], row["why"]), *(("", one) for one in more if one)):
+                details = [("", detail) for detail in more if detail]
+                for name, words in ((row["name"], row["why"]), *details):
                     lines.append(beside(f"  {name}", words, 28, 118))
     return "\n".join(lines)

@@ -25,27 +25,27 @@ def cannot_tell(when: Any, why: str) -> None:
 
 
 @contextmanager
-def claim(sentence: str, told: Callable[[str], None] = lambda state: None) -> Iterator[None]:
+def claim(sentence: str, on_verdict: Callable[[str], None] = lambda state: None) -> Iterator[None]:
     """Show below the cell whether the asserts within hold. If an assert fails, its AssertionError
     is raised with one line; with the tag `raises-exception`, JupyterLab still runs the cells below.
-    `told` is called with the verdict: HOLDS, FAILS or UNDECIDED."""
+    `on_verdict` is called with the verdict: HOLDS, FAILS or UNDECIDED."""
     try:
         yield
     except _UndecidedError as undecided:
-        _show(sentence, told, UNDECIDED, str(undecided))
+        _show(sentence, on_verdict, UNDECIDED, str(undecided))
     except AssertionError as error:
         why = str(error) or str(extract_tb(error.__traceback__)[-1].line)   # else the assert itself
-        _show(sentence, told, FAILS, why)
+        _show(sentence, on_verdict, FAILS, why)
         error._render_traceback_ = lambda: [f"AssertionError: {why}"]     # IPython calls this
         raise
     else:
-        _show(sentence, told, HOLDS)
+        _show(sentence, on_verdict, HOLDS)
 
 
-def _show(sentence: str, told: Callable[[str], None], state: str, why: str = "") -> None:
+def _show(sentence: str, on_verdict: Callable[[str], None], state: str, why: str = "") -> None:
     from IPython.display import display  # imported here: the runner, which reads cards, lacks it
 
-    told(state)
+    on_verdict(state)
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),
              "text/html": card(state, state, sentence, [f"Because: {why}"] if why else [])},
             raw=True, metadata={CARD: {"claim": sentence, "state": state, "why": why}})
@@ -67,7 +67,7 @@ def cards(outputs: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
 
 def verdict(shown: list[dict[str, str]], claims: int) -> tuple[str, str]:
     """Return the worst state of `claims` claims, and the reason."""
-    worst = [one for state in (FAILS, UNDECIDED) for one in shown if one["state"] == state]
+    worst = [claim for state in (FAILS, UNDECIDED) for claim in shown if claim["state"] == state]
     if worst:
         return worst[0]["state"], worst[0]["why"]
     if len(shown) < claims:

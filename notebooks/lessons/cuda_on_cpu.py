@@ -43,13 +43,13 @@ def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
     except (OSError, ConfigError) as error:
         return None, str(error)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder, "norm.so")
-        command = [compiler, *FLAGS, f"-I{SOURCE.parent}", "-x", "c++", "-", "-o", str(made)]
+        path = Path(folder, "norm.so")
+        command = [compiler, *FLAGS, f"-I{SOURCE.parent}", "-x", "c++", "-", "-o", str(path)]
         done = subprocess.run(command, input=TEXT % (SHARED_BYTES // 4, kernel), text=True,
                               capture_output=True)
         if done.returncode:
             return None, f"{Path(compiler).name} compiles no C++20 threads here"
-        library = ctypes.CDLL(str(made))
+        library = ctypes.CDLL(str(path))
 
     def run(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         N, w = row_of_vectors(x, delta), w.float().contiguous()

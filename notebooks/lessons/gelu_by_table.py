@@ -29,7 +29,7 @@ STARTS = [0.0, *(VALUES[i] - SLOPES[i + 1] * POINTS[i] for i in range(LINES)), 0
 def gelu(x: Tensor) -> Tensor:   # any shape
     """Look up the slope and the start of each element's line, in float32; line 0 is below -LAST."""
     line = ((x.detach().float() + LAST) / WIDE).floor().clamp(-1, LINES).long() + 1
-    slopes, starts = (torch.tensor(one, device=x.device)[line] for one in (SLOPES, STARTS))
+    slopes, starts = (torch.tensor(table, device=x.device)[line] for table in (SLOPES, STARTS))
     return (slopes * x + starts).to(x.dtype)
 
 

@@ -19,8 +19,8 @@ def goal(sentence: str, conditions: Mapping[str, bool | None]) -> None:
     A goal is set before the run and may fail; a claim states a result. So a failed goal stops no
     cell, and the runner of notebooks does not count it as a failure."""
     met = list(conditions.values())
-    state = FAILS if not all(one is not False for one in met) else UNDECIDED if None in met else HOLDS
+    state = FAILS if any(holds is False for holds in met) else UNDECIDED if None in met else HOLDS
     signs = {True: LOOKS[HOLDS][1], False: LOOKS[FAILS][1], None: LOOKS[UNDECIDED][1]}
-    lines = [f"{signs[one]} {condition}" for condition, one in conditions.items()]
+    lines = [f"{signs[holds]} {condition}" for condition, holds in conditions.items()]
     display({"text/plain": "\n".join([f"{WORDS[state]}: {sentence}", *lines]),
              "text/html": card(state, WORDS[state], sentence, lines)}, raw=True)

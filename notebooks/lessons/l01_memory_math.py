@@ -37,7 +37,7 @@ __all__ = ["RandomTokens", "Training", "comparison_figure", "hardware", "kept", 
 def memory_figure(held: Memory, *, title: str = "") -> dict:
     """Return the plotly spec of memory by moment. The longest bar is the peak."""
     return stacked_figure(
-        list(MOMENTS), {row.name: [row.at.get(one) for one in MOMENTS] for row in held.rows},
+        list(MOMENTS), {row.name: [row.at.get(moment) for moment in MOMENTS] for row in held.rows},
         about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
 
 

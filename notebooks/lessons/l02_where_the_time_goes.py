@@ -98,7 +98,7 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
     return RooflineMeasurement(
         machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
         product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares):])},
-        floors=tuple(step_floor(config, one, dtype) for one in each),
+        floors=tuple(step_floor(config, machine, dtype) for machine in each),
         phases=tuple(phases[1:]), other_cpu_share=other_cpu_share,
         precision=bench.precision, where=bench.where)
 

@@ -58,10 +58,10 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
                           f"or more, got {steps}")
     for step in range(steps):
         training.update(step)
-    found: dict[str, list[Tensor]] = {"w": [], "x": [], "dy": []}
+    by_role: dict[str, list[Tensor]] = {"w": [], "x": [], "dy": []}
 
     def keep(name: str, layer: nn.Linear, tensor: str, x: Tensor, dtype: torch.dtype) -> None:
-        found[tensor].append(x.detach().float().flatten(0, -2))
+        by_role[tensor].append(x.detach().float().flatten(0, -2))
 
     linears = {name: layer for name, layer in training.model.named_modules()
                if isinstance(layer, nn.Linear)}
@@ -69,7 +69,7 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
         # `phases` turns CUDA graphs off: the observers are not called within a graph
         training.forward_backward(training.batch(steps), phases=lambda name: nullcontext())
     training.optimizer.zero_grad(set_to_none=True)
-    return dict(zip(("weights", "activations", "gradients"), found.values()))
+    return dict(zip(("weights", "activations", "gradients"), by_role.values()))
 
 
 def sqnr_db(x: Tensor, y: Tensor) -> float | None:
@@ -171,21 +171,21 @@ def landings(x: float) -> dict[str, Landing]:
     ConfigError for a number that is not finite."""
     if not math.isfinite(x):
         raise ConfigError(f"only a finite number can be rounded to a format, got {x}")
-    one, found = torch.tensor([x], dtype=torch.float64), {}
+    number, results = torch.tensor([x], dtype=torch.float64), {}
     for name, fmt in FORMATS.items():
-        nearest = round_to(one, fmt)
+        nearest = round_to(number, fmt)
         if nearest.isnan():
             continue
-        toward = round_to(one, fmt, rounding="toward-zero").double()
-        away = toward + torch.copysign(spacing(toward.abs(), fmt), one)
+        toward = round_to(number, fmt, rounding="toward-zero").double()
+        away = toward + torch.copysign(spacing(toward.abs(), fmt), number)
         ends = toward.item(), away.item()
         if ends[0] == x:
             ends = x, x
         elif not fmt.lowest <= ends[1] <= fmt.largest:
             ends = ends[0], None
-        found[name] = Landing(format=fmt, value=x, nearest=nearest.item(), toward=ends[0],
+        results[name] = Landing(format=fmt, value=x, nearest=nearest.item(), toward=ends[0],
                               away=ends[1], code=int(encode(nearest, fmt)))
-    return found
+    return results
 
 
 # ---- Figures

@@ -80,12 +80,12 @@ def contenders(device: torch.device) -> list[str]:
     """Return the recipes other than BASE to compare on `device`. Of recipes that differ only in the
     rule of their scales, only the first is returned; fp16 only if the device multiplies it."""
     fp16 = backends.choose("auto", "fp16", RECIPES["fp16"], device).used == "pytorch"
-    found: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, row in RECIPES.items():
         if row.products or (name == "fp16" and fp16):
             casts = tuple(replace(cast, scale="") for cast in row.all_casts)
-            found.setdefault((casts, row.history), name)
-    return list(found.values())
+            first_names.setdefault((casts, row.history), name)
+    return list(first_names.values())
 
 
 def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:
@@ -164,15 +164,15 @@ def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
             seconds[name] = min(times[2:] or times)
     base = evaluated.get(BASE, {})
     least = min((seconds[name] for name in (BASE, AGAIN) if name in seconds), default=None)
-    found = {}
+    results = {}
     for name, spent in seconds.items():
-        found[name] = Outcome(
+        results[name] = Outcome(
             gaps={step: 100 * (loss / base[step] - 1) for step, loss in evaluated[name].items()
                   if step in base},
             step_times=spent / least if least else None,
             noise_db=measured_db(seen.get(name, ())),
             backend=runs[name].summary["chosen"]["backend"]["used"])
-    return found
+    return results
 
 
 def unfinished(runs: Mapping[str, Run], configs: Iterable[str]) -> dict[str, str]:
@@ -182,13 +182,14 @@ def unfinished(runs: Mapping[str, Run], configs: Iterable[str]) -> dict[str, str
     return {name: status for name, status in statuses.items() if status != "complete"}
 
 
-def emulated(found: Mapping[str, Outcome]) -> tuple[float | None, float]:
+def emulated(outcomes: Mapping[str, Outcome]) -> tuple[float | None, float]:
     """Returns two step times, both divided by the step time of the quicker run of BASE: the median
     of the emulated recipes (None if no recipe is emulated), and the slower run of BASE. The second
     is the noise of a step time; it is infinite if one of the two runs is missing."""
-    times = sorted(one.step_times for name, one in found.items() if name not in (BASE, AGAIN)
-                   and one.backend == "emulated" and one.step_times is not None)
-    base = [found[name].step_times if name in found else None for name in (BASE, AGAIN)]
+    times = sorted(outcome.step_times for name, outcome in outcomes.items()
+                   if name not in (BASE, AGAIN) and outcome.backend == "emulated"
+                   and outcome.step_times is not None)
+    base = [outcomes[name].step_times if name in outcomes else None for name in (BASE, AGAIN)]
     spread = max(base) if None not in base else math.inf
     return (times[len(times) // 2] if times else None), spread
 
@@ -199,10 +200,10 @@ def in_noise(step: float, spread: float) -> str:
             f"{spread - 1:.0%}")
 
 
-def band(found: Mapping[str, Outcome]) -> float | None:
+def band(outcomes: Mapping[str, Outcome]) -> float | None:
     """Return by how many percent two seeds of BASE differ: the root mean square over the later half
     of the evaluations."""
-    gaps = list(found[AGAIN].gaps.values()) if AGAIN in found else []
+    gaps = list(outcomes[AGAIN].gaps.values()) if AGAIN in outcomes else []
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
 
@@ -229,29 +230,29 @@ def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) ->
     apart = max(max(seeds) - min(seeds) for seeds in by_seed.values())
     first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=apart)
     question.scored(first)
-    said = f" (your guess: {question.answer})" if question.answer else ""
+    guess = f" (your guess: {question.answer})" if question.answer else ""
     named = "no recipe can be told from the others"
     if len(first) < len(by_seed):
         named = f"{' or '.join(first)} ended farthest above {BASE}"
-    return (f"After 300 steps {named}{said}: seeds of one recipe differ by up to {apart:.2f} "
+    return (f"After 300 steps {named}{guess}: seeds of one recipe differ by up to {apart:.2f} "
             f"points, and only a larger difference of means counts.")
 
 
-def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
+def table(outcomes: Mapping[str, Outcome], predicted: Mapping[str, float],
           advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
     """Return heads and rows for `html_table`: formula and measurement of every recipe."""
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
     rows = []
-    for name, one in found.items():
+    for name, outcome in outcomes.items():
         formula = None
         if name in predicted:
             cost = advice[name].cost
             formula = cost.step_seconds / cost.base_step_seconds
-        rows.append((name, one.backend, shown(predicted.get(name), "{:.1f} dB"),
-                     shown(one.noise_db, "{:.1f} dB"), shown(formula, "{:.2f}"),
-                     shown(one.step_times, "{:.2f}"), shown(one.last, "{:+.2f}%")))
+        rows.append((name, outcome.backend, shown(predicted.get(name), "{:.1f} dB"),
+                     shown(outcome.noise_db, "{:.1f} dB"), shown(formula, "{:.2f}"),
+                     shown(outcome.step_times, "{:.2f}"), shown(outcome.last, "{:+.2f}%")))
     return (("", "runs", "noise, formula", "measured", f"step over {advice.base}'s, formula",
              "measured", "last loss"), rows)
 
@@ -403,8 +404,8 @@ class LiveRuns(LiveRun):
 
     def _spec(self) -> dict:
         begun, configs = dict(self.handle.handles), self.handle.configs
-        losses = {name: {record.step: record.loss for record in list(one.records)}
-                  for name, one in begun.items()}
+        losses = {name: {record.step: record.loss for record in list(handle.records)}
+                  for name, handle in begun.items()}
         first = next(iter(configs.values())).seed
         race = race_figure(losses, planned_steps=self.handle.planned_steps,
                            title=f"{len(begun)} of {len(configs)}: {self.handle.title}",
@@ -414,12 +415,12 @@ class LiveRuns(LiveRun):
     def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
         """Return the samples of each run; read the samples of a run that has ended only once."""
         samples = {}
-        for name, one in begun.items():
-            ended = one.done
+        for name, handle in begun.items():
+            ended = handle.done
             with contextlib.suppress(ConfigError), warnings.catch_warnings():
                 # the last line may be incomplete while the run is still writing
                 warnings.simplefilter("default" if ended else "ignore")
-                samples[name] = self._ended.get(name) or self._read(one.path)
+                samples[name] = self._ended.get(name) or self._read(handle.path)
                 if ended:
                     self._ended[name] = samples[name]
         return samples
@@ -492,13 +493,13 @@ def casts_table(model: ModelConfig) -> str:
     for name, recipe in RECIPES.items():
         if len(recipe.products) < len(PRODUCTS) or recipe.one_sided:
             continue    # not a recipe of the kit; the table has only complete recipes
-        made, dy = on_hardware(name, recipe, model), recipe.dx[0]
-        x, w = made.casts["y"]
+        counts, dy = on_hardware(name, recipe, model), recipe.dx[0]
+        x, w = counts.casts["y"]
         both = [tensor for tensor, operand in (("x", x), ("w", w))
-                if operand.transposes or made.one_read(operand)]
+                if operand.transposes or counts.one_read(operand)]
         rows.append((name, recipe.y[0].format, dy.format, _block(x.block), _block(w.block),
                      f"{scale_bytes(x):g}", " and ".join(both).replace("x", "x, dy") or "none",
-                     f"{made.product_share:g}"))
+                     f"{counts.product_share:g}"))
     return html_table(("recipe", "x and w", "dy", "a scale for: of x, dy", "of w",
                        "bytes of a scale", "one cast for both layouts", "products at"), rows)
 

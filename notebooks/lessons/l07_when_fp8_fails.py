@@ -160,9 +160,9 @@ def _zero_block(layer: ScaledLinear) -> None:
     guarded = layer.arithmetic
 
     def divide(x: Tensor, cast: Cast, dtype: torch.dtype, **how: Any) -> Scaled:
-        made = guarded.cast(x, cast, dtype, **how)
+        scaled = guarded.cast(x, cast, dtype, **how)
         zero = kernel.amax(TRANSFORMS[cast.transform](x), cast.block).values == 0
-        return replace(made, data=torch.where(spread(zero, x.shape), torch.nan, made.data))
+        return replace(scaled, data=torch.where(spread(zero, x.shape), torch.nan, scaled.data))
 
     layer.arithmetic = copy.copy(guarded)
     layer.arithmetic.cast = divide
@@ -634,8 +634,8 @@ def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
     for (layer, _), values in excess.items():
         mean = statistics.fmean(values)
         worst[layer] = max(mean, worst.get(layer, mean))
-    if made := source_of_nonfinite(samples):
-        worst[made] = 1.0
+    if source := source_of_nonfinite(samples):
+        worst[source] = 1.0
     return sorted(worst.items(), key=lambda item: -item[1])
 
 

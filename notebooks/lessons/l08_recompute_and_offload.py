@@ -119,14 +119,14 @@ class Predicted:
 def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
     """Predict every technique by the closed forms. `config` must name its precision and attention,
     since a run resolves "auto"."""
-    plain, found = step_time(config, machine).step_seconds, {}
+    plain, predictions = step_time(config, machine).step_seconds, {}
     for name, technique in TECHNIQUES.items():
         changed, slowdown = with_technique(config, name), None
         if technique.flops:
             slowdown = step_time(changed, machine).step_seconds / plain
-        found[name] = Predicted(memory=memory(changed, machine, attention=config.system.attention),
-                                slowdown=slowdown)
-    return found
+        held = memory(changed, machine, attention=config.system.attention)
+        predictions[name] = Predicted(memory=held, slowdown=slowdown)
+    return predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +154,12 @@ def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[st
 
     seconds = interleaved_seconds([partial(step, name) for name in TECHNIQUES], rounds=rounds,
                                   watch=watch)
-    found = {}
+    measurements = {}
     for name, times in zip(TECHNIQUES, seconds):
         slowdown = statistics.median(mine / plain for mine, plain in zip(times, seconds[0]))
-        found[name] = Measured(footprint=footprints[name], losses=tuple(losses[name]),
-                               slowdown=slowdown)
-    return found
+        measurements[name] = Measured(footprint=footprints[name], losses=tuple(losses[name]),
+                                      slowdown=slowdown)
+    return measurements
 
 
 def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
@@ -281,17 +281,18 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
     most = measured[PLAIN][0]
     at = {name: (100 * (time - 1), most - size) for name, (size, time) in measured.items()
           if name != PLAIN}
-    said = {name: (at[name][0] if time is None else 100 * (time - 1), predicted[PLAIN][0] - size)
-            for name, (size, time) in predicted.items() if name in at}
+    forecast = {name: (at[name][0] if time is None else 100 * (time - 1),
+                       predicted[PLAIN][0] - size)
+                for name, (size, time) in predicted.items() if name in at}
     edge = _edge(at)
     data = [scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
                     "not beaten by another", FAINT, line={"width": 3, "shape": "hv"}, hover=None)]
     for (name, point), colour, symbol in zip(at.items(), itertools.cycle(COLOURS),
                                              itertools.cycle(SYMBOLS)):
-        if name in said:
-            data.append(scatter(*zip(point, said[name]), "", colour, mode="lines", hover=None,
+        if name in forecast:
+            data.append(scatter(*zip(point, forecast[name]), "", colour, mode="lines", hover=None,
                                 legendgroup=name, showlegend=False, line={"width": 1.5}))
-            data.append(_mark(name, said[name], "predicted", f"{symbol}-open", colour)
+            data.append(_mark(name, forecast[name], "predicted", f"{symbol}-open", colour)
                         | {"showlegend": False})
         data.append(_mark(name, point, "measured", symbol, colour) | SECONDS)
     return figure(

@@ -43,7 +43,7 @@ from lpkit.techniques.machines import Machine, find, mixed_prices
 __all__ = ["CATALOGUE", "PRESETS", "STACKS", "Link", "calibrate", "disturbance", "efficiency",
            "find_machine", "hardware", "in_turns", "progress"]
 # machines with a price, since the explorers of this notebook count dollars
-CATALOGUE = {name: one for name, one in known.CATALOGUE.items() if one.price_per_hour}
+CATALOGUE = {name: machine for name, machine in known.CATALOGUE.items() if machine.price_per_hour}
 
 # ---- The study
 
@@ -82,8 +82,8 @@ def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
                  if not any(_beats(rival, mine) for rival in rivals))
 
 
-def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other))
+def _beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return point != other and all(a <= b for a, b in zip(point, other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +100,15 @@ def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devic
          tokens: Iterable[float]) -> tuple[Candidate, ...]:
     """Return a candidate for every config, machine, number of devices and number of tokens, in the
     fastest layout that fits (`plan`). A combination in which no layout fits has no candidate."""
-    made, tokens = [], tuple(tokens)
+    candidates, tokens = [], tuple(tokens)
     for (name, config), machine, count in itertools.product(configs.items(), map(find, machines),
                                                             devices):
         for best in plan(config, max(tokens), machine, devices=count).options[:1]:
             for many in tokens:
                 words = f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}"
-                made.append(Candidate(name=words, config=best.config, machine=machine, tokens=many))
-    return tuple(made)
+                candidates.append(Candidate(name=words, config=best.config, machine=machine,
+                                            tokens=many))
+    return tuple(candidates)
 
 
 CANDIDATES = {      # by tier: presets, machines and numbers of devices for `grid`
@@ -126,26 +127,27 @@ def triangle(candidates: Iterable[Candidate], *,
     point is labelled `measured`; all of them must come from the same corpus. A loss outside the
     range that the law was fitted to is labelled `extrapolated`.
     """
-    measured, made = measured or {}, []
-    for one in candidates:
-        on, count = find(one.machine), parameter_count(one.config.model)
-        step = step_time(one.config, on)
-        paid = bill(step, on, one.tokens)
+    measured, points = measured or {}, []
+    for candidate in candidates:
+        on, count = find(candidate.machine), parameter_count(candidate.config.model)
+        step = step_time(candidate.config, on)
+        paid = bill(step, on, candidate.tokens)
         if paid.cost is None:
-            raise ConfigError(f"{on.title} has no price_per_hour, so {one.name} has no cost; "
+            raise ConfigError(f"{on.title} has no price_per_hour, so {candidate.name} has no cost; "
                               f"describe the machine with one")
-        said = LAWS[DEFAULT].extrapolate(count, one.tokens)
-        loss, where, note = said.nats, "formula" if said.inside else "extrapolated", said.note
-        if one.name in measured:
-            loss, where, note = measured[one.name], "measured", "measured"
+        forecast = LAWS[DEFAULT].extrapolate(count, candidate.tokens)
+        loss, note = forecast.nats, forecast.note
+        where = "formula" if forecast.inside else "extrapolated"
+        if candidate.name in measured:
+            loss, where, note = measured[candidate.name], "measured", "measured"
         values = {"days": paid.seconds / 86_400, "dollars": paid.cost, "loss": loss,
                   "tokens_per_second": step.tokens_per_second}
         dollars = between(paid.range_of(paid.cost), lambda value: "$" + quantity(value))
         likely = f"nine of ten: {between(paid.range_of(paid.seconds), duration)}, {dollars}"
         facts = {"range": likely, "machine": on.name, "devices": step.devices, "parameters": count,
-                 "tokens": one.tokens, "layout": str(one.config.parallel), "note": note}
-        made.append(Point(name=one.name, where=where, values=values, facts=facts))
-    return tuple(made)
+                 "tokens": candidate.tokens, "layout": str(candidate.config.parallel), "note": note}
+        points.append(Point(name=candidate.name, where=where, values=values, facts=facts))
+    return tuple(points)
 
 
 # ---- Figures
@@ -174,32 +176,32 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     excluded as tables, for an Explorer. The budget is in dollars, the deadline in seconds; infinity
     means no limit."""
     budget, deadline = (None if math.isinf(limit) else limit for limit in (budget, deadline))
-    found = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
+    result = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
     rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
-            for name, refusal in found.refusals.items() if refusal.layouts]
+            for name, refusal in result.refusals.items() if refusal.layouts]
     heads = ("excluded by", "layouts", "the nearest layout")
     refused = html_table(heads, rows) if rows else ""
-    if found.options:
-        return option_figure(found.options[0], found), _ranked(found) + refused
-    title = f"None of {found.counted} layouts meets every limit; the table has the nearest misses"
+    if result.options:
+        return option_figure(result.options[0], result), _ranked(result) + refused
+    title = f"None of {result.counted} layouts meets every limit; the table has the nearest misses"
     hidden = {"visible": False}
     return figure([], title, height=80, xaxis=hidden, yaxis=hidden), refused
 
 
-def layouts_view(found: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
+def layouts_view(result: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
     """Return an Explorer's view of the layouts of a plan, each row with its formula and source.
 
     show, controls = layouts_view(found); Explorer(show, **controls)
     """
     def show(layout: Option) -> tuple[dict, str]:
-        return option_figure(layout, found), opened(layout)
+        return option_figure(layout, result), opened(layout)
 
     return show, {"layout": {
         f"{i}. {option.layout}; {_chunks(option)} sequences; recompute {option.recompute}": option
-        for i, option in enumerate(found.options, 1)}}
+        for i, option in enumerate(result.options, 1)}}
 
 
-def option_figure(option: Option, found: Plan) -> dict:
+def option_figure(option: Option, result: Plan) -> dict:
     """Return the plotly spec of two staircases: the bytes of a device at the peak, with the
     device's memory as the limit, and the seconds of a step. Each row starts where the previous row
     ends. Time that overlaps other rows is drawn pale, below those rows."""
@@ -232,7 +234,7 @@ def option_figure(option: Option, found: Plan) -> dict:
         shapes = [rule(x=x, colour=INK, dash=dash, yref="y domain", layer="below")
                   for x, dash in ((limit, "dash"), (USABLE_MEMORY_SHARE * limit, "dot"))]
     cost = "" if option.bill.cost is None else f", {_dollars(option)}"
-    title = (f"{option.layout.devices:,} x {found.machine.title}: {duration(option.bill.seconds)} "
+    title = (f"{option.layout.devices:,} x {result.machine.title}: {duration(option.bill.seconds)} "
              f"({between(option.bill.range_of(option.bill.seconds), duration)}){cost}, "
              f"MFU {step.mfu:.0%}")
     names = {**NAMES, "type": "category"}
@@ -277,21 +279,21 @@ def _dollars(option: Option) -> str:
     return "-" if option.bill.cost is None else "$" + quantity(option.bill.cost)
 
 
-def _ranked(found: Plan) -> str:
+def _ranked(result: Plan) -> str:
     rows = [(option.layout, _chunks(option), option.recompute,
              quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
              f"{option.time.mfu:.0%}", duration(option.bill.seconds),
              between(option.bill.range_of(option.bill.seconds), duration), _dollars(option),
              "predicts" if option.why_untrained else "trains")
-            for option in found.options[:SHOWN]]
-    caption = f"{len(found.options)} of {found.counted} layouts meet every limit; {found.order}"
-    energy = found.options[0].bill.energy_wh
+            for option in result.options[:SHOWN]]
+    caption = f"{len(result.options)} of {result.counted} layouts meet every limit; {result.order}"
+    energy = result.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
     heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "nine of ten",
              "cost", "lpkit")
-    price = found.machine.price_source.partition(";")[0]
-    caption += f"; nine of ten: {found.options[0].bill.spread.words}"
+    price = result.machine.price_source.partition(";")[0]
+    caption += f"; nine of ten: {result.options[0].bill.spread.words}"
     return html_table(heads, rows, caption=f"{caption}; price {price}")
 
 
@@ -505,22 +507,22 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
     `tests.bench.published.table`, by generation and precision. Pale: a number may be fitted to the
     run. Red: outside the printed range. A bar is the median of the held-out runs."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for one in taken:
-        groups[f"{one['generation']}, {one['precision']}"].append(one)
+    for run in taken:
+        groups[f"{run['generation']}, {run['precision']}"].append(run)
     # the groups with the most held-out runs on top
-    names = sorted(groups, key=lambda name: -sum(one["held_out"] for one in groups[name]))
+    names = sorted(groups, key=lambda name: -sum(run["held_out"] for run in groups[name]))
     looks = {"may be fitted": (FAINT, 0.35), "held out": (COLOURS[0], 0.8),
              "held out, outside the printed range": (WARNING, 0.9)}
     places: dict[str, list[tuple[float, float, str]]] = {look: [] for look in looks}
     medians: list[tuple[float | None, float | None]] = []
     for y, name in enumerate(names):
-        for i, one in enumerate(groups[name]):
-            ratio = 1 + one["error"]
-            held = "held out" if one["inside"] else "held out, outside the printed range"
-            look = held if one["held_out"] else "may be fitted"
-            words = f"{one['source']}, {escape(one['at'])}<br>{one['layout']}, {one['stack']}"
+        for i, run in enumerate(groups[name]):
+            ratio = 1 + run["error"]
+            held = "held out" if run["inside"] else "held out, outside the printed range"
+            look = held if run["held_out"] else "may be fitted"
+            words = f"{run['source']}, {escape(run['at'])}<br>{run['layout']}, {run['stack']}"
             places[look].append((ratio, y + 0.64 * (i * GOLDEN % 1 - 0.5), words))
-        if unseen := [1 + one["error"] for one in groups[name] if one["held_out"]]:
+        if unseen := [1 + run["error"] for run in groups[name] if run["held_out"]]:
             medians += [(statistics.median(unseen), y + side) for side in (-0.4, 0.4)]
             medians.append((None, None))
     data = [scatter([x for x, _, _ in some], [y for _, y, _ in some], look, looks[look][0],
@@ -530,7 +532,7 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
             for look, some in places.items() if some]
     data.append(scatter([x for x, _ in medians], [y for _, y in medians], "median, held out", INK,
                         line={"width": 3}, hover=None))
-    errors = [abs(one["error"]) for one in taken if one["held_out"]]
+    errors = [abs(run["error"]) for run in taken if run["held_out"]]
     return figure(
         data, f"{len(errors)} held-out runs: {statistics.median(errors):.0%} off at the median",
         height=150 + 42 * len(names),

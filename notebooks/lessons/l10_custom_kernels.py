@@ -59,7 +59,8 @@ class Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns):
+        aliases = (returned.alias_info for returned in func._schema.returns)
+        if not any(alias and not alias.is_write for alias in aliases):
             self.rows.append((func.overloadpacket.__name__, _bytes(args), _bytes((result,))))
         return result
 
@@ -92,7 +93,7 @@ UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # unit b
 def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
     """Return the plotly spec of bytes read and written per element by version, first on top."""
     sums = [read + written for read, written in moved.values()]
-    read, written = ([one[side] for one in moved.values()] for side in (0, 1))
+    read, written = ([sides[side] for sides in moved.values()] for side in (0, 1))
     return figure(
         [bars(moved, read, "read", COLOURS[0], hover="%{x:.3g} bytes"),
          bars(moved, written, "written", COLOURS[1], hover="%{x:.3g} bytes",
@@ -104,11 +105,11 @@ def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -
 def reads_figure(reads: Sequence[Sequence[tuple[int, bool]]]) -> dict:
     """Return the plotly spec of what each program reads: (element, whether its mask allows it). A
     hollow marker is masked."""
-    programs = [scatter([element for element, _ in one], [at] * len(one), f"program {at}",
+    programs = [scatter([element for element, _ in accesses], [at] * len(accesses), f"program {at}",
                         COLOURS[at], mode="markers",
                         marker={"size": 20, "symbol": ["square" if read else "square-open"
-                                                       for _, read in one]})
-                for at, one in enumerate(reads)]
+                                                       for _, read in accesses]})
+                for at, accesses in enumerate(reads)]
     return figure(programs, "What each program reads of x; hollow: beyond the end, where the mask "
                   "is false", height=260, xaxis=axis("element", dtick=1),
                   yaxis=axis("program", dtick=1, autorange="reversed", zeroline=False))

@@ -190,19 +190,19 @@ def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: st
                   yaxis={**NAMES, "categoryarray": list(recipes)}, margin={"t": 92})
 
 
-def sum_rows(formula: Mapping[tuple, float], found: Mapping[tuple, float], lengths: Iterable[int],
-             names: Mapping[int | None, str]) -> dict[tuple, Row]:
+def sum_rows(formula: Mapping[tuple, float], measured: Mapping[tuple, float],
+             lengths: Iterable[int], names: Mapping[int | None, str]) -> dict[tuple, Row]:
     """Return the errors of sums of these lengths, in percent, by (sign, length, products per
     promotion); `names` names the last. A sum that ends before its promotion has no row."""
     signs = dict.fromkeys(sign for sign, *_ in formula)
     keys = [(sign, length, every) for sign in signs for length in lengths for every in names
             if every is None or length > every]
     return {key: Row(name=f"{key[1]:,} {key[0]}: {names[key[2]]}", unit="percent",
-                     where="emulated", formula=100 * formula[key], measured=100 * found[key])
+                     where="emulated", formula=100 * formula[key], measured=100 * measured[key])
             for key in keys}
 
 
-def lost_sums(formula: Mapping[tuple, float], found: Mapping[tuple, float],
+def lost_sums(formula: Mapping[tuple, float], measured: Mapping[tuple, float],
               casts: Mapping[tuple, float], names: Mapping[int | None, str]) -> dict[str, dict]:
     """Return the panels of `lost_sums_figure`: one per sign, with a curve for each of `names`."""
     panels: dict[str, dict] = {}
@@ -210,29 +210,31 @@ def lost_sums(formula: Mapping[tuple, float], found: Mapping[tuple, float],
         curves = panels.setdefault(
             sign, {name: ({}, {}) for name in (*names.values(), "the casts alone")})
         for every, name in names.items():
-            for curve, errors in zip(curves[name], (formula, found)):
+            for curve, errors in zip(curves[name], (formula, measured)):
                 curve[length] = errors[sign, length, every]
         curves["the casts alone"][1][length] = cast
     return panels
 
 
 def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]], *,
-                title: str = "") -> dict:
+                     title: str = "") -> dict:
     """Return the plotly spec of relative errors over the length of a sum, one panel per name. Each
     curve has a line by formula and markers as measured, by length. A curve without a formula is
     dashed."""
     data, axes, notes = [], {}, []
     for i, (panel, curves) in enumerate(panels.items(), 1):
         left, right = (i - 1) / len(panels), i / len(panels) - 0.06 * (i < len(panels))
-        for (name, (said, found)), colour in zip(curves.items(), (COLOURS[2], COLOURS[0], FAINT)):
+        for (name, (formula, measured)), colour in zip(curves.items(),
+                                                       (COLOURS[2], COLOURS[0], FAINT)):
             more = {"xaxis": f"x{i}", "yaxis": f"y{i}", "legendgroup": name}
-            if said:
-                data.append(scatter(said, said.values(), "", colour, hover=None,
+            if formula:
+                data.append(scatter(formula, formula.values(), "", colour, hover=None,
                                     showlegend=False, **more))
-            data.append(scatter(found, found.values(), name, colour, showlegend=i == 1, **more,
-                                mode="markers" if said else "lines+markers", line={"dash": "dot"},
+            data.append(scatter(measured, measured.values(), name, colour, showlegend=i == 1,
+                                mode="markers" if formula else "lines+markers",
+                                line={"dash": "dot"}, **more,
                                 hover="%{x:,} products: off by %{y:.2~%}"))
-        lengths = list(found)
+        lengths = list(measured)
         ends = math.log10(lengths[0] / 1.3), math.log10(1.3 * lengths[-1])
         axes[f"xaxis{i}"] = axis("products in a sum", type="log", range=ends, anchor=f"y{i}",
                                  domain=[left, right], tickvals=lengths[::2],

@@ -154,7 +154,8 @@ class SlowMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         name, schema = func.overloadpacket.__name__, func._schema
-        views = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
+        aliases = (returned.alias_info for returned in schema.returns)
+        views = any(alias and not alias.is_write for alias in aliases)
         result = func(*args, **(kwargs or {}))
         if views or name in MOVES_NOTHING:
             return result
@@ -170,7 +171,7 @@ class SlowMemory(TorchDispatchMode):
     def moved(self, tensors: Sequence[Tensor] | None = None) -> int:
         if tensors is None:
             return self.bytes.total()
-        return sum(self.bytes[one] for one in {_storage(t) for t in tensors})
+        return sum(self.bytes[storage] for storage in {_storage(t) for t in tensors})
 
 
 def _storage(t: Tensor) -> int:
@@ -279,15 +280,15 @@ def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float
     """Return the plotly spec of bytes over the context length, both axes logarithmic: for each name
     a line by formula and markers as measured. A line on top of an equal line is dotted, so that
     both are visible."""
-    data, ticks = [], sorted({T for _, found in held.values() for T in found})
+    data, ticks = [], sorted({T for _, measured in held.values() for T in measured})
     lines, drawn = lines_of(held), []
-    for name, (said, found) in held.items():
-        line = {**lines[name], "dash": "dot"} if said in drawn else lines[name]
-        drawn.append(said)
-        data.append(scatter(said, said.values(), "", line=line, hover=None, showlegend=False,
+    for name, (formula, measured) in held.items():
+        line = {**lines[name], "dash": "dot"} if formula in drawn else lines[name]
+        drawn.append(formula)
+        data.append(scatter(formula, formula.values(), "", line=line, hover=None, showlegend=False,
                             legendgroup=name))
-        (before, last) = list(found.values())[-2:]
-        data.append(scatter(found, found.values(), f"{name}: {last / before:.2f} times",
+        (before, last) = list(measured.values())[-2:]
+        data.append(scatter(measured, measured.values(), f"{name}: {last / before:.2f} times",
                             lines[name]["color"], mode="markers", legendgroup=name,
                             marker={"symbol": SYMBOLS[lines[name]["dash"]]},
                             hover="%{x:,} tokens: %{y:.4s}B"))
@@ -304,12 +305,12 @@ def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[floa
     each name a line by formula and markers as counted. A line without a count is dashed.
     `machines`: bytes of fast memory to mark, by name."""
     data = []
-    for (name, (said, found)), colour in zip(lines.items(), COLOURS):
-        data.append(scatter(said, said.values(), name if not found else "", colour,
-                            hover=None, showlegend=not found, legendgroup=name,
-                            line={"dash": "solid" if found else "dash"}))
-        if found:
-            data.append(scatter(found, found.values(), name, colour, mode="lines+markers",
+    for (name, (formula, counted)), colour in zip(lines.items(), COLOURS):
+        data.append(scatter(formula, formula.values(), name if not counted else "", colour,
+                            hover=None, showlegend=not counted, legendgroup=name,
+                            line={"dash": "solid" if counted else "dash"}))
+        if counted:
+            data.append(scatter(counted, counted.values(), name, colour, mode="lines+markers",
                                 line={"width": 0}, legendgroup=name,
                                 hover="%{y:.4s}B with %{x:.3s}B of fast memory"))
     marks = [rule(x=size, layer="below") for size in machines.values()]
@@ -327,15 +328,16 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
     `scores` (T, T) are causal."""
     T = len(scores)
     ends = min(map(min, scores)), max(map(max, scores))
-    final = {one.queries.start: one for one in steps}       # the last step of each tile of queries
-    least = min(one.m.min().item() for one in steps)
+    # by the first query of a tile of queries: the last step of that tile
+    final = {tile_step.queries.start: tile_step for tile_step in steps}
+    least = min(tile_step.m.min().item() for tile_step in steps)
 
     def show(step: int) -> dict:
         now = steps[step - 1]
         end = final[now.queries.start]
         rows, shrink = list(range(now.queries.start, now.queries.stop)), now.shrink.min().item()
         shrinks = f"; a sum shrinks to {shrink:.0%}" if 0 < shrink < 1 else ""
-        done = [(one.queries, one.keys) for one in steps[:step]]
+        done = [(tile_step.queries, tile_step.keys) for tile_step in steps[:step]]
         return figure(
             [_map(scores, done, ends), *_queries(rows, now, end), *_answer(now, end)],
             f"Step {step} of {len(steps)}: queries {rows[0]} to {rows[-1]} meet keys "
@@ -420,17 +422,17 @@ def peaks_table(rows: Sequence[tuple], before: int, last: int, *, caption: str) 
                        f"{last:,} tokens", "doubled"), rows, caption=caption)
 
 
-def caches_table(said: Mapping[str, Mapping[int, Decoded]], early: int, late: int,
+def caches_table(steps: Mapping[str, Mapping[int, Decoded]], early: int, late: int,
                  machine: Machine) -> str:
     """Return an HTML table by cache: bytes and seconds per token at two places, and the ratio of
     the seconds."""
     rows = [(name, *(quantity(by[t].cache_bytes, "bytes") for t in (early, late)),
              *(quantity(by[t].seconds, "s") for t in (early, late)),
-             f"{by[late].seconds / by[early].seconds:.2f} times") for name, by in said.items()]
+             f"{by[late].seconds / by[early].seconds:.2f} times") for name, by in steps.items()]
     return html_table(
         ("cache", f"bytes, at {early}", f"at {late:,}", f"a token, at {early}", f"at {late:,}", ""),
         rows, caption=f"By formula, with {quantity(machine.bytes_per_second, 'bytes')}/s as "
-        f"measured here and weights of {quantity(said['full'][late].weight_bytes, 'bytes')}")
+        f"measured here and weights of {quantity(steps['full'][late].weight_bytes, 'bytes')}")
 
 
 # ---- Exercises
@@ -532,7 +534,7 @@ def _halves(r: Random) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lse = [normal(r, n, size=size) for _ in range(2)]
     of = r.randrange(2)
     lse[of][torch.tensor([r.random() < 0.2 for _ in range(n)])] = -math.inf     # saw no keys
-    a, b = (normal(r, n, E) * one.isfinite()[:, None] for one in lse)
+    a, b = (normal(r, n, E) * log_sums.isfinite()[:, None] for log_sums in lse)
     return a, lse[0], b, lse[1]
 
 

@@ -124,7 +124,8 @@ class Layer:
     @property
     def computed_flops(self) -> float:
         """FLOPs of forward and backward that the backend computes."""
-        forward = sum(2 * one.M * one.N * one.K * one.group for one in self.op.pairs)
+        forward = sum(2 * matmul.M * matmul.N * matmul.K * matmul.group
+                      for matmul in self.op.pairs)
         return forward * self.op.pairs_share * (1 + self.op.backward_pairs)
 
     @property
@@ -170,15 +171,15 @@ class Layer:
 
         module.attend = record
         module(torch.randn(1, self.context, self.model.D), None, None, 0, self._documents)
-        args = [one.detach().contiguous().requires_grad_(one.is_floating_point())
-                if isinstance(one, Tensor) else one for one in given]
+        args = [argument.detach().contiguous().requires_grad_(argument.is_floating_point())
+                if isinstance(argument, Tensor) else argument for argument in given]
         dy = torch.randn_like(args[0])
 
         def run() -> None:
             attend(*args).backward(dy)
-            for one in args:
-                if isinstance(one, Tensor):
-                    one.grad = None
+            for argument in args:
+                if isinstance(argument, Tensor):
+                    argument.grad = None
 
         return run
 
@@ -190,11 +191,11 @@ def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = mat
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = interleaved_seconds([layer.runner() for layer in layers], rounds=rounds,
-                                    within_seconds=within_seconds, watch=watch)
+        times_by_layer = interleaved_seconds([layer.runner() for layer in layers], rounds=rounds,
+                                             within_seconds=within_seconds, watch=watch)
     finally:
         torch.set_num_threads(threads)
-    return [min(times) for times in found]
+    return [min(times) for times in times_by_layer]
 
 
 def finite(tokens: float) -> float | None:
@@ -266,10 +267,10 @@ def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int
         far, right = [], []
         for step in range(ASKED, ASKED + QUESTIONS):
             batch = training.data.batch(step)
-            said = training.logits(batch.tokens).argmax(-1)
+            answers = training.logits(batch.tokens).argmax(-1)
             asked = batch.weights > 0
             far.append(training.data.distances(batch)[asked])
-            right.append((said == batch.targets)[asked])
+            right.append((answers == batch.targets)[asked])
         return Learned(losses=tuple(losses.tolist()), distances=torch.cat(far),
                        right=torch.cat(right))
 
@@ -295,11 +296,11 @@ def _all(study: Callable[[Training], T], kinds: Mapping[str, Settings], config: 
     """Return the result of `study` by kind, one per seed. As many models run at a time as there are
     cores, each with one thread, so the results equal those of separate runs. Models are built one
     after the other, since all draw their weights from one generator."""
-    trainings = [Training.build(_attending(config.replace({"seed": seed}), kind), data=one)
-                 for kind in kinds.values() for seed, one in enumerate(data)]
+    trainings = [Training.build(_attending(config.replace({"seed": seed}), kind), data=policy)
+                 for kind in kinds.values() for seed, policy in enumerate(data)]
     with ThreadPoolExecutor(cores()) as pool:
-        found = pool.map(study, trainings)
-        return {name: [next(found) for _ in data] for name in kinds}
+        results = pool.map(study, trainings)
+        return {name: [next(results) for _ in data] for name in kinds}
 
 
 def _attending(config: Config, kind: Settings) -> Config:
@@ -333,7 +334,7 @@ def mask_view(context: int) -> Callable[..., dict]:
         used = {"document": document} if rule_.documents else given
         words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in used.items())
         return figure(
-            [{"type": "heatmap", "z": [[int(one) for one in line] for line in seen],
+            [{"type": "heatmap", "z": [[int(visible) for visible in line] for line in seen],
               "zmin": 0, "zmax": 1, "colorscale": [[0, HIDDEN], [1, SEEN]], "showscale": False,
               "xgap": 1, "ygap": 1, "hovertemplate": "query %{y}, key %{x}<extra></extra>"}],
             f"{kind}{f', {words}' if words else ''}: {count:,} pairs, {count / all_:.0%} of full",
@@ -348,29 +349,29 @@ def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, 
     """Return the plotly spec over the context, both axes logarithmic: by kind, a line by formula
     and markers as measured. The legend shows markers, since kinds of one colour differ in them."""
     data, lines = [], lines_of(measured)
-    for name, found in measured.items():
+    for name, curve in measured.items():
         data.append(scatter(formula[name], formula[name].values(), "", hover=None, showlegend=False,
                             line=lines[name], legendgroup=name))
-        data.append(scatter(found, found.values(), name, lines[name]["color"], mode="markers",
+        data.append(scatter(curve, curve.values(), name, lines[name]["color"], mode="markers",
                             marker={"symbol": SYMBOLS[lines[name]["dash"]]}, legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
-    contexts = sorted({T for found in measured.values() for T in found})
+    contexts = sorted({T for curve in measured.values() for T in curve})
     return figure(data, title, others=others, height=440,
                   xaxis=axis("tokens in a sequence", type="log", tickvals=contexts,
                              ticktext=[f"{T:,}" for T in contexts]),
                   yaxis=axis("", type="log", dtick=1, exponentformat="SI", ticksuffix=unit))
 
 
-def recall_figure(found: Mapping[str, Sequence[Curve]], *, chance: float, ends: Mapping[str, float],
-                  title: str = "") -> dict:
+def recall_figure(shares: Mapping[str, Sequence[Curve]], *, chance: float,
+                  ends: Mapping[str, float], title: str = "") -> dict:
     """Return the plotly spec of the share of right answers over the distance: by kind, a line
     through the means over seeds and a marker per seed. `ends`: the reach of a kind."""
-    data, lines = [], lines_of(found)
-    for name, seeds in found.items():
-        means = {far: sum(one[far] for one in seeds) / len(seeds) for far in seeds[0]}
+    data, lines = [], lines_of(shares)
+    for name, seeds in shares.items():
+        means = {far: sum(curve[far] for curve in seeds) / len(seeds) for far in seeds[0]}
         data.append(scatter(means, means.values(), name, hover="%{x:g} back: %{y:.0%}",
                             line=lines[name], legendgroup=name))
-        for one in seeds:
-            data.append(scatter(one, one.values(), "", lines[name]["color"], mode="markers",
+        for curve in seeds:
+            data.append(scatter(curve, curve.values(), "", lines[name]["color"], mode="markers",
                                 hover=None, showlegend=False, legendgroup=name,
                                 marker={"size": 5, "opacity": 0.6}))
     shapes = [rule(y=chance, colour=FAINT)]

@@ -131,7 +131,8 @@ def sent(config: Config) -> dict[str, float]:
 
 def counted(messages: Mapping[Message, int]) -> dict[str, float]:
     """Return the bytes sent by counted messages, without messages of a single number."""
-    return bytes_sent({one: count for one, count in messages.items() if one.nbytes > FP32})
+    return bytes_sent({message: count for message, count in messages.items()
+                       if message.nbytes > FP32})
 
 
 def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[float, ...]:
@@ -144,20 +145,20 @@ def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
           parent: WarmParent | None = None) -> dict[str, Step]:
     """Measure a Step of each config on this many processes. Raises ConfigError and RunFailedError
     as `Processes.wait` does."""
-    found, *_ = _on_ranks(_steps, configs, processes, updates, parent)
+    results, *_ = _on_ranks(_steps, configs, processes, updates, parent)
     return {name: Step(most=most, losses=tuple(before),
-                       messages=Counter({Message(*of): count for *of, count in told}))
-            for name, (most, told, before) in zip(configs, found)}
+                       messages=Counter({Message(*of): count for *of, count in message_rows}))
+            for name, (most, message_rows, before) in zip(configs, results)}
 
 
-def _steps(place: Place, told: dict[str, Any]) -> list[Any]:
-    found = []
-    for config, ranks in _joined(place, told):
-        before = losses(config, told["updates"], ranks)
+def _steps(place: Place, job: dict[str, Any]) -> list[Any]:
+    results = []
+    for config, ranks in _joined(place, job):
+        before = losses(config, job["updates"], ranks)
         footprint = Bench(config, ranks=ranks).footprint()
-        messages = [[*one, count] for one, count in footprint.messages.items()]
-        found.append([states(footprint), messages, before])
-    return found
+        messages = [[*message, count] for message, count in footprint.messages.items()]
+        results.append([states(footprint), messages, before])
+    return results
 
 
 # When messages are sent.
@@ -165,30 +166,30 @@ def _steps(place: Place, told: dict[str, Any]) -> list[Any]:
 def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
               ) -> dict[str, list[Timeline]]:
     """Return the fastest of `updates` updates of each config on CPUs, as a timeline per rank."""
-    configs = {name: one.replace({"system.device": "cpu"}) for name, one in configs.items()}
-    told = _on_ranks(_timelines, configs, processes, updates)
-    found = {}
-    for name, by_rank in zip(configs, zip(*told)):
+    configs = {name: config.replace({"system.device": "cpu"}) for name, config in configs.items()}
+    results = _on_ranks(_timelines, configs, processes, updates)
+    fastest = {}
+    for name, by_rank in zip(configs, zip(*results)):
         each = [Timeline.aligned(spans) for spans in zip(*by_rank)]
-        found[name] = min(each, key=lambda ranks: max(one.step_seconds for one in ranks))
-    return found
+        fastest[name] = min(each, key=lambda ranks: max(rank.step_seconds for rank in ranks))
+    return fastest
 
 
-def _timelines(place: Place, told: dict[str, Any]) -> list[Any]:
+def _timelines(place: Place, job: dict[str, Any]) -> list[Any]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # otherwise it prints a line per profile
-    found = []
-    for config, ranks in _joined(place, told):
+    results = []
+    for config, ranks in _joined(place, job):
         training = Bench(config, ranks=replace(ranks, waits=Recorded())).training
         traced(training)    # the first update allocates the optimizer's state
-        found.append([traced(training) for _ in range(told["updates"])])
-    return found
+        results.append([traced(training) for _ in range(job["updates"])])
+    return results
 
 
 # Ranks.
 
-def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ranks]]:
+def _joined(place: Place, job: Mapping[str, Any]) -> Iterator[tuple[Config, Ranks]]:
     """Join a process group for each config, one after the other."""
-    for number, given in enumerate(told["configs"]):
+    for number, given in enumerate(job["configs"]):
         place.at(number, "step")
         outside.load(given["imports"])
         config = Config.from_dict(given)
@@ -199,8 +200,8 @@ def _joined(place: Place, told: Mapping[str, Any]) -> Iterator[tuple[Config, Ran
 
 def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, updates: int,
               parent: WarmParent | None = None) -> list[Any]:
-    told = {"configs": [one.to_dict() for one in configs.values()], "updates": updates}
-    with Processes(f"{__name__}:{function.__name__}", told, world=processes, parent=parent,
+    job = {"configs": [config.to_dict() for config in configs.values()], "updates": updates}
+    with Processes(f"{__name__}:{function.__name__}", job, world=processes, parent=parent,
                    progress_seconds=PROGRESS_SECONDS) as running:
         return running.wait()
 
@@ -317,16 +318,16 @@ def spans(profiler: profile) -> list[Span]:
             for start in (WAIT, AUTOGRAD, HANDED, GLOO)}
     waits, backward = ([_time(event) for event in seen[name]] for name in (WAIT, AUTOGRAD))
     bounds = begin, backward[0][0], max(until for _, until in backward), end
-    found = [Span(kind, *part) for kind, phase in zip(COMPUTING, pairwise(bounds))
-             for part in _without(waits, *phase)]
+    parts = [Span(kind, *times) for kind, phase in zip(COMPUTING, pairwise(bounds))
+             for times in _without(waits, *phase)]
     # gloo processes messages in the order of the calls
     for handed, sent in zip(seen[HANDED], seen[GLOO], strict=True):
         kind, whole = DATA[handed.name().removeprefix(HANDED)]
         # gloo's reduce-scatter is an all-reduce; its record of an all-gather has only one part
         shape = handed.shapes()[whole] or sent.shapes()[0]
-        found.append(Span(kind, _time(handed)[0], _time(sent)[1],
+        parts.append(Span(kind, _time(handed)[0], _time(sent)[1],
                           ITEMSIZE[sent.dtypes()[0]] * math.prod(shape)))
-    return found
+    return parts
 
 
 def _time(event: Any) -> tuple[float, float]:
@@ -352,15 +353,15 @@ def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int)
     AdamW, with each block recomputed and one sequence at a time."""
     config = dataclasses.replace(model, global_batch=ranks * micro_batches,
                                  grad_accum_steps=ranks * micro_batches)
-    found = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw", zero=stage,
-                           recompute="block") for stage in STAGES}
-    held = [one.at(one.peak_moment) for one in found.values()]
+    memories = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw",
+                              zero=stage, recompute="block") for stage in STAGES}
+    held = [ledger.at(ledger.peak_moment) for ledger in memories.values()]
     rows = {row: [each.get(row) for each in held]
             for row in ROW_COLOURS if any(row in each for each in held)}
-    fit = [str(stage) for stage, one in found.items() if one.fits]
+    fit = [str(stage) for stage, ledger in memories.items() if ledger.fits]
     fits = f"fits with ZeRO {', '.join(fit)}" if fit else "fits with no stage of ZeRO"
     return stacked_figure(
-        [f"ZeRO {stage}" for stage in found], rows, limit=machine.memory_bytes,
+        [f"ZeRO {stage}" for stage in memories], rows, limit=machine.memory_bytes,
         title=f"{ranks:,} ranks of {quantity(machine.memory_bytes, 'bytes')}: {fits}",
         axis_title=f"bytes per {machine.title}, at the peak")
 
@@ -376,23 +377,23 @@ def overlap_figure(timelines: Mapping[str, Sequence[Timeline]], *, title: str = 
     rows: dict[float, str] = {}
     at: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in COMPUTING_COLOURS | SENT_COLOURS}
     for group, (name, ranks) in enumerate(timelines.items()):
-        for rank, one in enumerate(ranks):
+        for rank, timeline in enumerate(ranks):
             y = len(rows) + GAP * group
             rows[y] = f"{name}, rank {rank}"
-            for span in one.spans:
+            for span in timeline.spans:
                 at[span.kind].append((y, span))
     data = []
-    for kind, found in at.items():
-        if not found:
+    for kind, places in at.items():
+        if not places:
             continue
         colour, above = {**COMPUTING_COLOURS, **SENT_COLOURS}[kind], kind in COMPUTING_COLOURS
         data.append(bars(
-            [y for y, _ in found], [1e3 * (span.end - span.start) for _, span in found], kind,
+            [y for y, _ in places], [1e3 * (span.end - span.start) for _, span in places], kind,
             marker={"color": colour, "line": {"color": "#ffffff", "width": 0.5}},
-            base=[1e3 * span.start for _, span in found], width=LANE,
+            base=[1e3 * span.start for _, span in places], width=LANE,
             offset=-LANE if above else 0.0, textposition="none",
             customdata=[f", {quantity(span.nbytes, 'bytes')}" if span.nbytes else ""
-                        for _, span in found],
+                        for _, span in places],
             hover="%{x:.2f} ms%{customdata}", **SECONDS))
     return figure(
         data, title, others=others, height=110 + 34 * len(rows), barmode="overlay",
@@ -443,30 +444,30 @@ def sent_bytes(nbytes: float, ranks: int, stage: int, micro_batches: int) -> flo
                                                    (rank + 1) * math.ceil(rows / ranks)),
                     "do not give the first parts one row more: all parts but the last ones are equal":
                         lambda rows, ranks, rank:
-                        tuple(one * (rows // ranks) + min(one, rows % ranks)
-                              for one in (rank, rank + 1))})
+                        tuple(part * (rows // ranks) + min(part, rows % ranks)
+                              for part in (rank, rank + 1))})
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     each = math.ceil(rows / ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def _in_order(sizes: list[int], most: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for size in sizes:
-        if found and sum(found[-1]) + size <= most:
-            found[-1].append(size)
+        if groups and sum(groups[-1]) + size <= most:
+            groups[-1].append(size)
         else:
-            found.append([size])
-    return found
+            groups.append([size])
+    return groups
 
 
 def _until_full(sizes: list[int], most: int) -> list[list[int]]:
-    found: list[list[int]] = [[]]
+    groups: list[list[int]] = [[]]
     for size in sizes[::-1]:
-        if sum(found[-1]) >= most:
-            found.append([])
-        found[-1].append(size)
-    return found
+        if sum(groups[-1]) >= most:
+            groups.append([])
+        groups[-1].append(size)
+    return groups
 
 
 @exercise("14.buckets", ([4], 8), ([4, 3, 2], 5), ([1, 20, 1], 8), ([1, 2, 3, 4, 5], 6),
@@ -478,13 +479,13 @@ def _until_full(sizes: list[int], most: int) -> list[list[int]]:
                     "that is one message per parameter: fill buckets":
                         lambda sizes, most: [[size] for size in sizes[::-1]]})
 def buckets(sizes: list[int], most: int) -> list[list[int]]:
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for size in sizes[::-1]:
-        if found and sum(found[-1]) + size <= most:
-            found[-1].append(size)
+        if groups and sum(groups[-1]) + size <= most:
+            groups[-1].append(size)
         else:
-            found.append([size])
-    return found
+            groups.append([size])
+    return groups
 
 
 # Exercises: the norm of a gradient that is stored in parts.
@@ -496,7 +497,7 @@ def _parts(r: Random) -> tuple[list[list[Tensor]], float]:
 
 
 def _clip_own(parts: list[list[Tensor]], most: float) -> list[float]:
-    return [clip_factors([one], most)[0] for one in parts]
+    return [clip_factors([part], most)[0] for part in parts]
 
 
 @exercise("14.clip", ([[torch.tensor([3.0])], [torch.tensor([4.0])]], 1.0),
@@ -504,13 +505,13 @@ def _clip_own(parts: list[list[Tensor]], most: float) -> list[float]:
           draw=_parts, tolerance=1e-4, stars=2, minutes=8,
           mistakes={"take one norm over all ranks: they hold parts of the same gradient": _clip_own,
                     "add up the squares, not the norms": lambda parts, most:
-                        [min(1.0, most / max(sum(g.norm().item() for one in parts for g in one),
+                        [min(1.0, most / max(sum(g.norm().item() for part in parts for g in part),
                                              1e-30))] * len(parts),
                     "a gradient shorter than `most` stays as it is": lambda parts, most:
-                        [most / max(math.sqrt(sum(g.square().sum().item() for one in parts
-                                                  for g in one)), 1e-30)] * len(parts)})
+                        [most / max(math.sqrt(sum(g.square().sum().item() for part in parts
+                                                  for g in part)), 1e-30)] * len(parts)})
 def clip_factors(parts: list[list[Tensor]], most: float) -> list[float]:
-    squares = [sum(g.square().sum().item() for g in one) for one in parts]      # on each rank
+    squares = [sum(g.square().sum().item() for g in part) for part in parts]    # on each rank
     norm = math.sqrt(sum(squares))                                              # an all-reduce
     return [min(1.0, most / norm) if norm else 1.0] * len(parts)
 

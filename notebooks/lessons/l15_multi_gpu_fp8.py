@@ -75,9 +75,9 @@ def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callabl
         config = model.replace({"global_batch": ranks, "grad_accum_steps": ranks,
                                 "memory.recompute": "block"})
         sent, rows = {}, []
-        for name, one in ways(config, ranks).items():
-            sent[name] = sent_bytes(messages(one, machine))
-            step, held = step_time(one, machine), memory(one, machine)
+        for name, gathered in ways(config, ranks).items():
+            sent[name] = sent_bytes(messages(gathered, machine))
+            step, held = step_time(gathered, machine), memory(gathered, machine)
             shards = [row for row in step.rows if row.name.startswith("shard")]
             seen, hidden = (sum(getattr(row, key) for row in shards)
                             for key in ("seconds", "hidden_seconds"))
@@ -116,7 +116,7 @@ def _unpadded(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> fl
 
 def _others_in_bf16(shapes: list[tuple[int, int]], cast: list[bool], ranks: int) -> float:
     eight = gathered_bytes(shapes, [True] * len(shapes), ranks)
-    return 2 * eight - gathered_bytes([one for one, is_cast in zip(shapes, cast) if is_cast],
+    return 2 * eight - gathered_bytes([shape for shape, is_cast in zip(shapes, cast) if is_cast],
                                       [True] * sum(cast), ranks)
 
 
@@ -176,12 +176,12 @@ def pieces(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int,
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
     start, stop = part(reads, rank)
-    found = []
+    parts = []
     for writer in range(wrote):
         first, last = part(wrote, writer)
         if max(start, first) < min(stop, last):
-            found.append((writer, max(start, first), min(stop, last)))
-    return found
+            parts.append((writer, max(start, first), min(stop, last)))
+    return parts
 
 
 # Exercises.

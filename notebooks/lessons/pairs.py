@@ -34,15 +34,15 @@ def losses(arms: Mapping[str, Config], pairs: int,
            watch: Callable[[Sequence], Iterable] = iter) -> dict[str, list[float]]:
     """Returns the validation losses of each arm by seed; a seed sets the initialisation and the
     order of the data."""
-    found: dict[str, list[float]] = {name: [] for name in arms}
+    by_arm: dict[str, list[float]] = {name: [] for name in arms}
     for seed, name in watch([(seed, name) for seed in range(pairs) for name in arms]):
-        found[name].append(trained(arms[name].replace({"seed": seed})).evaluate())
-    return found
+        by_arm[name].append(trained(arms[name].replace({"seed": seed})).evaluate())
+    return by_arm
 
 
-def verdict(found: Losses) -> referee.Verdict:
+def verdict(by_arm: Losses) -> referee.Verdict:
     """Return the referee's verdict on two arms, without tuning and by one look."""
-    return referee.look(*found.values(), referee.ALPHA)
+    return referee.look(*by_arm.values(), referee.ALPHA)
 
 
 def state_bytes(training: Training) -> int:
@@ -51,9 +51,9 @@ def state_bytes(training: Training) -> int:
                for slot in slots.values() if isinstance(slot, Tensor) and slot.ndim)
 
 
-def pairs_figure(found: Losses, unit: str = "nats per token") -> dict:
+def pairs_figure(by_arm: Losses, unit: str = "nats per token") -> dict:
     """One point per pair; the second arm won a pair whose point is below the line."""
-    (first, ours), (second, theirs) = found.items()
+    (first, ours), (second, theirs) = by_arm.items()
     low, high = min(*ours, *theirs), max(*ours, *theirs)
     room = 0.1 * (high - low) or 0.01
     ends = [low - room, high + room]

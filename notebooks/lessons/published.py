@@ -134,9 +134,9 @@ class Run(Checked):
         if self.layout and self.layout.devices != self.devices:
             raise ConfigError(f"devices={self.devices} is not the layout's {self.layout.devices}, "
                               f"{self.layout}")
-        for one, other in (("memory", "memory_unit"), ("memory_unit", "memory")):
-            if getattr(self, one) and not getattr(self, other):
-                raise ConfigError(f"{one} needs {other}; give both or none")
+        for field_name, other in (("memory", "memory_unit"), ("memory_unit", "memory")):
+            if getattr(self, field_name) and not getattr(self, other):
+                raise ConfigError(f"{field_name} needs {other}; give both or none")
         if (self.unit == "TFLOP/s") != (self.counted is not None):
             raise ConfigError(f"counted says how TFLOP/s are counted, and the unit is {self.unit}; "
                               f"give it with TFLOP/s alone")
@@ -240,9 +240,10 @@ def step(run: Run, calibration: float | None = None,
 def seconds(run: Run, calibration: float | None = None,
             numbers: Mapping[str, float] | None = None) -> float:
     """Returns the predicted seconds of a step. Raises ConfigError as `step` does."""
-    made = step(run, calibration, numbers)
-    linears = sum(one.seconds for one in made.rows if one.name.startswith(("attention.", "mlp.")))
-    return made.step_seconds + AGAIN.get(run.recompute, 0) * linears
+    predicted = step(run, calibration, numbers)
+    linears = sum(part.seconds for part in predicted.rows
+                  if part.name.startswith(("attention.", "mlp.")))
+    return predicted.step_seconds + AGAIN.get(run.recompute, 0) * linears
 
 
 def optimism(run: Run) -> dict[str, StepTime]:
@@ -282,7 +283,7 @@ def calibrated() -> Comparison:
 
 def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a row for each run that the formula takes, and one with the reason for each other."""
-    said, left_out = [], []
+    compared, left_out = [], []
     for run in runs():
         of = {"source": run.source.name, "at": run.at}
         try:
@@ -292,26 +293,27 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             continue
         predicted = step(run)
         slower = predicted.spread
-        said.append({**of, "inside": slower.low <= ratio <= slower.high,
-                      "generation": evidence.generation_of(predicted.machine),
-                      "unit": beside.unit, "published": beside.measured,
-                      "formula": beside.formula, "error": ratio - 1,
-                      "published_mfu": predicted.mfu / ratio, "held_out": run.source.held_out,
-                      "machine": _machine(run), "layout": evidence.shape_of(predicted.layout),
-                      "precision": f"{_bits(predicted.precision)} bits",
-                      "stack": re.sub(r" [\d.]+$", "", run.stack),
-                      "kernels": run.kernels or "not stated"})
-    for one in said:
-        one["flat_error"] = _flat_mfu(one, said) / one["published_mfu"] - 1
-    return said, left_out
+        compared.append({**of, "inside": slower.low <= ratio <= slower.high,
+                         "generation": evidence.generation_of(predicted.machine),
+                         "unit": beside.unit, "published": beside.measured,
+                         "formula": beside.formula, "error": ratio - 1,
+                         "published_mfu": predicted.mfu / ratio,
+                         "held_out": run.source.held_out, "machine": _machine(run),
+                         "layout": evidence.shape_of(predicted.layout),
+                         "precision": f"{_bits(predicted.precision)} bits",
+                         "stack": re.sub(r" [\d.]+$", "", run.stack),
+                         "kernels": run.kernels or "not stated"})
+    for run_row in compared:
+        run_row["flat_error"] = _flat_mfu(run_row, compared) / run_row["published_mfu"] - 1
+    return compared, left_out
 
 
-def _flat_mfu(one: dict[str, Any], said: list[dict[str, Any]]) -> float:
+def _flat_mfu(run_row: dict[str, Any], compared: list[dict[str, Any]]) -> float:
     """Return the median MFU of runs that may be fitted: with the same generation and bits if there
     are any, else with the same bits, else of all."""
-    fitted = [other for other in said if not other["held_out"]]
-    alike = [other for other in fitted if other["precision"] == one["precision"]]
-    same = [other for other in alike if other["generation"] == one["generation"]]
+    fitted = [other for other in compared if not other["held_out"]]
+    alike = [other for other in fitted if other["precision"] == run_row["precision"]]
+    same = [other for other in alike if other["generation"] == run_row["generation"]]
     return statistics.median(other["published_mfu"] for other in same or alike or fitted)
 
 
@@ -349,12 +351,12 @@ def _read(path: Path, kind: type[Checked], **given: object) -> Iterator[Checked]
         try:
             if len(cells) != len(heads):
                 raise ConfigError(f"it has {len(cells)} cells, and there are {len(heads)} columns")
-            told = {name: cell for name, cell in zip(heads, cells) if cell}
+            values = {name: cell for name, cell in zip(heads, cells) if cell}
             missing = [field.name for field in fields(kind)
-                       if field.default is MISSING and field.name not in {*told, *given}]
+                       if field.default is MISSING and field.name not in {*values, *given}]
             if missing:
                 raise ConfigError(f"{missing[0]} is empty; give one")
-            made = kind(**told, **given)
+            instance = kind(**values, **given)
         except ConfigError as error:
             raise ConfigError(f"{path.name}, row {number}: {error}") from None
-        yield made
+        yield instance

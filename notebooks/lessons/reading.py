@@ -20,9 +20,10 @@ def source(*objects: Any) -> HTML:
         f"<pre>{escape(text)}</pre></details>" for where, text in map(_part, objects)))
 
 
-def _part(one: Any) -> tuple[str, str]:
-    if isinstance(one, Path):
-        return one.name, one.read_text().rstrip()
-    one = getattr(one, "fn", one)       # the function of a kernel
-    where = one.__name__ if isinstance(one, ModuleType) else f"{one.__module__}.{one.__qualname__}"
-    return where, textwrap.dedent(inspect.getsource(one)).rstrip()
+def _part(thing: Any) -> tuple[str, str]:
+    if isinstance(thing, Path):
+        return thing.name, thing.read_text().rstrip()
+    thing = getattr(thing, "fn", thing)     # a Triton kernel wraps its Python function as `fn`
+    where = (thing.__name__ if isinstance(thing, ModuleType)
+             else f"{thing.__module__}.{thing.__qualname__}")
+    return where, textwrap.dedent(inspect.getsource(thing)).rstrip()

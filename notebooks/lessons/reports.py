@@ -39,8 +39,8 @@ def report(kind: str, **facts: Any) -> None:
     seconds, _last[0] = now - _last[0], now
     line = {"id": secrets.token_hex(8), "kind": kind, "time": time.time(), "seconds": seconds,
             "notebook": Path(os.environ.get("JPY_SESSION_NAME", "")).stem,
-            **{key: " ".join(one.split())[:MOST_TEXT] if isinstance(one, str) else one
-               for key, one in facts.items()}}
+            **{key: " ".join(value.split())[:MOST_TEXT] if isinstance(value, str) else value
+               for key, value in facts.items()}}
     with suppress(OSError, ValueError, RuntimeError):   # a full disk, no thread left
         own_folder(data_dir("course"), 0o700)
         with locked(_outbox().with_suffix(".lock")), _outbox().open("a") as file:
@@ -78,8 +78,8 @@ def _empty(path: str) -> None:
             wait = min(2 * wait, 15.0)
             continue
         with locked(_outbox().with_suffix(".lock")):
-            left = [one for one in _outbox().read_text().splitlines() if one not in set(some)]
-            write_atomically(_outbox(), "".join(f"{one}\n" for one in left))
+            left = [line for line in _outbox().read_text().splitlines() if line not in set(some)]
+            write_atomically(_outbox(), "".join(f"{line}\n" for line in left))
 
 
 class _OnSocket(http.client.HTTPConnection):

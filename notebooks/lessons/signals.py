@@ -227,14 +227,14 @@ def _through(d: Depth, gradient: Matrix, G: Matrix, branch: Literal["attention",
 
 
 def back_pre_norm(m: ModelConfig, stages: list[Matrix], norm: bool = True) -> list[float]:
-    d, gradient, found = Depth(model=m, G=stages[0]), np.eye(len(stages[0])), [1.0]
+    d, gradient, variances = Depth(model=m, G=stages[0]), np.eye(len(stages[0])), [1.0]
     for before in reversed(stages[:-1]):
         d.G = before
         middle = before + d.attention(d.normed(norm))
         gradient = gradient + _through(d, gradient, middle, "mlp", norm)
         gradient = gradient + _through(d, gradient, before, "attention", norm)
-        found.append(float(np.diag(gradient).mean()))
-    return found[::-1]
+        variances.append(float(np.diag(gradient).mean()))
+    return variances[::-1]
 
 
 BACK: dict[str, Callable[[ModelConfig, list[Matrix]], list[float]]] = {
@@ -246,16 +246,20 @@ BACK: dict[str, Callable[[ModelConfig, list[Matrix]], list[float]]] = {
 def measured(m: ModelConfig, tokens: Tensor, seeds: int = 3, make: Callable[[ModelConfig, Any], nn.Module] | None = None) -> Curves:
     """Measure the curves of initialised models, as means over seeds. `make(config, attend)`: a
     block that replaces the model's."""
-    found = []
+    curves_by_seed = []
     for seed in range(seeds):
         torch.manual_seed(seed)
         model = Transformer(m, sdpa)
         if make is not None:
             model.blocks = nn.ModuleList(make(m, sdpa) for _ in range(m.L))
         initialise(model, m.init)
-        found.append(_of_one(model, tokens))
-    return Curves(**{name: [float(np.mean(values)) for values in zip(*(getattr(one, name) for one in found))]
-                     for name in ("variance", "cosine", "gradient")})
+        curves_by_seed.append(_of_one(model, tokens))
+
+    def means(name: str) -> list[float]:
+        by_depth = zip(*(getattr(curves, name) for curves in curves_by_seed))
+        return [float(np.mean(values)) for values in by_depth]
+
+    return Curves(**{name: means(name) for name in ("variance", "cosine", "gradient")})
 
 
 def _of_one(model: nn.Module, tokens: Tensor) -> Curves:

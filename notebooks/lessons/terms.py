@@ -118,14 +118,14 @@ class Term:
         letters = {letter for monomial in parts for letter, _ in monomial}
         shared = tuple((letter, least) for letter in sorted(letters) if (least := min(
             dict(monomial).get(letter, 0) for monomial in parts)))
-        count = Fraction(math.gcd(*(one.numerator for one in parts.values())),
-                         math.lcm(*(one.denominator for one in parts.values())))
+        count = Fraction(math.gcd(*(number.numerator for number in parts.values())),
+                         math.lcm(*(number.denominator for number in parts.values())))
         inverse = tuple((letter, -power) for letter, power in shared)
-        rest = {_times(monomial, inverse): one / count for monomial, one in parts.items()}
+        rest = {_times(monomial, inverse): number / count for monomial, number in parts.items()}
         inside = ""
-        for monomial, one in sorted(rest.items(), key=_place):
-            sign = (" - " if one < 0 else " + ") if inside else ("-" if one < 0 else "")
-            inside += sign + _product(abs(one), monomial, shown, times)
+        for monomial, number in sorted(rest.items(), key=_place):
+            sign = (" - " if number < 0 else " + ") if inside else ("-" if number < 0 else "")
+            inside += sign + _product(abs(number), monomial, shown, times)
         if count == 1 and not shared:
             return inside
         return _product(count, shared, shown, times, more=f"({inside})")
@@ -139,8 +139,8 @@ def _term(number: Term | float) -> Term:
     return number if isinstance(number, Term) else Term(number, {(): Fraction(number)})
 
 
-def _times(one: Monomial, other: Monomial) -> Monomial:
-    powers = Counter(dict(one))
+def _times(left: Monomial, other: Monomial) -> Monomial:
+    powers = Counter(dict(left))
     powers.update(dict(other))
     return tuple(sorted((letter, power) for letter, power in powers.items() if power))
 
@@ -171,7 +171,7 @@ def _product(count: Fraction, monomial: Monomial, shown: Callable[[str], str], t
         up.insert(0, f"{count.numerator:,}")
     if count.denominator != 1:
         down.insert(0, f"{count.denominator:,}")
-    return times.join(up) + "".join(f" / {one}" for one in down)
+    return times.join(up) + "".join(f" / {divisor}" for divisor in down)
 
 
 def letter(name: str, value: float) -> Term:
@@ -185,14 +185,14 @@ class Lettered:
     model: ModelConfig
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.model, name)
+        size = getattr(self.model, name)
         if name not in ORDER:
-            return found
+            return size
         if name == "G" and self.model.G == self.model.H:
             return self.H
         if name == "E" and self.model.H * self.model.E == self.model.D:
             return self.D / self.H
-        return letter(name, found)
+        return letter(name, size)
 
 
 def sizes(model: ModelConfig, **more: int) -> dict[str, int]:
@@ -208,10 +208,10 @@ Terms = dict[str, Term]
 def kept_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
     """Return the bytes that autograd keeps, by operation; `of` are other fields of a MicroBatch."""
     lettered = Lettered(model)
-    found = kept(lettered, batch=letter("B", batch), **of)
-    outside = {name: found.operations[name] for name in OUTSIDE}
-    tables = found.total_bytes - lettered.L * found.block_bytes - sum(outside.values())
-    return found.block, outside | ({"cos and sin": tables} if tables else {})
+    kept_bytes = kept(lettered, batch=letter("B", batch), **of)
+    outside = {name: kept_bytes.operations[name] for name in OUTSIDE}
+    tables = kept_bytes.total_bytes - lettered.L * kept_bytes.block_bytes - sum(outside.values())
+    return kept_bytes.block, outside | ({"cos and sin": tables} if tables else {})
 
 
 def moved_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:

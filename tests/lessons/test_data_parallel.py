@@ -208,7 +208,7 @@ def test_an_attempt_that_fails_on_a_rank_is_a_sentence(attempt, said, monkeypatc
 
 def test_figures():
     rows = {"weights": [1.0, 2.0], "all-reduce": [3.0, None]}
-    spec = stacked_figure(["a", "b"], rows, said=[4.0, 2.0], limit=3.0)
+    spec = stacked_figure(["a", "b"], rows, predicted=[4.0, 2.0], limit=3.0)
     go.Figure(spec)
     assert (spec["layout"]["xaxis"]["range"][1] == pytest.approx(4 * 1.08)
             and spec["data"][-1]["x"] == [4.0, 2.0])

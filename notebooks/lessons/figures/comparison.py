@@ -42,8 +42,8 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
         data.append(scatter(places, lines, answer, colour, mode="markers", text=words,
                             marker={"symbol": symbol, "size": 11, "opacity": pale},
                             cliponaxis=False, hover="%{text}"))
-        notes += [note(escape(said), place, line, at, yshift=pixels, font={"size": 12})
-                  for said, place, line in zip(words, places, lines) if said]
+        notes += [note(escape(words_of_row), place, line, at, yshift=pixels, font={"size": 12})
+                  for words_of_row, place, line in zip(words, places, lines) if words_of_row]
     high = max(30 + 16 * len(data), *(17 * (2 + name.count("<br>")) for name in names))
     units = dict.fromkeys(DIFFERENCES.get(row.unit, "%") for row in rows)
     return figure(

@@ -25,12 +25,12 @@ def figure(data: Iterable[dict], title: str, *, others: float = 0.0, **layout: A
     """Return a figure. `others`: the share of the cores that other processes used while seconds
     were measured. If it is large enough to disturb them, the traces with SECONDS are pale, and the
     line below the title gives the reason."""
-    said, data = {"text": escape(title, quote=False)}, list(data)
+    heading, data = {"text": escape(title, quote=False)}, list(data)
     if doubt := disturbance(others):
-        said["subtitle"] = {"text": f"pale: {doubt}", "font": {"size": 12, "color": FAINT}}
+        heading["subtitle"] = {"text": f"pale: {doubt}", "font": {"size": 12, "color": FAINT}}
         data = [{**trace, "opacity": PALE} if trace.get("meta") == SECONDS["meta"] else trace
                 for trace in data]
-    return {"data": data, "layout": {"title": said, **layout}}
+    return {"data": data, "layout": {"title": heading, **layout}}
 
 
 def axis(title: str, **more: Any) -> dict:

@@ -94,23 +94,24 @@ class Explorer(Stored, widgets.VBox):
 def _control(control: Control, label: str) -> widgets.Widget:
     """Return the widget of a control, at its first value."""
     if isinstance(control, widgets.Widget):
-        made = control
+        widget = control
     elif isinstance(control, float):
-        made = widgets.FloatText(value=control, step=None)
+        widget = widgets.FloatText(value=control, step=None)
     elif isinstance(control, range):
-        made = widgets.IntSlider(value=control[0], min=control[0], max=control[-1],
-                                 step=control.step)
+        widget = widgets.IntSlider(value=control[0], min=control[0], max=control[-1],
+                                   step=control.step)
     elif not control:
         raise ConfigError(f"the control {label!r} has no values to choose from")
     elif isinstance(control, Mapping):
-        made = widgets.Dropdown(options=list(control.items()))
+        widget = widgets.Dropdown(options=list(control.items()))
     elif all(isinstance(value, (int, float)) for value in control):
-        made = widgets.SelectionSlider(options=[(f"{value:,.15g}", value) for value in control])
+        widget = widgets.SelectionSlider(options=[(f"{value:,.15g}", value) for value in control])
     else:
-        made = widgets.Dropdown(options=[(str(value), value) for value in control])
-    made.description = made.description or label
-    made.style.description_width = "118px"
-    made.layout.width = "auto"
-    if isinstance(made, widgets.Dropdown) and max(len(label) for label, _ in made.options) > WORDS:
-        made.layout.grid_area = "auto / 1 / auto / -1"      # the whole row
-    return made
+        widget = widgets.Dropdown(options=[(str(value), value) for value in control])
+    widget.description = widget.description or label
+    widget.style.description_width = "118px"
+    widget.layout.width = "auto"
+    if (isinstance(widget, widgets.Dropdown)
+            and max(len(label) for label, _ in widget.options) > WORDS):
+        widget.layout.grid_area = "auto / 1 / auto / -1"      # the whole row
+    return widget

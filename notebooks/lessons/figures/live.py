@@ -92,8 +92,8 @@ def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
     """HTML: one row per rank; empty without ranks."""
     if not ranks:
         return ""
-    rows = [[rank, *(form(said[name]) if said.get(name) is not None else "-"
-                     for name, (_, form) in RANK.items())] for rank, said in sorted(ranks.items())]
+    rows = [[rank, *(form(facts[name]) if facts.get(name) is not None else "-"
+                     for name, (_, form) in RANK.items())] for rank, facts in sorted(ranks.items())]
     return html_table(["rank", *(head for head, _ in RANK.values())], rows)
 
 

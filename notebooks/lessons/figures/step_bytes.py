@@ -40,7 +40,7 @@ def limit_of(held: Memory) -> float | None:
 
 def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | None]], *,
                    title: str = "", axis_title: str = "bytes per device",
-                   about: Mapping[str, str] | None = None, said: Sequence[float] = (),
+                   about: Mapping[str, str] | None = None, predicted: Sequence[float] = (),
                    limit: float | None = None) -> dict:
     """The plotly spec of bytes by row, one bar per name. `about`: hover texts of the rows; `said`:
     the sum of each bar by a formula, a diamond; `limit`: the device's bytes."""
@@ -54,8 +54,8 @@ def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | Non
     shapes = []
     if limit:
         shapes = [rule(x=limit, colour=INK if most <= limit else WARNING, width=2, dash="dash")]
-    if said:
-        data.append(scatter(said, names, "predicted", mode="markers", hover="%{x:.4s}B",
+    if predicted:
+        data.append(scatter(predicted, names, "predicted", mode="markers", hover="%{x:.4s}B",
                             marker={"symbol": "diamond", "size": 11, "color": "#ffffff",
                                     "line": {"width": 2, "color": INK}}))
     below = 21 * math.ceil(len(data) / 4)
@@ -64,7 +64,7 @@ def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | Non
         shapes=shapes, yaxis=NAMES,
         # below the plot, since many rows would overlap the title
         legend={"yref": "container", "y": 0, "yanchor": "bottom"}, margin={"b": 60 + below},
-        xaxis=axis(axis_title, **BYTES, range=[0, 1.08 * max(most, limit or 0, *said)]))
+        xaxis=axis(axis_title, **BYTES, range=[0, 1.08 * max(most, limit or 0, *predicted)]))
 
 
 # As measured. The horizontal axis counts events, not seconds, so a forward pass and its backward

@@ -139,8 +139,8 @@ def _text(title: Any) -> str:
 
 def _words(text: Any) -> str:
     """Return plotly's HTML text as plain text with line breaks and raised or lowered characters."""
-    text = re.sub(r"<sup>(.*?)</sup>", lambda found: found[1].translate(ticks.RAISED), str(text))
-    text = re.sub(r"<sub>(.*?)</sub>", lambda found: found[1].translate(ticks.LOWERED), text)
+    text = re.sub(r"<sup>(.*?)</sup>", lambda match: match[1].translate(ticks.RAISED), str(text))
+    text = re.sub(r"<sub>(.*?)</sub>", lambda match: match[1].translate(ticks.LOWERED), text)
     text = re.sub(r"<br\s*/?>", "\n", text)
     text = unescape(re.sub(r"</?(b|i|span|em|strong|a)\b[^>]*>", "", text))
     glyphs = _glyphs()
@@ -164,9 +164,9 @@ def _colour(name: Any, opacity: float = 1) -> tuple[float, ...]:
 
     if name is None:
         return (0, 0, 0, 0)
-    found = re.fullmatch(r"rgba?\(([^)]*)\)", name)
-    if found:
-        parts = [float(part) for part in found[1].split(",")]
+    match = re.fullmatch(r"rgba?\(([^)]*)\)", name)
+    if match:
+        parts = [float(part) for part in match[1].split(",")]
         rgba = (*(part / 255 for part in parts[:3]), parts[3] if len(parts) > 3 else 1.0)
     else:
         rgba = to_rgba(name)
@@ -308,10 +308,10 @@ class _Axis:
         low, high = sorted(self.range)
         spec = self.spec
         if self.kind == "category" and "tickvals" not in spec:
-            found = [i for i in range(len(self.names)) if low <= i <= high]
-            room = {"x": 24, "y": 13}[self.letter] * len(found) / max(pixels, 1)
-            found = found[::max(1, math.ceil(room))]
-            return [float(i) for i in found], [_words(self.names[i]) for i in found]
+            indices = [i for i in range(len(self.names)) if low <= i <= high]
+            room = {"x": 24, "y": 13}[self.letter] * len(indices) / max(pixels, 1)
+            indices = indices[::max(1, math.ceil(room))]
+            return [float(i) for i in indices], [_words(self.names[i]) for i in indices]
         if "tickvals" in spec:
             texts = spec.get("ticktext") or [None] * len(spec["tickvals"])
             pairs = [(self.at(value), value, text) for value, text in zip(spec["tickvals"], texts)]
@@ -320,11 +320,11 @@ class _Axis:
             if spec.get("ticktext"):
                 return places, [_words(text) for _, _, text in pairs]
             return places, ticks.words(spec, places)
-        found = ticks.positions(spec, self.letter, low, high, pixels)
-        words = ticks.words(spec, found)
+        places = ticks.positions(spec, self.letter, low, high, pixels)
+        words = ticks.words(spec, places)
         if self.letter == "x" and not spec.get("tickangle"):
-            words = self.apart(found, words, pixels)
-        return found, words
+            words = self.apart(places, words, pixels)
+        return places, words
 
     def apart(self, places: list[float], words: list[str], pixels: float) -> list[str]:
         """Return the words, with an empty string for a word that would touch its left neighbour."""
@@ -544,21 +544,21 @@ class _Drawing:
                 "fontweight": _bold(text), **more}
 
     def title(self) -> tuple[list, list]:
-        said = self.layout.get("title") or {}
-        said = said if isinstance(said, Mapping) else {"text": said}
-        found: list[list] = [[], []]
+        title = self.layout.get("title") or {}
+        title = title if isinstance(title, Mapping) else {"text": title}
+        artists: list[list] = [[], []]
         top, renderer = self.high - 12, self._renderer()
-        parts = (said.get("text"), said.get("font")), \
-            (_text(said.get("subtitle")), (said.get("subtitle") or {}).get("font"))
+        parts = (title.get("text"), title.get("font")), \
+            (_text(title.get("subtitle")), (title.get("subtitle") or {}).get("font"))
         for i, (text, font) in enumerate(parts):
             if not text:
                 continue
-            made = self.figure.text(12 / self.wide, top / self.high, va="top", ha="left",
-                                    linespacing=1.25, **self.write(text, font))
-            self.wrap(made, self.wide - 24, renderer)
-            top = made.get_window_extent(renderer).y0 - 6
-            found[i].append(made)
-        return found[0], found[1]
+            artist = self.figure.text(12 / self.wide, top / self.high, va="top", ha="left",
+                                      linespacing=1.25, **self.write(text, font))
+            self.wrap(artist, self.wide - 24, renderer)
+            top = artist.get_window_extent(renderer).y0 - 6
+            artists[i].append(artist)
+        return artists[0], artists[1]
 
     def wrap(self, text: Any, pixels: float, renderer: Any) -> None:
         """Break a text that is wider than `pixels` into lines, between words."""
@@ -670,8 +670,8 @@ class _Drawing:
                 line(0, color=spec.get("zerolinecolor", "#e5e7eb"), linewidth=1.4, zorder=0.6)
             if seen and (title := _text(spec.get("title"))):
                 font = spec["title"].get("font", {}) if isinstance(spec["title"], Mapping) else {}
-                said = self.write(title, font)
-                own.set_label_text(said.pop("s"), **said)
+                text = self.write(title, font)
+                own.set_label_text(text.pop("s"), **text)
                 own.labelpad = 6
         for axis, other in ((across, up), (up, across)):
             if axis.spec.get("scaleanchor"):
@@ -756,8 +756,8 @@ class _Drawing:
                 at = places[i] if not arrow and note.get(f"{letter}ref") == "paper" else 0.5
                 name = ends[0 if at < 1 / 3 else 2 if at > 2 / 3 else 1]
             anchors.append(name)
-        said = self.write(note["text"], note.get("font"))
-        text = said.pop("s")
+        label = self.write(note["text"], note.get("font"))
+        text = label.pop("s")
         more: dict = {}
         if note.get("bgcolor"):
             more["bbox"] = {"facecolor": _colour(note["bgcolor"]), "edgecolor": "none",
@@ -773,7 +773,7 @@ class _Drawing:
             text, xy=places, xycoords=blended_transform_factory(*transforms), xytext=shift,
             textcoords="offset points", ha=ACROSS[anchors[0]], va=DOWN[anchors[1]],
             multialignment=note.get("align", "center"), annotation_clip=False, zorder=6,
-            **said, **more)
+            **label, **more)
 
     # --- colours with a scale
 
@@ -793,23 +793,23 @@ class _Drawing:
 
         _known("colorbar", bar)
         place = self.figure.add_axes((0.9, 0.1, 0.02, 0.8), label="colours")
-        made = self.figure.colorbar(ScalarMappable(Normalize(low, high), scale), cax=place)
-        made.outline.set_visible(False)
+        drawn_bar = self.figure.colorbar(ScalarMappable(Normalize(low, high), scale), cax=place)
+        drawn_bar.outline.set_visible(False)
         values = bar.get("tickvals")
         if values is None:
             values = ticks.positions(bar, "y", low, high, 220)
         words = [_words(word) for word in bar.get("ticktext") or ticks.words(bar, values)]
-        made.set_ticks(values, labels=words)
-        made.ax.minorticks_off()
+        drawn_bar.set_ticks(values, labels=words)
+        drawn_bar.ax.minorticks_off()
         size = (bar.get("tickfont") or {}).get("size", 12)
         place.tick_params(length=0, labelsize=size * SCALE, labelfontfamily=FONT,
                           labelcolor=self.font.get("color", "#24292f"))
         if title := _text(bar.get("title")):
-            said = self.write(title, (bar["title"].get("font") if isinstance(
+            text = self.write(title, (bar["title"].get("font") if isinstance(
                 bar["title"], Mapping) else None) or {"size": size})
-            said["label"] = said.pop("s")
-            place.set_title(**said, loc="left", pad=5)
-        self.colourbars = [*getattr(self, "colourbars", []), made]
+            text["label"] = text.pop("s")
+            place.set_title(**text, loc="left", pad=5)
+        self.colourbars = [*getattr(self, "colourbars", []), drawn_bar]
 
         def put() -> None:
             box = self.paper.get_position()
@@ -978,8 +978,8 @@ class _Drawing:
         edge = marker.get("line") or {}
         if isinstance(edge.get("width"), list) and not any(edge["width"]):
             edge = {}
-        opacities = [opacity * (1 if one is None else one)
-                     for one in _each(marker.get("opacity", 1), count)]
+        opacities = [opacity * (1 if share is None else share)
+                     for share in _each(marker.get("opacity", 1), count)]
         colours = self.paints(marker, base, count)
         sizes = [size if size is not None else 7 for size in _each(marker.get("size", 7), count)]
         symbols = _each(marker.get("symbol") or "circle", count)
@@ -1014,11 +1014,11 @@ class _Drawing:
             away = (size or 0) / 2 + 2
             shift = ({"left": -away, "center": 0, "right": away}[across],
                      {"top": away, "middle": 0, "bottom": -away}[down])
-            said = self.write(text, font)
-            panel.annotate(said.pop("s"), (here, up), shift, textcoords="offset points",
+            label = self.write(text, font)
+            panel.annotate(label.pop("s"), (here, up), shift, textcoords="offset points",
                            ha={"left": "right", "center": "center", "right": "left"}[across],
                            va={"top": "bottom", "middle": "center", "bottom": "top"}[down],
-                           zorder=4, annotation_clip=True, **said)
+                           zorder=4, annotation_clip=True, **label)
 
     def line_handle(self, drawn: Any) -> Any:
         from matplotlib.lines import Line2D
@@ -1041,13 +1041,13 @@ class _Drawing:
         rim = edge.get("color") if edge.get("width") else None
         rim = _colour(rim, opacity) if isinstance(rim, str) else colour
         size = marker.get("size", 7)
-        made = line if isinstance(line, Line2D) else Line2D([], [], linestyle="none")
+        entry = line if isinstance(line, Line2D) else Line2D([], [], linestyle="none")
         wide = edge.get("width")
         wide = wide if isinstance(wide, (int, float)) and wide else 1.5
-        made.set(marker=sign, markersize=min(size if isinstance(size, (int, float)) else 8, 11),
-                 markerfacecolor="none" if hollow else colour, markeredgecolor=rim,
-                 markeredgewidth=wide if hollow or sign in "|_" or edge.get("width") else 0)
-        return made
+        entry.set(marker=sign, markersize=min(size if isinstance(size, (int, float)) else 8, 11),
+                  markerfacecolor="none" if hollow else colour, markeredgecolor=rim,
+                  markeredgewidth=wide if hollow or sign in "|_" or edge.get("width") else 0)
+        return entry
 
     def bar(self, trace: dict, number: int, stacks: dict) -> None:
         from matplotlib.patches import Patch, Rectangle
@@ -1058,8 +1058,8 @@ class _Drawing:
         flat = trace.get("orientation") == "h"
         along, over = (up, across) if flat else (across, up)
         boxes = trace["_bars"]
-        opacities = [trace.get("opacity", 1) * (1 if one is None else one)
-                     for one in _each(marker.get("opacity", 1), len(boxes))]
+        opacities = [trace.get("opacity", 1) * (1 if share is None else share)
+                     for share in _each(marker.get("opacity", 1), len(boxes))]
         colours = self.paints(marker, trace["_colour"], len(boxes))
         edge = marker.get("line") or {}
         texts = _each(trace.get("text") or "", len(boxes))
@@ -1100,25 +1100,26 @@ class _Drawing:
         wide, high = patch.get_width(), patch.get_height()
         middle = x + wide / 2, y + high / 2
         log = panel.get_xscale() == "log" and flat
-        said = self.write(text, _merged({"size": 12} if not inside else {}, font))
+        label = self.write(text, _merged({"size": 12} if not inside else {}, font))
         if inside:
-            said["color"] = _colour(font["color"]) if "color" in font else _readable(colour)
-            drawn = panel.annotate(said.pop("s"), middle, (0, 0), textcoords="offset points",
-                                   ha="center", va="center", zorder=4, annotation_clip=True, **said)
+            label["color"] = _colour(font["color"]) if "color" in font else _readable(colour)
+            drawn = panel.annotate(label.pop("s"), middle, (0, 0), textcoords="offset points",
+                                   ha="center", va="center", zorder=4, annotation_clip=True,
+                                   **label)
             if trace.get("constraintext") != "none":
                 self.placed.append(lambda: self.hide_where_narrow(panel, patch, drawn, trace, flat,
                                                                   sign, log))
             return
-        self.beside(panel, patch, said, flat, sign)
+        self.beside(panel, patch, label, flat, sign)
 
-    def beside(self, panel: Any, patch: Any, said: dict, flat: bool, sign: int) -> None:
+    def beside(self, panel: Any, patch: Any, label: dict, flat: bool, sign: int) -> None:
         x, y = patch.get_x(), patch.get_y()
         wide, high = patch.get_width(), patch.get_height()
         at = (x + wide, y + high / 2) if flat else (x + wide / 2, y + high)
-        panel.annotate(said.pop("s"), at, (4 * sign, 0) if flat else (0, 3 * sign),
+        panel.annotate(label.pop("s"), at, (4 * sign, 0) if flat else (0, 3 * sign),
                        textcoords="offset points", zorder=4, annotation_clip=True,
                        ha=("left" if sign > 0 else "right") if flat else "center",
-                       va="center" if flat else ("bottom" if sign > 0 else "top"), **said)
+                       va="center" if flat else ("bottom" if sign > 0 else "top"), **label)
 
     def hide_where_narrow(self, panel: Any, patch: Any, drawn: Any, trace: dict, flat: bool,
                           sign: int, log: bool) -> None:
@@ -1154,10 +1155,10 @@ class _Drawing:
                 for column, (at, word) in enumerate(zip(x, words)):
                     if word and math.isfinite(z[row, column]):
                         share = min(max((z[row, column] - low) / (high - low), 0), 1)
-                        said = self.write(word, _merged({"size": 12}, trace.get("textfont")))
+                        label = self.write(word, _merged({"size": 12}, trace.get("textfont")))
                         if "color" not in (trace.get("textfont") or {}):
-                            said["color"] = _readable(scale(share))
-                        panel.text(at, up_at, ha="center", va="center", zorder=4, **said)
+                            label["color"] = _readable(scale(share))
+                        panel.text(at, up_at, ha="center", va="center", zorder=4, **label)
         if trace.get("showscale", True):
             self.colour_bar(scale, low, high, trace.get("colorbar") or {})
 
@@ -1193,10 +1194,10 @@ class _Drawing:
 
     def _at(self, text: Any, x: float, y: float, shift: tuple, ha: str, va: str,
             size: float) -> dict:
-        said = self.write(text, {"size": size})
-        return {"text": said.pop("s"), "xy": (x, y), "xytext": shift, "xycoords": "axes fraction",
+        label = self.write(text, {"size": size})
+        return {"text": label.pop("s"), "xy": (x, y), "xytext": shift, "xycoords": "axes fraction",
                 "textcoords": "offset points", "ha": ha, "va": va, "annotation_clip": False,
-                "zorder": 6, **said}
+                "zorder": 6, **label}
 
 
 def _nothing() -> Any:

@@ -57,8 +57,8 @@ def _of_log(step: float | str | None, low: float, high: float, many: float) -> l
     if not isinstance(step, str):
         return [10.0**value for value in _multiples(float(step), 0, *ends)]
     powers = range(math.floor(ends[0]), math.ceil(ends[1]) + 1)
-    found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    return [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+    candidates = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    return [value for value in candidates if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
 def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
@@ -72,12 +72,12 @@ def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
                 for value in values]
     largest = max(map(abs, values), default=0)
     if axis.get("type") == "log":       # each tick has its own power
-        said = [number(value, form, _power(value, form, whole=True)) for value in values]
+        texts = [number(value, form, _power(value, form, whole=True)) for value in values]
     else:
         steps = [right - left for left, right in itertools.pairwise(values)]
         power = _power(largest, form)
-        said = [number(value, form, power, min(map(abs, steps), default=0)) for value in values]
-    return [axis.get("tickprefix", "") + word + suffix for word in said]
+        texts = [number(value, form, power, min(map(abs, steps), default=0)) for value in values]
+    return [axis.get("tickprefix", "") + word + suffix for word in texts]
 
 
 def _power(value: float, form: str, whole: bool = False) -> int:
@@ -118,11 +118,11 @@ def number(value: float, form: str, power: int, step: float = 0) -> str:
 def d3(form: str, value: float) -> str:
     """Return a value in the d3 format `form`. Errors: ConfigError for a form outside `,.2~f` with
     f, %, s, d, e, g or r."""
-    found = NUMBER_FORMAT.fullmatch(form)
-    if not found:
+    match = NUMBER_FORMAT.fullmatch(form)
+    if not match:
         raise ConfigError(f"a static picture cannot write numbers as {form!r}; use a form such as "
                           f"'.1f', '.0%' or '.3~s'")
-    comma, digits, trim, kind = found.groups()
+    comma, digits, trim, kind = match.groups()
     if kind == "s":
         power = 3 * math.floor(math.log10(abs(value)) / 3) if value else 0
         scaled = value / 10.0**power

@@ -33,12 +33,12 @@ def progress(steps: Sequence[Any]) -> Iterator[Any]:
 
 
 def _shown(done: int, count: int, seconds: float, over: bool = False) -> dict[str, str]:
-    said = f"{done} of {count} parts"
+    message = f"{done} of {count} parts"
     if over:
-        said += f" took {seconds:.1f} s."
+        message += f" took {seconds:.1f} s."
     elif done:
-        said += f", {seconds / done * (count - done):.0f} s to go"
+        message += f", {seconds / done * (count - done):.0f} s to go"
     bar = f"<progress value='{done}' max='{count}'></progress> "
     style = f"font:13px {escape(FONT)};color:{QUIET}"
-    return {"text/plain": said,
-            "text/html": f"<span style='{style}'>{bar * (not over)}{said}</span>"}
+    return {"text/plain": message,
+            "text/html": f"<span style='{style}'>{bar * (not over)}{message}</span>"}
