@@ -458,7 +458,7 @@ def test_figures_can_be_read_in_either_theme(notebook, theme):
     opened.run()
     opened.settle()
     found = texts_of_figures(opened.page)
-    assert len(found) > 80 and any("off from what was measured" in said for _, said in found)
+    assert len(found) > 80 and any("error against the measurement" in said for _, said in found)
     assert found[0][0] >= 4.5, found[:5]
     ground = opened.page.locator(".lpkit-figure").first.screenshot()
     level = sum(Image.open(io.BytesIO(ground)).convert("RGB").getpixel((3, 3))) / 3

@@ -1,5 +1,6 @@
-"""Each answer, format, recipe and role has one colour in the whole course, and so do the ends of
-colour maps. A figure whose legend uses one of these tables uses no other table."""
+"""The colours of answers, formats, recipes and roles, and the range of colour maps in dB. They are
+the same in every figure of the course. A legend uses only one of these tables, because a colour can
+be in two of them."""
 
 import collections
 import itertools
@@ -21,17 +22,24 @@ FORMAT_COLOURS = {      # also for recipes that cast to these formats
 }
 SYMBOLS = {"solid": "circle", "dash": "diamond", "dot": "square", "dashdot": "cross"}   # by dash
 DASHES = tuple(SYMBOLS)
-DECIBELS = (0.0, 60.0)      # range of every colour map in dB: from no signal to bf16's best
+DECIBELS = (0.0, 60.0)      # range of every colour map in dB; about 60 dB: the SQNR of bf16
 
 
 def _format(name: str) -> str:
-    """Returns the format in a run's name: "bf16 weights, stochastic", "float32 master"."""
+    """Return the format with which the name of a run or recipe begins.
+
+    >>> _format("bf16 weights, stochastic"), _format("float32 master")
+    ('bf16', 'fp32')
+    """
     return re.split("[ ,:]", name)[0].replace("float", "fp")
 
 
 def lines_of(names: Iterable[str]) -> dict[str, dict]:
-    """Return a line style per name, in the colour of the format or recipe with which the name
-    starts, else in the next colour of DISTINCT. Further lines of one colour are dashed."""
+    """Return plotly's style of a line ({"color", "width", "dash"}) for each name.
+
+    The colour is that of the format or recipe with which the name begins; other names get the next
+    colour of DISTINCT. The first line of a colour is solid; later lines of that colour have the
+    next of DASHES."""
     spare, seen, lines = itertools.cycle(DISTINCT), collections.Counter(), {}
     for name in names:
         colour = FORMAT_COLOURS.get(_format(name)) or next(spare)

@@ -1,4 +1,5 @@
-"""The errors of guess and formula against the measurement: the figure of every `## Reconcile`."""
+"""The errors of the learner's guess and of the formula against the measurement: the figure below
+each notebook's heading `## Reconcile`."""
 
 import math
 from collections.abc import Iterable
@@ -13,16 +14,19 @@ from lpkit.predict.units import quantity
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", ("center bottom", 7)),
            "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", ("center top", -7))}
-LINEAR = 0.1        # smaller deviations are drawn on a linear scale, larger ones on a log scale
+LINEAR = 0.1        # errors up to about this size have a linear scale, larger ones a log scale
 NAME_LETTERS = 22   # letters per line of a row's name
-SHOWN = 10.0        # smallest range of the axis on both sides
+SHOWN = 10.0        # the axis contains at least -SHOWN to SHOWN, in percent or a row's unit
 
 
 def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
-    """The plotly spec of the errors of formula and guess, for a `Comparison` or its rows, the first
-    row on top. Zero is the measurement (or the formula, if nothing was measured). Errors are in
-    percent of it or in a unit of `DIFFERENCES`. The axis is linear near zero and logarithmic
-    beyond, so that 0.001% and a factor of 3 can be read in one figure."""
+    """Return the plotly spec of the errors of formula and guess. `rows`: a `Comparison` or its
+    rows; the first row is on top. Raises ConfigError without rows.
+
+    Zero on the axis is the measurement, or the formula if nothing was measured. An error is in
+    percent of that value; if the row's unit is a key of `DIFFERENCES` (for example dB), the error
+    is a difference in that unit. The axis is linear near zero and logarithmic beyond, so that an
+    error of 0.001% and a factor of 3 can be read in one figure."""
     rows = list(rows)
     if not rows:
         raise ConfigError("a comparison needs at least one row to show")
@@ -48,7 +52,7 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
     units = dict.fromkeys(DIFFERENCES.get(row.unit, "%") for row in rows)
     return figure(
         data, title, height=120 + high * len(rows), others=max(row.others for row in rows),
-        xaxis=axis(f"off from what was measured, {' or '.join(units)}", **_powers(reach)),
+        xaxis=axis(f"error against the measurement, {' or '.join(units)}", **_powers(reach)),
         yaxis={"ticks": "", "tickvals": list(lines), "ticktext": names,
                "range": [len(rows) - 0.4, -0.6], "zeroline": False}, annotations=notes,
         shapes=[rule(x=0, colour=ANSWER_COLOURS["measured"], width=2, dash="solid",
@@ -57,12 +61,13 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
 
 def _name(row: Row) -> str:
     what = "not measured" if row.measured is None else quantity(row.measured, row.unit)
-    name = "<br>".join(map(escape, wrap(row.name, NAME_LETTERS))) or "here"
+    name = "<br>".join(map(escape, wrap(row.name, NAME_LETTERS))) or "unnamed"
     return f"{name}<br><b>{what}</b>"
 
 
 def _deviation(value: float, row: Row) -> float:
-    """Returns the difference in the unit of `DIFFERENCES`; infinite relative to zero."""
+    """Return the error of `value`: a difference if the row's unit is in `DIFFERENCES`, else percent
+    of the row's measurement (infinite if the measurement is 0)."""
     base = row.truth
     if row.unit in DIFFERENCES or value == base:
         return value - base
@@ -70,21 +75,24 @@ def _deviation(value: float, row: Row) -> float:
 
 
 def _off(off: float, row: Row) -> str:
+    """Return the error `off` (see `_deviation`) as text: "+12%", "-0.9 dB", "exact"."""
     if off == 0:
         return "exact"
     if math.isinf(off):
-        return "of nothing"
+        return "relative to 0"
     number = f"{off:+.2g}" if abs(off) < 9.95 else f"{off:+,.0f}"
     return f"{number} {DIFFERENCES[row.unit]}" if row.unit in DIFFERENCES else f"{number}%"
 
 
 def _place(off: float) -> float:
-    """Return the place on the axis: sign kept, linear up to about LINEAR, logarithmic beyond."""
+    """Return the axis coordinate of an error: sign(off) log10(1 + |off| / LINEAR). It is about
+    linear up to LINEAR and logarithmic beyond. Errors above 1e6 are drawn at 1e6."""
     return math.copysign(math.log10(1 + min(abs(off), 1e6) / LINEAR), off)
 
 
 def _powers(reach: float) -> dict:
-    """Return ticks at zero and at powers of ten up to the place `reach`, on both sides."""
+    """Return the settings of the axis: its range, and ticks at 0 and at plus and minus the powers
+    of ten from 1 up to the coordinate `reach` (see `_place`)."""
     sizes = [10.0**power for power in range(7) if _place(10.0**power) <= 1.02 * reach]
     ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
     return {"tickvals": list(map(_place, ticks)),

@@ -1,4 +1,5 @@
-"""Controls for a pure function, which returns a figure for each choice of its arguments."""
+"""`Explorer`: menus and sliders that choose the arguments of a pure function, and the figure that
+the function returns for them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -15,21 +16,23 @@ Control = Sequence | range | Mapping | float | widgets.Widget
 ALERT = (f"font:13px {FONT};color:{TEXT};border-left:3px solid {WARNING};padding:2px 10px;"
          f"margin:4px 12px")
 WIDE = {"width": "100%", "overflow": "hidden"}
-WORDS = 36          # most characters that a menu shows next to another control
+WORDS = 36          # a menu with a longer label gets a whole row of the panel
 
 
 class Explorer(Stored, widgets.VBox):
-    """Redraws `show(**choices)` on every change of a control.
+    """A figure with controls. A change of a control calls `show(**choices)` and draws the result.
 
-    show      a pure and fast function (under 50 ms) that returns a plotly spec, or (spec, html) for
-              a table beside the figure. If it raises ConfigError, the message is shown above
-              the last valid figure
-    controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu),
-              name=range(...), name=0.3 (a field to type a number into), or a widget with a `value`
-    labels    the text next to a control; by default its name
-    start     initial values; by default the first ones
+    show      a pure function that takes less than 50 ms and returns a plotly spec, or (spec, html)
+              with a table that is shown next to the figure. If it raises ConfigError, its message
+              is shown above the last valid figure
+    controls  one keyword per argument of `show`: name=[values] (a slider if all values are numbers,
+              else a menu), name={label: value} (a menu), name=range(...) (a slider), name=0.3 (a
+              field for a number), or a widget with a `value`
+    labels    {name: text next to the control}; by default the name
+    start     {name: initial value}; by default the first value of the control
 
     explorer.set(devices=8, zero_stage=3) moves controls from Python and redraws once.
+    Raises ConfigError for a control without values, and for unknown names in `labels` or `start`.
     """
 
     def __init__(self, show: Callable[..., Any], /, *, labels: Mapping[str, str] | None = None,
@@ -64,6 +67,8 @@ class Explorer(Stored, widgets.VBox):
         return {name: control.value for name, control in self.controls.items()}
 
     def set(self, **choices: Any) -> None:
+        """Move these controls to these values and redraw once, not once per control. Raises
+        ConfigError for an unknown control."""
         for name in choices:
             pick(self.controls, name, "control")
         self._moving = True
@@ -79,6 +84,8 @@ class Explorer(Stored, widgets.VBox):
             self.draw()
 
     def draw(self) -> None:
+        """Call `show` with the current choices and show its figure and table; if `show` raises
+        ConfigError, keep the figure and show the message."""
         try:
             shown = self.show(**self.choices)
         except ConfigError as error:
@@ -92,7 +99,7 @@ class Explorer(Stored, widgets.VBox):
 
 
 def _control(control: Control, label: str) -> widgets.Widget:
-    """Return the widget of a control, at its first value."""
+    """Return the ipywidget for `control` (see `Explorer`), at its first value, with its label."""
     if isinstance(control, widgets.Widget):
         widget = control
     elif isinstance(control, float):

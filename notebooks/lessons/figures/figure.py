@@ -1,9 +1,8 @@
-"""The kit's figure class: it shows a plotly spec as a live figure and sends plotly.js once per
-kernel.
+"""`Figure` shows a plotly spec as a live figure; plotly.js is sent to the browser once per kernel.
 
-`go.FigureWidget` includes 5 MB of JavaScript in every figure. Here one `Library` widget has
-plotly's packaged plotly.min.js, gzipped, and every `Figure` is a stub of 2 kB that refers to it.
-Nothing is loaded from another host.
+Plotly's `go.FigureWidget` sends 5 MB of JavaScript with every figure. Here one `Library` widget
+holds plotly's packaged plotly.min.js, gzipped, and every `Figure` is a widget of 2 kB that refers
+to the `Library`. Nothing is loaded from another host.
 
 For viewers without a kernel (an executed notebook, a published page), the output also has plotly's
 mime type, which JupyterLab and plotly draw; a static picture (`lessons.figures.still`), which
@@ -34,15 +33,16 @@ from lessons.figures.style import TEMPLATE
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 
-MAX_POINTS = 5000   # per trace; twenty quick redraws of 20k points take a browser 8 s
-BESIDE = resource("notebooks") / "lessons" / "figures"      # a learner's folder has only modules
+MAX_POINTS = 5000   # per trace; twenty quick redraws of 20,000 points take a browser 8 s
+# folder of figure.js, figure.css and panels.js; a learner's copy of the lessons lacks these files
+BESIDE = resource("notebooks") / "lessons" / "figures"
 CONFIG = {"displaylogo": False, "displayModeBar": "hover", "scrollZoom": False,
           "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]]}
 
 
 class Library(anywidget.AnyWidget):
-    """The scripts that all figures of this kernel share: plotly.js and panels.js. It is not
-    displayed."""
+    """A widget that is never displayed. It holds the scripts that all figures of this kernel share:
+    plotly.js and panels.js."""
 
     _esm = "export default { render() {} }"
     version = traitlets.Unicode().tag(sync=True)
@@ -52,7 +52,8 @@ class Library(anywidget.AnyWidget):
 
 
 def library() -> Library:
-    """Return the kernel's only `Library`; make a new one after all widgets have been closed."""
+    """Return the `Library` of this kernel. Create it on first use, and again if its widget has been
+    closed (ipywidgets' `Widget.close_all` closes all widgets)."""
     if Library.current is None or Library.current.comm is None:
         source = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
         # Level 4 takes a third of level 9's time, for a tenth more bytes.
@@ -63,15 +64,17 @@ def library() -> Library:
 
 
 class Shown(widgets.Widget):
-    """Holds the content of a figure in a model of ipywidgets. A model of anywidget would lose
-    updates if a busy browser needs more than two seconds to load its code."""
+    """Holds the spec of a figure in a plain ipywidgets model. An anywidget model loads its
+    JavaScript first, and updates that arrive while a busy browser needs more than two seconds for
+    that are lost."""
 
     spec = traitlets.Dict().tag(sync=True)
 
 
 class Stored:
-    """Mixin for widgets that show `figure`: the stored output can be drawn without a kernel, and it
-    has an id, so it can be updated."""
+    """Mixin for widgets that show `figure`. Their stored output contains the widget, the plotly
+    spec, a static picture and a sentence, so a viewer without a kernel can draw it. The output has
+    a display id, so `refresh_output` can replace it."""
 
     figure: "Figure"
     _display_id: str | None = None
@@ -135,7 +138,8 @@ class Figure(Stored, anywidget.AnyWidget):
 def plain(spec: Any) -> dict:
     """Return `spec` as JSON-ready {"data", "layout"} in the house style. Errors: ConfigError if it
     is not a plotly spec."""
-    # part by part: the whole figure would pack its arrays, which then could not be thinned
+    # Convert trace by trace: `to_plotly_json` of a whole figure packs its arrays into base64 text,
+    # which `thin` cannot shorten.
     if hasattr(spec, "to_plotly_json"):
         spec = {"data": [trace.to_plotly_json() for trace in spec.data],
                 "layout": spec.layout.to_plotly_json()}
@@ -154,19 +158,19 @@ def plain(spec: Any) -> dict:
 
 
 def _headroom(data: list[dict], layout: Mapping[str, Any]) -> int:
-    """Return the pixels above the axes for the title and, below it, the rows of the legend, which
-    plotly would let overlap."""
+    """Return the pixels that the title and the rows of the legend need above the axes. Plotly does
+    not reserve this space, so title and legend would overlap."""
     rows, title = 0, (layout.get("title") or {}).get("text")
     names = [len(trace.get("name") or "") for trace in data if trace.get("showlegend", True)]
     if names and "legend" not in layout and layout.get("showlegend", len(data) > 1):
-        columns = max(1, int(640 / (48 + 7.5 * max(names))))    # of equal width
+        columns = max(1, int(640 / (48 + 7.5 * max(names))))    # plotly's columns have equal widths
         rows = math.ceil(len(names) / columns)
     return 16 + 28 * bool(title) + 21 * rows
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy arrays to lists, dates to text, and values that JSON lacks (NaN, infinities) to
-    null, which plotly draws as a gap."""
+    """Return `value` with numpy arrays as lists, dates as text, and values that JSON lacks (NaN,
+    infinities) as None, which plotly draws as a gap."""
     def listed(item: Any) -> Any:
         if hasattr(item, "isoformat"):
             return item.isoformat()
@@ -176,9 +180,10 @@ def _plain(value: Any) -> Any:
 
 
 def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a scatter trace with at most MAX_POINTS points: both ends, and the lowest and highest
-    y of each stretch between. Every list that is as long as y (x, text, customdata, marker sizes)
-    keeps the same points."""
+    """Return `trace` with at most MAX_POINTS points if it is a scatter trace; other traces are
+    returned unchanged. The kept points are both ends, and the lowest and the highest y in each of
+    MAX_POINTS / 2 - 1 stretches between the ends. Every list that is as long as y (x, text,
+    customdata, marker sizes) keeps the same points."""
     y = trace.get("y")
     count = 0 if y is None else len(y)
     if trace.get("type", "scatter") not in ("scatter", "scattergl") or count <= MAX_POINTS:
@@ -202,7 +207,8 @@ def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe(spec: Mapping[str, Any], kind: str = "Figure") -> str:
-    """Return a sentence for viewers that cannot draw. The site recognises an Explorer by it."""
+    """Return a sentence for viewers that cannot draw: "Figure: TITLE (TRACES); Y over X". `kind` is
+    the class of the widget; the published site recognises an Explorer by this first word."""
     layout = spec["layout"]
     words = f"{kind}: {layout.get('title', {}).get('text') or 'untitled'}"
     if names := [trace["name"] for trace in spec["data"] if trace.get("name")]:

@@ -1,6 +1,9 @@
-"""The errors that number formats add to the tensors of a run, from samples of
-`lpkit.measure.telemetry.read`: a map of layers by steps with one cell as a histogram; or layers by
-runs, next to a race."""
+"""Maps of the errors that number formats add to the tensors of a run, drawn from the samples that
+`lpkit.measure.telemetry.read` returns.
+
+`heat_map` draws layers by steps, and the elements of one chosen cell as a histogram. `beside_race`
+draws layers by runs, next to the losses of the runs.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +17,7 @@ from lessons.figures.style import COLOURS
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 
-AS_RUN = "as it ran"
+AS_RUN = "the run's own cast"     # in the menu of recipes; the other choices are names of recipes
 Samples = Sequence[Any]
 
 
@@ -23,48 +26,58 @@ def _percent(share: float) -> float:
 
 
 def _octave(magnitude: float) -> float:
-    return math.log2(max(magnitude, 2.0**-150))      # below float32's smallest value
+    return math.log2(max(magnitude, 2.0**-150))      # for 0: below float32's smallest value
 
 
 SHARES, OCTAVES = (0, 100), (-30, 10)
-METRICS = {     # title; field of a sample or its quality; conversion; format; range of the map
+# for each metric: title, field of the sample or of its quality, conversion to the title's unit,
+# format of the number, range of the colours
+METRICS = {
     "SQNR": ("signal to quantisation noise (dB)", "sqnr_db", float, ".1f", DECIBELS),
     "worst block": ("SQNR of the worst block (dB)", "worst_block_db", float, ".1f", DECIBELS),
-    "underflow": ("became zero (% of elements)", "underflow", _percent, ".2f", SHARES),
-    "saturated": ("saturated (% of elements)", "saturated", _percent, ".3f", SHARES),
+    "underflow": ("elements that became zero (%)", "underflow", _percent, ".2f", SHARES),
+    "saturated": ("elements that saturated (%)", "saturated", _percent, ".3f", SHARES),
     "saturated blocks": ("blocks with a saturated element (%)", "saturated_blocks", _percent, ".2f",
                          SHARES),
-    "zeroed blocks": ("blocks of which nothing is left (%)", "zeroed_blocks", _percent, ".2f",
-                      SHARES),
-    "scale spread": ("largest over smallest scale (octaves)", "scale_octaves", float, ".1f",
+    "zeroed blocks": ("blocks in which every element became zero (%)", "zeroed_blocks", _percent,
+                      ".2f", SHARES),
+    "scale spread": ("log2 of largest / smallest scale (octaves)", "scale_octaves", float, ".1f",
                      (0, 20)),
     "amax": ("log2 of the largest magnitude", "amax", _octave, ".1f", OCTAVES),
 }
 
 
 def quality_of(sample: Any, recipe: str) -> Any:
-    """Returns the quality of the run's cast, or of another recipe's cast of the same tensor; None
-    if the tensor has NaN or Inf."""
+    """Return the measured quality (SQNR, underflow, ...) of the cast that the run used, or, if
+    `recipe` is a name, of that recipe's cast of the same tensor. None if the tensor contains NaN or
+    Inf, or if the recipe was not tried."""
     return sample.own if recipe == AS_RUN else sample.others.get(recipe)
 
 
 def _overflows(quality: Any) -> bool:
-    """True if the cast produced an infinity, so that its noise has no logarithm: FP16 without a
-    scale. A cast without noise has no logarithm either, but saturates nothing."""
+    """Return whether the cast produced an infinity, as FP16 without a scale can. Its `sqnr_db` is
+    then None, because the noise is infinite. `sqnr_db` is also None for an exact cast, but an exact
+    cast saturates no element."""
     return quality is not None and quality.sqnr_db is None and quality.saturated > 0
 
 
 def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe: str = AS_RUN,
              layer: str | None = None, step: int | None = None, title: str = "") -> dict:
-    """The plotly spec of layers (the first on top) by steps, and next to it the cell of `layer` and
-    `step`, by default the last step. Raises ConfigError without samples of `role`."""
+    """Return the plotly spec of a map of layers (the first on top) by steps, and of a histogram of
+    the cell of `layer` and `step` next to it.
+
+    metric, role, recipe: a key of METRICS, "x", "w" or "dy", and AS_RUN or the name of a recipe
+    layer, step: the cell of the histogram; by default the first layer and the last step
+
+    Raises ConfigError for an unknown metric, and without samples of `role`."""
     what, field, in_unit, form, ends = pick(METRICS, metric, "metric")
     cells = {(sample.layer, sample.step): sample for sample in samples if sample.role == role}
     if not cells:
         roles = ", ".join(_values(samples, "role"))
         raise ConfigError(f"there are no samples of {role!r}"
                           + (f"; there are {roles}" if roles else " yet"))
-    # gradients are sampled from the last layer to the first; the map has the same order for all
+    # Backward samples gradients from the last layer to the first. `_values(samples, ...)` takes the
+    # order of the layers from all samples, so the map of every role has the order of forward.
     seen = {name for name, _ in cells}
     layers = [name for name in _values(samples, "layer") if name in seen]
     steps = _values(cells.values(), "step")
@@ -79,7 +92,7 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
             words[row][column] = hover[row][column] = "Inf"
         if sample.nonfinite:
             words[row][column] = hover[row][column] = "NaN"
-    # the bar is between the panels, since outside of them plotly would move the titles
+    # the colour bar is between the two panels: outside of them, plotly would move the titles
     cells_of = heat([str(at) for at in steps], layers, values, ends=ends, text=words,
                     bar={"x": 0.425, "xanchor": "left"}, texttemplate="%{text}", customdata=hover,
                     hoverongaps=True,
@@ -105,8 +118,9 @@ def _values(samples: Samples, field: str) -> list:
 
 
 def _chosen(samples: Samples, layer: str | None, step: int | None) -> Any:
-    """Return the sample of `layer` at the last sampled step up to `step`; if the layer has none,
-    the first layer's."""
+    """Return the sample of `layer` at the last sampled step that is not after `step` (None: the
+    last sampled step). If `layer` has no samples, use the first sample's layer; if all its samples
+    are after `step`, return the first of them."""
     ours = [sample for sample in samples if sample.layer == layer]
     ours = ours or [sample for sample in samples if sample.layer == samples[0].layer]
     before = [sample for sample in ours if step is None or sample.step <= step]
@@ -114,8 +128,9 @@ def _chosen(samples: Samples, layer: str | None, step: int | None) -> Any:
 
 
 def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[dict]]:
-    """Return the exponents of one tensor on axes x2 and y2, the range of x2, the range of the
-    format as a window, and notes."""
+    """Return what the panel of one tensor shows, on the axes x2 and y2: the trace of the share of
+    elements by exponent, settings of x2, the shaded range of the cast's format, and the notes. If
+    the tensor has NaN or Inf, there is a note instead of the shaded range."""
     exponents, quality = sorted(sample.exponents), quality_of(sample, recipe)
     total = sum(sample.exponents.values()) or 1
     counts = columns([e + 0.5 for e in exponents],
@@ -139,7 +154,8 @@ def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[d
 
 
 def quality_table(sample: Any) -> str:
-    """Return a table of the cell under its own cast and under every other recipe's cast."""
+    """Return an HTML table of one sampled tensor: a row for the cast that the run used, and a row
+    for the cast of each other recipe that was tried on it."""
     casts = {} if sample.own is None else {AS_RUN: sample.own, **sample.others}
     rows = []
     for name, quality in casts.items():
@@ -147,16 +163,25 @@ def quality_table(sample: Any) -> str:
         rows.append((name, "overflows to Inf" if _overflows(quality) else noise,
                      f"{quality.underflow:.2%}", f"{quality.saturated:.2%}"))
     drawn = f"{sample.sampled_rows:,} of {sample.total_rows:,} rows"
-    return html_table(("cast", "SQNR (dB)", "to zero", "saturated"), rows,
-                      caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
+    return html_table(("cast", "SQNR (dB)", "became zero", "saturated"), rows,
+                      caption=f"{sample.role} of {sample.layer}, step {sample.step}; "
+                      f"sampled: {drawn}")
 
 
 def explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
              start: Mapping[str, Any] | None, **more: Any) -> Explorer:
-    """Return menus for everything that was sampled, starting at the last step. A click on the map
-    chooses the cell."""
+    """Return an Explorer of `show` with controls for metric, role, recipe, layer and step, which
+    offer what `samples` contain. It starts at the last step. A click on a cell of the map chooses
+    the layer and the step of that cell.
+
+    show: takes the choices and returns (spec, html), as `cell_and_table` does
+    start: initial values of controls
+    more: further controls, and `labels`, of `Explorer`
+
+    Raises ConfigError without samples."""
     if not samples:
-        raise ConfigError("there are no samples to show; the first comes with step 1")
+        raise ConfigError("there are no telemetry samples to show yet; a run records the first "
+                          "samples in step 1")
     steps = sorted(_values(samples, "step"))
     others = max((sample.others for sample in samples), key=len)
     shown = Explorer(show, **more, metric=list(METRICS), role=_values(samples, "role"),
@@ -174,15 +199,17 @@ def explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
 
 def cell_and_table(samples: Samples, *, role: str, layer: str, step: int,
                    **choices: Any) -> tuple[dict, str]:
-    """Return the map with one chosen cell, and the table of that cell."""
+    """Return (spec, html) for an Explorer: `heat_map` with the cell of `layer` and `step`, and
+    `quality_table` of that cell. `choices` are the metric, the recipe and a title."""
     ours = [sample for sample in samples if sample.role == role]
     table = quality_table(_chosen(ours, layer, step)) if ours else ""
     return heat_map(samples, role=role, layer=layer, step=step, **choices), table
 
 
 def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
-    """Return `race`, the spec of `lessons.race.race_figure`, with a map on its right: the noise of
-    each layer at the last sampled step, by run. Without samples, the space is empty."""
+    """Return `race`, the spec of `lessons.race.race_figure`, with a map of layers by runs on its
+    right: the lowest SQNR of x, w and dy in each layer, at the run's last sampled step. `samples`
+    are the telemetry samples by run. Without samples, the space on the right is empty."""
     layout = {**race["layout"]}
     for name in layout.keys() & {"xaxis", "xaxis2"}:
         layout[name] = {**layout[name], "domain": [0, 0.46]}
@@ -190,11 +217,12 @@ def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
     return {"data": [*race["data"], *([_noise_map(samples)] if samples else [])], "layout": {
         **layout, "xaxis3": {**small, "domain": [0.64, 1], "anchor": "y3", "tickangle": -40},
         "yaxis3": {**small, "anchor": "x3", "autorange": "reversed"},
-        "annotations": [note("signal over noise of the worst of x, w and dy, dB", 1, 1.01,
+        "annotations": [note("lowest SQNR of x, w and dy (dB), by layer and run", 1, 1.01,
                              "right bottom", xref="paper", yref="paper", font={"size": 12})]}}
 
 
 def _noise_map(samples: Mapping[str, Samples]) -> dict:
+    """Return the heat map that `beside_race` describes."""
     layers = list(dict.fromkeys(sample.layer for of_run in samples.values() for sample in of_run))
     worst: dict[tuple[str, str], float] = {}
     for name, of_run in samples.items():

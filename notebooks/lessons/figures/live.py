@@ -1,7 +1,7 @@
 """A live figure of a training run: loss, gradient norm and speed, with buttons to stop and pause.
 
-`training_figure` is a pure function; `LiveRun` applies it to the records of a handle. Losses are in
-nats per token.
+`training_figure` is a pure function of a run's records; `LiveRun` redraws it while the run adds
+records. Losses are in nats per token.
 """
 
 import math
@@ -21,19 +21,25 @@ from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
 
 STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
-PERIOD_SECONDS = 1 / 8      # least time between two redraws
+PERIOD_SECONDS = 1 / 8      # shortest time between two redraws
 STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}
 
 
 def training_figure(records: Sequence[StepRecord], *, title: str = "",
                     planned_steps: int | None = None,
                     levels: Mapping[str, float] | None = None, others: float = 0.0) -> dict:
-    """The plotly spec of a run: loss and validation loss, and next to them gradient norm and speed,
-    over the same steps. `levels` are losses to compare with, by name: dotted lines."""
+    """Return the plotly spec of a run. Left: training loss and validation loss over the steps.
+    Right: gradient norm and tokens per second over the same steps.
+
+    planned_steps: the end of the step axis, so that the axis does not grow during the run
+    levels: losses to compare with, by name; each is a dotted line
+    others: the share of the cores that other processes used (see `lessons.figures.drawing.figure`)
+    """
     levels = levels or {}
     steps = [record.step for record in records]
     evaluated = [record for record in records if record.val_loss is not None]
-    # `tokens` is the total so far, and every step has equally many
+    # `tokens` is the total so far, and every step has the same number of tokens: tokens / step is
+    # that number
     speeds = [record.tokens / record.step / record.step_seconds for record in records]
     thin = {"line": {"width": 1.2}, "showlegend": False}
     data = [
@@ -62,12 +68,12 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "",
 
 
 def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
-    """Return the progress of a run in words: 'step 20 of 300 · loss 3.121 · 12.3k tokens/s · about
-    14 s left'."""
+    """Return the progress of a run in words, for example 'step 20 of 300 · loss 3.121 · 12.3k
+    tokens/s · about 14 s left'. The time left assumes the median time of the last 20 steps."""
     if not records:
         return f"starting: {planned_steps} steps planned"
     last = records[-1]
-    # the median, since the first step also compiles
+    # the median, because the first step also compiles and takes much longer
     recent = sorted(record.step_seconds for record in records[-20:])
     seconds = recent[len(recent) // 2]
     parts = [f"step {last.step} of {planned_steps}", f"loss {last.loss:.3f}"]
@@ -79,17 +85,19 @@ def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
     return " · ".join(parts)
 
 
-RANK = {     # fields that a rank reports: head of the column, and format
+# for each field that a rank reports: the heading of its column, and the format of its cells
+RANK = {
     "step": ("step", "{:,}".format),
     "loss": ("loss", "{:.3f}".format),
-    "step_seconds": ("seconds a step", "{:.3f}".format),
+    "step_seconds": ("seconds per step", "{:.3f}".format),
     "peak_bytes": ("peak memory", lambda nbytes: quantity(nbytes, "bytes")),
-    "communication_share": ("communication", "{:.0%}".format),
+    "communication_share": ("share of communication", "{:.0%}".format),
 }
 
 
 def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
-    """HTML: one row per rank; empty without ranks."""
+    """Return an HTML table with a row for each rank, from the fields that each rank reported last
+    (see RANK); "-" for a field that is not reported yet. "" without ranks."""
     if not ranks:
         return ""
     rows = [[rank, *(form(facts[name]) if facts.get(name) is not None else "-"
@@ -98,12 +106,15 @@ def ranks_table(ranks: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 class LiveRun(Stored, widgets.VBox):
-    """A live figure of the run of a `handle` from `lpkit.start` or `lpkit.launch`, with Stop and
-    Pause, and a row per rank if there are several. Stop keeps a checkpoint and the partial run.
-    `others()` is the share of the cores that other processes used since the start.
+    """A live figure of a run, with the buttons Stop and Pause, and a table of ranks if the run has
+    several. Stop ends the run after the current step; its checkpoint and its records are kept.
 
-    The buttons work while the kernel is idle or awaits (`run = await handle`); during a cell that
-    blocks, they have no effect.
+    handle: the running training, as `lpkit.start` or `lpkit.launch` returns it
+    others: returns the share of the cores that other processes used since the start
+    clock: returns the time in seconds
+
+    The buttons work while the kernel is idle or awaits the run (`run = await handle`). While a cell
+    blocks the kernel, they have no effect.
     """
 
     def __init__(self, handle: Any, *, others: Callable[[], float] = float,
@@ -111,7 +122,8 @@ class LiveRun(Stored, widgets.VBox):
         self.handle, self.others = handle, others
         self._clock, self._next = clock, -math.inf
         self._stopping = self._paused = False
-        # a button's thread must not overwrite the message of the training's last step
+        # The training's thread and the kernel's thread, which handles buttons, both write the
+        # status line. Without the lock, a button could replace the final status by an older one.
         self._saying = threading.Lock()
         self.status = widgets.HTML(layout={"flex": "1 1 300px", "min_width": "0"})
         self.pause_button, self.stop_button = (
@@ -140,7 +152,7 @@ class LiveRun(Stored, widgets.VBox):
 
     @property
     def _reached_all(self) -> bool:
-        """True if a run that ended has done all planned steps."""
+        """Whether the last record is that of the last planned step."""
         records = self.handle.records
         return bool(records) and records[-1].step >= self.handle.planned_steps
 
@@ -155,9 +167,10 @@ class LiveRun(Stored, widgets.VBox):
         return "paused" if self._paused else "running"
 
     def _changed(self, _record: Any) -> None:
-        """Redraw, unless the last redraw was too recent: a browser that draws more than a few times
-        per second falls behind. A skipped redraw happens at a later step or at the end. Redraws
-        take at most a fifth of the time."""
+        """Redraw after a new record, unless the last redraw was too recent: a browser falls behind
+        if it has to draw more than a few times per second. A skipped record is drawn at a later
+        step, or at the end of the run. After a redraw that took t seconds, no redraw starts for
+        4 t seconds, so redraws take at most a fifth of the time."""
         began = self._clock()
         if self._state == "running" and began < self._next:
             return
@@ -176,9 +189,11 @@ class LiveRun(Stored, widgets.VBox):
             if state != "running":
                 words = words.split(" · about")[0]
             if state == "failed":
-                words = str(self.handle.error).split("\n")[0]      # several ranks add a traceback
+                # the first line is the reason; errors of several ranks add a traceback to it
+                words = str(self.handle.error).split("\n")[0]
             colour = STATE_COLOURS.get(state, TEXT)
-            self.status.value = (f'<div style="{STATUS}"><span style="color:{colour}">&#9679;</span> '
+            self.status.value = (f'<div style="{STATUS}">'
+                                 f'<span style="color:{colour}">&#9679;</span> '
                                  f'<b style="color:{TEXT}">{state}</b>&ensp;'
                                  f"{escape(words)}</div>")
             ending = self._stopping or self.handle.done
@@ -187,7 +202,7 @@ class LiveRun(Stored, widgets.VBox):
     def _stop(self, _button: Any) -> None:
         self._stopping = True
         self.handle.stop()
-        if self._paused:             # a paused run must resume to end
+        if self._paused:             # a paused run does not see the stop until it resumes
             self.handle.resume()
         self._say()
 

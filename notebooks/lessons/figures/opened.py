@@ -1,5 +1,5 @@
-"""HTML of a plan's details: the memory and the time of a layout, row by row, each row with its
-formula and source."""
+"""HTML of the details of a prediction: the memory and the step time of a layout, row by row. A
+click on a row opens its formula and source."""
 
 import re
 from collections.abc import Sequence
@@ -11,11 +11,13 @@ from lpkit.predict.time import StepTime
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FONT, LINE, LINK, QUIET, TEXT
 
-KINDS = {   # colours of the kinds of rows of a step's time
+KINDS = {   # by kind of row of a step's time: its colour
     "products": COLOURS[0], "attention": COLOURS[2], "limited by memory": COLOURS[3],
     "recomputation": "#e0a3ad", "communication": COLOURS[1], "idle": COLOURS[6],
 }
-KIND_OF = {     # other rows: communication if the name has a colon, else a product
+# by name of row: its kind. Of other names, those with a colon are "communication", the rest
+# "products" (`lessons.l09_predict_before_you_rent.kind_of`)
+KIND_OF = {
     "attention": "attention", "norms, activations, loss": "limited by memory",
     "weight copies": "limited by memory", "optimizer": "limited by memory",
     "recomputation": "recomputation", "pipeline: bubble": "idle", "host": "idle",
@@ -24,8 +26,13 @@ KIND_OF = {     # other rows: communication if the name has a colon, else a prod
 
 def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[str]]],
                 whole: float) -> str:
-    """HTML: rows that open on a click; the largest is open already. Each row has a name, a value,
-    the value in words, a summary, and the lines inside. Addresses become links."""
+    """Return HTML: a title, and rows that open on a click; the row with the largest value is open
+    already.
+
+    rows: for each row its name, its value, the value as text, a short text next to it, and the
+        lines that a click shows. Web addresses in these lines become links.
+    whole: the value that is 100%; each row shows its share of it
+    """
     largest, *_ = max(rows, key=lambda row: row[1])
     link = (rf"<a style='color:{LINK};text-decoration:underline' target='_blank' "
             rf"rel='noopener' href='\g<0>'>\g<0></a>")
@@ -48,22 +55,25 @@ def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[
 
 
 def opened_memory(held: Memory) -> str:
-    """Returns HTML of the memory of a device, as `opened_rows` does."""
+    """Return HTML of the predicted memory of a device: `opened_rows` with the bytes of each row of
+    the ledger, as shares of the peak."""
     sizes, rows = held.at(held.peak_moment), []
     for row in held.rows:
         moments = ", ".join(row.at) if len(row.at) < len(MOMENTS) else "every moment"
         rows.append((row.name, row.bytes, quantity(row.bytes, "bytes"),
                      "" if row.name in sizes else "not at the peak",
-                     (row.formula, row.source, f"lives at: {moments}")))
-    return opened_rows(f"memory of a device: {quantity(held.peak_bytes, 'bytes')} at most", rows,
+                     (row.formula, row.source, f"allocated at: {moments}")))
+    return opened_rows(f"peak memory of a device: {quantity(held.peak_bytes, 'bytes')}", rows,
                        held.peak_bytes)
 
 
 def opened_time(step: StepTime) -> str:
-    """Returns HTML of the seconds of a step, as `opened_rows` does."""
+    """Return HTML of the predicted seconds of a step: `opened_rows` with the seconds of each row.
+    Seconds in which a row overlaps with other rows are not in its value; they are named next to
+    it."""
     rows = []
     for row in step.rows:
-        hidden = f"and {duration(row.hidden_seconds)} hidden behind other rows"
+        hidden = f"plus {duration(row.hidden_seconds)} that overlap with other rows"
         rows.append((row.name, row.seconds, duration(row.seconds),
                      hidden if row.hidden_seconds else "", (row.formula, row.source)))
     return opened_rows(f"time of a step: {duration(step.step_seconds)}", rows, step.step_seconds)

@@ -1,6 +1,9 @@
-"""Figures of the bytes of a training step: by moment of the closed form; as measured, event by
-event, with those moments as markers; and the bytes that techniques save over the time that they
-cost."""
+"""Figures of the bytes of a training step.
+
+`stacked_figure` draws bytes by row of the ledger, one bar per name: for example one bar for each
+moment of a step, by formula. `timeline_figure` draws the measured live bytes event by event, with
+the formula's moments as markers.
+"""
 
 import itertools
 import math
@@ -32,8 +35,8 @@ SENT_COLOURS = {"all-reduce": ROLE_COLOURS["w"], "reduce-scatter": ROLE_COLOURS[
 # By formula.
 
 def limit_of(held: Memory) -> float | None:
-    """Return the device's bytes if they can be drawn; None if they are so large that the bars would
-    be squeezed."""
+    """Return the bytes of the device's memory. Return None if they are unknown, or if the peak is
+    at most a tenth of them, so that an axis up to the limit would squeeze the bars."""
     limit = held.memory_bytes
     return limit if limit and held.peak_bytes > 0.1 * limit else None
 
@@ -42,8 +45,15 @@ def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | Non
                    title: str = "", axis_title: str = "bytes per device",
                    about: Mapping[str, str] | None = None, predicted: Sequence[float] = (),
                    limit: float | None = None) -> dict:
-    """The plotly spec of bytes by row, one bar per name. `about`: hover texts of the rows; `said`:
-    the sum of each bar by a formula, a diamond; `limit`: the device's bytes."""
+    """Return the plotly spec of stacked horizontal bars of bytes, one bar per name.
+
+    names: the labels of the bars
+    rows: for each row of the ledger (a key of ROW_COLOURS) or kind of message (a key of
+        SENT_COLOURS), its bytes in each bar; None: the row is not in that bar
+    about: hover texts of rows
+    predicted: the sum of each bar by a formula, drawn as a diamond
+    limit: bytes of the device's memory, drawn as a dashed line; red if a bar is longer
+    """
     data, about = [], about or {}
     for row, sizes in rows.items():
         data.append(bars(names, sizes, row, {**ROW_COLOURS, **SENT_COLOURS}[row],
@@ -67,17 +77,19 @@ def stacked_figure(names: Sequence[str], rows: Mapping[str, Sequence[float | Non
         xaxis=axis(axis_title, **BYTES, range=[0, 1.08 * max(most, limit or 0, *predicted)]))
 
 
-# As measured. The horizontal axis counts events, not seconds, so a forward pass and its backward
-# pass have similar widths. A point has `phase` (forward, backward, optimizer), `module`
-# ("blocks.3.mlp.up"; empty between modules) and `rows`, bytes by name:
-# lpkit.measure.tracking.Point.
+# As measured. The horizontal axis counts allocations and frees, not seconds, so a forward pass and
+# its backward pass have similar widths. Each point is a `lpkit.measure.tracking.Point` with `phase`
+# (forward, backward, optimizer), `module` ("blocks.3.mlp.up"; "" between modules) and `rows` (live
+# bytes by row of the ledger).
 
 MAX_POINTS = 400
 PHASES = {"forward": "#ffffff", "backward": "#f3f4f6", "optimizer": "#e5e7eb"}
-# shares of the axis: narrower stretches get no name, narrower blocks no number
+# the smallest share of the axis that has room for a word, and for the number of a block
 WORD, NUMBER = 0.075, 0.014
-BEGINS, OUTSIDE = ("loss",), ("head", "norm")      # modules at work in the moments LOSS and HEAD
-NOBODYS = ("", "gradient")      # no module: between modules, or a gradient reaches its parameter
+# modules that run in the formula's moment LOSS, and in its moment HEAD
+BEGINS, OUTSIDE = ("loss",), ("head", "norm")
+# values of `module` that name no module: between modules; a gradient is added to its parameter's
+NOBODYS = ("", "gradient")
 
 Points = Sequence[Any]
 Places = Sequence[tuple[str, str]]      # phase and part of the model, by point
@@ -85,9 +97,15 @@ Places = Sequence[tuple[str, str]]      # phase and part of the model, by point
 
 def timeline_figure(points: Points, *, formula: Memory | None = None, title: str = "",
                     highest: float | None = None) -> dict:
-    """The plotly spec of live bytes, stacked by row. `formula`: its moments are diamonds over the
-    largest point of the same part of the step. `highest`: bytes at the top of the axis, to compare
-    figures. Raises ConfigError without points."""
+    """Return the plotly spec of the live bytes of one step, stacked by row of the ledger.
+
+    points: the state after each allocation or free, in order. Of more than MAX_POINTS points, the
+        largest of every few neighbours is drawn.
+    formula: the prediction; each of its moments is a diamond at the largest point of the same part
+        of the step
+    highest: bytes at the top of the axis, so that several figures can be compared
+
+    Raises ConfigError without points."""
     if not points:
         raise ConfigError("a timeline needs at least one point; "
                           "`lpkit.measure.memory(config).timeline` has them")
@@ -114,7 +132,7 @@ def timeline_figure(points: Points, *, formula: Memory | None = None, title: str
     annotations.append(_peak(points, totals))
     return figure(
         data, title, height=470, shapes=shapes, annotations=annotations,
-        xaxis=axis("allocations and frees of one step, in order, and the block at work",
+        xaxis=axis("allocations and frees of one step, in order; number: the block that runs",
                    showgrid=False, range=[0, len(points) - 1], zeroline=False, **_ticks(places)),
         yaxis=axis("live bytes", **BYTES, range=[0, 1.16 * (highest or top)]))
 
@@ -124,6 +142,8 @@ def total_bytes(point: Any) -> int:
 
 
 def _words(point: Any) -> str:
+    """Return the hover text of a point: its phase and module, and its rows, the largest first.
+    Rows below a thousandth of the total are left out."""
     rows = sorted(((nbytes, row) for row, nbytes in point.rows.items()
                    if nbytes >= 1e-3 * total_bytes(point)), reverse=True)
     return "<br>".join([f"<b>{escape(point.phase)} {escape(point.module)}</b>",
@@ -131,9 +151,12 @@ def _words(point: Any) -> str:
 
 
 def _places(points: Points) -> Places:
-    """Return phase and part of the model by point: "blocks.3" or the name of a module outside the
-    blocks. Events without a module (accumulating gradients, frees) belong to the previous part;
-    updates during backward belong to backward."""
+    """Return (phase, part of the model) for each point. A part is "blocks.3", the name of a module
+    outside the blocks, or "optimizer".
+
+    A point without a module (a gradient is accumulated, a tensor is freed) belongs to the part of
+    the previous point. If the optimizer updates parameters during backward, these points belong to
+    backward."""
     last = max((i for i, point in enumerate(points) if point.phase == "backward"), default=-1)
     places, part = [], ""
     for i, point in enumerate(points):
@@ -151,7 +174,9 @@ def _places(points: Points) -> Places:
 
 def _predicted(places: Places, totals: Sequence[int],
                formula: Memory) -> Iterator[tuple[int, float, str]]:
-    """Yield the place of each moment, its bytes, and its text."""
+    """Yield (index of a point, bytes, hover text) for each moment of the formula. The index is the
+    point with the most bytes in the part of the step that the moment describes. Moments without
+    such points are left out."""
     blocks = sorted({part for _, part in places if part.startswith("blocks.")},
                     key=lambda part: int(part.split(".")[1]))
     parts = {walk.HEAD: OUTSIDE, walk.LAST: blocks[-1:], walk.FIRST: blocks[:1]}
@@ -159,7 +184,7 @@ def _predicted(places: Places, totals: Sequence[int],
     def belongs(phase: str, part: str, moment: str) -> bool:
         if moment == walk.UPDATE:
             return phase == "optimizer"
-        if moment == walk.LOSS:       # a chunked loss makes its gradients in forward
+        if moment == walk.LOSS:       # in any phase: a chunked loss computes gradients in forward
             return part in BEGINS
         if moment == walk.EMBED:
             return phase == "backward" and part not in (*BEGINS, *OUTSIDE, *blocks)
@@ -174,7 +199,8 @@ def _predicted(places: Places, totals: Sequence[int],
 
 
 def _peak(points: Points, totals: Sequence[int]) -> dict:
-    """Return an arrow to the largest point, with its bytes and its module."""
+    """Return an annotation: an arrow to the point with the most bytes, labelled with the bytes, the
+    phase and the last module that ran."""
     peak = max(range(len(points)), key=totals.__getitem__)
     modules = [point.module for point in points[:peak + 1] if point.module not in NOBODYS]
     place = ", ".join([points[peak].phase, *modules[-1:]])
@@ -186,7 +212,7 @@ def _peak(points: Points, totals: Sequence[int]) -> dict:
 
 
 def _stretches(keys: Iterator[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield each key that repeats, with its start and end."""
+    """Yield (key, start, end) for each run of equal neighbouring keys; `end` is exclusive."""
     start = 0
     for key, group in itertools.groupby(keys):
         end = start + len(list(group))
@@ -195,7 +221,8 @@ def _stretches(keys: Iterator[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def _phases(places: Places) -> tuple[list[dict], list[dict]]:
-    """Return the phases as bands with names."""
+    """Return the bands in the background that mark the phases, and the annotations that name the
+    phases."""
     shapes, annotations = [], []
     for phase, start, end in _stretches(phase for phase, _ in places):
         shapes.append(box(start, end, 0, 1, fill=PHASES[phase], yref="paper", layer="below"))

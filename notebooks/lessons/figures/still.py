@@ -1,11 +1,12 @@
-"""A static picture of a figure, for viewers that run no JavaScript: GitHub, nbconvert, slides, reports.
+"""A static picture of a plotly figure, for viewers without JavaScript: GitHub, nbconvert, slides.
 
 `picture` turns a plotly spec ({"data", "layout"}, the value of `Figure.spec`) into SVG, or into PNG
-when the SVG would have more than MOST bytes. `draw` builds the figure from matplotlib's objects,
-without pyplot; one unit of the figure is one pixel in plotly. Equal specs give equal bytes.
+if the SVG would have more than MOST bytes. `draw` builds the figure from matplotlib's objects,
+without pyplot, at 72 dots per inch: a point of matplotlib is a pixel of plotly. Equal specs give
+equal bytes.
 
-Each key of a spec is either drawn (DRAWN) or known to change nothing in a still picture (SILENT).
-Any other key is a ConfigError, so a picture never omits anything that the live figure shows.
+Each key of a spec is either drawn (DRAWN) or known to change nothing in a static picture (SILENT).
+Any other key raises ConfigError, so a picture never omits anything that the live figure shows.
 """
 
 import base64
@@ -25,13 +26,16 @@ from lpkit.errors import ConfigError, shown
 
 MOST = 60_000           # the most bytes of a picture
 WIDE = 800              # pixels; plotly uses the width of the page
-FONT, SCALE = "DejaVu Sans", 0.88       # comes with matplotlib; wider than most fonts, so smaller
-FONTS = f"'{FONT}', Verdana, system-ui, sans-serif"     # of an SVG; Verdana has the same widths
-EDGE = 8                # pixels around everything
-SHARP = (144, 108, 72)  # dots per inch of a PNG; `picture` uses the first that is small enough
-_saving = threading.Lock()      # matplotlib takes the salt of an SVG's ids from a global table
+# DejaVu Sans comes with matplotlib. It is wider than plotly's font: sizes are multiplied by SCALE.
+FONT, SCALE = "DejaVu Sans", 0.88
+# fonts that an SVG names; Verdana has the widths of DejaVu Sans
+FONTS = f"'{FONT}', Verdana, system-ui, sans-serif"
+EDGE = 8                # pixels of margin around everything
+SHARP = (144, 108, 72)  # dots per inch of a PNG; the first that gives at most MOST bytes is used
+# matplotlib takes the salt of an SVG's ids from its global settings, so one thread saves at a time
+_saving = threading.Lock()
 
-# Keys that a still picture draws, by kind of object.
+# The keys that a static picture draws, by kind of object.
 DRAWN = {
     "layout": "annotations bargap barmode coloraxis font height legend margin shapes showlegend "
               "template title uniformtext",
@@ -59,10 +63,11 @@ DRAWN = {
 # Keys that only affect mouse interaction, and keys for space that this module measures itself.
 SILENT = set("automargin cliponaxis customdata dragmode hoverinfo hoverlabel hovermode hoverongaps "
              "hovertemplate hovertext legendgroup meta uirevision uid".split())
-GLYPH = 50              # pixels of a legend's marker, with the space around it and its name
+GLYPH = 50              # pixels of a legend's entry besides its name: the marker and the spaces
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "x": "X", "cross": "P", "star": "*",
-           "pentagon": "p", "hexagon": "h", "triangle-up": "^", "triangle-down": "v", "triangle-left": "<", "triangle-right": ">",
-           "line-ns": "|", "line-ew": "_"}
+           "pentagon": "p", "hexagon": "h", "triangle-up": "^", "triangle-down": "v",
+           "triangle-left": "<", "triangle-right": ">", "line-ns": "|", "line-ew": "_"}
+# plotly's numbers of the symbols
 NUMBERED = dict(enumerate(("circle", "square", "diamond", "cross", "x", "triangle-up",
                            "triangle-down", "triangle-left", "triangle-right")))
 DASHES = {"solid": "-", "dash": (0, (4, 2)), "dot": (0, (1, 1.5)), "dashdot": (0, (4, 2, 1, 2)),
@@ -73,8 +78,9 @@ DOWN = {"top": "top", "middle": "center", "bottom": "bottom"}
 
 
 def picture(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Return {mime type: content} of the picture: SVG text, or PNG in base64, of at most MOST
-    bytes. Errors: ConfigError for a spec with anything that cannot be drawn."""
+    """Return {mime type: content} of the picture: an SVG as text, or a PNG in base64. The file has
+    at most MOST bytes (before base64). Raises ConfigError for a spec with anything that cannot be
+    drawn, and for a picture that is larger even as the coarsest PNG."""
     drawing = draw(spec)
     title = _words(_text(spec["layout"].get("title"))).replace("\n", " ")
     if len(svg := _svg(drawing, title).encode()) <= MOST:
@@ -87,6 +93,8 @@ def picture(spec: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _svg(drawing: Any, title: str) -> str:
+    """Return the SVG of a matplotlib figure, with `title` as its <title> for screen readers. The
+    salt of the ids and the metadata are fixed, so that equal drawings give equal text."""
     import matplotlib
 
     stream = io.StringIO()
@@ -94,13 +102,15 @@ def _svg(drawing: Any, title: str) -> str:
         drawing.savefig(stream, format="svg", dpi=72, metadata={
             "Date": None, "Creator": None, "Format": None, "Type": None})
     text = stream.getvalue()
+    # drop the XML header, and the unit of width and height: without it they are pixels
     text = text[text.index("<svg"):].replace("pt\"", "\"", 2)
     text = text.replace(f"'{FONT}'", FONTS)
     return text.replace(">", f' role="img">\n <title>{escape(title)}</title>', 1)
 
 
 def _png(drawing: Any, dots: int, title: str) -> bytes:
-    """Return the PNG with 64 colours: enough for a line drawing, with a third of the bytes."""
+    """Return the PNG of a matplotlib figure, reduced to 64 colours. They are enough for a line
+    drawing and take a third of the bytes."""
     from PIL import Image, PngImagePlugin
 
     stream, small = io.BytesIO(), io.BytesIO()
@@ -115,8 +125,9 @@ def _png(drawing: Any, dots: int, title: str) -> bytes:
 
 def draw(spec: Mapping[str, Any]) -> Any:
     """Return the spec as a `matplotlib.figure.Figure` with 72 dots per inch, so a point is a pixel.
-    Errors: ConfigError with the key or the value that cannot be drawn."""
-    # The first import of matplotlib may build a font cache and log that, which a notebook shows.
+    Raises ConfigError that names the key or the value that cannot be drawn."""
+    # The first import of matplotlib may build a font cache and log a message, which a notebook
+    # would show below the cell.
     log = logging.getLogger("matplotlib")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -134,11 +145,13 @@ def draw(spec: Mapping[str, Any]) -> Any:
 # --- words and colours
 
 def _text(title: Any) -> str:
+    """Return the text of a plotly title, which is {"text": ...}, a string or None."""
     return (title.get("text") or "" if isinstance(title, Mapping) else title) or ""
 
 
 def _words(text: Any) -> str:
-    """Return plotly's HTML text as plain text with line breaks and raised or lowered characters."""
+    """Return plotly's HTML text as plain text: <br> as a line break, <sup> and <sub> as raised and
+    lowered characters, other tags dropped, characters that FONT lacks as a white square."""
     text = re.sub(r"<sup>(.*?)</sup>", lambda match: match[1].translate(ticks.RAISED), str(text))
     text = re.sub(r"<sub>(.*?)</sub>", lambda match: match[1].translate(ticks.LOWERED), text)
     text = re.sub(r"<br\s*/?>", "\n", text)
@@ -149,17 +162,20 @@ def _words(text: Any) -> str:
 
 
 def _glyphs() -> Mapping[int, int]:
+    """Return the characters that FONT has, as keys."""
     from matplotlib import font_manager
 
     return font_manager.get_font(font_manager.findfont(FONT)).get_charmap()
 
 
 def _bold(text: Any) -> str:
+    """Return matplotlib's font weight: "bold" if the whole text is inside <b>."""
     return "bold" if str(text).startswith("<b>") and str(text).endswith("</b>") else "normal"
 
 
 def _colour(name: Any, opacity: float = 1) -> tuple[float, ...]:
-    """Return a CSS colour as red, green, blue and alpha."""
+    """Return a CSS colour (a name, #rrggbb, rgb() or rgba()) as red, green, blue and alpha, each
+    from 0 to 1; alpha is multiplied by `opacity`. None: transparent."""
     from matplotlib.colors import to_rgba
 
     if name is None:
@@ -184,12 +200,14 @@ def _scale(name: Any) -> Any:
 
 
 def _readable(colour: Sequence[float]) -> str:
-    """Return white or dark ink, whichever is readable on this colour."""
+    """Return the colour of a text that is readable on the background `colour`: white, or dark if
+    the background's luma is above 0.55."""
     red, green, blue = colour[:3]
     return "#24292f" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#ffffff"
 
 
 def _known(kind: str, spec: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a key of `spec` is neither in DRAWN[kind] nor in SILENT."""
     known = DRAWN[kind].split()
     for key in spec:
         if key not in known and key not in SILENT and spec[key] is not None:
@@ -198,6 +216,7 @@ def _known(kind: str, spec: Mapping[str, Any]) -> None:
 
 
 def _pick(table: Mapping[str, Any], name: Any, what: str) -> Any:
+    """Return table[name]. Raises ConfigError, which calls the table's names `what`."""
     if name not in table:
         raise ConfigError(f"a static picture cannot draw the {what} {name!r}; it can draw "
                           f"{', '.join(table)}")
@@ -205,7 +224,8 @@ def _pick(table: Mapping[str, Any], name: Any, what: str) -> Any:
 
 
 def _merged(*layers: Mapping[str, Any] | None) -> dict:
-    """Merge the layers; where several layers have a key, the last layer's value is used."""
+    """Return the nested dicts merged into one. Where several layers have a key, the last layer's
+    value is used; None counts as absent."""
     result: dict = {}
     for layer in layers:
         for key, value in (layer or {}).items():
@@ -218,23 +238,26 @@ def _merged(*layers: Mapping[str, Any] | None) -> dict:
 
 
 def _each(value: Any, count: int) -> list:
+    """Return `value` as a list; a single value is repeated `count` times."""
     return list(value) if isinstance(value, (list, tuple)) else [value] * count
 
 
 # --- axes
 
 class _Axis:
-    """One of plotly's axes: the coordinates of its values, its range and its ticks."""
+    """One of plotly's axes. Its methods are called in this order: `learn` with all values of all
+    traces, `reach` for everything that is drawn, `settle` to fix the range, `tick_positions`."""
 
     def __init__(self, name: str, spec: dict):
         _known("axis", spec)
         self.name, self.letter, self.spec = name, name[0], spec
-        self.kind = spec.get("type")
+        self.kind = spec.get("type")        # "linear", "log", "category" or None, which is linear
         self.names: list = list(spec.get("categoryarray") or []) or []
-        self.ends: list[tuple[float, float, bool]] = []     # low, high, whether to add padding
+        # (low, high, whether to add padding) of everything drawn, in axis coordinates
+        self.ends: list[tuple[float, float, bool]] = []
         self.from_zero = spec.get("rangemode") == "tozero"
         self.range = (0.0, 1.0)
-        self.shared = [self]
+        self.shared = [self]        # the axes that have the same range, by plotly's `matches`
 
     @property
     def is_log(self) -> bool:
@@ -249,7 +272,8 @@ class _Axis:
         return self.spec.get("autorange") == "reversed"
 
     def learn(self, values: Iterable[Any]) -> None:
-        """Set the kind of an axis without a type, and its categories in order of appearance."""
+        """Make an axis without a type a category axis if a value is a string, and add the values of
+        a category axis to its categories, in order of appearance."""
         values = [value for value in values if value is not None]
         if self.kind is None and any(isinstance(value, str) for value in values):
             self.kind = "category"
@@ -257,7 +281,8 @@ class _Axis:
             self.names += dict.fromkeys(value for value in values if value not in self.names)
 
     def at(self, value: Any) -> float:
-        """Return the coordinate of a value: NaN for a gap, the index for a category."""
+        """Return the axis coordinate of a value: the index of a category, or the number itself. NaN
+        for a gap, and for a number that a log axis cannot show."""
         if value is None:
             return math.nan
         if self.kind == "category" and value in self.names:
@@ -266,16 +291,19 @@ class _Axis:
         return math.nan if self.is_log and value <= 0 else value
 
     def note(self, value: Any) -> float:
-        """Return an annotation's coordinate; plotly gives it as a power of ten on a log axis."""
+        """Return the axis coordinate of an annotation. On a log axis, plotly expects log10 of the
+        value."""
         return 10.0**value if self.is_log else self.at(value)
 
     def reach(self, values: Iterable[float], room: bool) -> None:
+        """Extend the automatic range to these coordinates, with padding if `room` is true."""
         finite = [value for value in values if math.isfinite(value)]
         if finite:
             self.ends.append((min(finite), max(finite), room))
 
     def settle(self) -> None:
-        """Set the range: as given, or around the drawn values with plotly's padding of 5%."""
+        """Set the range: the spec's, or else the range of the drawn values, with plotly's padding
+        of 5% of the range on each side that needs room."""
         given = self.spec.get("range")
         if given is not None and self.spec.get("autorange") is not True:
             low, high = (10.0**end if self.is_log else self.at(end) for end in given)
@@ -305,6 +333,8 @@ class _Axis:
         self.range = (high, low) if self.is_reversed else (low, high)
 
     def tick_positions(self, pixels: float) -> tuple[list[float], list[str]]:
+        """Return the coordinates of the ticks and their texts, for an axis `pixels` long. Of
+        categories, every n-th is named, so that the names have room."""
         low, high = sorted(self.range)
         spec = self.spec
         if self.kind == "category" and "tickvals" not in spec:
@@ -338,25 +368,34 @@ class _Axis:
         return kept
 
 
-AXIS_NAMES = {"xaxis", "yaxis", "anchor", "overlaying", "matches", "xref", "yref"}     # keys whose values name an axis
+# keys whose values are names of axes
+AXIS_NAMES = {"xaxis", "yaxis", "anchor", "overlaying", "matches", "xref", "yref"}
 
 
 def _long(name: str) -> str:
-    """Plotly's name of an axis in the layout: x2 -> xaxis2; x and x1 -> xaxis."""
+    """Return plotly's name of an axis in the layout: x2 -> xaxis2; x and x1 -> xaxis."""
     return f"{name[0]}axis{'' if name[1:] == '1' else name[1:]}"
 
 
 def _first(value: Any) -> Any:
-    """Write the first axes as plotly's own layout has them: xaxis1 as xaxis, x1 as x."""
+    """Return a spec in which the first axes have the names that plotly's own layouts use: xaxis for
+    xaxis1, x for x1. Both names are allowed in a spec."""
     if isinstance(value, Mapping):
         return {re.sub(r"^([xy]axis)1$", r"\1", key): re.sub(r"^([xy])1(?= |$)", r"\1", item)
                 if key in AXIS_NAMES and isinstance(item, str) else _first(item)
                 for key, item in value.items()}
-    return [*map(_first, value)] if isinstance(value, list) and value and isinstance(value[0], Mapping) else value
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return [*map(_first, value)]
+    return value
 
 
 class _Drawing:
-    """Draws one spec. `figure` is the result."""
+    """Draws one plotly spec; `figure` is the resulting matplotlib figure.
+
+    `prepare` creates the panels and axes, `compose` draws everything at a provisional size, and
+    `fit` then moves the edges of the plot until all texts have room. What depends on the final size
+    (`placed`) runs after each move.
+    """
 
     def __init__(self, spec: Mapping[str, Any]):
         from matplotlib.figure import Figure
@@ -389,20 +428,22 @@ class _Drawing:
         self.bars: list[tuple] = []         # texts that may not fit
         self.placed: list[Callable[[], None]] = []      # callbacks that depend on the plot's size
         self.margin = _merged({"l": 60, "r": 24, "t": 64, "b": 48}, self.layout.get("margin"))
-        # The default top margin is at most 64 when nothing is above the plot; `fit` measures the
-        # text above the plot.
+        # These margins are a start: `fit` makes each margin as large as the texts in it need.
         self.prepare()
         self.compose()
 
     # --- axes and panels by name
 
     def axis(self, name: str) -> _Axis:
+        """Return the axis "x", "y2", ...; create it on first use."""
         long = _long(name)
         if long not in self.axes:
             self.axes[long] = _Axis(name, _merged(self.house[name[0]], self.layout.get(long)))
         return self.axes[long]
 
     def prepare(self) -> None:
+        """Create a panel for each pair of axes that a trace or the layout uses, and `paper`: a
+        panel over the whole plot for texts and shapes in plotly's "paper" coordinates (0 to 1)."""
         pairs = [(trace.get("xaxis", "x"), trace.get("yaxis", "y")) for trace in self.traces
                  if trace["type"] != "parcoords"]
         pairs += [(key.replace("axis", ""), value.get("anchor", "y")) for key, value
@@ -435,12 +476,15 @@ class _Drawing:
                 raise ConfigError(f"a static picture cannot draw an axis of type {axis.kind!r}")
 
     def panel(self, trace: Mapping[str, Any]) -> tuple[Any, _Axis, _Axis]:
+        """Return the matplotlib axes that a trace is drawn in, and its x axis and y axis."""
         across, up = trace.get("xaxis", "x"), trace.get("yaxis", "y")
         return self.panels[_long(across), _long(up)], self.axis(across), self.axis(up)
 
     # --- composing the figure
 
     def compose(self) -> None:
+        """Draw the traces, settle the ranges, then draw axes, shapes, annotations, title and
+        legend, and fit everything into the picture."""
         self.stack_bars()
         for axis in self.axes.values():
             if axis.is_log:
@@ -475,6 +519,7 @@ class _Drawing:
             place()
 
     def place_panels(self) -> None:
+        """Move the panels and `paper` to where the current margins put them, and set the ticks."""
         margin = self.margin
         wide = self.wide - margin["l"] - margin["r"]
         high = self.high - margin["t"] - margin["b"]
@@ -494,7 +539,9 @@ class _Drawing:
             panel.apply_aspect()
 
     def fit(self, above: list, legend: Any) -> None:
-        """Move the edges of the plot until all text is inside the picture and nothing overlaps."""
+        """Enlarge the margins until all texts are inside the picture and none overlaps the title.
+        `above`: the texts of title and subtitle. A larger margin changes ticks and wrapped texts,
+        so up to three rounds are needed."""
         renderer = self.figure.canvas.get_renderer() if hasattr(
             self.figure.canvas, "get_renderer") else self._renderer()
         ceiling = min((text.get_window_extent(renderer).y0 for text in above), default=self.high)
@@ -536,7 +583,8 @@ class _Drawing:
         return FigureCanvasAgg(self.figure).get_renderer()
 
     def write(self, text: Any, font: Mapping[str, Any] | None = None, **more: Any) -> dict:
-        """Return the properties of a text in the figure's font, a little smaller than plotly's."""
+        """Return matplotlib's properties of a text ("s" is the text itself) from plotly's `font`,
+        with the size multiplied by SCALE. `parse_math` is off: a dollar sign starts no formula."""
         font = font or {}
         size = font.get("size", self.font.get("size", 13)) * SCALE
         return {"s": _words(text), "fontsize": size, "family": FONT, "parse_math": False,
@@ -544,6 +592,7 @@ class _Drawing:
                 "fontweight": _bold(text), **more}
 
     def title(self) -> tuple[list, list]:
+        """Draw the title and, below it, the subtitle; return both lists of texts (0 or 1 each)."""
         title = self.layout.get("title") or {}
         title = title if isinstance(title, Mapping) else {"text": title}
         artists: list[list] = [[], []]
@@ -561,7 +610,8 @@ class _Drawing:
         return artists[0], artists[1]
 
     def wrap(self, text: Any, pixels: float, renderer: Any) -> None:
-        """Break a text that is wider than `pixels` into lines, between words."""
+        """Break the lines of a matplotlib text between words, so that none is wider than
+        `pixels`."""
         lines: list[str] = []
         for line in text.get_text().split("\n"):
             lines.append("")
@@ -575,7 +625,8 @@ class _Drawing:
         text.set_text("\n".join(lines))
 
     def legend(self) -> Any:
-        """Draw the names of traces in columns of equal width, like plotly's horizontal legend."""
+        """Draw the legend with the most columns (up to 9) that fit, and return it. Return None if
+        `showlegend` is off, or if there are fewer than two names and no trace asks for a legend."""
         wanted = self.layout.get("showlegend")
         spec = _merged({"x": 0, "y": 1.02}, self.layout.get("legend"))
         _known("legend", spec)
@@ -599,9 +650,10 @@ class _Drawing:
         return legend
 
     def columns(self, many: int) -> Any:
+        """Draw the legend in `many` columns and return it."""
         count = len(self.handles)
         rows = math.ceil(count / many)
-        # matplotlib fills a legend column by column, plotly row by row
+        # matplotlib fills a legend column by column, plotly row by row; empty entries fill the rest
         order = [row * many + column for column in range(many) for row in range(rows)]
         shown_ = [self.handles[i] if i < count else (_nothing(), "") for i in order]
         legend = self.figure.legend(
@@ -615,6 +667,8 @@ class _Drawing:
         return legend
 
     def place_legend(self, legend: Any, renderer: Any) -> None:
+        """Move the legend to its place in plotly's coordinates of the plot; keep it inside the
+        picture."""
         spec, margin = self.legend_spec, self.margin
         high = self.high - margin["t"] - margin["b"]
         wide = self.wide - margin["l"] - margin["r"]
@@ -628,6 +682,7 @@ class _Drawing:
     # --- axes
 
     def furnish(self, panel: Any, across: _Axis, up: _Axis) -> None:
+        """Draw the axes of a panel: range, ticks, tick labels, grid, zero line and titles."""
         panel.set_xlim(across.range)
         panel.set_ylim(up.range)
         panel.patch.set_visible(False)
@@ -663,7 +718,8 @@ class _Drawing:
             if spec.get("visible", True) and spec.get("showgrid", True):
                 own.grid(True, color=spec.get("gridcolor", "#e5e7eb"), linewidth=1, zorder=0.5)
             if seen and spec.get("showline"):
-                panel.spines[side].set(visible=True, color=spec.get("linecolor", "#444444"), linewidth=1)
+                panel.spines[side].set(visible=True, color=spec.get("linecolor", "#444444"),
+                                       linewidth=1)
             if spec.get("visible", True) and spec.get("zeroline", True) and not axis.is_log \
                     and axis.kind != "category" and min(axis.range) < 0 < max(axis.range):
                 line = panel.axvline if axis is across else panel.axhline
@@ -682,25 +738,31 @@ class _Drawing:
     # --- over the traces
 
     def reference(self, spec: Mapping[str, Any], letter: str) -> tuple[Any, _Axis | None, Any]:
-        """Return the transform of a coordinate, its axis if it is in data units, and a panel."""
+        """Return how the coordinate `letter` ("x" or "y") of a shape or annotation is meant: the
+        matplotlib transform, the axis (None if the coordinate is a share of the plot or of a
+        panel), and the panel (None for a share of the plot). Raises ConfigError for an axis that
+        has no panel."""
         name = spec.get(f"{letter}ref") or letter
         if name == "paper":
             return self.paper.transAxes, None, None
         long, within = _long(name.split()[0]), name.endswith(" domain")
         panel = next((panel for key, panel in self.panels.items() if long in key), None)
         if panel is None:
-            raise ConfigError(f"a shape or annotation is on the axis {name!r}, where nothing is")
+            raise ConfigError(f"a shape or annotation refers to the axis {name!r}, which no trace "
+                              f"uses")
         if within:
             return panel.transAxes, None, panel
         return panel.transData, self.axes[long], panel
 
     def reach_shape(self, shape: Mapping[str, Any]) -> None:
+        """Extend the range of the axes to a shape, as plotly does."""
         for letter in "xy":
             _, axis, _ = self.reference(shape, letter)
             if axis:
                 axis.reach([axis.at(shape[f"{letter}{end}"]) for end in "01"], False)
 
     def shape(self, shape: Mapping[str, Any]) -> None:
+        """Draw a line or a rectangle, clipped to the range of its axes."""
         from matplotlib.lines import Line2D
         from matplotlib.patches import Rectangle
         from matplotlib.transforms import blended_transform_factory
@@ -736,6 +798,7 @@ class _Drawing:
                                   facecolor=_colour(shape.get("fillcolor"), opacity), **style))
 
     def annotation(self, note: Mapping[str, Any]) -> None:
+        """Draw a text, with an arrow or a line to its point if `showarrow` is on."""
         from matplotlib.transforms import blended_transform_factory
 
         _known("annotation", note)
@@ -752,7 +815,7 @@ class _Drawing:
         for i, (letter, ends) in enumerate((("x", ("left", "center", "right")),
                                             ("y", ("bottom", "middle", "top")))):
             name = note.get(f"{letter}anchor", "auto")
-            if name == "auto":      # by thirds of the plot, unless the place is in data units
+            if name == "auto":      # plotly's rule: by thirds of the plot; else centred
                 at = places[i] if not arrow and note.get(f"{letter}ref") == "paper" else 0.5
                 name = ends[0 if at < 1 / 3 else 2 if at > 2 / 3 else 1]
             anchors.append(name)
@@ -780,6 +843,7 @@ class _Drawing:
     colourbars: list
 
     def colour_axes(self) -> None:
+        """Draw a colour bar for each `coloraxis` of the layout."""
         self.colourbars = getattr(self, "colourbars", [])
         for key, spec in self.layout.items():
             if re.fullmatch(r"coloraxis\d*", key):
@@ -788,6 +852,8 @@ class _Drawing:
 
     def colour_bar(self, scale: Any, low: float, high: float, bar: Mapping[str, Any],
                    panel: Any = None) -> None:
+        """Draw the colour bar of the colour map `scale` from `low` to `high`; `bar` has plotly's
+        settings. It moves with the plot, so its position is set in `placed`."""
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
@@ -823,7 +889,9 @@ class _Drawing:
     # --- bars of several traces share their places
 
     def stack_bars(self) -> None:
-        """Set `offset`, `wide` and `base` of each bar, by the bar mode of the layout."""
+        """Set trace["_bars"] of each bar trace: (centre on the axis of names, width, base, size) of
+        each bar. Bars at the same place stand side by side ("group"), on top of each other
+        ("stack", "relative"; negative bars below zero) or in front of each other ("overlay")."""
         mode = self.layout.get("barmode", "group")
         _pick(dict.fromkeys(("group", "stack", "overlay", "relative")), mode, "bar mode")
         groups: dict[tuple, list[dict]] = defaultdict(list)
@@ -861,16 +929,21 @@ class _Drawing:
                                           sizes))
 
     def step(self, traces: list[dict], along: _Axis, flat: bool) -> float:
-        """Return the smallest distance between the positions of two bars."""
+        """Return the smallest distance between two bars on a numeric axis; 1 for a single bar.
+        `flat`: the bars are horizontal."""
         places = sorted({along.at(name) for trace in traces
                          for name in _listed(trace, "y" if flat else "x")})
         return min((b - a for a, b in itertools.pairwise(places)), default=1.0)
 
     def named(self, trace: Mapping[str, Any], handle: Any) -> None:
+        """Add a trace to the legend, with `handle` as its sign, unless it has no name."""
         if trace.get("showlegend", True) and trace.get("name"):
             self.handles.append((handle, _words(trace["name"])))
 
     # --- traces
+
+    # Each method in TRACES draws a trace. `number` is its index, which orders the traces from back
+    # to front; `stacks` has the sums so far of stacked areas, by stack and x.
 
     def scatter(self, trace: dict, number: int, stacks: dict) -> None:
         panel, across, up = self.panel(trace)
@@ -912,6 +985,8 @@ class _Drawing:
 
     def filled(self, panel: Any, trace: dict, x: list, y: list, steps: str, opacity: float,
                base: str, stacks: dict, zorder: float) -> tuple[Any, list]:
+        """Draw the filled area of a scatter trace. Return the legend's sign (None: no area) and the
+        y values, which a stack group raises by the traces below."""
         from matplotlib.patches import Patch
 
         group = trace.get("stackgroup")
@@ -944,6 +1019,8 @@ class _Drawing:
 
     def whiskers(self, panel: Any, error: Mapping[str, Any] | None, x: list, y: list, letter: str,
                  base: str, zorder: float) -> None:
+        """Draw the error bars of a scatter trace along the axis `letter`, and extend the axis to
+        their ends."""
         if not error:
             return
         if error.get("type", "data") != "data":
@@ -974,6 +1051,8 @@ class _Drawing:
 
     def markers(self, panel: Any, marker: Mapping[str, Any], x: list, y: list, base: str,
                 opacity: float, zorder: float, label: str, clip: bool) -> None:
+        """Draw the markers of a scatter trace. A matplotlib call takes one symbol, so there is one
+        call for each symbol, with and without an outline."""
         count = len(x)
         edge = marker.get("line") or {}
         if isinstance(edge.get("width"), list) and not any(edge["width"]):
@@ -1003,6 +1082,7 @@ class _Drawing:
             drawn.set_clip_on(bool(clip))
 
     def point_texts(self, panel: Any, trace: dict, x: list, y: list, colour: str | None) -> None:
+        """Draw the text of each point of a scatter trace, next to the point's marker."""
         texts = _each(trace.get("text"), len(x))
         places = _each(trace.get("textposition") or "middle center", len(x))
         font = trace.get("textfont") or ({"color": colour} if colour else {})
@@ -1021,6 +1101,7 @@ class _Drawing:
                            zorder=4, annotation_clip=True, **label)
 
     def line_handle(self, drawn: Any) -> Any:
+        """Return the legend's sign of a line."""
         from matplotlib.lines import Line2D
 
         return Line2D([], [], color=drawn.get_color(), linewidth=drawn.get_linewidth(),
@@ -1028,6 +1109,7 @@ class _Drawing:
 
     def marker_handle(self, marker: Mapping[str, Any], base: str, opacity: float,
                       line: Any) -> Any:
+        """Return the legend's sign of markers; on the sign `line` if the trace has a line, too."""
         from matplotlib.lines import Line2D
 
         symbol = marker.get("symbol") or "circle"
@@ -1093,6 +1175,7 @@ class _Drawing:
 
     def bar_text(self, panel: Any, patch: Any, trace: dict, text: Any, flat: bool, size: float,
                  colour: Sequence[float]) -> None:
+        """Draw the text of a bar: in the middle (`textposition` "inside" or "auto") or at its end."""
         inside = trace.get("textposition", "auto") in ("inside", "auto")
         font = trace.get("textfont") or {}
         sign = -1 if size < 0 else 1
@@ -1113,6 +1196,7 @@ class _Drawing:
         self.beside(panel, patch, label, flat, sign)
 
     def beside(self, panel: Any, patch: Any, label: dict, flat: bool, sign: int) -> None:
+        """Draw the text `label` beyond the end of a bar. `sign`: -1 for a negative bar."""
         x, y = patch.get_x(), patch.get_y()
         wide, high = patch.get_width(), patch.get_height()
         at = (x + wide, y + high / 2) if flat else (x + wide / 2, y + high)
@@ -1123,7 +1207,7 @@ class _Drawing:
 
     def hide_where_narrow(self, panel: Any, patch: Any, drawn: Any, trace: dict, flat: bool,
                           sign: int, log: bool) -> None:
-        """Hide the text of a bar that is larger than the bar."""
+        """Hide the text `drawn` of the bar `patch` if the text is larger than the bar."""
         renderer = self._renderer()
         drawn.set_visible(True)
         box, room = drawn.get_window_extent(renderer), patch.get_window_extent(renderer)
@@ -1143,7 +1227,8 @@ class _Drawing:
         scale = _scale(trace.get("colorscale", "cividis"))
         edges = [_edges(x), _edges(y)]
         panel.pcolormesh(*edges, np.ma.masked_invalid(z), cmap=scale, vmin=low, vmax=high,
-                         zorder=2 + number / 1000, edgecolors="#ffffff", label=_label(number), rasterized=z.size > 400,
+                         zorder=2 + number / 1000, edgecolors="#ffffff", label=_label(number),
+                         rasterized=z.size > 400,       # many cells: an image has fewer bytes
                          linewidth=min(trace.get("xgap", 0), trace.get("ygap", 0)))
         across.reach(edges[0], False)
         up.reach(edges[1], False)
@@ -1163,7 +1248,8 @@ class _Drawing:
             self.colour_bar(scale, low, high, trace.get("colorbar") or {})
 
     def parcoords(self, trace: dict, number: int, stacks: dict) -> None:
-        """Draw one line per row, through a vertical axis with its own scale for each dimension."""
+        """Draw parallel coordinates: a vertical axis with its own scale for each dimension, and for
+        each row a line through its value on every axis, coloured by `line.color`."""
         paper, line = self.paper, trace.get("line") or {}
         dimensions = trace["dimensions"]
         values = line.get("color")
@@ -1194,6 +1280,8 @@ class _Drawing:
 
     def _at(self, text: Any, x: float, y: float, shift: tuple, ha: str, va: str,
             size: float) -> dict:
+        """Return the arguments of matplotlib's `annotate` for a text `shift` pixels from (x, y), in
+        shares of the plot."""
         label = self.write(text, {"size": size})
         return {"text": label.pop("s"), "xy": (x, y), "xytext": shift, "xycoords": "axes fraction",
                 "textcoords": "offset points", "ha": ha, "va": va, "annotation_clip": False,
@@ -1201,7 +1289,7 @@ class _Drawing:
 
 
 def _nothing() -> Any:
-    """Return an empty entry of a legend."""
+    """Return an invisible sign, for an empty entry of the legend."""
     from matplotlib.patches import Patch
 
     return Patch(alpha=0)
@@ -1213,17 +1301,19 @@ TRACES: dict[str, Callable] = {"scatter": _Drawing.scatter, "scattergl": _Drawin
 
 
 def _label(number: int) -> str:
-    """Return the label by which a trace's artist is found again."""
+    """Return the matplotlib label of what a trace draws, so that tests can find it."""
     return f"trace {number}"
 
 
 def _listed(trace: Mapping[str, Any], letter: str) -> list:
+    """Return the values of a trace along "x" or "y"; [] if it has none."""
     value = trace.get(letter)
     return [] if value is None else list(value)
 
 
 def _symbol(name: str | int) -> tuple[str, bool]:
-    """Return matplotlib's marker, and whether it is hollow. Plotly also numbers its markers."""
+    """Return matplotlib's marker for plotly's symbol, and whether it is hollow. A symbol is a name,
+    with "-open" if it is hollow, or plotly's number, which is 100 higher if it is hollow."""
     if isinstance(name, int):
         name = _pick(NUMBERED, name % 100, "marker") + "-open" * (name // 100 % 2)
     hollow = name.endswith("-open")
@@ -1231,7 +1321,7 @@ def _symbol(name: str | int) -> tuple[str, bool]:
 
 
 def _edges(middles: list[float]) -> list[float]:
-    """Return the edges of cells from their midpoints."""
+    """Return the edges of cells with these midpoints: one more number than midpoints."""
     if len(middles) == 1:
         return [middles[0] - 0.5, middles[0] + 0.5]
     between = [(a + b) / 2 for a, b in itertools.pairwise(middles)]
@@ -1239,7 +1329,8 @@ def _edges(middles: list[float]) -> list[float]:
 
 
 def pictures_of(book: Mapping[str, Any], mime: str) -> Iterator[dict]:
-    """Yield the specs of an executed notebook, in order."""
+    """Yield the outputs of the mime type `mime` in an executed notebook, in order; with plotly's
+    type, these are the specs of its figures."""
     for cell in book["cells"]:
         for output in cell.get("outputs", []):
             if mime in output.get("data", {}):

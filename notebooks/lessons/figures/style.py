@@ -1,20 +1,22 @@
 """The style of all figures and widgets of the kit.
 
-The colours differ in lightness as well as in hue (after Paul Tol's high-contrast scheme), and as
-lines each has a contrast of at least 3 to 1 in the light and in the dark theme. The sequential
-scale is cividis.
+The colours differ in lightness as well as in hue (after Paul Tol's high-contrast scheme). A line in
+any of these colours has a contrast of at least 3 to 1 with the background, in the light and in the
+dark theme. Heat maps use the colour scale cividis.
 
 Each answer, format and role has one colour in the whole course (`lessons.figures.colours`), and the
 range of every colour map is fixed, so that a small difference looks small. `figure.css` turns white
-figures dark in a dark theme, in the lab and on the site. If there are fewer than 520 pixels, as on
-a phone, a figure is scaled to the width and its title wraps. Figures of measured seconds are pale
-if other programs used more than a tenth of the cores; the line below the title says so.
+figures dark in a dark theme, in the lab and on the site. On a screen that is narrower than 520
+pixels, for example a phone, a figure is scaled to the width and its title wraps. Measured seconds
+are drawn pale if other programs used more than a tenth of the cores; a line below the title then
+gives the reason.
 """
 
 from lpkit.tables import FONT, GRID, INK
 
 COLOURS = ("#004488", "#ad7a00", "#bb5566", "#2b6c99", "#2ca392", "#222222", "#575757")
-# for the series of one legend: the fourth of COLOURS looks like the first, the last like a note
+# Colours for the series of one legend. Left out: COLOURS[3], which looks like COLOURS[0], and the
+# last, which looks like the grey of notes.
 DISTINCT = tuple(COLOURS[i] for i in (0, 1, 2, 4, 5))
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True,

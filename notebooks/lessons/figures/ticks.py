@@ -1,6 +1,6 @@
 """Ticks of an axis as plotly.js chooses and writes them: positions and texts, without drawing.
 
-`nice` chooses the step, `number` and `d3` write a value. Sources:
+`positions` returns where the ticks are, `words` the text at each tick. Sources:
 https://plotly.com/javascript/reference/layout/xaxis/ and https://d3js.org/d3-format
 """
 
@@ -17,19 +17,29 @@ PREFIXES = {-12: "p", -9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G",
             18: "E", 21: "Z", 24: "Y"}
 RAISED = str.maketrans("0123456789+-()n", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ")
 LOWERED = str.maketrans("0123456789+-()", "₀₁₂₃₄₅₆₇₈₉₊₋₍₎")
-APART = {"x": 80, "y": 40}      # least pixels between two ticks
-EXACT = 12                      # digits to which a multiple of a step is rounded
+APART = {"x": 80, "y": 40}      # pixels between two ticks at which plotly aims, by axis
+EXACT = 12      # digits to which a multiple of a step is rounded: 3 * 0.1 is written as 0.3
 
 
 def nice(rough: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is at least `rough`."""
+    """Return the smallest number of the form 1, 2 or 5 times a power of ten that is at least
+    `rough`.
+
+    >>> nice(0.03), nice(2.5), nice(60)
+    (0.05, 5.0, 100.0)
+    """
     power = 10.0 ** math.floor(math.log10(rough))
     return next(step * power for step in (1, 2, 5, 10) if rough <= step * power * (1 + 1e-9))
 
 
 def positions(axis: Mapping[str, Any], letter: str, low: float, high: float,
               pixels: float) -> list[float]:
-    """Return where the ticks of a numeric axis are, between `low` and `high`, in data units."""
+    """Return the ticks of a numeric axis between `low` and `high`, in data units.
+
+    axis: plotly's settings of the axis
+    letter: "x" or "y"
+    pixels: the length of the axis
+    """
     if "tickvals" in axis:
         return [value for value in axis["tickvals"] if low <= value <= high]
     many = axis.get("nticks") or min(max(pixels / APART[letter], 4), 9) + 1
@@ -40,6 +50,7 @@ def positions(axis: Mapping[str, Any], letter: str, low: float, high: float,
 
 
 def _multiples(step: float, first: float, low: float, high: float) -> list[float]:
+    """Return first + i * step, for integers i, between `low` and `high`."""
     slack = 1e-6 * (high - low)
     begin = math.ceil((low - first - slack) / step)
     end = math.floor((high - first + slack) / step)
@@ -47,7 +58,9 @@ def _multiples(step: float, first: float, low: float, high: float) -> list[float
 
 
 def _of_log(step: float | str | None, low: float, high: float, many: float) -> list[float]:
-    """Return ticks of a log axis. `step`: a number of decades; "D1" and "D2" add 2 and 5."""
+    """Return the ticks of a log axis. `step` is plotly's `dtick`: a number of decades between two
+    ticks, or "D1" or "D2", which add ticks at 2 and 5 times each power of ten. None: choose a step
+    for about `many` ticks; an axis of less than one decade gets evenly spaced ticks."""
     ends = math.log10(low), math.log10(high)
     if step is None:
         rough = (ends[1] - ends[0]) / many
@@ -62,7 +75,7 @@ def _of_log(step: float | str | None, low: float, high: float, many: float) -> l
 
 
 def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
-    """Return the texts at `values`, which are `positions` of the axis."""
+    """Return the text of each tick; `values` is the result of `positions` for the same axis."""
     if "ticktext" in axis:
         named = dict(zip(axis["tickvals"], axis["ticktext"]))
         return [str(named[value]) for value in values]
@@ -81,8 +94,13 @@ def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
 
 
 def _power(value: float, form: str, whole: bool = False) -> int:
-    """Return the power of ten that is written as a prefix or an exponent; 0 from a thousandth to
-    ten thousand. `whole`: an axis of powers writes all powers except 1 and 10, as plotly does."""
+    """Return the power of ten that plotly writes as a prefix or an exponent of `value`; 0 if it
+    writes none, as for values from about 0.001 to 10,000.
+
+    form: plotly's `exponentformat`
+    whole: the axis is logarithmic; with `form` "power", plotly then writes every power except 1
+        and 10 as an exponent
+    """
     if not value:
         return 0
     power = math.floor(math.log10(abs(value)) + 0.01)
@@ -94,7 +112,15 @@ def _power(value: float, form: str, whole: bool = False) -> int:
 
 
 def number(value: float, form: str, power: int, step: float = 0) -> str:
-    """Return a value as plotly writes it at a tick, with as many digits as `step` needs."""
+    """Return a value as plotly writes it at a tick.
+
+    form: plotly's `exponentformat`: "B" (k, M, B), "SI" (k, M, G), "power", "e" or "none"
+    power: the power of ten that becomes a prefix or an exponent (see `_power`)
+    step: the distance of two ticks, which sets how many decimal places are needed; 0: six digits
+
+    >>> number(1500.0, "SI", 3), number(20000.0, "power", 4), number(0.75, "none", 0, step=0.25)
+    ('1.5k', '2×10⁴', '0.75')
+    """
     scaled = float(f"{value / 10.0**power:.{EXACT}g}")
     if step:
         digits = max(0, math.ceil(-math.log10(step / 10.0**power) - 1e-9))
@@ -116,8 +142,13 @@ def number(value: float, form: str, power: int, step: float = 0) -> str:
 
 
 def d3(form: str, value: float) -> str:
-    """Return a value in the d3 format `form`. Errors: ConfigError for a form outside `,.2~f` with
-    f, %, s, d, e, g or r."""
+    """Return a value in the d3 format `form`: optionally a comma between thousands, a precision
+    (".2") and "~" (no trailing zeros), then one of the letters f, %, s, d, e, g and r. Raises
+    ConfigError for any other form.
+
+    >>> d3(",.1f", 12345.67), d3(".0%", 0.25), d3(".3~s", 1500.0)
+    ('12,345.7', '25%', '1.5k')
+    """
     match = NUMBER_FORMAT.fullmatch(form)
     if not match:
         raise ConfigError(f"a static picture cannot write numbers as {form!r}; use a form such as "

@@ -11,9 +11,10 @@ from lpkit.tables import FONT, QUIET
 
 
 def progress(steps: Sequence[Any]) -> Iterator[Any]:
-    """Yield the steps. A line below the cell shows how many steps are done and the estimated
-    seconds left, and at the end the seconds of all steps. Use it in a cell, or as `watch=progress`
-    of a function that takes turns."""
+    """Yield the steps one by one. A line below the cell shows how many steps are done and the
+    estimated seconds left; after the last step, it shows the seconds that all steps took. Write
+    `for step in progress(steps)` in a cell, or pass `watch=progress` to a function that runs for
+    long."""
     began, done = time.perf_counter(), 0
     line = display(_shown(0, len(steps), 0.0), raw=True, display_id=True)
 
@@ -33,6 +34,7 @@ def progress(steps: Sequence[Any]) -> Iterator[Any]:
 
 
 def _shown(done: int, count: int, seconds: float, over: bool = False) -> dict[str, str]:
+    """Return the output for IPython's display, by mime type, after `done` of `count` steps."""
     message = f"{done} of {count} parts"
     if over:
         message += f" took {seconds:.1f} s."

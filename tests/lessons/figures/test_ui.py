@@ -480,7 +480,7 @@ def test_what_is_off_by_a_little_and_by_a_lot_can_both_be_read():
                     "+100%", "+200%"]
     x = figure["layout"]["xaxis"]
     assert (x["range"][0] < formula["x"][0] and formula["x"][-1] < x["range"][1]
-            and x["title"]["text"] == "off from what was measured, %")
+            and x["title"]["text"] == "error against the measurement, %")
     at = dict(zip(x["ticktext"], x["tickvals"]))
     # ticks say where the dots are
     assert [at["-10"], at["0"], at["+10"]] == pytest.approx([formula["x"][i] for i in (2, 4, 7)])
@@ -497,7 +497,7 @@ def test_each_row_deviates_in_its_own_unit():
             row("nothing", None, 5.0, 0.0, "bytes"), row("and nothing", None, 0.0, 0.0, "bytes")]
     formula, guess = comparison_figure(rows)["data"]
     assert formula["text"] == ["2.00 GB (+100%)", "300 ms (exact)", "40 % (+7 points)",
-                               "5 B (of nothing)", "0 B (exact)"]
+                               "5 B (relative to 0)", "0 B (exact)"]
     assert (guess["text"] == ["4.00 GB (+300%)", "100 ms (-67%)", "90 % (+57 points)", "", ""]
             and guess["x"][3] is None)
     assert "not measured" in comparison_figure(rows)["layout"]["yaxis"]["ticktext"][1]
