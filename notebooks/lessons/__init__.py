@@ -18,40 +18,46 @@ from lpkit.techniques import lessons
 
 
 def way_back(lesson: Path) -> str:
-    """Return how to replace the learner's copy by the course's."""
+    """Return a clause that says how to replace the learner's copy of `lesson` by the course's
+    file."""
     if lesson.name[1:3].isdecimal():
-        return (f"`lpkit lab --reset {lesson.name[1:3]}` puts the course's there and keeps yours "
-                f"beside it")
-    return "rename it, and `lpkit lab --update` brings the course's"
+        return (f"`lpkit lab --reset {lesson.name[1:3]}` restores the course's file and keeps your "
+                f"copy next to it")
+    return "rename it, then `lpkit lab --update` restores the course's file"
 
 
 FOLDER = Path(__path__[0])
-ROOMS = "figures", "judging", "ranks"       # and rows, which `lpkit.techniques.lessons` imports
+# folders of modules; `lpkit.techniques.lessons` imports a fourth folder, rows
+ROOMS = "figures", "judging", "ranks"
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module of this folder. If a module that the learner changed fails, the error names
-    the line."""
+    """Loads a module of this folder. If a module that the learner changed fails at import, the
+    ConfigError names the line and the way back to the course's file."""
 
     def exec_module(self, module: ModuleType) -> None:
         try:
             super().exec_module(module)
         except Exception as error:
-            here = Path(self.path)
-            place = here.relative_to(FOLDER)
-            theirs = resource("notebooks") / "lessons" / place
-            if not theirs.is_file() or here.read_bytes() == theirs.read_bytes():
-                raise       # the fault is not in a changed copy, or is in a lesson imported by it
-            lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.path]
-            line = lines[-1] if lines else getattr(error, "lineno", None) or 1      # Python could not read it
+            copy = Path(self.path)
+            place = copy.relative_to(FOLDER)
+            original = resource("notebooks") / "lessons" / place
+            if not original.is_file() or copy.read_bytes() == original.read_bytes():
+                raise       # this module is the course's or the learner's own: not a changed copy
+            lines = [line for frame, line in traceback.walk_tb(error.__traceback__)
+                     if frame.f_code.co_filename == self.path]
+            # a SyntaxError has no frame in the file, but a line number
+            line = lines[-1] if lines else getattr(error, "lineno", None) or 1
             what = str(getattr(error, "msg", error)).partition("\n")[0]
-            raise ConfigError(f"your copy of lessons/{place} fails in line {line} ({type(error).__name__}: {what}); "
-                              f"{way_back(here)}") from error
+            raise ConfigError(f"your copy of lessons/{place} fails in line {line} "
+                              f"({type(error).__name__}: {what}); {way_back(copy)}") from error
 
 
 if ((FOLDER / "rows").is_dir() and lessons.PACKAGE not in sys.modules
         and not FOLDER.samefile(resource("notebooks") / "lessons")):
     os.environ[lessons.COPIES] = os.path.abspath(FOLDER)      # child processes use the copies, too
 rows = lessons.package()
+# Import the modules of these folders by `_Loader`: a FileFinder in Python's cache of path finders
+# replaces the default finder of a folder.
 for room in (__path__[0], *(os.path.join(__path__[0], name) for name in ROOMS)):
     sys.path_importer_cache[room] = FileFinder(room, (_Loader, SOURCE_SUFFIXES))

@@ -1,4 +1,5 @@
-"""The bytes of activations by formula, for a model alone: all kept, or with a recomputation."""
+"""The bytes that a model's forward pass keeps for backward, by formula, with or without
+recomputation."""
 
 from dataclasses import dataclass
 
@@ -16,13 +17,18 @@ class Forward(Kept):
 
 
 def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Forward:
-    """Returns the bytes kept for `batch` sequences of model.context tokens; `sizes` are the other
-    fields of a MicroBatch. `recompute`, the name of a row, decides what blocks keep."""
+    """Return the bytes that autograd keeps between forward and backward, by operation.
+
+    batch: number of sequences of model.context tokens
+    recompute: the name of a row of RECOMPUTE, which decides what a block keeps
+    sizes: other fields of a MicroBatch, for example compute_bytes=2
+    """
     settings, row = chosen(RECOMPUTE, recompute, "memory.recompute"), RECOMPUTE[recompute]
     s = MicroBatch(model=model, batch=batch, **sizes, attends_again=row.attention_alone)
     ops, whole = operations(s), model.L
     if row.repeats_blocks:
         whole -= len(range(0, model.L, row.every(settings)))
+    # autograd also keeps the 16-bit copies of the weights, except those of recomputed blocks
     copied = ops.head.weights + ops.linear_weights * whole if s.mixed else 0
     return Forward(**vars(saved(s, ops, settings, plain=ops)),
                    weight_copy_bytes=copied * s.compute_bytes)

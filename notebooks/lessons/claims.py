@@ -1,5 +1,5 @@
-"""Claims of a notebook: asserts that check a sentence, and a card that shows whether they hold or
-cannot be decided on this machine."""
+"""Claims of a notebook: a sentence, asserts that check it, and a card below the cell that shows
+whether they hold, fail, or cannot be decided on this machine."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,30 +11,35 @@ from lpkit.tables import FONT, TEXT
 
 CARD = "lpkit_claim"    # key in the metadata of a card's output, which the notebooks' runner reads
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "cannot tell"
+# colour and sign of a card
 LOOKS = {HOLDS: ("#15803d", "✓"), UNDECIDED: ("#8a6500", "?"), FAILS: ("#b91c1c", "✗")}
 
 
 class _UndecidedError(Exception):
-    """Leaves a claim undecided."""
+    """Raised by `cannot_tell`, caught by `claim`."""
 
 
 def cannot_tell(when: Any, why: str) -> None:
-    """Leave a claim undecided if `when` is true; the card says `why`. Earlier asserts count."""
+    """If `when` is true, end the enclosing `claim` as undecided; its card gives the reason `why`.
+    Asserts before this call must still hold."""
     if when:
         raise _UndecidedError(why)
 
 
 @contextmanager
 def claim(sentence: str, on_verdict: Callable[[str], None] = lambda state: None) -> Iterator[None]:
-    """Show below the cell whether the asserts within hold. If an assert fails, its AssertionError
-    is raised with one line; with the tag `raises-exception`, JupyterLab still runs the cells below.
-    `on_verdict` is called with the verdict: HOLDS, FAILS or UNDECIDED."""
+    """Show a card below the cell: whether the asserts inside `with claim(...):` hold.
+
+    If an assert fails, its AssertionError is raised again and IPython shows only its message; if
+    the cell has the tag `raises-exception`, JupyterLab still runs the cells below. `on_verdict` is
+    called with the verdict: HOLDS, FAILS or UNDECIDED."""
     try:
         yield
     except _UndecidedError as undecided:
         _show(sentence, on_verdict, UNDECIDED, str(undecided))
     except AssertionError as error:
-        why = str(error) or str(extract_tb(error.__traceback__)[-1].line)   # else the assert itself
+        # the assert's message, or its line of code if it has none
+        why = str(error) or str(extract_tb(error.__traceback__)[-1].line)
         _show(sentence, on_verdict, FAILS, why)
         error._render_traceback_ = lambda: [f"AssertionError: {why}"]     # IPython calls this
         raise
@@ -43,7 +48,8 @@ def claim(sentence: str, on_verdict: Callable[[str], None] = lambda state: None)
 
 
 def _show(sentence: str, on_verdict: Callable[[str], None], state: str, why: str = "") -> None:
-    from IPython.display import display  # imported here: the runner, which reads cards, lacks it
+    # imported here, because the runner of notebooks imports this module without IPython
+    from IPython.display import display
 
     on_verdict(state)
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),
@@ -52,7 +58,8 @@ def _show(sentence: str, on_verdict: Callable[[str], None], state: str, why: str
 
 
 def card(state: str, word: str, sentence: str, below: Iterable[str] = ()) -> str:
-    """Return the HTML of a card in the colour of `state`; `below` are lines under the sentence."""
+    """Return the HTML of a card: the sign and the colour of `state`, `word` in bold, the sentence,
+    and the lines `below` it."""
     (colour, sign), lines = LOOKS[state], (f"<div style='margin-top:4px'>{escape(line)}</div>"
                                            for line in below)
     return (f"<div style='border-left:3px solid {colour};padding:6px 12px;font:14px {escape(FONT)};"
@@ -61,12 +68,14 @@ def card(state: str, word: str, sentence: str, below: Iterable[str] = ()) -> str
 
 
 def cards(outputs: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the claims that an executed cell has shown."""
+    """Return the claims ({"claim", "state", "why"}) in the outputs of an executed cell."""
     return [output["metadata"][CARD] for output in outputs if CARD in output.get("metadata", {})]
 
 
 def verdict(shown: list[dict[str, str]], claims: int) -> tuple[str, str]:
-    """Return the worst state of `claims` claims, and the reason."""
+    """Return the worst state of a cell's claims, and the reason: FAILS before UNDECIDED before
+    HOLDS. `shown` is the result of `cards`; if it has fewer than `claims` claims, the state is
+    UNDECIDED. ("", "") for a cell without claims."""
     worst = [claim for state in (FAILS, UNDECIDED) for claim in shown if claim["state"] == state]
     if worst:
         return worst[0]["state"], worst[0]["why"]

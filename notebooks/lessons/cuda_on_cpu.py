@@ -1,5 +1,5 @@
-"""add_rms_norm.cu without a GPU: a C++ compiler compiles the same source, and a CPU thread replaces
-each thread of a block."""
+"""add_rms_norm.cu without a GPU: a C++ compiler compiles the same source with the header
+cuda_on_cpu.h, which runs each thread of a block as a thread of the CPU."""
 
 import ctypes
 import functools
@@ -16,6 +16,7 @@ from lessons.cuda_norm import COMPILERS, SHARED_BYTES, SOURCE, row_of_vectors
 from lpkit.errors import ConfigError
 from lpkit.files import own_cache, private_folder
 
+# the C++ program; its two placeholders are the floats of shared memory and the text of SOURCE
 TEXT = """
 #include "cuda_on_cpu.h"
 static float row[%d];
@@ -31,12 +32,13 @@ FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread
 
 @functools.cache
 def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
-    """Return the forward kernel on a CPU, (x, delta, w, eps) -> (s, y, 1 / rms), and its compiler;
-    or None, and in one clause why it cannot be compiled."""
+    """Compile the forward kernel for the CPU. Return the function (x, delta, w, eps) ->
+    (s = x + delta, y = RMSNorm of s times w, 1 / rms of each row) and a clause about how it was
+    compiled; or None and a clause about why it cannot be compiled."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        return None, f"there is no C++ compiler here ({', '.join(COMPILERS)})"
-    # the dynamic shared memory becomes one array
+        return None, f"there is no C++ compiler ({', '.join(COMPILERS)})"
+    # TEXT declares the shared memory as a global array, so its declaration in the kernel is removed
     kernel = SOURCE.read_text().replace("extern __shared__ float row[];", "")
     try:
         cache = private_folder(own_cache())
@@ -48,7 +50,7 @@ def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
         done = subprocess.run(command, input=TEXT % (SHARED_BYTES // 4, kernel), text=True,
                               capture_output=True)
         if done.returncode:
-            return None, f"{Path(compiler).name} compiles no C++20 threads here"
+            return None, f"{Path(compiler).name} cannot compile threads of C++20"
         library = ctypes.CDLL(str(path))
 
     def run(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

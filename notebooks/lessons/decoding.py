@@ -1,10 +1,11 @@
-"""Generation of one token per sequence at a time: bytes of the cache, and seconds.
+"""Generation, one token per sequence at a time: the bytes of the cache, and the seconds of a step.
 
 A step reads every weight once for the whole batch, and the cache of each sequence. It computes
-little with each number, so its time is that of the bytes or, for a large batch, that of the FLOPs
-(Pope et al. 2022, https://arxiv.org/abs/2211.05102). A cache format of fewer bits is decoded, and
-the decoded numbers are written and read in addition. Not included: launching kernels, which
-dominates for small models, and sampling.
+little with each number that it reads, so its time is the time to read these bytes or, for a large
+batch, the time of the FLOPs (Pope et al. 2022, https://arxiv.org/abs/2211.05102). If the cache has
+a format of fewer bits, its numbers are decoded first: the decoded numbers are written and read in
+addition. The prediction leaves out the launching of kernels, which dominates for small models, and
+sampling.
 """
 
 from dataclasses import dataclass
@@ -21,11 +22,17 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.machines import Machine
 
-SCALE_BYTES = 2         # of a bfloat16 scale, which has float32's range
+SCALE_BYTES = 2         # a scale is stored in bfloat16, which has the range of float32
 
 
 def vector_bytes(row: CacheFormat, E: int, itemsize: int) -> int:
-    """Returns the bytes of a head's key or value, which has E numbers of `itemsize` bytes."""
+    """Return the bytes of one key or one value of one head in the cache.
+
+    row: the format of the cache; a format of fewer bits has a scale (and with `row.offset` an
+        offset) per group of numbers
+    E: numbers of the key or value
+    itemsize: bytes of a number without such a format
+    """
     if row.bits is None:
         return E * itemsize
     return -(-E * row.bits // 8) + row.groups(E) * SCALE_BYTES * (1 + row.offset)
@@ -33,12 +40,18 @@ def vector_bytes(row: CacheFormat, E: int, itemsize: int) -> int:
 
 def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "same", *,
                 itemsize: int = 2) -> int:
-    """Returns the bytes of keys and values (or of the state that the kind keeps instead) for
-    `batch` sequences after `tokens`; itemsize: bytes of an element in the products. Raises
-    ConfigError."""
+    """Return the bytes of the cache of `batch` sequences after `tokens` tokens: the keys and values
+    of all layers, or the state that the model's kind of attention keeps instead.
+
+    format: a row of CACHES
+    itemsize: bytes of a number in the matmuls
+
+    Raises ConfigError for less than 1 token or sequence, an unknown format, and attention that is
+    not causal."""
     row, settings = pick(CACHES, format, "cache"), model.attention
     if tokens < 1 or batch < 1:
-        raise ConfigError(f"a cache has 1 token and 1 sequence or more; got {tokens} and {batch}")
+        raise ConfigError(f"a cache needs at least 1 token and 1 sequence; got {tokens} tokens "
+                          f"and {batch} sequences")
     if (state := KINDS[settings.name].state_bytes) is not None:
         return batch * model.L * state(model)
     refuse_keys_to_come(model)
@@ -49,7 +62,7 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One token for each of `batch` sequences of `tokens` tokens."""
+    """The prediction of a step: one more token for each of `batch` sequences of `tokens` tokens."""
 
     tokens: int
     batch: int
@@ -68,13 +81,20 @@ class Step:
 def decoding(config: Config, machine: str | Machine = "h200", *, tokens: int | None = None,
              batch: int = 1, format: str = "same", precision: str | None = None,
              efficiency: Efficiency | None = None) -> Step:
-    """Predict a step. `tokens`: None: a full context. Weights are read in the products' dtype.
+    """Predict the seconds of one step of generation.
+
+    tokens: tokens in the cache of each sequence; None: a full context
+    format: a row of CACHES
+    precision: a row of PRECISIONS; the weights are read in the dtype of its matmuls
+    efficiency: shares of the machine's peaks that are reached; None: those of `evidence`
+
     Raises ConfigError for an invalid combination."""
     on, m = machines.find(machine), config.model
     tokens = m.T if tokens is None else tokens
     p = PRECISIONS[precision_of(config, on, precision)]
     efficiency = efficiency or evidence.efficiency(on)
-    # one row of the embeddings is read, unless they are the head as well
+    # A step reads one row per sequence of the embeddings and positions, which is left out here. A
+    # tied embedding is also the head's weight, which is read as a whole.
     read = parameter_count(m) - parameters(m)["positions"]
     read -= 0 if m.tied else parameters(m)["embedding"]
     weights, held = read * p.compute_bytes, cache_bytes(m, tokens, batch, format,

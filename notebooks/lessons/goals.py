@@ -1,4 +1,4 @@
-"""The card of a notebook's goal: whether it was reached, condition by condition."""
+"""The card of a notebook's goal: whether the goal was reached, condition by condition."""
 
 from collections.abc import Mapping
 
@@ -11,13 +11,14 @@ WORDS = {HOLDS: "The goal is reached", FAILS: "The goal failed",
 
 
 def goal(sentence: str, conditions: Mapping[str, bool | None]) -> None:
-    """Show whether a goal was reached, and which of its conditions hold.
+    """Show a card: whether a goal was reached, and which of its conditions hold.
 
     sentence: the goal, as the notebook's first cell states it
-    conditions: whether each sentence, with its measured value, holds; None: this machine cannot tell
+    conditions: for each condition (a sentence with the measured value) whether it holds; None if
+        this machine cannot tell
 
-    A goal is set before the run and may fail; a claim states a result. So a failed goal stops no
-    cell, and the runner of notebooks does not count it as a failure."""
+    A goal is set before the run and may fail, while a claim states a result. So a failed goal
+    raises no error, and the runner of notebooks does not count it as a failure."""
     met = list(conditions.values())
     state = FAILS if any(holds is False for holds in met) else UNDECIDED if None in met else HOLDS
     signs = {True: LOOKS[HOLDS][1], False: LOOKS[FAILS][1], None: LOOKS[UNDECIDED][1]}

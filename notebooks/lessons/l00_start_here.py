@@ -28,7 +28,7 @@ __all__ = ["LiveRun", "Page", "Training", "certificate", "doctor", "exercises", 
 
 
 def prepared(config: Config) -> TokenFiles:
-    """Returns the token files of this run. `prepare` reports its progress on standard error, which
+    """Return the token files of this run. `prepare` reports its progress on standard error, which
     a notebook shows in red; here the report goes to standard output."""
     with redirect_stderr(sys.stdout):
         return datasets.prepare(config.data, vocab=config.model.vocab)

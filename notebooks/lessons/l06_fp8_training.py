@@ -176,14 +176,14 @@ def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
 
 
 def unfinished(runs: Mapping[str, Run], configs: Iterable[str]) -> dict[str, str]:
-    """Returns the status of each run that is not complete, by name."""
+    """Return the status of each run that is not complete, by name."""
     statuses = {name: runs[name].summary["status"] if name in runs else "never begun"
                 for name in configs}
     return {name: status for name, status in statuses.items() if status != "complete"}
 
 
 def emulated(outcomes: Mapping[str, Outcome]) -> tuple[float | None, float]:
-    """Returns two step times, both divided by the step time of the quicker run of BASE: the median
+    """Return two step times, both divided by the step time of the quicker run of BASE: the median
     of the emulated recipes (None if no recipe is emulated), and the slower run of BASE. The second
     is the noise of a step time; it is infinite if one of the two runs is missing."""
     times = sorted(outcome.step_times for name, outcome in outcomes.items()
@@ -195,7 +195,7 @@ def emulated(outcomes: Mapping[str, Outcome]) -> tuple[float | None, float]:
 
 
 def in_noise(step: float, spread: float) -> str:
-    """Returns why a step that takes `step` times as long as BASE's may differ only by noise."""
+    """Return why a step that takes `step` times as long as BASE's may differ only by noise."""
     return (f"an emulated step takes {step:.2f} times {BASE}'s, and two runs of {BASE} differ by "
             f"{spread - 1:.0%}")
 

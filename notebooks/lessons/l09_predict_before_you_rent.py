@@ -414,7 +414,7 @@ def _facts(point: Point) -> str:
 
 
 def moved_table(models: Mapping[str, ModelConfig], *, batch: int) -> str:
-    """Returns two tables of the bytes that a forward pass of `batch` sequences moves, as terms in
+    """Return two tables of the bytes that a forward pass of `batch` sequences moves, as terms in
     letters: within a block and outside the blocks. They are for 16-bit products and float32
     residuals on a GPU, with SDPA."""
     how = {"kind": "gpu", "attention": "sdpa", "compute_bytes": 2, "residual_bytes": 4}

@@ -199,12 +199,12 @@ def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = mat
 
 
 def finite(tokens: float) -> float | None:
-    """Returns a context length, or None if it is infinite (beyond all tried contexts)."""
+    """Return a context length, or None if it is infinite (beyond all tried contexts)."""
     return tokens if math.isfinite(tokens) else None
 
 
 def reached(tokens: float | None) -> str:
-    """Returns the text of a table cell: a context length, or that no tried context reaches it."""
+    """Return the text of a table cell: a context length, or that no tried context reaches it."""
     if tokens is None:
         return ""
     return f"{tokens:,.0f}" if math.isfinite(tokens) else "none of these"

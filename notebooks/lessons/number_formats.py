@@ -1,20 +1,20 @@
-"""Number formats as data, and rounding to them, bit by bit.
+"""Rounding to number formats, and their bit patterns. A format is a row of data: FORMATS.
 
     round_to(x, FORMATS["e4m3fn"])      # nearest-even, saturating; float32 in, float32 out
     round_to(x, FORMATS["e5m2"], rounding="stochastic", overflow="nonsaturating", generator=rng)
     encode(round_to(x, fmt), fmt)       # bit patterns; decode(codes, fmt) is the inverse
 
-A magnitude code c of a format with m mantissa bits consists of c >> m, the exponent field, and c &
-(2^m - 1). Field 0 has the subnormals, evenly spaced from zero; an integer format has only such a
-row. This file is the definition, in float64 and for every format; lpkit/kernels/cast.py computes
-the same numbers fast.
+Without its sign bit, a bit pattern c of a format with m mantissa bits consists of the exponent
+field, c >> m, and the mantissa, c & (2^m - 1). The values with exponent field 0 are the subnormals,
+which are evenly spaced from zero; an integer format has only evenly spaced values. This file is the
+definition, in float64 and for every format; lpkit/kernels/cast.py computes the same numbers fast.
 
-Not-a-number: a NaN stays a NaN and keeps its sign; its payload is undefined. A format without NaN
-has no code for it: `round_to` returns the NaN, `encode` rejects it. Overflow follows the
-specifications:
+A NaN stays a NaN and keeps its sign; its payload is undefined. If a format has no NaN, `round_to`
+returns the NaN and `encode` rejects it. Overflow follows the specifications:
 - saturate: a value that is too large, infinities included, becomes the largest value of its sign;
-- nonsaturating: it becomes an infinity; without infinities, a NaN; without either, the largest
-  value. Rounding toward zero never takes a finite value beyond the largest value.
+- nonsaturating: a value that is too large becomes an infinity; in a format without infinities, a
+  NaN; in a format without infinities and NaN, the largest value. With rounding toward zero, a
+  finite value never becomes larger than the largest value.
 E8M0 has no sign and no zero: a negative number becomes NaN; zero becomes the smallest value, or NaN
 when nonsaturating.
 """
@@ -29,12 +29,13 @@ from torch import Tensor
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.formats import FORMATS, Format
 
-# magnitudes in units of the spacing -> integers
+# takes magnitudes in units of the spacing; returns whole numbers
 Rounding = Callable[[Tensor, "torch.Generator | None"], Tensor]
 
 
 def _stochastic(q: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Round up with the probability of the remainder; the mean is exact to 2^-53 of a spacing."""
+    """Round q up with probability q - floor(q), else down. So the mean of the result is q, exact to
+    2^-53 of a spacing."""
     down = q.floor()
     draw = torch.rand(q.shape, dtype=q.dtype, device=q.device, generator=generator)
     return down + (draw < q - down)
@@ -52,12 +53,15 @@ OVERFLOWS = {"saturate": False, "nonsaturating": True}      # whether results ma
 
 def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow: str = "saturate",
              generator: torch.Generator | None = None) -> Tensor:
-    """Return `x` (any shape, a floating dtype) rounded to `fmt`, as float32. Stochastic rounding
-    draws from `generator`.
+    """Return `x` (any shape, a floating dtype) rounded to `fmt`, as float32.
+
+    rounding: a key of ROUNDINGS; "stochastic" draws from `generator`
+    overflow: a key of OVERFLOWS
 
     Raises ConfigError for an unknown rounding or overflow, or an `x` that is not floating point.
     """
-    rule, beyond = pick(ROUNDINGS, rounding, "rounding"), None      # None: the largest value
+    # `beyond` is the result for values that are too large; None: the largest value
+    rule, beyond = pick(ROUNDINGS, rounding, "rounding"), None
     if pick(OVERFLOWS, overflow, "overflow") and fmt.has_infinities:
         beyond = torch.inf
     elif OVERFLOWS[overflow] and fmt.nan is not None:
@@ -74,6 +78,7 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
     if beyond is None:
         y = torch.where(magnitude.isinf(), largest, y).minimum(largest)
     else:
+        # rounding toward zero takes a finite value to the largest value, not to `beyond`
         stays = magnitude.isfinite() & (rounding == "toward-zero")
         y = torch.where(y > largest, torch.where(stays, largest, beyond),
                         torch.where(magnitude.isinf(), beyond, y))
@@ -88,26 +93,29 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
 
 
 def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Returns exponents of two, at least the format's smallest; int64."""
+    """Return floor(log2 |x|) of each element as int64; at least `fmt.min_exponent`, where the
+    spacing stops shrinking."""
     exponent = torch.frexp(magnitude.nan_to_num(0, 0)).exponent.long() - 1
     return torch.where(magnitude == 0, fmt.min_exponent, exponent).clamp(min=fmt.min_exponent)
 
 
 def spacing(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Returns the spacing around a magnitude, if the exponent had no upper bound; float64."""
+    """Return the distance between neighbouring values of `fmt` at each magnitude, as float64. Above
+    the largest value, it is the distance that a format with more exponents would have."""
     return _power(_exponent(magnitude, fmt) - fmt.mantissa_bits)
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in float64, exactly; torch.exp2 is not exact on every machine."""
+    """Return 2^exponent in float64, from its bit pattern: exponent + 1023 is float64's exponent
+    field, at bit 52. torch.exp2 is not exact on every machine."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
-    """Return the bit patterns of values that are in `fmt`: uint8 up to 8 bits (4 bits in the low
-    half), else int64.
+    """Return the bit patterns of `x`, whose elements must be values of `fmt`. The dtype is uint8
+    for formats of up to 8 bits (the low bits are used), else int64.
 
-    Raises ConfigError for a value that the format lacks; round first.
+    Raises ConfigError for an element that is not a value of the format.
     """
     x = x.detach().double()
     magnitude, nan, inf = x.abs(), x.isnan(), x.isinf()
@@ -131,7 +139,8 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
-    """Return the values of bit patterns as float32. Bits above the format's width are ignored."""
+    """Return the values of bit patterns (any integer dtype) as float32. Bits above the format's
+    width are ignored."""
     code = codes.long() & ((1 << fmt.bits) - 1)
     sign = (code >> (fmt.bits - 1)) & fmt.signed
     if not fmt.exponent_bits:
@@ -151,9 +160,10 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def values(fmt: Format) -> Tensor:
-    """Returns every value, float32, at the index of its code. Raises ConfigError above 8 bits."""
+    """Return all values of a format as float32 (2^bits,): element c is the value of bit pattern c.
+    Raises ConfigError for a format of more than 8 bits."""
     if fmt.bits > 8:
         small = ", ".join(f.name for f in FORMATS.values() if f.bits <= 8)
-        raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are "
-                          f"listed: {small}")
+        raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; only formats of up to 8 bits can "
+                          f"be listed: {small}")
     return decode(torch.arange(1 << fmt.bits), fmt)

@@ -1,13 +1,18 @@
-"""Runs that others published, compared with `lpkit.predict.time`. This project measured none of
-them.
+"""Training runs that others published, compared with the step times that `lpkit.predict.time`
+predicts. None of these runs was measured by this project.
 
-data/published has one file per page and one row per run. sources.csv names the page and says
-whether its runs are held out; no number is ever fitted to held-out runs. A value that the page does
-not state is empty. The formula then assumes one sequence per micro-batch, no recomputation,
-attention in a flash kernel, no further replicas or parts, kernels fused by a compiler, and for 8
-bits one scale per tensor. It rejects a run whose machine, style or schedule has no row; `seconds`
-raises the reason. A stated power limit is not used. Megatron-LM's "selective" is "core-attention".
-torchtitan's "selective-op" recomputes every second product, which is added to "selective".
+data/published has one CSV file for each page (a paper or a web page), with a row for each run.
+sources.csv lists the pages, and whether the runs of a page are held out: no number of the formula
+is fitted to held-out runs.
+
+A cell is empty if the page does not state the value. The formula then assumes one sequence per
+micro-batch, no recomputation, attention in a flash kernel, one rank along an axis of the layout,
+kernels fused by a compiler, and for 8 bits one scale per tensor. A run whose machine, style or
+schedule has no row cannot be predicted: `seconds` raises ConfigError with the reason. A stated
+power limit is not used.
+
+Two names differ: Megatron-LM's "selective" recomputation is lpkit's "core-attention", and
+torchtitan's "selective-op" is lpkit's "selective" plus every second matmul.
 """
 
 import csv
@@ -33,16 +38,19 @@ from lpkit.values import Checked, Count, CountOrZero, Positive, Text
 
 T = TypeVar("T")
 FOLDER = resource("data/published")
+# sources of the comparison `published`
 SHOWN = ("narayanan", "korthikanti", "llama-3", "torchtitan-a100", "torchtitan-h200")
 SHAPE = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
 LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
 STYLES = {"gpt": {}, "llama": {**LLAMA, "tied": False}, "llama-tied": LLAMA,
           # squared ReLU reads and writes as much as GELU
           "nemotron": {"position": "rope", "bias": False, "tied": False}}
-SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks if the page does not state them
+# by schedule: chunks of layers per rank that are assumed if the page does not state them
+SCHEDULES = {"1f1b": 1, "interleaved": None}
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's name: lpkit's name
 RECOMPUTE = {None: "none", "selective": "core-attention", "selective-op": "selective"}
-AGAIN = {"selective-op": 1 / 3 / 2}             # share of the products: every second one, forward
+# share of the matmuls' time that is added: a third of it is forward, and half of that is repeated
+AGAIN = {"selective-op": 1 / 3 / 2}
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",
               "selective-op": "selective op"}
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
@@ -50,8 +58,9 @@ STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "m
           "DeepSpeed ZeRO-3": "deepspeed-2021", "LLM Foundry": "llm-foundry",
           "Aleph Alpha, norms written out": "scaling", "Aleph Alpha": "scaling-sequence",
           "nanotron": "nanotron"}
-BEFORE = {"eager": "megatron-2021", "scaling-sequence": "scaling-kernel"}   # without sequence parallelism
-COUNTED = {     # FLOPs of a step, by the page's way to count them
+# by stack: the row for runs without sequence parallelism
+BEFORE = {"eager": "megatron-2021", "scaling-sequence": "scaling-kernel"}
+COUNTED = {     # FLOPs of a step, by the way in which the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
     "recomputed": lambda m, batch: (training_flops(m, batch=batch)
@@ -62,22 +71,21 @@ COUNTED = {     # FLOPs of a step, by the page's way to count them
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Checked):
-    """A page. `name` is its file in data/published. Its other fields describe the cluster or the
-    stack where it differs from the catalogue: links in a node (both directions), network per device
-    (one direction), memory, and whether tensor ranks repeat norms and additions, as they did before
-    Korthikanti et al. 2022."""
+    """A page with published runs, and how its cluster differs from the machines of the
+    catalogue."""
 
-    name: Text
+    name: Text                                  # its file is data/published/NAME.csv
     title: Text
     url: Text
-    held_out: bool
-    link_gigabytes: Positive | None = None
-    network_gigabits: Positive | None = None
+    held_out: bool                              # no number may be fitted to its runs
+    link_gigabytes: Positive | None = None      # per second in a node, both directions together
+    network_gigabits: Positive | None = None    # per second and device, one direction
+    # False: tensor ranks repeat norms and additions, as before Korthikanti et al. 2022
     sequence_parallel: bool = True
-    memory_gigabytes: Positive | None = None
+    memory_gigabytes: Positive | None = None    # of a device
 
     def on(self, name: str) -> Machine:
-        """Returns the catalogue's machine, changed by what the page states."""
+        """Return the catalogue's machine, changed by what the page states."""
         machine, stated = find(name), {}
         if self.link_gigabytes:
             stated["link_bytes_per_second"] = self.link_gigabytes * 1e9
@@ -90,8 +98,10 @@ class Source(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Checked):
-    """A row. Sizes are in sequences, tokens, ranks and watts. `published` is in `unit`, per device
-    (except seconds of a step and sequences of all devices). None: the page does not state it."""
+    """A published run: a row of a page's CSV file. None: the page does not state the value.
+
+    `published` is the run's speed in `unit`: tokens/s and TFLOP/s per device, sequences/s of all
+    devices together, or the seconds of a step. Batches are in sequences, the context in tokens."""
 
     source: Source
     model: Text
@@ -123,23 +133,24 @@ class Run(Checked):
     watts: Positive | None = None       # power limit of a device
     published: Positive
     unit: Literal["tokens/s", "sequences/s", "TFLOP/s", "seconds"]
+    # how the page counts TFLOP/s: a key of COUNTED
     counted: Literal["full", "causal", "recomputed", "parameters"] | None = None
     memory: Positive | None = None      # peak memory of a device
     memory_unit: Literal["GiB", "GB"] | None = None
-    at: Text                            # line or table of the page
+    at: Text                            # where on the page: a line or a table
     note: str = ""
 
     def __post_init__(self):
         super().__post_init__()
         if self.layout and self.layout.devices != self.devices:
-            raise ConfigError(f"devices={self.devices} is not the layout's {self.layout.devices}, "
-                              f"{self.layout}")
+            raise ConfigError(f"devices={self.devices}, but the layout has {self.layout.devices}: "
+                              f"{self.layout}; correct one of them")
         for field_name, other in (("memory", "memory_unit"), ("memory_unit", "memory")):
             if getattr(self, field_name) and not getattr(self, other):
                 raise ConfigError(f"{field_name} needs {other}; give both or none")
         if (self.unit == "TFLOP/s") != (self.counted is not None):
-            raise ConfigError(f"counted says how TFLOP/s are counted, and the unit is {self.unit}; "
-                              f"give it with TFLOP/s alone")
+            raise ConfigError(f"counted must be given if and only if the unit is TFLOP/s; got "
+                              f"counted={self.counted!r} and unit={self.unit!r}")
 
     @property
     def name(self) -> str:
@@ -168,8 +179,7 @@ class Run(Checked):
 
     @property
     def layout(self) -> Layout | None:
-        """The layout; None if several devices share the work in a way that the page does not
-        state."""
+        """The layout; None if the page does not state how several devices share the work."""
         axes = {"data": self.data, "shard": self.shard, "tensor": self.tensor,
                 "pipeline": self.pipeline, "context": self.context_parallel}
         if self.devices > 1 and not any(axes.values()):
@@ -180,7 +190,8 @@ class Run(Checked):
 
     @property
     def config(self) -> Config:
-        """The run's config. Raises ConfigError if a size is not stated, or the style has no row."""
+        """The run's config. Raises ConfigError if the page does not state a size, or if STYLES lacks
+        the run's style."""
         style = pick(STYLES, self.style or "gpt", "style")
         missing = [name for name in (*SHAPE, "global_batch") if getattr(self, name) is None]
         if missing:
@@ -208,22 +219,27 @@ class Run(Checked):
 
 
 def runs(*names: str, folder: Path = FOLDER) -> tuple[Run, ...]:
-    """Returns the runs of the named sources or of all, in the order of sources.csv. Raises
-    ConfigError with file, row and field."""
+    """Return the runs of the named sources (without names: of all sources), in the order of
+    sources.csv. Raises ConfigError that names the file, the row and the field of a bad cell."""
     return tuple(run for source in sources(folder) if source.name in names or not names
                  for run in _read(folder / f"{source.name}.csv", Run, source=source))
 
 
 def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
+    """Return the rows of sources.csv. Raises ConfigError as `runs` does."""
     return tuple(_read(folder / "sources.csv", Source))
 
 
 def step(run: Run, calibration: float | None = None,
          numbers: Mapping[str, float] | None = None,
          efficiency: Efficiency | None = None) -> StepTime:
-    """Predict the step of a run. Raises ConfigError with the reason if the formula cannot take the
-    run. `numbers` replace the fitted numbers of `lpkit.predict.evidence`; `efficiency` replaces the
-    efficiency computed from them."""
+    """Predict the step of a run.
+
+    calibration: factor on the predicted seconds
+    numbers: replace the fitted numbers of `lpkit.predict.evidence`
+    efficiency: replaces the efficiency that is computed from those numbers
+
+    Raises ConfigError with the reason if the run cannot be predicted."""
     layout, schedule = run.layout, run.schedule or "1f1b"
     if layout is None:
         raise ConfigError("not stated: the layout")
@@ -239,7 +255,8 @@ def step(run: Run, calibration: float | None = None,
 
 def seconds(run: Run, calibration: float | None = None,
             numbers: Mapping[str, float] | None = None) -> float:
-    """Returns the predicted seconds of a step. Raises ConfigError as `step` does."""
+    """Return the predicted seconds of a step of the run, including the matmuls that
+    "selective-op" recomputes. Raises ConfigError as `step` does."""
     predicted = step(run, calibration, numbers)
     linears = sum(part.seconds for part in predicted.rows
                   if part.name.startswith(("attention.", "mlp.")))
@@ -247,9 +264,9 @@ def seconds(run: Run, calibration: float | None = None,
 
 
 def optimism(run: Run) -> dict[str, StepTime]:
-    """Predict a step three times: by a roofline that reaches every ceiling; at the rates of
-    published kernels alone, with every message hidden that can be hidden; and at the rates that a
-    step keeps. Raises ConfigError as `step` does."""
+    """Predict a step three times. "roofline": every ceiling is reached. "kernels alone": each kernel
+    runs at its published speed, and messages overlap as much as possible. "in a step": a step keeps
+    only the fitted share of these speeds. Raises ConfigError as `step` does."""
     numbers = evidence.fitted()["numbers"]
     alone = {name: 1.0 for name in numbers if name.endswith((" keeps", "overlap"))}
     alone |= {name: 0.0 for name in numbers if name.endswith("op_seconds")}
@@ -258,7 +275,8 @@ def optimism(run: Run) -> dict[str, StepTime]:
 
 
 def row(run: Run, calibration: float | None = None) -> Row:
-    """Compare a run with the formula, in the page's unit. Raises ConfigError as `step` does."""
+    """Return the comparison of a run with its prediction, in the page's unit. Raises ConfigError as
+    `step` does."""
     scale, unit = (1e12, "FLOP/s") if run.unit == "TFLOP/s" else (1, run.unit)
     measured = run.published * scale
     slower = seconds(run, calibration) / run.published_seconds
@@ -269,20 +287,21 @@ def row(run: Run, calibration: float | None = None) -> Row:
 
 
 def published() -> Comparison:
-    """Compare the runs of SHOWN that the formula takes."""
+    """Return the comparison of all runs of SHOWN that can be predicted."""
     return Comparison(tuple(beside for _, beside in taken(runs(*SHOWN), row)))
 
 
 def calibrated() -> Comparison:
-    """Compare Llama 3's other two rows, with one factor from the first row, like a calibration by a
-    short measured run."""
+    """Return the comparison of the second and third run of Llama 3. All predictions are multiplied
+    by one factor that makes the first run exact, as a short measured run would calibrate them."""
     first, *others = runs("llama-3")
     factor = first.published_seconds / seconds(first)
     return Comparison(tuple(row(run, factor) for run in others))
 
 
 def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a row for each run that the formula takes, and one with the reason for each other."""
+    """Return two lists of dicts: a row for each run that can be predicted, and for each other run
+    its place and the reason (`why`). "error" is predicted over published speed, minus 1."""
     compared, left_out = [], []
     for run in runs():
         of = {"source": run.source.name, "at": run.at}
@@ -309,8 +328,9 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _flat_mfu(run_row: dict[str, Any], compared: list[dict[str, Any]]) -> float:
-    """Return the median MFU of runs that may be fitted: with the same generation and bits if there
-    are any, else with the same bits, else of all."""
+    """Return the median MFU of the runs that may be fitted: of those with the same generation of
+    device and the same bits as `run_row`; if there are none, of those with the same bits; if there
+    are none, of all. It is the baseline that a formula must beat."""
     fitted = [other for other in compared if not other["held_out"]]
     alike = [other for other in fitted if other["precision"] == run_row["precision"]]
     same = [other for other in alike if other["generation"] == run_row["generation"]]
@@ -328,7 +348,7 @@ def _machine(run: Run) -> str:
 
 
 def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]]:
-    """Yield each run with the result of `of`; skip runs for which `of` raises ConfigError."""
+    """Yield (run, of(run)) for each run; skip runs for which `of` raises ConfigError."""
     for run in some:
         try:
             yield run, of(run)
@@ -337,6 +357,8 @@ def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]
 
 
 def _read(path: Path, kind: type[Checked], **given: object) -> Iterator[Checked]:
+    """Yield an instance of `kind` for each row of a CSV file, whose columns are the fields of `kind`
+    except those in `given`. Empty cells become the defaults. Raises ConfigError."""
     columns = [field.name for field in fields(kind) if field.name not in given]
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -345,17 +367,17 @@ def _read(path: Path, kind: type[Checked], **given: object) -> Iterator[Checked]
         raise ConfigError(f"cannot read {path.name}: {error}") from None
     heads = lines[0] if lines else []
     if heads != columns:
-        raise ConfigError(f"{path.name} has the columns {', '.join(heads) or 'of nothing'}; it "
-                          f"needs {', '.join(columns)}")
+        raise ConfigError(f"{path.name} has {'the columns ' if heads else 'no columns'}"
+                          f"{', '.join(heads)}; it needs {', '.join(columns)}")
     for number, cells in enumerate(lines[1:], 1):
         try:
             if len(cells) != len(heads):
-                raise ConfigError(f"it has {len(cells)} cells, and there are {len(heads)} columns")
+                raise ConfigError(f"it has {len(cells)} cells, but the file has {len(heads)} columns")
             values = {name: cell for name, cell in zip(heads, cells) if cell}
             missing = [field.name for field in fields(kind)
                        if field.default is MISSING and field.name not in {*values, *given}]
             if missing:
-                raise ConfigError(f"{missing[0]} is empty; give one")
+                raise ConfigError(f"{missing[0]} is empty; this column needs a value")
             instance = kind(**values, **given)
         except ConfigError as error:
             raise ConfigError(f"{path.name}, row {number}: {error}") from None

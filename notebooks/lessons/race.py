@@ -10,9 +10,14 @@ from lessons.figures.drawing import axis, figure, scatter
 
 def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
                 planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
-    """The plotly spec of runs while they train: training losses by step, and each loss minus the
-    first run's. `paired`: the runs that use the batches of the first run; None: all runs. If no
-    other run does, no difference is drawn, and the losses have the whole height."""
+    """Return the plotly spec of runs while they train. Upper panel: training loss over steps. Lower
+    panel: how many percent each loss is above the first run's loss in the same step.
+
+    losses: for each run, its losses in nats per token by step
+    planned_steps: the end of the step axis
+    paired: the names of the runs that use the same batches as the first run; None: all runs. Only
+        these are in the lower panel. Without a second such run, there is no lower panel.
+    """
     base, first = next(iter(losses.items()), ("the first", {}))
     compared = paired is None or len(paired) > 1
     data: list[dict] = []
@@ -37,4 +42,4 @@ def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
         data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
         xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
         yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
-        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"))
+        yaxis2=axis(f"loss above {escape(base)}'s, %", domain=[0, 0.44], anchor="x2"))

@@ -13,14 +13,15 @@ WRAPS = "white-space:normal;overflow-wrap:anywhere"     # for phones; JupyterLab
 
 
 def source(*objects: Any) -> HTML:
-    """Show the source of functions, kernels, classes and modules, and the whole file of a Path:
-    folded, one part per object."""
+    """Return HTML with the source of each object, folded under its name. An object is a function, a
+    Triton kernel, a class, a module, or the Path of a file."""
     return HTML("\n".join(
         f"<details><summary><code style='{WRAPS}'>{escape(where)}</code></summary>"
         f"<pre>{escape(text)}</pre></details>" for where, text in map(_part, objects)))
 
 
 def _part(thing: Any) -> tuple[str, str]:
+    """Return the name and the source of an object."""
     if isinstance(thing, Path):
         return thing.name, thing.read_text().rstrip()
     thing = getattr(thing, "fn", thing)     # a Triton kernel wraps its Python function as `fn`

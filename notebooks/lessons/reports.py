@@ -1,12 +1,14 @@
-"""Reports from a learner's kernel to the teacher of a room, if the learner agreed: guesses,
-exercises and claims, without the learner's code.
+"""Reports of a learner's progress (guesses, exercises and claims, without the learner's code) to
+the teacher of a room, if the learner agreed.
 
-LPKIT_PROGRESS is the path of the Unix socket on which the room's service listens
-(`notebooks/hosting/progress.py`); it is set if the learner agreed when the server started. Only
-root can listen there, and the service gets the reporting user from the kernel, so no token is sent.
-A report is first written to the learner's outbox. It is removed when the service has answered that
-the report is on disk, so a service that crashes loses nothing. Each report has an id; two reports
-with one id count once.
+The environment variable LPKIT_PROGRESS is the path of the Unix socket on which the room's service
+listens (`notebooks/hosting/progress.py`). It is set if the learner agreed when the server started.
+Only root can listen at that path, and the operating system tells the service which user connects,
+so no token is sent.
+
+A report is first written to the learner's outbox, a file. It is removed from the outbox after the
+service has answered that the report is on disk, so a crash of the service loses no report. A report
+may be sent twice; the service counts reports with equal ids once.
 """
 
 import http.client
@@ -23,16 +25,17 @@ from typing import Any
 from lessons import claims
 from lpkit.files import data_dir, locked, own_folder, write_atomically
 
-AGAIN_SECONDS = 2.0     # until the next attempt; later attempts wait longer
+AGAIN_SECONDS = 2.0     # wait after the first failed attempt; each next wait is twice as long, to 15 s
 AT_ONCE = 50            # most reports in one message
-MOST_TEXT = 300         # most characters of a field; the service keeps no longer fields
-_last = [time.monotonic()]
+MOST_TEXT = 300         # characters to which a text field is cut, which is the service's limit
+_last = [time.monotonic()]      # time of this kernel's last report
 _sending = threading.Lock()
 
 
 def report(kind: str, **facts: Any) -> None:
-    """Report a fact. Never raises and never waits. `seconds` of a report are the time since the
-    previous report of this kernel."""
+    """Write a report of this kind with these facts to the outbox, and send it in a thread. Does
+    nothing if the learner did not agree. Never raises and never waits for the service. The field
+    `seconds` is the time since the previous report of this kernel."""
     if not (path := os.environ.get("LPKIT_PROGRESS")):
         return
     now = time.monotonic()
@@ -41,7 +44,8 @@ def report(kind: str, **facts: Any) -> None:
             "notebook": Path(os.environ.get("JPY_SESSION_NAME", "")).stem,
             **{key: " ".join(value.split())[:MOST_TEXT] if isinstance(value, str) else value
                for key, value in facts.items()}}
-    with suppress(OSError, ValueError, RuntimeError):   # a full disk, no thread left
+    # a full disk, a number that JSON lacks, no thread left: a report must not break the notebook
+    with suppress(OSError, ValueError, RuntimeError):
         own_folder(data_dir("course"), 0o700)
         with locked(_outbox().with_suffix(".lock")), _outbox().open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -49,7 +53,8 @@ def report(kind: str, **facts: Any) -> None:
 
 
 def claim(sentence: str) -> AbstractContextManager[None]:
-    """Returns the claim of `lessons.claims`; its verdict is reported as its card is shown."""
+    """Return `lessons.claims.claim(sentence)`, which also reports its verdict when it shows its
+    card."""
     return claims.claim(sentence, lambda state: report("claim", name=sentence, verdict=state))
 
 
@@ -58,8 +63,9 @@ def _outbox() -> Path:
 
 
 def _send_all(path: str) -> None:
-    """Send until the outbox is empty or another thread of this kernel sends. Check again at the
-    end, for reports that arrived while this thread was sending."""
+    """Send reports until the outbox is empty, unless another thread of this kernel is sending. The
+    loop reads the outbox again after sending: a thread that found this thread busy has given up,
+    and its report may have been written after this thread's last look."""
     with suppress(OSError, ValueError):
         while _outbox().read_text() and _sending.acquire(blocking=False):
             try:
@@ -69,6 +75,8 @@ def _send_all(path: str) -> None:
 
 
 def _empty(path: str) -> None:
+    """Send the reports in the outbox, up to AT_ONCE at a time, and remove those that were sent.
+    After a failure, wait and try again."""
     wait = AGAIN_SECONDS
     while some := _outbox().read_text().splitlines()[:AT_ONCE]:
         try:
@@ -83,7 +91,7 @@ def _empty(path: str) -> None:
 
 
 class _OnSocket(http.client.HTTPConnection):
-    """An HTTP connection to a Unix socket; a path replaces the host."""
+    """An HTTP connection to the Unix socket at `path`."""
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -92,7 +100,8 @@ class _OnSocket(http.client.HTTPConnection):
 
 
 def send(path: str, lines: list[str]) -> None:
-    """Send reports. Raises OSError unless the service answers that the reports are on disk."""
+    """Send reports (one JSON text each) in one POST request. Raises OSError unless the service
+    answers 200, which means that the reports are on disk."""
     connection = _OnSocket("localhost", timeout=20)
     connection.path = path
     with closing(connection):
@@ -100,6 +109,6 @@ def send(path: str, lines: list[str]) -> None:
             connection.request("POST", "/services/progress/report", f"[{','.join(lines)}]".encode())
             status = connection.getresponse().status
         except http.client.HTTPException as error:
-            raise OSError(f"the service broke off: {error}") from error
+            raise OSError(f"the connection to the progress service failed: {error}") from error
     if status != 200:
-        raise OSError(f"the service answered {status}")
+        raise OSError(f"the progress service answered {status}, not 200")

@@ -1,4 +1,4 @@
-"""The tensors that autograd keeps of a forward pass, by the operation that kept them first."""
+"""The bytes that autograd keeps of a forward pass, by the operation that kept them first."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lpkit.measure.tracking import Tracker, short
 
+# rows of a tracker's records that count as kept for backward
 ROWS = ("activations", "logits and loss", "low-precision weights", "scales")
 
 
@@ -16,7 +17,8 @@ class Saved:
     """Bytes that autograd kept for the backward pass, each storage once, under the operation that
     kept it first."""
 
-    operations: dict[str, int]  # by module, block numbers left out: norm1, attention.qkv, ..., loss
+    # bytes by module, summed over the blocks: norm1, attention.qkv, ..., loss
+    operations: dict[str, int]
     weight_copy_bytes: int      # copies of the weights in another dtype, made by autocast
 
     @property
@@ -26,7 +28,7 @@ class Saved:
 
 
 def live(tracker: Tracker) -> Counter[str]:
-    """Return live bytes by row."""
+    """Return the bytes that are alive now, by row of the ledger (activations, weights, ...)."""
     rows: Counter[str] = Counter()
     for record in tracker.records.values():
         rows[record.row] += record.nbytes
@@ -34,7 +36,8 @@ def live(tracker: Tracker) -> Counter[str]:
 
 
 def kept(tracker: Tracker) -> dict[str, int]:
-    """Return live bytes that autograd keeps for backward, by the module that kept them first."""
+    """Return the bytes alive now that autograd keeps for backward, by the module that kept them
+    first, summed over the blocks."""
     saved: Counter[str] = Counter()
     for record in tracker.records.values():
         if record.kept_by is not None and record.row in ROWS:
@@ -44,16 +47,18 @@ def kept(tracker: Tracker) -> dict[str, int]:
 
 def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
                 ignore: Iterable[Tensor] = ()) -> Saved:
-    """Run `step`, which returns a loss, and count the bytes that autograd keeps. Nothing is
-    changed or slower afterwards.
+    """Run `step`, which computes a loss with `model` and returns it, and return the bytes that
+    autograd keeps at that moment. The tracking leaves no trace in the model.
 
-    Bytes kept outside any module belong to the loss. The model's parameters and the tensors in
-    `ignore` are not counted, since they exist in any case.
+    Bytes that are kept outside all modules count under "loss". The model's parameters and the
+    tensors in `ignore` (the batch) are not counted, since they exist in any case. Raises ValueError
+    if the result of `step` has no graph.
     """
     with Tracker(model, device=next(model.parameters()).device) as tracker:
         tracker.hold(ignore, "batch")
         loss = step()
         operations = kept(tracker)
     if not loss.requires_grad:
-        raise ValueError("step() returned something that backward cannot start from")
+        raise ValueError("step() returned a tensor without a graph, which backward cannot start "
+                         "from")
     return Saved(operations=operations, weight_copy_bytes=live(tracker)["weight copies"])

@@ -1,12 +1,11 @@
-"""Formulas in letters, from the code that computes them: numbers that record how they were
-computed.
+"""Formulas in letters, derived from the code that computes the numbers.
 
     kept(Lettered(model), batch=letter("B", 8)).operations["norm1"]     # 4 B T (D + 2)
 
-A `Term` is a number with a polynomial in B, T, D, ... (docs/notation.md). All sums that
-`lpkit.predict` computes from the description of a model also work with Terms, so a printed formula
-is the result of the same code. Branches are decided by the numbers, so a Term is valid for sizes
-that take the same branches.
+A `Term` is a number that also records how it was computed: as a polynomial in the letters B, T, D,
+... (docs/notation.md). The sums of `lpkit.predict` work with Terms as with numbers, so a printed
+formula is a result of the same code as the prediction. If that code branches on a size, the branch
+is decided by the number; the formula then holds for all sizes that take the same branch.
 """
 
 import functools
@@ -26,14 +25,20 @@ from lpkit.tables import html_table
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
 
-ORDER = "LBHGTVEDFMNK"      # order of letters in a product
+ORDER = "LBHGTVEDFMNK"      # order in which the letters of a product are written
 POWERS = {2: "²", 3: "³"}
-Monomial = tuple[tuple[str, int], ...]      # letters with their powers, sorted
+Monomial = tuple[tuple[str, int], ...]      # (letter, power) pairs, sorted: (("B", 1), ("T", 2))
 
 
 @functools.total_ordering
 class Term:
-    """Compares like its value. A quotient by a sum and a floor division give plain numbers."""
+    """A number `value`, and the polynomial `parts`: the coefficient of each product of letters.
+
+    >>> str(4 * letter("B", 8) * (letter("D", 256) + 2))
+    '4 B (D + 2)'
+
+    A Term compares like its value. Dividing by a sum, floor division and remainder give plain
+    numbers, because their results are not polynomials."""
 
     __slots__ = ("parts", "value")
 
@@ -92,7 +97,9 @@ class Term:
         return self.value < _term(other).value
 
     def __hash__(self) -> int:
-        """Differs from the value's hash: a cached result of `operations` for 1 must not be used."""
+        """Return a hash of value and polynomial. It differs from the hash of the plain number,
+        although the two are equal: a cached function must not return its result for the number 1
+        if it is called with a Term of value 1."""
         return hash((self.value, frozenset(self.parts.items())))
 
     def __bool__(self) -> bool:
@@ -109,8 +116,8 @@ class Term:
         return self.written(lambda letter: letter)
 
     def written(self, shown: Callable[[str], str], times: str = " ") -> str:
-        """Return the term, with each letter as `shown` returns it and `times` between factors.
-        Common factors are in front."""
+        """Return the term as text. `shown` returns the text of a letter; `times` is written between
+        two factors. Factors that all parts share are written in front of a parenthesis."""
         parts = {_of_heads(monomial): count for monomial, count in self.parts.items()}
         if len(parts) < 2:
             return "".join(_product(count, monomial, shown, times)
@@ -136,10 +143,12 @@ class Term:
 
 
 def _term(number: Term | float) -> Term:
+    """Return the number as a Term without letters; return a Term unchanged."""
     return number if isinstance(number, Term) else Term(number, {(): Fraction(number)})
 
 
 def _times(left: Monomial, other: Monomial) -> Monomial:
+    """Return the product of two monomials: powers of equal letters are added."""
     powers = Counter(dict(left))
     powers.update(dict(other))
     return tuple(sorted((letter, power) for letter, power in powers.items() if power))
@@ -161,6 +170,8 @@ def _place(part: tuple[Monomial, Fraction]) -> tuple:
 
 def _product(count: Fraction, monomial: Monomial, shown: Callable[[str], str], times: str, *,
              more: str = "") -> str:
+    """Return the text of `count` times a monomial; negative powers become " / letter". `more` is a
+    last factor, written as it is."""
     up, down = [], []
     for letter, power in sorted(monomial, key=lambda factor: ORDER.index(factor[0])):
         raised = shown(letter) + ("" if abs(power) == 1 else POWERS[abs(power)])
@@ -175,12 +186,14 @@ def _product(count: Fraction, monomial: Monomial, shown: Callable[[str], str], t
 
 
 def letter(name: str, value: float) -> Term:
+    """Return the Term of one letter with this value."""
     return Term(value, {((name, 1),): Fraction(1)})
 
 
 @dataclass(frozen=True)
 class Lettered:
-    """A model whose sizes are Terms; all other attributes are the model's."""
+    """A model config whose sizes (T, L, D, ...) are Terms. All other attributes are the model's. G
+    becomes H, and E becomes D / H, if the model's numbers agree."""
 
     model: ModelConfig
 
@@ -196,37 +209,42 @@ class Lettered:
 
 
 def sizes(model: ModelConfig, **more: int) -> dict[str, int]:
-    """Return numbers by letter: `more`, such as B, and the model's sizes."""
+    """Return the number of each letter: the model's sizes, and `more`, for example B=8."""
     return more | {name: getattr(model, name) for name in "TLDHGEFV"}
 
 
-# Rows of a model in letters: within one block, and outside the blocks.
+# Bytes of a model's operations in letters: within one block, and outside the blocks.
 
 Terms = dict[str, Term]
 
 
 def kept_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
-    """Return the bytes that autograd keeps, by operation; `of` are other fields of a MicroBatch."""
+    """Return the bytes that autograd keeps of `batch` sequences, by operation: within one block,
+    and outside the blocks. `of` are other fields of a MicroBatch."""
     lettered = Lettered(model)
     kept_bytes = kept(lettered, batch=letter("B", batch), **of)
     outside = {name: kept_bytes.operations[name] for name in OUTSIDE}
+    # what no operation accounts for: the tables of rotary positions, kept once for all blocks
     tables = kept_bytes.total_bytes - lettered.L * kept_bytes.block_bytes - sum(outside.values())
     return kept_bytes.block, outside | ({"cos and sin": tables} if tables else {})
 
 
 def moved_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms]:
-    """Return the bytes that all operations except products move in a forward pass, by operation."""
+    """Return the bytes that the operations without a matmul read and write in the forward pass of
+    `batch` sequences, by operation: within one block, and outside the blocks. `of` are other fields
+    of a MicroBatch."""
     ops = operations(MicroBatch(model=Lettered(model), batch=letter("B", batch), **of))
     outside = (ops.embed, ops.norm, ops.loss)
     return ({op.name: op.moved_bytes for op in ops.block if op.moved_bytes},
             {op.name: op.moved_bytes for op in outside})
 
 
-# As tables: in letters, and row by row with numbers.
+# Terms as HTML tables.
 
 def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",
                 caption: str = "") -> str:
-    """HTML of terms in letters: one column per key, one line per row. `rows`: what the rows are."""
+    """Return an HTML table of terms in letters: a column for each key of `columns`, a row for each
+    operation. `rows`: the heading of the first column."""
     longest = max(columns.values(), key=len)
     names = dict.fromkeys((*longest, *(name for terms in columns.values() for name in terms)))
     return html_table((rows, *columns), [
@@ -236,7 +254,8 @@ def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",
 
 def terms_opened(terms: Mapping[str, Term], sizes: Mapping[str, int], unit: str, *,
                  title: str) -> str:
-    """HTML: each term's value; a click opens it in letters and in numbers."""
+    """Return HTML with the value of each term in `unit`; a click on a row shows the term in letters
+    and with the numbers `sizes` for the letters."""
     whole = sum(float(term) for term in terms.values())
     rows = [(name, float(term), quantity(float(term), unit), "",
              (f"{term}  =  {term.put_in(sizes)}  =  {float(term):,.0f} {unit}",))

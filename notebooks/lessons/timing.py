@@ -1,5 +1,5 @@
-"""Timing of updates that take turns, so that a slow moment of the machine affects all of them, and
-of the phases of an update."""
+"""Times of updates and of the phases of an update. Models that are compared take turns, so that a
+slow moment of the machine affects all of them."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -19,15 +19,15 @@ PHASES = ("forward", "backward", "optimizer")
 class Turns:
     """Times of the updates of several models that took turns."""
 
-    seconds: tuple[float, ...]  # of each model's update: the best of its turns
+    seconds: tuple[float, ...]  # of an update of each model: the shortest of its turns
     other_cpu_share: float      # share of the CPUs' time that other processes used
-    precision: Choice           # of the last model
-    where: str
+    precision: Choice           # backend that computes the recipe of the last model
+    where: str                  # the device, and how the seconds were measured
 
 
 def in_turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5,
              watch: Watch = iter) -> Turns:
-    """Run an update of each config's model in turns, `rounds` times."""
+    """Run `rounds` rounds; in each round, every config's model does one update."""
     benches = [Bench(config, device) for config in configs]
     times, other_cpu_share = take_turns([bench.seconds for bench in benches], rounds, watch)
     return Turns(seconds=tuple(map(min, times)), other_cpu_share=other_cpu_share,
@@ -36,7 +36,8 @@ def in_turns(configs: Iterable[Config], *, device: str | None = None, rounds: in
 
 
 def by_phase(bench: Bench, step: int = 0) -> tuple[float, float, float]:
-    """Return the seconds of an update by PHASES; the clock waits for the device around each."""
+    """Return the seconds of each of PHASES in one update. At the start and the end of each phase,
+    the device finishes its queued work before the clock is read."""
     spent = dict.fromkeys(PHASES, 0.0)
     wait = synchronised(lambda: None, bench.device)
 

@@ -1,6 +1,6 @@
 """The names that most notebooks use: figures, guesses, comparisons, claims and tables.
 
-A notebook imports them from here in one line, and other names from the module of its lesson.
+A notebook imports these names from here in one line, and other names from its lesson's module.
 """
 
 from IPython.display import HTML
@@ -17,5 +17,5 @@ from lessons.reports import claim
 from lpkit.predict.compare import Comparison, Row
 from lpkit.tables import html_table
 
-__all__ = ["HTML", "Comparison", "Explorer", "Figure", "Guess", "Pick", "Row", "cannot_tell", "check", "claim",
-           "comparison_figure", "goal", "html_table", "keep", "source"]
+__all__ = ["HTML", "Comparison", "Explorer", "Figure", "Guess", "Pick", "Row", "cannot_tell",
+           "check", "claim", "comparison_figure", "goal", "html_table", "keep", "source"]

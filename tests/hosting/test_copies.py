@@ -445,8 +445,8 @@ def test_a_broken_lesson_is_told_with_its_line_and_the_way_back(what, lessons, t
         said = lessons(code)
         assert said.startswith(f"lpkit.errors.ConfigError: your copy of "
                                f"lessons/l03_number_formats.py fails in line {line} ({why}"), said
-        assert said.endswith("; `lpkit lab --reset 03` puts the course's there and keeps yours "
-                             "beside it")
+        assert said.endswith("; `lpkit lab --reset 03` restores the course's file and keeps your "
+                             "copy next to it")
 
 
 def test_what_no_reset_would_mend_is_told_as_it_is(lessons, tmp_path):
@@ -459,7 +459,7 @@ def test_what_no_reset_would_mend_is_told_as_it_is(lessons, tmp_path):
     assert lessons("import lessons.mine") == "ZeroDivisionError: division by zero"
     (tmp_path / "lessons" / "draws.py").write_text("1 / 0")
     assert lessons("import lessons.draws").endswith(
-        "rename it, and `lpkit lab --update` brings the course's")
+        "rename it, then `lpkit lab --update` restores the course's file")
 
 
 def test_a_lesson_that_broke_meanwhile_makes_no_answer_wrong(lessons, tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def test_rows_that_it_does_not_hold_are_refused(on_cpu):
 def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setattr(cuda_on_cpu, "COMPILERS", ("no-such-compiler",))
     run, why = cuda_on_cpu.for_cpu.__wrapped__()
-    assert run is None and why == "there is no C++ compiler here (no-such-compiler)"
+    assert run is None and why == "there is no C++ compiler (no-such-compiler)"
 
 
 def test_it_is_built_in_this_user_s_own_folder_or_not_at_all(monkeypatch, tmp_path):

@@ -71,15 +71,15 @@ def test_a_row_is_read_as_its_columns_say(ledger):
     ({"width": "0"}, "width must be positive, got 0"),
     ({"published": "fast"}, "published must be a number, got 'fast'"),
     ({"published": "nan"}, "published must be positive, got nan"),
-    ({"published": ""}, "published is empty; give one"),
-    ({"machine": ""}, "machine is empty; give one"),
+    ({"published": ""}, "published is empty; this column needs a value"),
+    ({"machine": ""}, "machine is empty; this column needs a value"),
     ({"unit": "tok/s"}, "unit cannot be 'tok/s'"),
     ({"kernels": "fused"}, "kernels must be eager or compiled or none, got 'fused'"),
     ({"zero": "4"}, "there is no ZeRO stage 4; choose 0, 1, 2 or 3"),
-    ({"devices": "8"}, "devices=8 is not the layout's 2, data 2"),
-    ({"unit": "TFLOP/s"}, "counted says how TFLOP/s are counted, and the unit is TFLOP/s; give it "
-                          "with TFLOP/s alone"),
-    ({"counted": "full"}, "counted says how TFLOP/s are counted, and the unit is tokens/s"),
+    ({"devices": "8"}, "devices=8, but the layout has 2: data 2"),
+    ({"unit": "TFLOP/s"}, "counted must be given if and only if the unit is TFLOP/s; got "
+                          "counted=None and unit='TFLOP/s'"),
+    ({"counted": "full"}, "got counted='full' and unit='tokens/s'"),
     ({"memory": "60"}, "memory needs memory_unit; give both or none"),
 ])
 def test_a_bad_cell_is_named_by_file_row_and_field(ledger, changes, said):
@@ -94,10 +94,10 @@ def test_a_bad_file_is_named(ledger):
     file = folder / "mine.csv"
     heads, cells = file.read_text().splitlines()
     for text, said in ((f"{heads}\n{cells},more\n",
-                        "mine.csv, row 1: it has 35 cells, and there are 34 columns"),
+                        "mine.csv, row 1: it has 35 cells, but the file has 34 columns"),
                        (f"{heads.replace('width', 'breadth')}\n{cells}\n",
                         "mine.csv has the columns model, layers, breadth"),
-                       ("", "mine.csv has the columns of nothing; it needs model, layers")):
+                       ("", "mine.csv has no columns; it needs model, layers")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=re.escape(said)):
             runs(folder=folder)

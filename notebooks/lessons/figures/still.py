@@ -1175,7 +1175,8 @@ class _Drawing:
 
     def bar_text(self, panel: Any, patch: Any, trace: dict, text: Any, flat: bool, size: float,
                  colour: Sequence[float]) -> None:
-        """Draw the text of a bar: in the middle (`textposition` "inside" or "auto") or at its end."""
+        """Draw the text of a bar: in its middle (`textposition` "inside" or "auto") or at its
+        end."""
         inside = trace.get("textposition", "auto") in ("inside", "auto")
         font = trace.get("textfont") or {}
         sign = -1 if size < 0 else 1
