@@ -23,13 +23,14 @@ from lpkit.training.loop import fit
 from lpkit.training.training import Training
 
 # notebook 00 imports these from here
-__all__ = ["LiveRun", "Page", "Training", "certificate", "doctor", "exercises", "fit", "hardware", "probes",
-           "progress", "text", "training_figure"]
+__all__ = ["LiveRun", "Page", "Training", "certificate", "doctor", "exercises", "fit", "hardware",
+           "probes", "progress", "text", "training_figure"]
 
 
 def prepared(config: Config) -> TokenFiles:
-    """Return the token files of this run. `prepare` reports its progress on standard error, which
-    a notebook shows in red; here the report goes to standard output."""
+    """Return the token files of the config's data; prepare them first if they are missing.
+    `datasets.prepare` prints its progress to standard error, which a notebook shows in red, so this
+    function redirects it to standard output."""
     with redirect_stderr(sys.stdout):
         return datasets.prepare(config.data, vocab=config.model.vocab)
 

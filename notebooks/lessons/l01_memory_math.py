@@ -35,7 +35,8 @@ __all__ = ["RandomTokens", "Training", "comparison_figure", "hardware", "kept", 
 # ---- Figures
 
 def memory_figure(held: Memory, *, title: str = "") -> dict:
-    """Return the plotly spec of memory by moment. The longest bar is the peak."""
+    """Return the plotly spec of the predicted bytes of a device: a bar for each moment of a step,
+    divided into the rows of the ledger. The longest bar is the peak."""
     return stacked_figure(
         list(MOMENTS), {row.name: [row.at.get(moment) for moment in MOMENTS] for row in held.rows},
         about={row.name: row.formula for row in held.rows}, limit=limit_of(held), title=title)
@@ -43,8 +44,9 @@ def memory_figure(held: Memory, *, title: str = "") -> dict:
 
 def memory_view(model: Config, machine: Machine, sequences: int, devices: int, precision: str,
                 optimizer: str, zero_stage: int, recompute: str) -> tuple[dict, str]:
-    """Return the figure, and the peak as a table, for an Explorer: `sequences` per device at a
-    time, without accumulation."""
+    """Return (spec, html) for an Explorer: the figure of the memory of a device, and a table of the
+    rows at the peak. Each device computes `sequences` sequences at a time, without gradient
+    accumulation."""
     config = dataclasses.replace(model, global_batch=sequences * devices, grad_accum_steps=1)
     held = memory(config, machine, devices, precision=precision, optimizer=optimizer,
                   zero=zero_stage, recompute=recompute)
@@ -53,13 +55,14 @@ def memory_view(model: Config, machine: Machine, sequences: int, devices: int, p
              f"{quantity(machine.memory_bytes, 'bytes')} of one {machine.title}")
     rows = [(name, quantity(size, "bytes"), f"{size / held.peak_bytes:.0%}")
             for name, size in sorted(held.at(moment).items(), key=lambda row: -row[1])]
-    heads = ("held at the peak", "per device", "share")
+    heads = ("row at the peak", "bytes per device", "share of the peak")
     return memory_figure(held, title=title), html_table(
         heads, [*rows, ("sum", peak, "100%")], caption=f"{moment}: {MOMENTS[moment]}")
 
 
 def memory_explorer(*, model: str, machine: str, devices: int, precision: str) -> Explorer:
-    """Return `memory_view` over the presets and the catalogue, starting at the given values."""
+    """Return an Explorer of `memory_view` with menus for the presets, the machines of the catalogue
+    and the settings. The arguments are the initial values of four controls."""
     return Explorer(
         memory_view, model={name: preset(name) for name in PRESETS}, machine=dict(CATALOGUE),
         sequences=[1, 2, 4, 8, 16, 32, 64], devices=[1, 2, 4, 8, 16, 64, 256, 1024, 4096],
@@ -70,17 +73,18 @@ def memory_explorer(*, model: str, machine: str, devices: int, precision: str) -
                "precision": precision, "optimizer": "adamw"})     # the notebook's example
 
 
-KEPT = {    # a row of PRECISIONS and a kind of machine
+KEPT = {    # by heading of a column: a row of PRECISIONS, and a kind of machine
     "fp32": ("fp32", "cpu"), "bf16": ("bf16", "cpu"), "fp8, on a GPU": ("fp8-tensorwise", "gpu")}
 
 
 def kept_table(model: ModelConfig, style: str) -> str:
-    """HTML: bytes that autograd keeps, by operation and precision, with fused attention, in one
-    block and outside the blocks."""
+    """Return two HTML tables of the bytes that autograd keeps with fused attention, as terms in
+    letters: in one block, and outside the blocks. Each operation has a row, each precision a
+    column. `style` names the model in the captions."""
     columns = {}
     for name, (precision, kind) in KEPT.items():
         p = PRECISIONS[precision]
-        columns[name] = kept_terms(
+        columns[name] = kept_terms(     # for any batch: the terms have the letter B, not 8
             model, 8, attention="sdpa", kind=kind, compute_bytes=p.compute_bytes,
             residual_bytes=p.residual_bytes, operand_bytes=p.low and p.low.bits / 8)
     both = [{name: terms[i] for name, terms in columns.items()} for i in (0, 1)]
@@ -156,7 +160,7 @@ def _freed_late(lives: list[tuple[int, int, int]]) -> int:
 
 @exercise("01.peak_bytes", ([(0, 1, 8)],), ([(0, 2, 8), (2, 3, 4), (1, 2, 1)],), draw=_lives,
           minutes=6, stars=2,
-          mistakes={"not all of them at once": lambda lives: sum(n for _, _, n in lives),
+          mistakes={"not all tensors are alive at once": lambda lives: sum(n for _, _, n in lives),
                     "free tensors that end at a moment before others begin": _freed_late})
 def peak_bytes(lives: list[tuple[int, int, int]]) -> int:
     changes = sorted([(begin, n) for begin, _, n in lives] + [(end, -n) for _, end, n in lives])

@@ -40,40 +40,47 @@ __all__ = ["PRECISIONS", "FlopCounterMode", "disturbance", "opened_time", "progr
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineMeasurement:
-    """A step and the ceilings of the machine, measured in turns. The machine's speed may change
-    meanwhile, so each round has its own ceilings and its own floor. Shown values are medians over
-    the rounds, except where "best" is stated."""
+    """A step and the ceilings of the machine, measured in turns over several rounds.
 
-    machine: Machine                        # best ceilings
-    product_seconds: dict[Product, float]   # best time of one call, forward and backward, alone
-    floors: tuple[StepTime, ...]            # by round
-    phases: tuple[tuple[float, float, float], ...]   # seconds of each of PHASES by round
+    The speed of a machine may change during the measurement, so each round has its own ceilings and
+    its own floor: the shortest step that these ceilings allow. Properties are medians over the
+    rounds, unless a comment says "best"."""
+
+    machine: Machine                        # the best ceilings of all rounds
+    # best seconds of one call of each matmul alone; forward and backward matmuls are separate keys
+    product_seconds: dict[Product, float]
+    floors: tuple[StepTime, ...]            # the predicted floor of each round
+    phases: tuple[tuple[float, float, float], ...]   # for each round, the seconds of each of PHASES
     other_cpu_share: float      # share of the CPUs' time that other processes used
     precision: Choice
     where: str
 
     @property
     def floor_seconds(self) -> dict[str, float]:
+        """The floor's seconds of each of PHASES, and of the whole "step"."""
         return _medians([[floor.phases[name] for name in PHASES] for floor in self.floors])
 
     @property
     def seconds(self) -> dict[str, float]:
+        """The measured seconds of each of PHASES, and of the whole "step"."""
         return _medians(self.phases)
 
     @property
     def ratio_to_floor(self) -> list[float]:
-        """The time of each round's step over that round's floor."""
+        """For each round, the measured seconds of the step divided by the seconds of the floor."""
         return [sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors)]
 
     @property
     def product_rates(self) -> dict[Product, float]:
-        """FLOP/s of each product."""
+        """The FLOP/s of each matmul alone."""
         return {p: p.flops / p.calls / seconds for p, seconds in self.product_seconds.items()}
 
 
 def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
              watch: Watch = iter) -> RooflineMeasurement:
-    """Measure in turns: the ceilings, each product of the model alone, an update of the model."""
+    """Measure in each of `rounds` rounds: the machine's ceilings (large square matmuls, and a sweep
+    over memory), each matmul of the model alone, and an update of the model. Raises ConfigError for
+    a precision without a roofline."""
     bench = Bench(config, device)
     dtype = bench.precision.used
     pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
@@ -88,24 +95,25 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
     times, other_cpu_share = take_turns(
         [*squares.values(), *alone.values(), sweep, lambda: phases.append(by_phase(bench))], rounds,
         watch)
-    # the model's products count as ceilings too: their shapes may be faster than squares
+    # The arithmetic ceiling of a round is the fastest matmul: a square, or one of the model's
+    # matmuls, whose shapes may be faster than squares.
     flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
     peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
     sweeps = [moved / seconds for seconds in times[len(flops)]]
-    here = hardware.machine(str(bench.device))
-    each = [replace(here, flops={dtype: peak}, bytes_per_second=sweep)
-            for peak, sweep in zip(peaks, sweeps)]
+    base = hardware.machine(str(bench.device))
+    by_round = [replace(base, flops={dtype: peak}, bytes_per_second=sweep)
+                for peak, sweep in zip(peaks, sweeps)]
     return RooflineMeasurement(
-        machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
+        machine=replace(base, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
         product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares):])},
-        floors=tuple(step_floor(config, machine, dtype) for machine in each),
+        floors=tuple(step_floor(config, machine, dtype) for machine in by_round),
         phases=tuple(phases[1:]), other_cpu_share=other_cpu_share,
         precision=bench.precision, where=bench.where)
 
 
 def step_floor(config: Config, machine: Machine, precision: str) -> StepTime:
-    """Return the shortest step that the machine's ceilings allow without a compiler: all bytes of
-    pointwise work are moved, as in the measured eager step."""
+    """Return the shortest step that the machine's ceilings allow without a compiler. Each pointwise
+    operation reads and writes memory, as in the measured eager step."""
     return step_time(config, machine, precision=precision, efficiency=replace(FLOOR, fused=1.0))
 
 
@@ -117,7 +125,7 @@ def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:
 
 # ---- Figures
 
-PRODUCTS = {    # suffixes of the products' names
+PRODUCTS = {    # by kind of matmul: suffixes of the products' names, colour and marker
     "forward": (("",), COLOURS[0], "circle"),
     "input gradient": (("input gradient", "left gradient"), COLOURS[1], "square"),
     "weight gradient": (("weight gradient", "right gradient"), COLOURS[2], "diamond"),
@@ -126,10 +134,17 @@ PRODUCTS = {    # suffixes of the products' names
 
 def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: str, itemsize: int,
                     title: str = "", others: float = 0.0) -> dict:
-    """The plotly spec, both axes logarithmic. `rates` are measured FLOP/s; intensities assume that
-    each operand moves once. Products of equal shape coincide. If operands come from a cache that is
-    faster than memory, a second roof shows the cache's speed, so that no point is above a roof.
-    Raises ConfigError for a product that is faster than the arithmetic of `machine`."""
+    """Return the plotly spec of a roofline: attainable FLOP/s over FLOPs per byte, both axes
+    logarithmic, and a point for each matmul.
+
+    rates: measured FLOP/s of each matmul. The FLOPs per byte of a matmul assume that each operand
+        and the result move once, so matmuls of equal shape coincide.
+    itemsize: bytes of a number
+    others: the share of the cores that other processes used during the measurement
+
+    A matmul whose operands are in a cache can be faster than memory allows. A second, dotted roof
+    then shows the speed of the caches, so that no point is above both roofs. Raises ConfigError for
+    a matmul that is faster than the arithmetic of `machine`."""
     def roof(intensity: float) -> float:
         return attainable_flops(machine, dtype, intensity)
 
@@ -137,12 +152,13 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
         together = f", {p.group} at once" if p.group > 1 else ""
         share = rates[p] / roof(intensity_of(p, itemsize))
         return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
-                f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of memory's and arithmetic's roof")
+                f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of the roof")
 
     ridge, peak = roofs.ridge(machine, dtype), machine.peak_flops(dtype)
     if (fastest := max(rates.values())) > peak:
-        raise ConfigError(f"a product reached {quantity(fastest, 'FLOP/s')}, and the roof is "
-                          f"{quantity(peak, 'FLOP/s')}: it was measured too low; measure again")
+        raise ConfigError(f"a matmul reached {quantity(fastest, 'FLOP/s')}, more than the roof of "
+                          f"{quantity(peak, 'FLOP/s')}: the roof was measured too low; measure "
+                          f"again")
     intensities = [intensity_of(p, itemsize) for p in rates]
     ends = [min(ridge, *intensities) / 4, ridge, max(ridge, *intensities) * 4]
     data = [scatter(ends, map(roof, ends), "roof", COLOURS[5], hover=None)]
@@ -157,14 +173,16 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
         ours = [p for p in rates if p.name.partition(": ")[2] in names]
         if ours:
             data.append(scatter([intensity_of(p, itemsize) for p in ours],
-                                [rates[p] for p in ours], kind, colour, mode="markers", text=list(map(words, ours)),
+                                [rates[p] for p in ours], kind, colour, mode="markers",
+                                text=list(map(words, ours)),
                                 marker={"symbol": symbol, "size": 9},
                                 hover="%{text}<extra></extra>", **SECONDS))
     bottom = min(roof(ends[0]), *rates.values()) / 2
     speed = (f"memory: {quantity(machine.bytes_per_second, 'B/s')}; "
              f"ridge at {ridge:.0f} FLOPs per byte")
     return figure(
-        data, title, others=others, height=440, xaxis=axis("FLOPs per byte moved", type="log", dtick="D2"),
+        data, title, others=others, height=440,
+        xaxis=axis("FLOPs per byte moved", type="log", dtick="D2"),
         yaxis=axis(f"FLOP/s in {dtype}", type="log", dtick="D2", exponentformat="SI",
                    range=[math.log10(bottom), math.log10(2 * peak)]),
         shapes=[rule(x=ridge, layer="below")],

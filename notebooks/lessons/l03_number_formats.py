@@ -1,15 +1,16 @@
 """Lesson 03, number formats: its study, its figures and its exercises.
 
-Measures what a number format does to the tensors of a real training step, and computes the expected
-values by formula.
+Measures what a number format does to the tensors of a real training step, and predicts it by
+formula.
 
-    found = operands(Training.build(config), steps=40)      # by role
+    tensors = operands(Training.build(config), steps=40)    # by role
     measured_db(x, fmt)     expected_db(fmt, crest=crest(x))
     zero_share(x, fmt)      expected_zero_share(fmt, sigma=...)
 
-Ratios in dB are 10 log10 of a ratio of energies. Sources of the formulas: Bennett 1948,
-https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (an error that is uniform over a spacing d has
-the energy d^2 / 12); Widrow and Kollar 2008, Quantization Noise.
+A ratio in dB is 10 log10 of a ratio of energies; the energy of a tensor is the sum of its squares.
+Sources of the formulas: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x (rounding
+errors that are uniform over a spacing d have the mean square d^2 / 12); Widrow and Kollar 2008,
+Quantization Noise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ __all__ = ["decode", "fmean"]
 def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     """Make `steps` updates and return the operands of each nn.Linear in the next step.
 
-    Returned by role, with one float32 tensor per layer: weights, inputs, gradients of outputs.
+    The result has the keys "weights", "activations" (inputs) and "gradients" (of outputs), each
+    with one float32 tensor per Linear. Inputs and gradients are flattened to (tokens, features).
+    Raises ConfigError for less than 1 step.
     """
     if steps < 1:
         raise ConfigError(f"the model must train before its tensors are recorded: steps must be 1 "
@@ -66,39 +69,43 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
     linears = {name: layer for name, layer in training.model.named_modules()
                if isinstance(layer, nn.Linear)}
     with observed(linears, keep):
-        # `phases` turns CUDA graphs off: the observers are not called within a graph
+        # With `phases`, a step runs without CUDA graphs; a graph would not call the observers.
         training.forward_backward(training.batch(steps), phases=lambda name: nullcontext())
     training.optimizer.zero_grad(set_to_none=True)
     return dict(zip(("weights", "activations", "gradients"), by_role.values()))
 
 
 def sqnr_db(x: Tensor, y: Tensor) -> float | None:
-    """Return the SQNR of y, the cast of x, in dB: sum x^2 / sum (y - x)^2. None if y is exact.
+    """Return the SQNR of y, the cast of x, in dB: 10 log10(sum x^2 / sum (y - x)^2). None if y
+    equals x.
 
-    10 dB are a factor of ten. One more mantissa bit divides the noise energy by four, which is
-    6.02 dB. Source: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x"""
+    10 dB are a factor of ten. One more mantissa bit divides the energy of the errors by four, which
+    is 6.02 dB. Source: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x"""
     ratio = x.double().square().sum() / (y - x).double().square().sum()
     return decibel(ratio.item())
 
 
 def measured_db(x: Tensor, fmt: Format) -> float | None:
-    """Return signal over noise after scaling x so that its amax is the format's largest value."""
+    """Return the SQNR in dB of a cast of x to `fmt` with one scale, which maps the amax of x to the
+    format's largest value. None if the cast is exact."""
     scale = casting.amax(x).values / fmt.largest
     return sqnr_db(x, casting.qdq(x, fmt, scale, dtype=torch.float32))
 
 
 def crest(x: Tensor) -> float:
-    """Return the largest magnitude over the root mean square."""
+    """Return the crest factor of x: the largest magnitude divided by the root mean square."""
     return (x.abs().max() / x.double().square().mean().sqrt()).item()
 
 
 def zero_share(x: Tensor, fmt: Format) -> float:
-    """Return the share of the non-zero elements that become zero without a scale."""
+    """Return the share of the non-zero elements of x that become zero in a cast without a scale:
+    elements of at most half of the format's smallest value."""
     return ((x.abs() <= fmt.smallest / 2) & (x != 0)).sum().item() / (x != 0).sum().item()
 
 
 def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
-    """Return the share of non-zero elements by floor(log2 |x|), clamped to -60 .. 20."""
+    """Return {e: share} of the non-zero elements of all tensors by e = floor(log2 |x|); exponents
+    are clamped to -60 .. 20."""
     x = torch.cat([t.flatten() for t in tensors])
     e = torch.frexp(x[x != 0]).exponent.sub(1).clamp(-60, 20)
     counts = torch.bincount(e + 60, minlength=81)
@@ -106,17 +113,19 @@ def exponent_shares(tensors: list[Tensor]) -> dict[int, float]:
 
 
 def expected_db(fmt: Format, *, crest: float) -> float:
-    """Return signal over noise, in dB, of a Gaussian whose largest magnitude (`crest` standard
-    deviations) is scaled to the format's largest value."""
+    """Return the expected SQNR in dB of a cast of Gaussian numbers whose largest magnitude, `crest`
+    standard deviations, is scaled to the format's largest value."""
     sigma = fmt.largest / crest
     return 10 * math.log10(sigma**2 / rounding_noise(fmt, sigma))
 
 
 def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float:
-    """Return the energy of the rounding errors of N(0, sigma), without the share `share_below` that
-    is closest to zero. In each binade the spacing d is constant, so the mean energy is d^2 / 12."""
+    """Return the mean square of the rounding errors of numbers from N(0, sigma). The share
+    `share_below` of the numbers, those closest to zero, is left out. Within a binade (the values
+    from one power of two to the next), the spacing d is constant, and the mean square is d^2 / 12.
+    """
     noise = 0.0
-    # the first binade includes the subnormals
+    # the first binade includes the subnormals, which have the same spacing
     for e in range(fmt.min_exponent, max(fmt.min_exponent, fmt.max_exponent) + 1):
         share = math.erf(2.0**(e + 1) / sigma / math.sqrt(2))
         noise += (share - share_below) * 4.0**(e - fmt.mantissa_bits) / 12
@@ -125,37 +134,37 @@ def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float
 
 
 def expected_zero_share(fmt: Format, *, sigma: float) -> float:
-    """Return the share of a Gaussian with this standard deviation that rounds to zero: magnitudes
-    below half of the smallest value."""
+    """Return the share of numbers from N(0, sigma) that round to zero: magnitudes below half of the
+    format's smallest value."""
     return math.erf(fmt.smallest / 2 / sigma / math.sqrt(2))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Listed:
-    """A format and its values by code, for a figure. Compared by identity, since NaN != NaN."""
+    """A format and its values; `values[code]` is the value of a bit pattern. Instances are compared
+    by identity, since NaN != NaN would make equal lists of values unequal."""
 
     format: Format
     values: tuple[float, ...]
 
 
 def listed() -> dict[str, Listed]:
-    """Return the formats of at most 8 bits."""
+    """Return a `Listed` for each format of at most 8 bits, by name."""
     return {name: Listed(format=fmt, values=tuple(values(fmt).tolist()))
             for name, fmt in FORMATS.items() if fmt.bits <= 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Landing:
-    """The rounding of `value` to a format: the `nearest` value, its `code`, and the neighbouring
-    values, `toward` zero and `away` from zero. Both neighbours equal `value` if it is exact in the
-    format; `away` is None beyond the largest value."""
+    """The rounding of a number to a format."""
 
     format: Format
-    value: float
-    nearest: float
-    code: int
-    toward: float
-    away: float | None
+    value: float            # the number
+    nearest: float          # the value of the format that it is rounded to
+    code: int               # bit pattern of `nearest`
+    # the neighbours of the number in the format; both equal `value` if the format contains it
+    toward: float           # the neighbour toward zero
+    away: float | None      # the neighbour away from zero; None beyond the largest value
 
     @property
     def bits(self) -> str:
@@ -167,8 +176,9 @@ class Landing:
 
 
 def landings(x: float) -> dict[str, Landing]:
-    """Return a Landing in each format that can hold the sign of x, with saturation. Raises
-    ConfigError for a number that is not finite."""
+    """Return the rounding of x to each format, by name; a number that is too large saturates.
+    Formats without a sign are left out for negative x. Raises ConfigError for a number that is not
+    finite."""
     if not math.isfinite(x):
         raise ConfigError(f"only a finite number can be rounded to a format, got {x}")
     number, results = torch.tensor([x], dtype=torch.float64), {}
@@ -191,8 +201,8 @@ def landings(x: float) -> dict[str, Landing]:
 # ---- Figures
 
 class Bits(widgets.VBox):
-    """A control of an Explorer: eight bits to switch, and a slider for the number that they form.
-    `.value` is 0 to 255."""
+    """A control of an Explorer: eight buttons, one per bit, and a slider for the number from 0 to
+    255 that the bits form, which is `.value`."""
 
     value = traitlets.Int(0, min=0, max=255)
     # an Explorer sets the description of its controls; the bits need none
@@ -224,8 +234,9 @@ class Bits(widgets.VBox):
 # Values.
 
 def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
-    """Return the plotly spec: a row of ticks for each `Listed` format, at its values as shares of
-    its largest value. The upper panel shows all values, the lower panel powers of two."""
+    """Return the plotly spec: for each `Listed` format, by name, a row with a tick at each of its
+    non-negative values, as a share of its largest value. The upper panel has a linear axis, the
+    lower panel a logarithmic axis."""
     data, names, lines = [], list(formats), lines_of(formats)
     for row, (name, listed) in enumerate(formats.items()):
         values = sorted({v for v in listed.values if math.isfinite(v) and v >= 0})
@@ -245,14 +256,14 @@ def number_line_figure(formats: Mapping[str, Any], *, title: str = "") -> dict:
         data, title, height=150 + 62 * len(names), hovermode="closest",
         xaxis=axis("share of the largest value", anchor="y", range=[-0.01, 1.01], zeroline=False),
         yaxis={**rows, "domain": [0.6, 1]},
-        xaxis2={**axis("the same, in powers of two"), **powers, "anchor": "y2",
+        xaxis2={**axis("share of the largest value (log scale)"), **powers, "anchor": "y2",
                 "range": [-32 * math.log10(2), 0.1], "tickvals": [2.0**e for e in exponents],
                 "ticktext": [f"2<sup>{e}</sup>" if e else "1" for e in exponents]},
         yaxis2={**rows, "anchor": "x2", "domain": [0, 0.38]})
 
 
 BIT_COLOURS = {"s": (FAINT, "#ffffff"), "e": (COLOURS[0], "#ffffff"), "m": ("#ddaa33", INK)}
-OPERANDS = {"weights": "w", "activations": "x", "gradients": "dy"}      # as roles
+OPERANDS = {"weights": "w", "activations": "x", "gradients": "dy"}      # role of each operand
 PAPER = {"xref": "paper", "yref": "paper"}
 CELL = 0.052        # width of a bit as a share of the plot's width
 
@@ -260,8 +271,9 @@ CELL = 0.052        # width of a bit as a share of the plot's width
 # Formats.
 
 def value_figure(listed: Any, code: int) -> dict:
-    """Return the plotly spec of one bit pattern of a `Listed` format of at most 8 bits. Bits above
-    the format's width are ignored."""
+    """Return the plotly spec of a bit pattern of a `Listed` format: its bits and its value on top,
+    then its neighbours on a log axis, and below the gaps between all values of the format. Bits
+    above the format's width are ignored."""
     fmt, values = listed.format, listed.values
     code &= (1 << fmt.bits) - 1
     value = values[code]
@@ -295,7 +307,7 @@ def value_figure(listed: Any, code: int) -> dict:
                       **PAPER, font={"size": 15, "color": INK}))
     title = f"{fmt.name.upper()}, code {code} of {len(values)}: {words}"
     if near:
-        title += ", beside " + " and ".join(_words(math.copysign(v, value)) for v in near)
+        title += "; neighbours: " + " and ".join(_words(math.copysign(v, value)) for v in near)
     log = {"type": "log", "exponentformat": "power"}
     return figure(
         data, title, height=560, margin={"t": 120}, shapes=shapes, annotations=notes,
@@ -307,7 +319,8 @@ def value_figure(listed: Any, code: int) -> dict:
 
 
 def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
-    """Return coloured squares above the plot for the bits: sign, exponent, mantissa."""
+    """Return the shapes and notes of the bits of a code: a square for each bit above the plot, in
+    the colour of sign, exponent or mantissa."""
     kinds = "s" * fmt.signed + "e" * fmt.exponent_bits + "m" * fmt.mantissa_bits
     shapes, notes = [], []
     for i, (kind, bit) in enumerate(zip(kinds, f"{code:0{fmt.bits}b}")):
@@ -319,7 +332,8 @@ def _cells(fmt: Any, code: int) -> tuple[list[dict], list[dict]]:
 
 
 def _terms(fmt: Any, code: int) -> str:
-    """Return the value as an expression: sign, (1 + mantissa) and power of two."""
+    """Return the value of a code as an expression, for example "-(1 + 3/8) x 2<sup>5 - 7</sup>":
+    sign, leading 1 (or 0) plus mantissa, power of two."""
     magnitude = code & ((1 << (fmt.bits - fmt.signed)) - 1)
     if not fmt.exponent_bits:
         return "two's complement"
@@ -335,13 +349,15 @@ def _terms(fmt: Any, code: int) -> str:
 
 
 def _words(value: float) -> str:
+    """Return a value as text, with words for NaN and infinities."""
     special = {"nan": "not a number", "inf": "infinity", "-inf": "-infinity"}
     return special.get(str(value), f"{value:.6g}")
 
 
 def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
-    """Return the plotly spec: for each format, the largest relative error of rounding to nearest
-    over its magnitudes. Left of the kink are the subnormals."""
+    """Return the plotly spec: for each format, a line of the largest relative error of rounding to
+    nearest over the magnitude. Left of the kink are the subnormals, where the error grows toward
+    zero."""
     formats = list(formats)
     data, lines = [], lines_of(fmt.name for fmt in formats)
     for fmt in formats:
@@ -360,16 +376,18 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
                             hover="%{text}: off by at most %{y:.2%}"))
     return figure(
         data, title, height=460,
-        # 8 exponent bits reach from -127 to 127; this range keeps the other formats readable
+        # formats with 8 exponent bits reach from -127 to 127; the range shows the other formats
         xaxis=axis("log2 of the magnitude", dtick=5, range=[-27, 19]),
-        yaxis=axis("largest rounding error", type="log", tickvals=[10.0**-e for e in range(9)],
+        yaxis=axis("largest relative rounding error", type="log",
+                   tickvals=[10.0**-e for e in range(9)],
                    ticktext=[f"{10.0**(2 - e):g}%" for e in range(9)]))
 
 
 def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterable[Any], *,
                      title: str = "") -> dict:
-    """Return the plotly spec. The upper panel shows the share of each role's elements by power of
-    two, the lower panel the range of each format without a scale, with its subnormals paler."""
+    """Return the plotly spec of two panels over log2 of the magnitude. Upper panel: for each role,
+    the share of its elements by exponent (`shares` from `exponent_shares`). Lower panel: the range
+    that each format has without a scale; the range of its subnormals is paler."""
     formats = list(formats)
     seen = [e for counts in shares.values() for e, share in counts.items() if share > 1e-5]
     low, high = min(seen) - 1, max(*seen, 10) + 2
@@ -395,8 +413,9 @@ def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterabl
 
 
 def landing_figure(landings: Iterable[Landing]) -> tuple[dict, str]:
-    """Return a figure and a table of `Landing`s for an Explorer. Each row is the gap between the
-    neighbours of a number, drawn at the same length; the mark is the number, the dot its result."""
+    """Return (spec, html) for an Explorer: a row for each format with the gap between the two
+    neighbours of a number, all gaps drawn at the same length. A vertical mark is the number; a dot
+    is the value that it is rounded to."""
     data, notes, rows, names = [], [], [], []
     for line, landing in enumerate(landings):
         name, value, ends = landing.format.name, landing.value, (landing.toward, landing.away)
@@ -405,7 +424,7 @@ def landing_figure(landings: Iterable[Landing]) -> tuple[dict, str]:
         gap = 0.0 if exact or beyond else abs(ends[1] - ends[0])
         rows.append((name, f"{landing.nearest:.8g}", landing.bits,
                      "exact" if exact else _share(landing.nearest - value, value),
-                     "" if exact else "beyond" if beyond else _share(gap, value)))
+                     "" if exact else "out of range" if beyond else _share(gap, value)))
         at = 1.1 if beyond else abs(value - ends[0]) / gap if gap else 0.0
         dot = 1.0 if beyond else float(gap and landing.nearest != ends[0])
         words = f"{value:.8g} becomes {landing.nearest:.8g}<extra>{name}</extra>"
@@ -428,7 +447,8 @@ def landing_figure(landings: Iterable[Landing]) -> tuple[dict, str]:
                "tickvals": [0, 1], "ticktext": ["toward zero", "away from zero"]},
         yaxis={"range": [len(names) - 0.4, -0.6], "tickvals": list(range(len(names))),
                "ticktext": names, "ticks": "", "showgrid": False, "zeroline": False})
-    return spec, html_table(("format", "becomes", "bits", "off by", "gap"), rows)
+    heads = ("format", "rounded to", "bits", "relative error", "relative gap")
+    return spec, html_table(heads, rows)
 
 
 def _share(part: float, whole: float) -> str:

@@ -1,17 +1,17 @@
 """Lesson 04, scaling recipes: its study, its figures and its exercises.
 
-One outlier in a Gaussian tensor: its cost in precision for every other element, by recipe. The cost
-is expected by formula and measured.
+How much precision does one outlier in a Gaussian tensor cost all other elements? The answer depends
+on the recipe; it is predicted by formula and measured.
 
-    x = gaussian(1000.0)                        # standard deviation 1, one element at 1000
-    measured_db(x, cast)                        # of the other elements
+    x = gaussian(1000.0)                        # standard deviation 1, one element is 1000
+    measured_db(x, cast)                        # SQNR of the other elements
     expected_db(cast, x.shape, outlier=1000.0)
 
-A scale applies to a block. In the outlier's block, the outlier sets the scale; in every other block
-of n elements, the largest of n Gaussian numbers does. So the damage is (share of the tensor in the
-outlier's block) x (noise at that crest factor), and smaller blocks confine it. The energy of the
-rounding error is spacing^2 / 12 in each binade (Bennett 1948,
-https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 if x becomes zero.
+Each block of the tensor has a scale. In the outlier's block, the outlier sets the scale; in every
+other block of n elements, the largest of n Gaussian numbers sets it. So the damage is the share of
+the tensor in the outlier's block, times the noise at that block's crest factor: smaller blocks
+confine the damage. The mean square of the rounding errors is spacing^2 / 12 in each binade (Bennett
+1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), and x^2 for an x that becomes zero.
 """
 
 from __future__ import annotations
@@ -48,40 +48,41 @@ SHAPE = (256, 512)
 SHOWN = (32, 128)       # shape of the tensor in a picture
 COARSE = 0.1            # an element with a larger relative error counts as coarse
 GAUSS = NormalDist()
-QUANTILES = 40          # quantiles of a block's amax
-KINDS = ("fine", "coarse", "flushed to zero", "the outlier")
+QUANTILES = 40          # number of quantiles of a block's amax over which the formula averages
+KINDS = ("fine", "coarse", "flushed to zero", "the outlier")    # fates of an element
 NAMES = ("fp8-tensorwise", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "nvfp4-published",
          "int8")
 
 
 def casts() -> dict[str, Cast]:
-    """Return the cast of activations of each recipe."""
+    """Return each recipe's cast of activations in the forward matmul, by name."""
     return {name: RECIPES[name].y[0] for name in NAMES}
 
 
 def gaussian(outlier: float, *, shape: tuple[int, int] = SHAPE, at: tuple[int, int] = (3, 40),
              seed: int = 0) -> Tensor:
-    """Return a float32 tensor of N(0, 1) with `outlier` at one place."""
+    """Return a float32 tensor of numbers from N(0, 1), with `outlier` at (row, column) = `at`."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     x[at] = outlier
     return x
 
 
 def measured_db(x: Tensor, cast: Cast, *, at: tuple[int, int] = (3, 40)) -> float | None:
-    """Return signal over noise of all elements except the one at `at`."""
+    """Return the SQNR in dB, after the cast, of all elements of x except the outlier at `at`."""
     others = torch.ones_like(x, dtype=torch.bool)
     others[at] = False
     return sqnr_db(x[others], quantise(x, cast).dequantise()[others])
 
 
 def hit_share(cast: Cast, shape: tuple[int, int]) -> float:
-    """Return the share of the tensor that shares a scale with one element."""
+    """Return the share of a tensor's elements that are in one block, and so share its scale."""
     high, wide = (size or whole for size, whole in zip(cast.block, shape))
     return high * wide / math.prod(shape)
 
 
 def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
-    """Return signal over noise of the other elements of N(0, 1) with one outlier of this size."""
+    """Return the expected SQNR in dB of the other elements of a tensor of N(0, 1) with one outlier
+    of this size."""
     fmt, share = format_of(cast.format), hit_share(cast, shape)
     count = max(2, round(share * math.prod(shape)))
     # quantiles of the largest of `count` Gaussian numbers, at evenly spaced probabilities
@@ -94,8 +95,9 @@ def expected_db(cast: Cast, shape: tuple[int, int], *, outlier: float) -> float:
 
 
 def _reach(fmt: Format, cast: Cast, largest: list[float], outlier: float) -> list[float]:
-    """Return the magnitude up to which a block's scale reaches. With two levels of scales, the
-    block's scale is rounded to E4M3 relative to the tensor's amax; 0 if it underflows."""
+    """Return, for each amax of a block in `largest`, the largest magnitude that the block's scale
+    can represent. With one level of scales, this is the amax. With two levels, the block's scale is
+    rounded to E4M3 in units of the tensor's scale, which `outlier` sets; 0 if it underflows."""
     if SCALES[cast.scale].levels == 1:
         return largest
     scale, tensor = MAKE_SCALES[cast.scale](torch.tensor([*largest, outlier]), fmt)
@@ -103,27 +105,30 @@ def _reach(fmt: Format, cast: Cast, largest: list[float], outlier: float) -> lis
 
 
 def _clipped(at: float, amax: float, count: int) -> float:
-    """Return the mean energy that `count` elements lose if magnitudes are clipped at `at`: one
-    element is `amax`, the others are Gaussian with smaller magnitudes."""
+    """Return the mean square of the errors of `count` elements whose magnitudes are clipped at
+    `at`. One element has the magnitude `amax`; the others are Gaussian with smaller magnitudes."""
     (p, d), (q, e) = ((GAUSS.cdf(x), GAUSS.pdf(x)) for x in (amax, at))
     others = 2 * ((1 + at**2) * (p - q) - at * e - (amax - 2 * at) * d) / (2 * p - 1)
     return ((amax - at) ** 2 + (count - 1) * others) / count
 
 
 def _noise(fmt: Format, cast: Cast, amax: float) -> float:
-    """Return the energy of the error of an element of energy 1 if `amax` sets the scale.
+    """Return the mean square of the errors of elements from N(0, 1) in a block whose scale `amax`
+    sets; 0 for amax = 0.
 
-    A power-of-two scale leaves up to half of the range unused; eight cases are averaged.
+    A scale that is a power of two leaves up to half of the format's range unused. The unused part
+    depends on `amax`; the result is the mean over eight cases.
     """
     if not amax:
-        return 0.0      # nothing is rounded: every element is lost
+        return 0.0      # no element is rounded; `_clipped` counts all of them as lost
     spare = [2 ** ((i + 0.5) / 8) for i in range(8)] if "power-of-two" in cast.scale else [1.0]
     sigmas = [fmt.largest / (amax * unused) for unused in spare]
     return fmean(rounding_noise(fmt, sigma) / sigma**2 for sigma in sigmas)
 
 
 def rounding_noise(fmt: Format, sigma: float) -> float:
-    """Return E[(x - rounded x)^2] for x of N(0, sigma), if sigma is far below the largest value."""
+    """Return E[(x - rounded x)^2] for x from N(0, sigma), if sigma is far below the format's
+    largest value. Elements that become zero are included."""
     t = fmt.smallest / 2 / sigma
     zeroed = math.erf(t / math.sqrt(2))
     energy = sigma**2 * (zeroed - t * math.sqrt(2 / math.pi) * math.exp(-t * t / 2))
@@ -131,8 +136,8 @@ def rounding_noise(fmt: Format, sigma: float) -> float:
 
 
 def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
-    """Return the arguments of `outlier_map`: the fate of each element of a small tensor. Kinds are
-    indices into KINDS."""
+    """Cast a small Gaussian tensor with an outlier at (row, column), and return the arguments of
+    `outlier_map`. "kinds" has an index into KINDS for each element."""
     cast, x = casts()[recipe], gaussian(outlier, shape=SHOWN, at=(row, column), seed=seed)
     y = quantise(x, cast).dequantise()
     kinds = ((y - x).abs() > COARSE * x.abs()).int()
@@ -153,8 +158,13 @@ FATE_COLOURS = ("#e8eef5", COLOURS[1], COLOURS[2], INK)
 def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
                 values: Sequence[Sequence[float]], becomes: Sequence[Sequence[float]], recipe: str,
                 sqnr_db: float, block: tuple[int, int]) -> dict:
-    """Draw every element of a small tensor in the colour of its fate; the frame is the outlier's
-    block."""
+    """Return the plotly spec of a small tensor: each element has the colour of its fate; a frame
+    marks the block of the outlier. The arguments come from `look`.
+
+    kinds: for each element an index into `names`, of which the last is the outlier
+    values, becomes: each element before and after the cast
+    block: rows and columns of a block; 0: all
+    """
     everything = [kind for line in kinds for kind in line]
     row, column = divmod(everything.index(len(names) - 1), len(kinds[0]))
     high, wide = block[0] or len(kinds), block[1] or len(kinds[0])
@@ -171,8 +181,8 @@ def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
                      "len": 0.9, "thickness": 14}}
     flushed = everything.count(2) / len(everything)
     return figure(
-        [cells], f"{recipe}: {sqnr_db:.1f} dB for the others, {flushed:.0%} of them flushed to "
-        f"zero", height=330, yaxis=axis("row", autorange="reversed", showgrid=False),
+        [cells], f"{recipe}: {sqnr_db:.1f} dB for the other elements, {flushed:.0%} of them "
+        f"flushed to zero", height=330, yaxis=axis("row", autorange="reversed", showgrid=False),
         xaxis=axis("column (the contracted axis)", showgrid=False, constrain="domain"),
         shapes=[box(left, left + wide, top, top + high, edge=INK, width=2)])
 
@@ -180,8 +190,8 @@ def outlier_map(*, kinds: Sequence[Sequence[int]], names: Sequence[str],
 def outlier_figure(axis_values: Sequence[float], formula: Mapping[str, Sequence[float]],
                    sizes: Sequence[float], measured: Mapping[str, Sequence[float]], *,
                    title: str = "") -> dict:
-    """Plot signal over noise of the other elements over the outlier's size: lines over
-    `axis_values` by formula, points as measured."""
+    """Return the plotly spec of the SQNR of the other elements over the size of the outlier: for
+    each recipe, a line by formula, at `axis_values`, and points as measured, at `sizes`."""
     data = []
     for i, (name, line) in enumerate(lines_of(formula).items()):
         shared = {"name": name, "colour": line["color"], "line": line, "legendgroup": name}
@@ -189,8 +199,8 @@ def outlier_figure(axis_values: Sequence[float], formula: Mapping[str, Sequence[
                  scatter(sizes, measured[name], hover="%{y:.1f} dB measured", mode="markers",
                          marker={"symbol": i}, showlegend=False, **shared)]
     return figure(data, title, height=440,
-                  xaxis=axis("outlier, in standard deviations of the others", **POWERS),
-                  yaxis=axis("signal over noise of the others, dB", rangemode="tozero"))
+                  xaxis=axis("outlier (standard deviations of the other elements)", **POWERS),
+                  yaxis=axis("SQNR of the other elements (dB)", rangemode="tozero"))
 
 
 # ---- Exercises

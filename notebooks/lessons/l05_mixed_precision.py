@@ -1,13 +1,14 @@
 """Lesson 05, mixed precision: its study, its figures and its exercises.
 
-Why mixed precision keeps float32 masters and float16 scales its loss: the losses without them,
-expected and measured.
+Why does mixed precision keep float32 master weights, and why does float16 scale its loss? This
+lesson predicts and measures what is lost without them.
 
 The neighbours of a bf16 weight w are 2^(floor(log2 |w|) - 7) away, so an update of less than half
-of that distance rounds back to w. Weights are about N(0, sigma). Adam's update is between two
-limits: the learning rate, if every gradient has the same direction, and the learning rate times
-sqrt((1 - beta1) / (1 + beta1)), if gradients are noise that the first moment averages. These limits
-bracket the share of lost updates before training, and the measured update size gives its value.
+of that distance rounds back to w: it is lost. Weights are about N(0, sigma). The size of Adam's
+update is between two limits: the learning rate, if every gradient has the same direction, and the
+learning rate times sqrt((1 - beta1) / (1 + beta1)), if gradients are noise that the first moment
+averages. Before training, these limits bracket the share of lost updates; the size of the updates,
+measured in training, then gives one value.
 Sources: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740 (masters, loss scaling);
 Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322 (bf16); Zamirai et al. 2020,
 https://arxiv.org/abs/2010.06192 (stochastic rounding).
@@ -35,13 +36,13 @@ from lpkit.techniques.formats import FORMATS
 from lpkit.training.steps import LossScaler
 from lpkit.training.training import Training
 
-# notebook 05 imports it from here
+# notebook 05 imports LossScaler from here
 __all__ = ["LossScaler"]
 
 # ---- The study
 
 BF16_MANTISSA = FORMATS["bf16"].mantissa_bits
-BINS = 200      # quantiles of |w| for the integral
+BINS = 200      # number of quantiles of |w| over which `expected_lost_share` averages
 
 
 def _bf16(w: Tensor) -> Tensor:
@@ -57,17 +58,18 @@ STORES: dict[str, Callable[[Tensor], Tensor]] = {   # how a weight is stored aft
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A short training whose weights are stored as one of STORES; its arithmetic does not
-    change."""
+    """Result of a short training whose weights are rounded as a row of STORES says after each
+    update. Everything else is computed as usual."""
 
-    losses: tuple[float, ...]
-    lost_share: float           # share of the last update that is lost in bf16 weights
-    sigma: float                # root mean square of the matrices before that update
-    update: float               # root mean square of that update
+    losses: tuple[float, ...]   # nats per token, of each step
+    lost_share: float           # share of the last step's updates that bf16 weights would lose
+    sigma: float                # root mean square of the weight matrices before the last step
+    update: float               # root mean square of the last step's updates
 
 
 def train(training: Training, store: str, *, steps: int) -> Stored:
-    """Train `steps` updates at a constant rate. Raises ConfigError for an unknown store."""
+    """Train `steps` updates at a constant learning rate, and store the weights as STORES[store]
+    after each. Raises ConfigError for an unknown store."""
     training = replace(training, schedule=lambda step: 1.0)
     become, losses = pick(STORES, store, "way to store weights"), []
     matrices = [p for p in training.model.parameters() if p.ndim == 2]
@@ -83,12 +85,14 @@ def train(training: Training, store: str, *, steps: int) -> Stored:
 
 
 def _rms(tensors: list[Tensor]) -> float:
+    """Return the root mean square of the elements of all tensors."""
     energy = sum(t.double().square().sum().item() for t in tensors)
     return math.sqrt(energy / sum(t.numel() for t in tensors))
 
 
 def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
-    """Return the share of the non-zero updates that leave a bf16 weight unchanged."""
+    """Return the share of the non-zero updates, after - before, that would leave a weight stored in
+    bf16 unchanged. The two lists have the weights before and after an update."""
     lost = moved = 0
     for start, to in zip(before, after, strict=True):
         w, update = _bf16(start), (to - start).float()
@@ -98,17 +102,18 @@ def lost_share(before: list[Tensor], after: list[Tensor]) -> float:
 
 
 def noisy_update(lr: float, beta1: float = 0.9) -> float:
-    """Return the root mean square of Adam's update if the gradient is noise. If the gradient always
-    has the same direction, the update is `lr`."""
+    """Return the root mean square of Adam's update if the gradients are noise: the smaller of the
+    two limits. The larger limit is `lr`, if the gradient always has the same direction."""
     return lr * math.sqrt((1 - beta1) / (1 + beta1))
 
 
 def expected_lost_share(update: float, *, sigma: float) -> float:
-    """Return the share of lost updates, for Gaussian updates with root mean square `update` of
-    weights N(0, sigma) stored in bf16."""
+    """Return the expected share of lost updates, for weights from N(0, sigma) that are stored in
+    bf16 and Gaussian updates with root mean square `update`."""
     total = 0.0
     for i in range(BINS):       # |w| at evenly spaced probabilities
         w = sigma * NormalDist().inv_cdf((1 + (i + 0.5) / BINS) / 2)
+        # half the distance to the neighbours of w
         half = 2.0 ** (math.floor(math.log2(w)) - BF16_MANTISSA - 1)
         total += math.erf(half / update / math.sqrt(2))
     return total / BINS
@@ -117,37 +122,37 @@ def expected_lost_share(update: float, *, sigma: float) -> float:
 # Loss scaling.
 
 def underflow(tensors: list[Tensor], scale: float) -> float:
-    """Return the share of non-zero elements that become zero in float16 after scaling."""
+    """Return the share of the non-zero elements of all tensors that become zero in float16 after a
+    multiplication by `scale`."""
     lost = sum(int(((t * scale).half() == 0).sum() - (t == 0).sum()) for t in tensors)
     return lost / sum(int((t != 0).sum()) for t in tensors)
 
 
 def expected_underflow(shares: dict[int, float], scale: float) -> float:
-    """Return `underflow` from a histogram of exponents, {floor(log2 |x|): share}. The limit is half
-    of the smallest subnormal, 2^-25."""
+    """Return `underflow` by a histogram {floor(log2 |x|): share} of the non-zero elements. Elements
+    below half of float16's smallest subnormal, 2^-25, become zero."""
     limit = math.log2(FORMATS["fp16"].smallest / 2) - math.log2(scale)
     return sum(share for e, share in shares.items() if e < limit)
 
 
 # ---- Figures
 
-# Mixed precision, and formats of few bits.
-
 def lost_figure(rates: Sequence[float], formula: Mapping[str, Sequence[float]],
                 measured: Mapping[float, float], *, title: str = "") -> dict:
-    """Plot the share of the updates that do not change a bf16 weight over the learning rate: limits
-    as lines, and counts."""
+    """Return the plotly spec of the share of lost updates over the learning rate: a line for each
+    limit in `formula` (shares at `rates`), and points for the `measured` shares by rate."""
     data = [scatter(rates, [100 * y for y in shares], name, ANSWER_COLOURS["formula"],
                     line={"dash": ("solid", "dash")[i % 2]})
             for i, (name, shares) in enumerate(formula.items())]
     data.append(scatter(measured, [100 * y for y in measured.values()], "measured",
                         ANSWER_COLOURS["measured"], mode="markers", marker={"size": 10}))
     return figure(data, title, height=360, xaxis=axis("learning rate", **POWERS),
-                  yaxis=axis("updates lost, %", range=[0, 105]))
+                  yaxis=axis("lost updates (%)", range=[0, 105]))
 
 
 def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
-    """Plot training losses by name; the first lines are broad, so that equal lines are visible."""
+    """Return the plotly spec of training losses over steps, by name. The first lines are the
+    broadest, so that a line stays visible under an equal line."""
     lines = [scatter(range(1, len(curves[name]) + 1), curves[name], name,
                      line={**line, "width": 2 + 2.5 * below})
              for below, (name, line) in zip(reversed(range(len(curves))),
@@ -158,9 +163,13 @@ def losses_figure(curves: Mapping[str, Sequence[float]], *, title: str = "") -> 
 
 def scaling_view(shares: Mapping[int, float], smallest: float,
                  largest: float) -> Callable[[int], dict]:
-    """Return a view for an Explorer with one control, `exponent` of the scale: the gradients
-    (`shares` by exponent) times 2^exponent, with the range of a format. Gradients left of the range
-    become zero, gradients right of it infinite."""
+    """Return a function of `exponent` for an Explorer: a histogram of the gradients times
+    2^exponent, and the range of a format. Gradients left of the range become zero, gradients right
+    of it become infinite.
+
+    shares: share of the gradients by floor(log2 |gradient|), without a scale
+    smallest, largest: the format's smallest and largest value
+    """
     low, high = math.log2(smallest) - 1, math.log2(largest)
 
     def show(exponent: int) -> dict:
@@ -173,7 +182,7 @@ def scaling_view(shares: Mapping[int, float], smallest: float,
              columns(lost, lost.values(), "lost", COLOURS[2], width=0.9)],
             f"Scaled by 2^{exponent}: {zero:.1f}% of the gradients become zero", height=360,
             barmode="overlay", yaxis=axis("share of the gradients, %"),
-            xaxis=axis("exponent of two of a gradient, scaled", range=[-50, 20]),
+            xaxis=axis("log2 of a gradient after scaling", range=[-50, 20]),
             shapes=[rule(x=x, width=1.5, dash="dash") for x in (low, high)])
 
     return show

@@ -1,14 +1,15 @@
 """Lesson 06, FP8 training: its study, its figures and its exercises.
 
-Compares recipes on one model, one seed and the same batches: what each recipe costs in noise, in
-loss and in time.
+Compares recipes by the noise, the loss and the time that they cost, on one model with one seed and
+the same batches.
 
-A cast adds an error that hardly depends on the other operand, so the noise of a product is the sum
-of its operands' noise (Widrow and Kollar 2008), as shares of the signal. Each of x, w and dy is an
-operand of two of a Linear's three products, so the mean noise of a product is 2/3 of the sum over
-x, w and dy; it is given as signal over noise in dB. The noise of stochastic rounding is
-spacing^2 / 6, that of rounding to nearest spacing^2 / 12. Losses are validation losses in nats per
-token, over the same text for every run; gaps are percent of the loss of BASE.
+The error of a cast hardly depends on the other operand of the matmul, so the noise of a matmul is
+the sum of its operands' noise, as shares of the signal's energy (Widrow and Kollar 2008). Each of
+x, w and dy is an operand of two of a Linear's three matmuls, so the mean noise of a matmul is 2/3
+of the sum over x, w and dy. It is given as signal over noise in dB, the SQNR of the result.
+The mean square of the errors is spacing^2 / 12 for rounding to nearest and spacing^2 / 6 for
+stochastic rounding. Losses are validation losses in nats per token, over the same text for every
+run; a gap is the percentage by which a loss is above the loss of BASE.
 """
 
 from __future__ import annotations
@@ -70,15 +71,16 @@ __all__ = ["TIED", "ScaledMatmul", "decide", "disturbance"]
 
 # ---- The study
 
-BASE, AGAIN = "bf16", "bf16 with another seed"
+BASE, AGAIN = "bf16", "bf16 with another seed"      # names of runs
 TENSORS = ("x", "w", "dy")
-LARGEST = 3.0       # largest element of a Gaussian row in standard deviations; no outliers
-STOCHASTIC = 2.0    # noise of stochastic rounding over the noise of rounding to nearest
+LARGEST = 3.0       # standard deviations: the largest element of a Gaussian row, not an outlier
+STOCHASTIC = 2.0    # noise of stochastic rounding, divided by the noise of rounding to nearest
 
 
 def contenders(device: torch.device) -> list[str]:
-    """Return the recipes other than BASE to compare on `device`. Of recipes that differ only in the
-    rule of their scales, only the first is returned; fp16 only if the device multiplies it."""
+    """Return the names of the recipes to compare with BASE on `device`. Of recipes that differ only
+    in the rule of their scales, only the first is returned; fp16 is returned only if the device
+    multiplies it in hardware."""
     fp16 = backends.choose("auto", "fp16", RECIPES["fp16"], device).used == "pytorch"
     first_names: dict[Any, str] = {}
     for name, row in RECIPES.items():
@@ -96,8 +98,9 @@ def entries(config: Config, recipes: Iterable[str]) -> dict[str, Config]:
 
 
 def predicted_db(recipe: Recipe, config: Config) -> float:
-    """Return signal over noise of a product by formula, in dB, for Gaussian operands of the MLP's
-    shapes, without outliers or heavy tails. Raises ConfigError if the recipe casts nothing."""
+    """Return the expected signal over noise of a matmul in dB, for Gaussian operands without
+    outliers that have the shapes of the MLP's first Linear. Raises ConfigError if the recipe casts
+    nothing."""
     if recipe.y is None or recipe.dx is None:
         raise ConfigError(f"the recipe in {recipe.dtype} casts no operand of y or dx, so its casts "
                           f"add no noise")
@@ -111,8 +114,9 @@ def predicted_db(recipe: Recipe, config: Config) -> float:
 
 
 def measured_db(samples: Iterable[Sample]) -> float | None:
-    """Return signal over noise of a product from telemetry, in dB. The noise of each tensor is the
-    mean over the cast layers and the steps. None if nothing was cast."""
+    """Return the measured signal over noise of a matmul in dB, from samples of telemetry. The noise
+    of each of x, w and dy is its mean over the cast layers and the steps. None if nothing was
+    cast."""
     noise: dict[str, list[float]] = {}
     for sample in samples:
         if sample.role in TENSORS and sample.cast["scale"] != "none" and sample.own is not None:
@@ -121,7 +125,8 @@ def measured_db(samples: Iterable[Sample]) -> float | None:
 
 
 def total_db(shares: Iterable[float]) -> float:
-    """Return signal over noise of a product in dB, given the noise shares of x, w and dy."""
+    """Return the signal over noise of a matmul in dB, given the noise of x, w and dy as shares of
+    the signal's energy."""
     return -10 * math.log10(2 / 3 * sum(shares))
 
 
@@ -130,19 +135,20 @@ def _share(db: float | None) -> float:
     return 0.0 if db is None else 10 ** (-db / 10)
 
 
-# Results of runs, by the names of `entries`; only runs that have begun.
+# Results of runs, by the names that `entries` returns. Runs that have not begun are left out.
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Results of one run compared with BASE."""
 
-    gaps: dict[int, float]  # by step: the validation loss in percent above the base's
-    step_times: float | None        # seconds of a step over the base's
-    noise_db: float | None          # signal over noise of a product; None: nothing was cast
-    backend: str
+    gaps: dict[int, float]          # by step: validation loss above BASE's, in percent
+    step_times: float | None        # seconds of a step, divided by BASE's
+    noise_db: float | None          # signal over noise of a matmul; None: nothing was cast
+    backend: str                    # the backend that computed the matmuls, for example "emulated"
 
     @property
     def last(self) -> float | None:
+        """The gap at the last evaluation; None if there was none."""
         return list(self.gaps.values())[-1] if self.gaps else None
 
 
@@ -153,8 +159,8 @@ def samples(runs: Mapping[str, Run]) -> dict[str, list[Sample]]:
 
 
 def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
-    """Return the outcome of every run that took a step. The base's step time is the shorter one of
-    its two runs, which begin first and last."""
+    """Return the outcome of every run that took a step. Step times are divided by the step time of
+    BASE: the shorter of its two runs, which are the first and the last run."""
     seen, evaluated, seconds = samples(runs), {}, {}
     for name, run in runs.items():
         metrics = run.metrics
@@ -195,14 +201,15 @@ def emulated(outcomes: Mapping[str, Outcome]) -> tuple[float | None, float]:
 
 
 def in_noise(step: float, spread: float) -> str:
-    """Return why a step that takes `step` times as long as BASE's may differ only by noise."""
+    """Return a clause that compares two numbers: an emulated step takes `step` times as long as a
+    step of BASE, and the steps of two runs of BASE differ by the factor `spread`."""
     return (f"an emulated step takes {step:.2f} times {BASE}'s, and two runs of {BASE} differ by "
             f"{spread - 1:.0%}")
 
 
 def band(outcomes: Mapping[str, Outcome]) -> float | None:
-    """Return by how many percent two seeds of BASE differ: the root mean square over the later half
-    of the evaluations."""
+    """Return by how many percent the losses of two seeds of BASE differ: the root mean square of
+    the gaps in the later half of the evaluations. None if the second seed was not run."""
     gaps = list(outcomes[AGAIN].gaps.values()) if AGAIN in outcomes else []
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
@@ -213,11 +220,12 @@ def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
     BASE differ, None if the second seed was not run."""
     first, *rest = rivals(last, within=band or 0)
     if band is None:
-        return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%), in "
-                f"one run each: without a second seed, this may be noise.")
+        return (f"After {steps} steps {first} ended farthest above {BASE} "
+                f"({last[first]:+.2f}%). There is one run of each recipe: without a second seed, "
+                f"this may be noise.")
     noise = f"two seeds of {BASE} differ by {band:.2f}%"
     if len(rest) + 1 == len(last) > 1:
-        return (f"After {steps} steps no recipe can be told from the others: they lie within "
+        return (f"After {steps} steps no recipe can be told from the others: they are within "
                 f"{max(last.values()) - min(last.values()):.2f} points, and {noise}.")
     also = f"; within that noise: {', '.join(rest)}" if rest else ""
     return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%); "
@@ -240,7 +248,12 @@ def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) ->
 
 def table(outcomes: Mapping[str, Outcome], predicted: Mapping[str, float],
           advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
-    """Return heads and rows for `html_table`: formula and measurement of every recipe."""
+    """Return the headings and the rows of a table for `html_table`: for each run, the backend, and
+    the noise, the step time and the loss by formula and as measured.
+
+    predicted: expected signal over noise in dB, by recipe
+    advice: its predicted costs give the expected step time
+    """
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
 
@@ -253,16 +266,18 @@ def table(outcomes: Mapping[str, Outcome], predicted: Mapping[str, float],
         rows.append((name, outcome.backend, shown(predicted.get(name), "{:.1f} dB"),
                      shown(outcome.noise_db, "{:.1f} dB"), shown(formula, "{:.2f}"),
                      shown(outcome.step_times, "{:.2f}"), shown(outcome.last, "{:+.2f}%")))
-    return (("", "runs", "noise, formula", "measured", f"step over {advice.base}'s, formula",
-             "measured", "last loss"), rows)
+    return (("recipe", "backend", "signal over noise, formula", "measured",
+             f"step time / {advice.base}'s, formula", "measured",
+             f"last loss above {BASE}'s"), rows)
 
 
 # Recorded benchmarks.
 
 def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return every `lpkit bench recipe-losses` result in `folder`: its source (or how to record
-    one), the heads and the rows of a table."""
-    heads, rows, sources = ("recipe", f"loss over {BASE}'s", "by seed", "target"), [], []
+    """Read every result of `lpkit bench recipe-losses` in `folder`. Return a sentence with the
+    sources (or how to record a result), and the headings and the rows of a table."""
+    heads = ("recipe", f"loss / {BASE}'s loss", "difference by seed", "target")
+    rows, sources = [], []
     for path in sorted(folder.glob("recipe-losses-*.json")):
         with whole(path):
             bench = json.loads(path.read_text(encoding="utf-8"))
@@ -282,23 +297,24 @@ def recorded(folder: Path = MEASURED) -> tuple[str, tuple[str, ...], list[tuple[
 
 # ---- Figures
 
-HIDDEN = {"visible": False, "constrain": "domain"}
+HIDDEN = {"visible": False, "constrain": "domain"}      # an axis that is not drawn
 
 
 # Products.
 
 EQUATIONS = {"y": "y = x wᵀ", "dx": "dx = dy w", "dw": "dw = dyᵀ x"}
-WORDS = {"x": "x", "w": "w", "g": "dy"}
+WORDS = {"x": "x", "w": "w", "g": "dy"}         # names of the operands in figures
 NUMBERS = {"M": 256, "K": 384, "N": 512}        # tokens, features in, features out
-MOST_LINES = 24     # in a grid of blocks; more lines would merge into a grey area
-SPACE, GAP, LEFT = 200, 130, 60     # between panels, between matrices, left margin; in elements
+MOST_LINES = 24     # no grid is drawn for more lines, which would merge into a grey area
+# in elements of the matrices: space between panels and between matrices, and the left margin
+SPACE, GAP, LEFT = 200, 130, 60
 
 
 def products_figure(recipe: Recipe, *, title: str = "") -> dict:
-    """Return the plotly spec of a Linear of size NUMBERS, forward and backward. Operands are drawn
-    as they are multiplied, so the contracted axis runs across the first operand and down the
-    second. Lines separate blocks that share a scale; one block is filled. Raises ConfigError for a
-    recipe without casts."""
+    """Return the plotly spec of the three matmuls of a Linear of the size NUMBERS. Operands are
+    drawn as they are multiplied, so the contracted axis (the thick side) runs across the first
+    operand and down the second. Lines separate blocks that share a scale, and one block is filled.
+    Raises ConfigError for a recipe without casts."""
     if not recipe.products:
         raise ConfigError("this recipe casts no operand, so there are no blocks to draw")
     shapes, notes, top, wide = [], [], 0.0, 0.0
@@ -334,8 +350,8 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         for tensor, cast in zip(PRODUCTS[product], casts) if cast))
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
-            f"a scale for: {share}<br>the product sums over the thick side", 0, 170, align="left",
-            font={"color": FAINT})],
+            f"elements that share a scale: {share}<br>the matmul sums over the thick side", 0, 170,
+            align="left", font={"color": FAINT})],
         margin={"l": 12, "r": 12, "t": 48, "b": 12},
         xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},
         yaxis={**HIDDEN, "range": [top + SPACE - 20, 230], "scaleanchor": "x"})
@@ -347,13 +363,15 @@ def products_view(recipes: Mapping[str, Recipe]) -> Any:
 
 
 def _sides(cast: Cast) -> str:
+    """Return the size of a block as text: "1 x 128", "all x all"."""
     return " x ".join(str(side or "all") for side in cast.block)
 
 
 def _operand(left: float, middle: float, down: float, across: float, colour: str,
              cast: Cast | None, *, second: bool) -> list[dict]:
-    """Return the shapes of a matrix: its outline, its blocks and one filled block. In a cast the
-    contracted axis is the last axis."""
+    """Return the shapes of an operand: its outline, the lines between its blocks, and one filled
+    block. The block of a cast has the contracted axis last, so it is turned for the `second`
+    operand."""
     top = middle + down / 2
     shapes = [box(left, left + across, top - down, top, edge=colour, width=1.5)]
     if cast is None:
@@ -375,8 +393,8 @@ def _operand(left: float, middle: float, down: float, across: float, colour: str
 
 
 def _along(left: float, middle: float, down: float, across: float, *, second: bool) -> dict:
-    """Return the line along the contracted axis: the first operand's top edge or the second's left
-    edge."""
+    """Return a thick line along the contracted axis: the top edge of the first operand, or the left
+    edge of the second."""
     top = middle + down / 2
     ends = {"x0": left, "x1": left, "y0": top, "y1": top - down} if second else \
         {"x0": left, "x1": left + across, "y0": top, "y1": top}
@@ -385,17 +403,18 @@ def _along(left: float, middle: float, down: float, across: float, *, second: bo
 
 def _sizes(left: float, middle: float, down: float, across: float, row: str,
            column: str) -> list[dict]:
+    """Return the notes that name the rows and the columns of a matrix."""
     small = {"font": {"size": 12, "color": FAINT}}
     return [note(row, left - 12, middle, "right middle", **small),
             note(column, left + across / 2, middle + down / 2 + 8, "center bottom", **small)]
 
 
 class LiveRuns(LiveRun):
-    """A live figure of the series of runs that `lpkit.start_each` returned, with Stop and Pause.
-    Stop ends the current run and starts no other run.
+    """A live figure of a series of runs that `lpkit.start_each` returned, with Stop and Pause. Stop
+    ends the current run, and no further run starts.
 
-    `read(path)` returns the telemetry samples of a run folder and raises ConfigError while there
-    are no samples. Without `read`, no map is drawn.
+    `read(path)` returns the telemetry samples of a run folder; it raises ConfigError while there
+    are none. With `read`, a map of the noise is drawn next to the losses.
     """
 
     def __init__(self, series: Any, *, read: Callable[[Any], Sequence[Any]] | None = None):
@@ -436,10 +455,14 @@ class LiveRuns(LiveRun):
 def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
                predicted: Mapping[str, float], measured: Mapping[str, float | None], base: str,
                title: str = "") -> dict:
-    """Return the plotly spec of what recipes cost. Left: the validation loss above the base's in
-    percent, over the steps, on a band of +-`band` by which two seeds of the base differ (None if
-    the second seed was not run). Right: signal over noise of a product in dB, by formula and
-    measured."""
+    """Return the plotly spec of the cost of recipes. Left: by how many percent the validation loss
+    is above that of `base`, over the steps. Right: signal over noise of a matmul, by formula (bars)
+    and as measured (marks).
+
+    gaps: for each run, percent above `base` by step
+    band: by how many percent two seeds of `base` differ; drawn as a grey band. None: not measured
+    predicted, measured: signal over noise in dB, by run
+    """
     lines = lines_of(gaps)
     order = sorted(predicted, key=lambda name: -predicted[name])
     colours = [lines[name]["color"] if name in lines else FAINT for name in order]
@@ -468,15 +491,16 @@ def gap_figure(gaps: Mapping[str, Mapping[int, float]], *, band: float | None,
         annotations=notes, xaxis=axis("step", domain=[0, 0.56], rangemode="tozero"),
         yaxis=axis(f"validation loss above {escape(base)}'s, %", zeroline=True,
                    zerolinecolor=FAINT, range=[-reach, reach]),
-        xaxis2=axis("signal over noise of a product, dB", domain=[0.72, 1], anchor="y2",
+        xaxis2=axis("signal over noise of a matmul, dB", domain=[0.72, 1], anchor="y2",
                     rangemode="tozero"),
         yaxis2={**NAMES, "anchor": "x2"})
 
 
 def telemetry_of_runs(runs: Mapping[str, Samples], *,
                       start: Mapping[str, Any] | None = None) -> Explorer:
-    """Return `telemetry_explorer` for several runs of one model, by name: one menu chooses the run,
-    another chooses the recipe for its tensors. Raises ConfigError if no run has samples."""
+    """Return an Explorer of the telemetry of several runs of one model. Besides the controls of
+    `lessons.figures.heat.explorer`, a menu chooses the run; the menu of recipes chooses the cast
+    that is applied to the tensors of that run. Raises ConfigError if no run has samples."""
     held = {name: list(samples) for name, samples in runs.items() if samples}
 
     def show(run: str, **choices: Any) -> tuple[dict, str]:
@@ -484,15 +508,17 @@ def telemetry_of_runs(runs: Mapping[str, Samples], *,
 
     return explorer(show, [sample for samples in held.values() for sample in samples], start,
                     run=list(held),
-                    labels={"run": "trained with", "role": "tensor", "recipe": "looked at"})
+                    labels={"run": "trained with", "role": "tensor", "recipe": "cast by"})
 
 
 def casts_table(model: ModelConfig) -> str:
-    """Return an HTML table of how each recipe casts the operands of a Linear on hardware."""
+    """Return an HTML table of how each recipe casts the operands of a Linear on hardware: formats,
+    elements that share a scale, bytes of a scale, the tensors that are cast once for both of their
+    layouts, and the share of the dtype's speed that matmuls reach."""
     rows = []
     for name, recipe in RECIPES.items():
         if len(recipe.products) < len(PRODUCTS) or recipe.one_sided:
-            continue    # not a recipe of the kit; the table has only complete recipes
+            continue    # the table has only recipes that cast both operands of all three matmuls
         counts, dy = on_hardware(name, recipe, model), recipe.dx[0]
         x, w = counts.casts["y"]
         both = [tensor for tensor, operand in (("x", x), ("w", w))
@@ -500,11 +526,13 @@ def casts_table(model: ModelConfig) -> str:
         rows.append((name, recipe.y[0].format, dy.format, _block(x.block), _block(w.block),
                      f"{scale_bytes(x):g}", " and ".join(both).replace("x", "x, dy") or "none",
                      f"{counts.product_share:g}"))
-    return html_table(("recipe", "x and w", "dy", "a scale for: of x, dy", "of w",
-                       "bytes of a scale", "one cast for both layouts", "products at"), rows)
+    return html_table(("recipe", "x and w", "dy", "elements per scale: x, dy",
+                       "elements per scale: w", "bytes of a scale", "one cast for both layouts",
+                       "share of the dtype's speed"), rows)
 
 
 def _block(sides: tuple[int, int]) -> str:
+    """Return the size of a block as text: "1 x 128"; "all" for the whole tensor."""
     return "all" if sides == (0, 0) else " x ".join(str(side or "all") for side in sides)
 
 
@@ -601,8 +629,8 @@ def _operands(r: Random, backward: bool = False) -> tuple:
           (torch.tensor([[1.06, 500.0]]), torch.tensor([[2.0, 1.0]]), 1.0, 1.0), draw=_operands,
           tolerance=1e-5, stars=2, minutes=10,
           mistakes={UNCLAMPED: lambda x, w, sx, sw: fp8_forward(
-                        *(t.masked_fill(t.abs() > 464 * s, math.nan) for t, s in ((x, sx), (w, sw))),
-                        sx, sw),
+                        *(t.masked_fill(t.abs() > 464 * s, math.nan)
+                          for t, s in ((x, sx), (w, sw))), sx, sw),
                     "scale the product back": lambda x, w, sx, sw:
                         to_fp8(x, sx) @ to_fp8(w, sw).T,
                     "cast the operands": lambda x, w, sx, sw: x @ w.T})

@@ -1,34 +1,33 @@
 """Lesson 07, when FP8 fails: its study, its figures and its exercises.
 
-The failure lab injects faults of low-precision training on purpose.
+The lesson injects faults of low-precision training into a model on purpose. Then train the model
+and look at the telemetry:
 
-    inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))    # then train, and
-                                                                    # look at the telemetry
+    inject(model, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",)))
 
-A fault is a row: how it changes one `ScaledLinear` (its recipe, its backend or its operands), and
-the recipe that cures that layer. No fault changes what the layer computes in exact arithmetic, so
-the same model in bf16 is not affected.
-`bisect` searches for the faulty layer; `Case` makes a riddle of a fault.
+A `Fault` is a row of FAULTS: how it changes one `ScaledLinear` (its recipe, its backend or its
+operands), and the recipe that cures that layer. No fault changes what the layer computes in exact
+arithmetic, so the same model in bf16 is not affected.
 
-To find the layer and the product that cost the loss, `bisect` promotes one half of them to 16 bits
-and keeps the half that restores the loss.
+`bisect` searches for the layer, and its matmul, that cost the loss: it runs one half of the
+low-precision matmuls in 16 bits, and keeps the half that restores the loss.
 
     starts = Starts(config, steps=200)
     print(bisect(starts, "nvfp4"))                                              # a recipe
     print(bisect(starts, Injection(fault="stale-amax", layers=("blocks.1.mlp.up",))))
 
-The loss of a fresh model hardly depends on its layers, so each seed is first trained for `steps`
-steps in fp32. All runs continue from there on the same batches; they differ only in which products
-are promoted to 16 bits. A run that diverges counts as a model that has learned nothing. Results are
-deterministic.
+The loss of an untrained model hardly depends on single layers, so a model is first trained for
+`steps` steps in fp32, once for each seed. All runs of a seed continue from that model on the same
+batches; they differ only in which matmuls are in 16 bits. A run that diverges counts as a model
+that has learned nothing. Results are deterministic.
 
-A case hides a fault: the fault and its layer are drawn from the seed.
+A `Case` is a riddle: a fault in a layer, both drawn from a seed.
 
-case = Case.open(Starts(config, steps=200), "unknown", seed=0)
-well, ill = case.run(20, faulty=False), case.run(20, every=4)       # losses, and telemetry
-print(bisect(case.starts, case.injection))
-cured = case.run(20, cured=True)
-print(case.recovered(well, ill, cured))
+    case = Case.open(Starts(config, steps=200), "unknown", seed=0)
+    well, ill = case.run(20, faulty=False), case.run(20, every=4)       # losses, and telemetry
+    print(bisect(case.starts, case.injection))
+    cured = case.run(20, cured=True)
+    print(case.recovered(well, ill, cured))
 """
 
 from __future__ import annotations
@@ -79,30 +78,34 @@ __all__ = ["backends", "resolve"]
 
 # ---- The study
 
-# factor on one input feature; from half its smallest subnormal to its largest value, E4M3 spans
-# 2^18.8, so every other feature within a factor of 2^5 of that one underflows
+# Factor on one input feature. E4M3 spans a factor of 2^18.8, from half of its smallest subnormal to
+# its largest value. So all other features underflow, unless they were more than 2^5 times as large
+# as this feature before.
 OUTLIER = 2.0**24
-STALE = 64.0            # the stale amax is of a tensor that was this many times smaller
+STALE = 64.0            # the stale amax is this many times too small
 Put = Callable[[ScaledLinear], None]        # changes the layer in place
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    what: str
+    """A fault of low-precision training; all texts are shown to the learner."""
+
+    what: str                               # what the fault changes
     recipe: str                             # the row of `recipes` that the fault needs
     put: Put
-    # role and metric of the telemetry that change, and the direction: +1 or -1
+    # where telemetry shows the fault: role, metric, and whether it rises (+1) or falls (-1)
     shows: tuple[str, str, int]
     symptom: str
-    cure: str                               # the row of `recipes` that this layer then runs under
-    remedy: str                             # why that helps
-    # why a tiny model's loss does not show the fault in a few steps; empty if it does
+    cure: str                               # the row of `recipes` that cures the faulty layer
+    remedy: str                             # why that recipe helps
+    # why a tiny model's loss does not show the fault within a few steps; "" if it does
     unseen: str = ""
     source: str
 
 
 def _recast(setting: str, **values: str) -> Put:
-    """Return a fault that changes the format, rounding or transform of every cast of x, w and g."""
+    """Return a `put` that sets one setting ("format", "rounding" or "transform") of all casts of
+    the operands x, w and g (the gradient dy) to the value given for the operand."""
     def put(layer: ScaledLinear) -> None:
         casts = {}
         for product, pair in layer.recipe.products.items():
@@ -127,13 +130,16 @@ def _stale(layer: ScaledLinear) -> None:
 
 
 def _forgetful(layer: ScaledLinear) -> None:
+    """Shorten the amax history to one micro-batch."""
     delayed = replace(layer.recipe.delayed, history=1, history_rule="most-recent")
-    # the current micro-batch and the previous one
+    # columns of the history: the current micro-batch and the previous one
     layer.amax_history = layer.amax_history[:, :2].clone()
     layer.recipe = replace(layer.recipe, delayed=delayed)
 
 
 class _Divided(nn.Module):
+    """A parametrization of a weight: the weight divided by `by`, one number per input feature."""
+
     def __init__(self, by: Tensor):
         super().__init__()
         self.register_buffer("by", by, persistent=False)
@@ -143,8 +149,8 @@ class _Divided(nn.Module):
 
 
 def _outlier(layer: ScaledLinear) -> None:
-    """Multiply one input feature by a power of two and divide its weights by it. The function stays
-    exactly the same, in bf16 too."""
+    """Multiply one input feature by OUTLIER and divide its weights by OUTLIER. Since OUTLIER is a
+    power of two, the layer computes exactly the same function, also in bf16."""
     by = torch.ones(layer.in_features, device=layer.weight.device)
     by[layer.in_features // 2] = OUTLIER
     parametrize.register_parametrization(layer, "weight", _Divided(by))
@@ -152,7 +158,8 @@ def _outlier(layer: ScaledLinear) -> None:
 
 
 def _zero_block(layer: ScaledLinear) -> None:
-    """Zero a block of weights, and use a backend that divides by the block's amax: 0 / 0."""
+    """Set a block of weights to zero, and replace the layer's cast by one that divides by the amax
+    of a block: 0 / 0 is NaN in that block."""
     rows, columns = (side or whole for side, whole in zip(layer.recipe.y[1].block,
                                                           layer.weight.shape))
     with torch.no_grad():
@@ -231,94 +238,100 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """A fault in all Linears that match one of `layers`; by default in all low-precision
-    Linears."""
+    """A fault (a key of FAULTS) in all low-precision Linears whose names match one of the patterns
+    `layers`; by default in all of them."""
 
     fault: str
     layers: tuple[str, ...] = ("*",)
 
 
 def inject(model: nn.Module, what: Injection) -> nn.Module:
-    """Inject the fault in place. Raises ConfigError for an unknown fault, or for a pattern that
-    matches no low-precision Linear."""
+    """Inject the fault into the model in place, and return the model. Raises ConfigError for an
+    unknown fault, for a pattern that matches no low-precision Linear, and for a fault of the amax
+    history in a layer that has none."""
     fault = pick(FAULTS, what.fault, "fault")
     layers = {layer.name: layer for layer in scaled_linears(model)}
     for pattern in what.layers:
         matching = [layer for name, layer in layers.items() if fnmatchcase(name, pattern)]
         if not matching:
-            raise ConfigError(f"{pattern!r} matches no low-precision Linear to put {what.fault} "
-                              f"into; {nearest(pattern, layers)}")
+            raise ConfigError(f"{pattern!r} matches no low-precision Linear, so {what.fault} "
+                              f"cannot be injected; {nearest(pattern, layers)}")
         for layer in matching:
             if RECIPES[fault.recipe].delayed and not layer.recipe.delayed:
-                raise ConfigError(f"{layer.name} scales by what is there and has no history to "
-                                  f"spoil; set precision.recipe=fp8-delayed")
+                raise ConfigError(f"{layer.name} scales by the current tensor and has no history "
+                                  f"to spoil; set precision.recipe=fp8-delayed")
             fault.put(layer)
     return model
 
 
 def cure(model: nn.Module, what: Injection) -> nn.Module:
-    """Set the recipe of the injection's layers to the fault's cure, in place."""
+    """Set the recipe of the faulty layers to the fault's cure, in place, and return the model."""
     for layer in scaled_linears(model):
         if any(fnmatchcase(layer.name, pattern) for pattern in what.layers):
             layer.recipe = RECIPES[FAULTS[what.fault].cure]
     return model
 
 
-Unit = tuple[str, str]      # layer, product
+Unit = tuple[str, str]      # a matmul: name of the layer, and product ("y", "dx" or "dw")
 
 
 def low_precision_products(model: nn.Module) -> list[Unit]:
-    """Return every low-precision product, layer by layer."""
+    """Return all low-precision matmuls of the model, layer by layer."""
     return [(layer.name, product) for layer in scaled_linears(model)
             for product in layer.recipe.products]
 
 
 def run_in_high_precision(model: nn.Module, which: Iterable[Unit]) -> None:
-    """Run these products in 16 bits, in place."""
+    """Make the model compute these matmuls in 16 bits, in place."""
     layers = {layer.name: layer for layer in scaled_linears(model)}
     for name, product in which:
         layers[name].recipe = replace(layers[name].recipe, **{product: None})
 
 
 def layers_of(which: Iterable[Unit]) -> list[str]:
-    """Return each layer once, in order."""
+    """Return the names of the layers, each once, in order."""
     return list(dict.fromkeys(layer for layer, _ in which))
 
 
 def named(which: Iterable[Unit]) -> str:
-    """Return the products by layer, as 'blocks.1.mlp.up (y, dx)'."""
+    """Return the matmuls as text, by layer: 'blocks.1.mlp.up (y, dx)'."""
     which = list(which)
     return ", ".join(f"{name} ({', '.join(product for layer, product in which if layer == name)})"
                      for name in layers_of(which))
 
 
-# Student's t at 97.5% for 2, 3, ... seeds: the half-width of a 95% interval in standard errors.
+# Half-width of a 95% interval in standard errors, for 2, 3, ... seeds (Student's t at 97.5%).
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
 CLEAR = 4.0     # a gap of fewer standard deviations of the noise counts as no gap
-MORE = 3        # a search draws at most this many times the number of requested seeds
-NUDGES = (torch.bfloat16, torch.float16)        # round a start to these; two such runs drift apart
+MORE = 3        # a search uses at most this many times the requested number of seeds
+# Dtypes to which the weights of a start are rounded once. Runs from rounded weights drift away from
+# a run from the exact weights; their difference is the noise.
+NUDGES = (torch.bfloat16, torch.float16)
 
 Units = tuple[Unit, ...]
-# the loss of a short run: promoted products, number of the seed, number of the nudge
+# loss(promoted, seed, nudge): the mean loss of a short run in which the matmuls `promoted` are in
+# 16 bits; see `search`
 Loss = Callable[[Units, int, int], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Short runs with some products in 16 bits: means over seeds."""
+    """Result of short runs with some matmuls in 16 bits: means over the seeds."""
 
     promoted: Units
-    recovery: float             # 0: as bad as with nothing promoted; 1: as good as with everything
-    error: float                # half of the recovery's 95% interval
+    # share of the gap that is recovered. 0: the loss with all matmuls in low precision; 1: the loss
+    # with all of them in 16 bits
+    recovery: float
+    error: float                # half-width of the 95% interval of the recovery
 
     @property
     def kept(self) -> bool:
-        """Whether promoting these products recovers significantly more than half of the gap."""
+        """Whether these runs recover significantly more than half of the gap."""
         return self.recovery - self.error > 0.5
 
     @property
     def dropped(self) -> bool:
-        """Whether promoting these products recovers significantly less than half of the gap."""
+        """Whether these runs recover significantly less than half of the gap."""
         return self.recovery + self.error < 0.5
 
     def __str__(self) -> str:
@@ -327,29 +340,29 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of a search: the culprits, and how certain they are."""
+    """Result of a search: the matmuls that cost the loss, and how certain the result is."""
 
-    suspect: str
-    culprits: Units                 # the smallest set that halving reaches, or cannot divide
+    suspect: str                    # name of the recipe or fault
+    culprits: Units                 # the smallest set of matmuls that halving found
     gap: float                      # nats per token that low precision costs, mean over seeds
-    noise: float                    # nats per token between runs that start one rounding apart
-    alone: Trial                    # promoting the culprits alone
-    rest: Trial                     # promoting everything else
-    seeds: int
-    runs: int
-    path: tuple[Trial, ...]
+    noise: float                    # nats per token between runs from rounded weights (NUDGES)
+    alone: Trial                    # only the culprits in 16 bits
+    rest: Trial                     # all other matmuls in 16 bits
+    seeds: int                      # number of seeds that were used
+    runs: int                       # number of runs
+    path: tuple[Trial, ...]         # the trials of the search, in order
 
     @property
     def effect(self) -> float:
-        """The gap in units of the noise."""
+        """The gap divided by the noise."""
         if self.noise:
             return self.gap / self.noise
         return math.copysign(math.inf, self.gap) if self.gap else 0.0
 
     @property
     def certainty(self) -> str:
-        """"low" if the gap is within noise or the seeds do not single out one layer; else "medium"
-        or "high"."""
+        """How certain the culprits are: "low" if the gap is within the noise, or if the seeds do
+        not single out one layer; else "medium" or "high"."""
         layers = len(layers_of(self.culprits))
         if self.effect < CLEAR or layers > 1 or not self.alone.kept or not self.rest.dropped:
             return "low"
@@ -359,32 +372,38 @@ class Finding:
     def __str__(self) -> str:
         cost = (f"{self.suspect} costs {self.gap:.3f} nats per token, {self.effect:.1f} times the "
                 f"noise between runs ({self.noise:.1g})")
-        after = f"certainty {self.certainty}, {self.runs} runs of {self.seeds} seeds"
+        after = f"certainty {self.certainty}, {self.runs} runs with {self.seeds} seeds"
         if self.effect < CLEAR:
             return f"Nothing to find: {cost}; {after}."
-        back = f"brings back {self.alone} of that, promoting everything else {self.rest}"
+        back = f"recovers {self.alone} of this loss, and 16 bits everywhere else {self.rest}"
         if self.certainty != "low":
-            return f"{named(self.culprits)}: {cost}; promoting it {back}; {after}."
+            return f"{named(self.culprits)}: {cost}; 16 bits there {back}; {after}."
         first, *others = layers_of(self.culprits)
         where = f"{1 + len(others)} layers, {first} to {others[-1]}" if others else first
-        return f"Cannot tell: {cost}; promoting {where} {back}; {after}."
+        return f"Cannot tell: {cost}; 16 bits in {where} {back}; {after}."
 
 
 def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 3) -> Finding:
-    """Promote halves of the layers, then of the products, and keep the half that restores the loss.
+    """Find the low-precision matmuls that cost the loss, by halving: first the layers, then the
+    matmuls of a layer. The half that restores the loss in 16 bits is kept.
 
-    `loss(promoted, seed, nudge)`: nudge 0 starts from the weights themselves, nudge n from a copy
-    rounded to NUDGES[n - 1]. Runs are compared seed by seed. While a decision between layers may be
-    chance, another seed is drawn, up to MORE * seeds. The search ends with a set whose halves still
-    cannot be distinguished. For products of one layer, no further seeds are drawn.
-    With k seeds drawn, there are at most k * (5 + 2 log2(layers) + 4) runs; there are 4 * seeds
-    runs if low precision costs no loss.
-    Raises ConfigError for fewer than 1 seed.
+    all_units: all low-precision matmuls
+    loss: loss(promoted, seed, nudge) returns the loss of a run with the matmuls `promoted` in 16
+        bits. With nudge 0, the run starts from the exact weights; with nudge n, from weights that
+        were rounded to NUDGES[n - 1].
+
+    Runs are compared seed by seed. While a decision between layers may be chance, another seed is
+    added, up to MORE * seeds; between the matmuls of one layer, no seed is added. The search ends
+    if the halves of a set cannot be distinguished.
+
+    With k seeds, there are at most k * (5 + 2 log2(layers) + 4) runs. If low precision costs no
+    loss, there are 4 * seeds runs. Raises ConfigError for fewer than 1 seed.
     """
     if seeds < 1:
         raise ConfigError(f"a search needs at least 1 seed, got {seeds}")
     everything, most = tuple(all_units), MORE * seeds
     runs = _Runs(loss, everything, seeds)
+    # runs from rounded weights against runs from exact weights, in 16 bits and in low precision
     drift = runs.gained(everything, everything, nudge=1) + runs.gained((), (), nudge=2)
     runs.noise = math.sqrt(statistics.fmean(d * d for d in drift))
     culprits, others, path = everything, (), []
@@ -403,25 +422,29 @@ def search(suspect: str, all_units: Sequence[Unit], loss: Loss, *, seeds: int = 
 
 
 class _Runs:
-    """Caches the runs of one search and compares sets of products by them."""
+    """The runs of one search, each done once, and comparisons of sets of matmuls by these runs.
+    `drawn` is the number of seeds so far."""
 
     def __init__(self, loss: Loss, everything: Units, drawn: int):
         self.loss, self.everything, self.drawn = functools.cache(loss), everything, drawn
         self.noise = 0.0
 
     def gained(self, worse: Units, better: Units, nudge: int = 0) -> list[float]:
-        """Return the loss difference per seed, in nats per token. `nudge` applies to `worse`."""
+        """Return, for each seed, the loss with `worse` in 16 bits minus the loss with `better` in
+        16 bits, in nats per token. `nudge` applies to the run of `worse`."""
         return [self.loss(worse, seed, nudge) - self.loss(better, seed, 0)
                 for seed in range(self.drawn)]
 
     @property
     def gap(self) -> float:
+        """The loss that low precision costs, in nats per token: mean over the seeds."""
         return statistics.fmean(self.gained((), self.everything))
 
     def trial(self, promoted: Units) -> Trial:
-        """Return the trial of these products. The recovery is a ratio of two means. Its error is
-        half of the 95% interval of the residuals; their standard deviation is at least sqrt(2)
-        times the noise of nudged runs."""
+        """Return the trial of these matmuls. The recovery is the mean gain over the mean gap. Its
+        error comes from the residuals, gain - recovery * gap of each seed, by Student's t. Their
+        standard deviation is taken as at least sqrt(2) times the noise of runs from rounded
+        weights."""
         gaps, back = self.gained((), self.everything), self.gained((), promoted)
         if not sum(gaps):
             return Trial(promoted=promoted, recovery=math.nan, error=math.nan)
@@ -434,7 +457,8 @@ class _Runs:
         return Trial(promoted=promoted, recovery=recovery, error=error / abs(self.gap))
 
     def judged(self, sets: Sequence[Units], most: int) -> list[Trial]:
-        """Return trials of the sets up to the first that is kept; add seeds while undecided."""
+        """Return the trials of the sets in order, up to the first set that is kept. While no set is
+        kept and not all are dropped, add a seed, up to `most` seeds."""
         while True:
             trials = []
             for promoted in sets:
@@ -447,7 +471,8 @@ class _Runs:
 
 
 def _halves(which: Units) -> tuple[Units, Units]:
-    """Cut the products in half; keep a layer's products together if there are several layers."""
+    """Return two halves of the matmuls: halves of the layers, or of the matmuls of a single
+    layer."""
     layers = layers_of(which)
     if len(layers) > 1:
         first = layers[:len(layers) // 2]
@@ -460,8 +485,8 @@ def _halves(which: Units) -> tuple[Units, Units]:
 # Searches on real runs.
 
 class Starts:
-    """Models trained in fp32 for `steps` steps, one per seed, each trained on first use. Runs under
-    any recipe start from these models."""
+    """Models trained in fp32 for `steps` steps, one for each seed, from which runs with any recipe
+    start. A model is trained when it is first needed."""
 
     def __init__(self, config: Config, *, steps: int):
         self.steps = steps
@@ -474,11 +499,12 @@ class Starts:
         self.trained, self._under = functools.cache(self._train), functools.cache(self._move)
 
     def under(self, recipe: str, seed: int = 0) -> Training:
-        """Return a separate copy of the training. `seed` is added to the config's seed."""
+        """Return a new copy of the training of this seed with its state after `steps` steps, for
+        further steps with `recipe`. `seed` is added to the config's seed."""
         return self._under(recipe, seed).copy()
 
     def build(self, recipe: str, seed: int = 0) -> Training:
-        """Return the training before its first step."""
+        """Return an untrained training with this recipe and seed."""
         return Training.build(self.config.replace({"seed": self.config.seed + seed,
                                                    "precision.recipe": recipe}))
 
@@ -489,16 +515,17 @@ class Starts:
 
     def _move(self, recipe: str, seed: int) -> Training:
         training, trained = self.build(recipe, seed), self.trained(seed)
-        # strict=False: a recipe may have additional state
+        # strict=False: the recipe may have state of its own, for example an amax history
         training.model.load_state_dict(trained.model.state_dict(), strict=False)
         training.optimizer.load_state_dict(trained.optimizer.state_dict())
         return training
 
 
 def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: int = 8) -> Finding:
-    """Search for the layers and products that cause a loss gap. `suspect` is a recipe, the name of
-    a fault (put into every layer) or an Injection; a fault uses its recipe. Each run has `steps`
-    steps.
+    """Search for the matmuls that cost the loss, by runs of `steps` steps.
+
+    suspect: the name of a recipe; the name of a fault, which is then injected into every layer; or
+        an Injection. A fault is searched under the recipe that it needs.
 
     Raises ConfigError for an unknown suspect, and for a recipe without low-precision products.
     """
@@ -512,8 +539,8 @@ def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: i
         name = f"{suspect.fault} in {recipe}"
     candidates = low_precision_products(starts.build(recipe).model)
     if not candidates:
-        raise ConfigError(f"{recipe} has no low-precision product that could be promoted; choose a "
-                          f"recipe of 8 or 4 bits")
+        raise ConfigError(f"{recipe} has no low-precision product that could be run in 16 bits; "
+                          f"choose a recipe of 8 or 4 bits")
 
     def loss(promoted: Units, seed: int, nudge: int) -> float:
         training = starts.under(recipe, seed)
@@ -530,13 +557,14 @@ def bisect(starts: Starts, suspect: str | Injection, *, seeds: int = 3, steps: i
 
 
 def bounded(losses: Iterable[float], vocab: int) -> list[float]:
-    """Replace NaN, and losses above it, by ln(vocab): the loss of a model that learned nothing."""
+    """Return the losses, with each NaN and each loss above ln(vocab) replaced by ln(vocab), the
+    loss of a model that has learned nothing."""
     nothing = math.log(vocab)
     return [loss if loss < nothing else nothing for loss in losses]
 
 
 def train(training: Training, first: int, last: int) -> list[float]:
-    """Run steps `first` to `last` - 1 and return only the losses, in nats per token."""
+    """Run the steps `first` to `last` - 1 and return their losses in nats per token."""
     return [training.update(step).loss.item() for step in range(first, last)]
 
 
@@ -545,19 +573,24 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
+    """Result of the steps of a case."""
+
     losses: list[float]         # nats per token, of each step; NaN after the run diverged
-    samples: list[Sample]
+    samples: list[Sample]       # telemetry; empty if it was not requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """A fault in one layer, for the learner to find."""
+
     starts: Starts
     injection: Injection
 
     @classmethod
     def open(cls, starts: Starts, fault: str, seed: int) -> Case:
-        """Open a case with `fault` in one low-precision Linear; "unknown" draws a fault that a tiny
-        model's loss shows. Raises ConfigError for an unknown name."""
+        """Return a case with `fault` in one low-precision Linear, which is drawn from `seed`. If
+        `fault` is "unknown", the fault is drawn, too: one that changes a tiny model's loss. Raises
+        ConfigError for an unknown name."""
         draw = random.Random(seed)
         name = draw.choice([name for name, row in FAULTS.items() if not row.unseen])
         if fault != UNKNOWN:
@@ -576,13 +609,15 @@ class Case:
 
     @property
     def answers(self) -> list[str]:
-        """Return the right answers, as "fault in layer"; with TIED if no loss shows the fault."""
+        """The right answers, as "fault in layer". If the loss does not show the fault, TIED in
+        place of the fault is right, too."""
         faults = [self.injection.fault] + [TIED] * bool(self.fault.unseen)
         return [f"{fault} in {self.layer}" for fault in faults]
 
     def run(self, steps: int, *, faulty: bool = True, cured: bool = False, every: int = 0) -> Run:
-        """Run the same steps on the same batches, with or without the fault and its cure. Sample
-        telemetry every `every` steps from the first step on; 0: no telemetry."""
+        """Run `steps` steps after the start, always on the same batches, with or without the fault
+        and its cure. Telemetry is sampled in the first step and then in every `every`-th step; 0:
+        never."""
         training = self.starts.under(self.fault.recipe)
         if faulty:
             inject(training.model, self.injection)
@@ -590,12 +625,12 @@ class Case:
             cure(training.model, self.injection)
         first = self.starts.steps
         seen = Telemetry(model=training.model, every=every or 1)
-        if every:   # the first step is always sampled: later, NaN is in every layer
+        if every:   # sample the first step: in later steps, every layer may have received NaN
             training.watchers.append(lambda step: seen.watch(step - first))
         return Run(losses=train(training, first, first + steps), samples=seen.samples)
 
     def recovered(self, well: Run, ill: Run, cured: Run) -> float:
-        """Return the share of the lost loss that the cure recovers."""
+        """Return the share of the loss gap, `ill` minus `well`, that the cure recovers."""
         without, with_it, after = map(self._mean, (well, ill, cured))
         return (with_it - after) / (with_it - without)
 
@@ -615,10 +650,13 @@ class Case:
 
 
 def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
-    """Return (layer, excess) of each layer, the largest excess first. The excess is the share that
-    the layer's casts lose (to zero or by saturation) above the median of all layers with the same
-    role and step, averaged over the steps, in the role where it is largest. The layer that produced
-    the first NaN or Inf has excess 1; layers that received a NaN are left out."""
+    """Return (layer, excess) for each layer, the largest excess first: which layers lose more in
+    their casts than others?
+
+    The loss of a cast is the share of elements that become zero or saturate. Its excess is that
+    share minus the median of all layers with the same role and step. The excess of a layer is the
+    mean over the steps, in the role where it is largest. The layer that produced the first NaN or
+    Inf has excess 1; layers that received a NaN are left out."""
     samples = list(samples)
     alike: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for sample in samples:
@@ -640,8 +678,8 @@ def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
 
 
 def source_of_nonfinite(samples: Iterable[Sample]) -> str:
-    """Return the layer that produced the first NaN or Inf; empty if there was none, or if it
-    appeared between two sampled steps.
+    """Return the layer that produced the first NaN or Inf; "" if there was none, or if it appeared
+    between two sampled steps.
 
     Samples are in the order of execution: x and w from the first layer to the last, dy from the
     last to the first. A NaN in a layer's x or dy comes from the previous layer in that order; a NaN
@@ -657,8 +695,8 @@ def source_of_nonfinite(samples: Iterable[Sample]) -> str:
 
 
 def nonfinite_report(samples: Iterable[Sample]) -> str:
-    """Return where NaN or Inf first appeared, by layer, and which layer produced it; empty if there
-    was none."""
+    """Return a sentence that says in which step and tensors NaN or Inf first appeared, and which
+    layer produced it; "" if there was none."""
     samples = list(samples)
     bad = [sample for sample in samples if sample.nonfinite]
     if not bad:
@@ -674,12 +712,13 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
 
 # ---- Figures
 
-NOBODY, NOTHING = "Click a row of the map", "which fault"      # placeholders, not answers
+# placeholders of the two answers before the learner chooses
+NOBODY, NOTHING = "Click a row of the map", "which fault"
 
 
 def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> dict:
-    """Return the plotly spec of losses (nats per token) by the name of the run. The line of a
-    diverged run ends at its last finite loss, with a note."""
+    """Return the plotly spec of the losses of runs, in nats per token, by name. The line of a
+    diverged run ends at its last finite loss, and a note gives the step."""
     lines, notes = [], []
     for i, (name, curve) in enumerate(losses.items()):
         whole = [loss if math.isfinite(loss) else None for loss in curve]
@@ -697,7 +736,8 @@ def case_figure(losses: Mapping[str, Sequence[float]], *, title: str = "") -> di
 
 
 class Accusation(Stored, Question):
-    """Telemetry with a map and a menu of faults. A click on a row of the map accuses its layer.
+    """A question: which fault is in which layer? It shows the telemetry of a case in an Explorer
+    and a menu of faults. A click on a row of the map, or the menu of layers, chooses the layer.
     `.value` is "fault in layer", or None until both are chosen."""
 
     value = traitlets.Unicode(None, allow_none=True)
@@ -728,13 +768,14 @@ class Accusation(Stored, Question):
         super().restore(value, factor)
 
     def judged(self, right: Sequence[str]) -> None:
-        """Score the answer against the right answers."""
+        """Score the answer: it is right if it is one of `right`."""
         self._ends(" or ".join(right), self.value in right)
 
 
 def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> dict:
-    """Return the plotly spec of a `Finding`'s path, run by run: which of `layers` (the first on
-    top) were in 16 bits, and the share of the lost loss that each run recovered."""
+    """Return the plotly spec of the trials of a search, in order: which of `layers` (the first on
+    top) were in 16 bits, and the share of the loss gap that was recovered. Where only some matmuls
+    of a layer were in 16 bits, the cell names them. `finding` is a `Finding`."""
     runs = []
     values, words = ([[gap] * len(finding.path) for _ in layers] for gap in (None, ""))
     for column, trial in enumerate(finding.path):
@@ -746,22 +787,26 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
                 words[row][column] = "" if len(products) == 3 else ", ".join(products)
     cells = heat(runs, list(layers), values, ends=(0, 100), bar={"title": {"text": "%"}},
                  text=words, texttemplate="%{text}",
-                 hovertemplate="%{y} in 16 bits: %{z:.0f}% back<extra></extra>")
-    nothing = note("there was no loss to search for", 0.5, 0.5, "center middle", xref="paper",
-                   yref="paper", bgcolor=GROUND, font={"color": FAINT})
+                 hovertemplate="%{y} in 16 bits: %{z:.0f}% recovered<extra></extra>")
+    nothing = note("low precision cost no loss, so nothing was searched", 0.5, 0.5,
+                   "center middle", xref="paper", yref="paper", bgcolor=GROUND, font={"color": FAINT})
     return figure([cells], title, height=140 + 26 * len(layers), showlegend=False,
                   annotations=[] if finding.path else [nothing],
-                  xaxis=axis("run, and the share of the lost loss that came back",
+                  xaxis=axis("trial, and the share of the loss gap that it recovered",
                              type="category", showgrid=False, ticks=""),
                   yaxis={**NAMES, "type": "category"})
 
 
 def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = None,
                        title: str = "") -> Explorer:
-    """Return an Explorer of samples by metric, role, recipe and cell; choose the cell by menu or by
-    a click on the map. Raises ConfigError if there is nothing to show."""
+    """Return an Explorer of telemetry samples: a map of layers by steps and one cell as a histogram
+    and a table (`lessons.figures.heat`). Raises ConfigError without samples."""
     samples = list(samples)
-    return explorer(lambda **choices: cell_and_table(samples, title=title, **choices), samples, start)
+
+    def show(**choices: Any) -> tuple[dict, str]:
+        return cell_and_table(samples, title=title, **choices)
+
+    return explorer(show, samples, start)
 
 
 # ---- Exercises
@@ -805,7 +850,7 @@ def saturated(x: Sequence[float], amax: float) -> float:
     return sum(a > amax * 464 / 448 for a in nonzero) / len(nonzero)
 
 
-# a growth just above a power of two is excluded: there, rounding still avoids saturation
+# `draw` avoids growths just above a power of two: there, rounding still avoids saturation
 @exercise("07.margin", (1.0,), (2.0,), (3.0,), (64.0,),
           draw=lambda r: (r.uniform(1.04, 2) * 2 ** r.randrange(10),),
           mistakes={"round up": lambda growth: int(math.log2(growth))})

@@ -1,10 +1,12 @@
 """Lesson 08, recompute and offload: its study, its figures and its exercises.
 
-Compares each memory technique with the plain step: the peak memory and the seconds of one step.
+Compares the peak memory and the seconds of a step with each memory technique to those of the plain
+step, which uses none.
 
-Bytes come from `lpkit.predict.memory` and `lpkit.measure.memory`. Time is a multiple of the plain
-step's: predicted by `lpkit.predict.time` if a technique adds only FLOPs, and measured in turns, so
-that a slow moment of the machine affects all techniques.
+Bytes are predicted by `lpkit.predict.memory` and measured by `lpkit.measure.memory`. Times are
+given as a multiple of the plain step's time. They are predicted by `lpkit.predict.time` if a
+technique adds only FLOPs. They are measured in turns, so that a slow moment of the machine affects
+all techniques.
 """
 
 from __future__ import annotations
@@ -55,21 +57,22 @@ __all__ = ["CATALOGUE", "TIED", "RandomTokens", "Training", "duration", "hardwar
 # ---- The study
 
 PLAIN = "plain"
-# mean distance between the smallest and the largest of 256 standard normal numbers (Tippett 1925)
+# mean difference between the largest and the smallest of 256 standard normal numbers (Tippett 1925)
 RANGE = 5.65
-# relative tolerance for exact techniques: a GPU's atomics add in order of arrival, so float32 sums
-# differ in their last digits, and values rounded to bf16 by one rounding
+# Relative tolerance of the losses of exact techniques. Atomic additions of a GPU happen in order of
+# arrival, so float32 sums differ in their last digits, and then some values round to a neighbouring
+# value of bf16.
 SLACK = {"cpu": 0.0, "gpu": 2.0**-8}
 
 
 @dataclass(frozen=True)
 class Technique:
-    """Settings that change a config. `exact`: the losses are the same within SLACK. `flops`: the
-    technique adds only FLOPs or nothing, so its time has a formula; the time of extra transfers and
-    casts has none."""
+    """A memory technique: the settings of a config that turn it on."""
 
     settings: Mapping[str, Any]
-    exact: bool = True
+    exact: bool = True      # the losses equal those of the plain step, within SLACK
+    # The technique adds FLOPs or nothing, so its time has a formula. False: it adds transfers or
+    # casts, whose time has none.
     flops: bool = True
 
     @property
@@ -109,7 +112,7 @@ def with_technique(config: Config, name: str) -> Config:
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
     memory: Memory
-    slowdown: float | None       # None: no formula
+    slowdown: float | None      # seconds of a step over the plain step's; None: no formula
 
     @property
     def peak_bytes(self) -> float:
@@ -117,8 +120,8 @@ class Predicted:
 
 
 def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
-    """Predict every technique by the closed forms. `config` must name its precision and attention,
-    since a run resolves "auto"."""
+    """Return the prediction of a step with each technique, by its name. `config` must name its
+    precision and attention: "auto" is resolved only in a run."""
     plain, predictions = step_time(config, machine).step_seconds, {}
     for name, technique in TECHNIQUES.items():
         changed, slowdown = with_technique(config, name), None
@@ -132,8 +135,9 @@ def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     footprint: Footprint
-    slowdown: float  # median over the rounds, relative to the plain step of the same round
-    losses: tuple[float, ...]       # of the first updates, all on the same batch
+    # seconds of a step over the plain step's of the same round; median over the rounds
+    slowdown: float
+    losses: tuple[float, ...]       # nats per token, of each update; all on the same batch
 
     @property
     def peak_bytes(self) -> int:
@@ -141,7 +145,8 @@ class Measured:
 
 
 def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[str, Measured]:
-    """Measure steps of the same model on the same random tokens with every technique."""
+    """Measure steps of the same model on the same random tokens with each technique, `rounds` times
+    in turns; return the results by name of the technique."""
     footprints = {name: measure.memory(with_technique(config, name)) for name in TECHNIQUES}
     benches = {name: measure.Bench(with_technique(config, name)) for name in TECHNIQUES}
     losses: dict[str, list[float]] = {name: [] for name in TECHNIQUES}
@@ -163,7 +168,8 @@ def measured(config: Config, *, rounds: int = 3, watch: Watch = iter) -> dict[st
 
 
 def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
-    """Return |g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
+    """Return the relative error of the gradient with each of the named techniques:
+    |g - g_plain| / |g_plain| over all parameters, for the same weights and tokens."""
     batch = measure.Bench(config).batch
 
     def gradient(name: str) -> torch.Tensor:
@@ -177,12 +183,15 @@ def gradient_errors(config: Config, names: Iterable[str]) -> dict[str, float]:
 
 
 def rounding_error(bits: int) -> float:
-    """Return the relative root mean square error of normal numbers stored in `bits` bits. The
-    levels of a group of 256 numbers are spaced evenly between its smallest and largest number;
-    numbers are rounded up or down at random, with an error of one step over sqrt(6).
+    """Return the expected relative error (root mean square) of normal numbers stored in `bits`
+    bits.
 
-    A gradient has the same relative error as its terms if it is a sum over many tokens whose terms
-    are not aligned.
+    The 2^bits levels of a group of 256 numbers are evenly spaced from its smallest to its largest
+    number. A number is rounded to the level above or below at random; the root mean square of the
+    error is the distance of two levels over sqrt(6).
+
+    A gradient is a sum over many tokens. If its terms are not aligned, it has the same relative
+    error as its terms.
     """
     return RANGE / (2**bits - 1) / math.sqrt(6)
 
@@ -191,12 +200,13 @@ def rounding_error(bits: int) -> float:
 
 # Recomputation.
 
-FORWARD, BACKWARD = 1, 2        # time of a block, in units of its forward pass
+FORWARD, BACKWARD = 1, 2        # time of the two passes of a block, in forward passes
 
 
 def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
-    """Return the plotly spec: for each block, the time during which its activations are stored. The
-    upper panel keeps all activations; in the lower panel, blocks keep their input and run again."""
+    """Return the plotly spec of the time during which the activations of each block are stored. In
+    the upper panel, blocks keep all activations. In the lower panel, blocks keep only their input,
+    and repeat their forward pass in backward. Raises ConfigError for fewer than 2 blocks."""
     if layers < 2:
         raise ConfigError(f"a drawing of recomputation needs 2 blocks or more, got layers={layers}")
     names = [f"block {i + 1}" for i in range(layers)]
@@ -241,18 +251,21 @@ def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
 
 def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], *,
                 title: str = "") -> dict:
-    """Return the plotly spec of an error over bits, on a log scale."""
+    """Return the plotly spec of the relative error of the gradient, on a log scale, over the bits
+    of a saved number: a line by `formula`, and points as measured, by bits."""
     bits, words = range(min(measured), max(measured) + 1), "%{x} bits: %{y:.2g}"
     return figure(
         [scatter(bits, map(formula, bits), "formula", ANSWER_COLOURS["formula"], hover=words),
          scatter(measured, measured.values(), "measured",
                  ANSWER_COLOURS["measured"], mode="markers", marker={"size": 11}, hover=words)],
         title, height=340, xaxis=axis("bits of a saved number", tickvals=list(bits)),
-        yaxis=axis("error of the gradient, relative", type="log", dtick=1))
+        yaxis=axis("relative error of the gradient", type="log", dtick=1))
 
 
 def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callable[[str], dict]:
-    """Return a function of `step` (one of the names) for an Explorer; all steps share an axis."""
+    """Return a function of `step` (a key of `steps`) for an Explorer, which draws the live bytes of
+    that step. A value of `steps` has the measured points and the prediction. The vertical axis is
+    the same for all steps."""
     highest = max(total_bytes(point) for points, _ in steps.values() for point in points)
 
     def show(step: str) -> dict:
@@ -262,19 +275,23 @@ def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callabl
     return show
 
 
-# Bytes saved over additional time, one point per technique.
+# Bytes that a technique saves, over the time that it adds: a point for each technique.
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon")    # with COLOURS: 35 markers
 
-Gains = Mapping[str, tuple[float, float]]   # by technique: additional time in percent, bytes saved
+Gains = Mapping[str, tuple[float, float]]   # by technique: added time in percent, saved bytes
 
 
 def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
                   measured: Mapping[str, tuple[float, float]], *, title: str = "",
                   others: float = 0.0) -> dict:
-    """Return the plotly spec. `predicted` and `measured` map a name to its peak bytes and its time
-    as a multiple of the plain step's. A prediction without a formula (None) is drawn at the
-    measured time. The line connects the measured techniques that no other technique beats in both.
+    """Return the plotly spec of the bytes that each technique saves over the time that it adds.
+
+    predicted, measured: for each technique, its peak bytes, and its time as a multiple of the plain
+        step's. A predicted time of None (there is no formula) is drawn at the measured time.
+    others: the share of the cores that other processes used during the measurement
+
+    A line connects the measured techniques that no other technique beats in both bytes and time.
     Raises ConfigError without "plain"."""
     if PLAIN not in predicted or PLAIN not in measured:
         raise ConfigError(f"savings are relative to {PLAIN!r}, which is missing")
@@ -286,7 +303,8 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
                 for name, (size, time) in predicted.items() if name in at}
     edge = _edge(at)
     data = [scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
-                    "not beaten by another", FAINT, line={"width": 3, "shape": "hv"}, hover=None)]
+                    "not beaten by another technique", FAINT, line={"width": 3, "shape": "hv"},
+                    hover=None)]
     for (name, point), colour, symbol in zip(at.items(), itertools.cycle(COLOURS),
                                              itertools.cycle(SYMBOLS)):
         if name in forecast:
@@ -297,22 +315,25 @@ def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
         data.append(_mark(name, point, "measured", symbol, colour) | SECONDS)
     return figure(
         data, title, others=others, height=560,
-        xaxis=axis("time of a step, over plain; filled: measured, open: by formula",
+        xaxis=axis("added time of a step; filled marks: measured, open marks: by formula",
                    ticksuffix="%", zeroline=False),
-        yaxis=axis(f"bytes less than plain's {quantity(most, 'bytes')}", **BYTES, zeroline=False),
+        yaxis=axis(f"saved bytes of plain's peak of {quantity(most, 'bytes')}", **BYTES,
+                   zeroline=False),
         shapes=[rule(x=0, layer="below"), rule(y=0, layer="below")])
 
 
 def _mark(name: str, gain: tuple[float, float], how: str, symbol: str, colour: str) -> dict:
+    """Return the trace of one technique's point; `how` is "predicted" or "measured"."""
     more, less = gain
     return scatter([more], [less], escape(name), colour, mode="markers", legendgroup=name,
                    marker={"symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}},
-                   hover=f"{escape(name)}, {how}: {quantity(less, 'bytes')} less, {more:+.0f}% time"
-                         f"<extra></extra>")
+                   hover=f"{escape(name)}, {how}: {quantity(less, 'bytes')} saved, "
+                         f"{more:+.0f}% time<extra></extra>")
 
 
 def _edge(at: Gains) -> list[str]:
-    """Return the techniques that save more than every cheaper technique, cheapest first."""
+    """Return the techniques that save more bytes than every technique that adds less time, in the
+    order of added time."""
     best, edge = 0.0, []
     for name in sorted(at, key=lambda name: (at[name][0], -at[name][1])):
         if at[name][1] > best:

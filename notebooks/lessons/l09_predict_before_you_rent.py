@@ -42,29 +42,32 @@ from lpkit.techniques.machines import Machine, find, mixed_prices
 # notebook 09 imports these from here
 __all__ = ["CATALOGUE", "PRESETS", "STACKS", "Link", "calibrate", "disturbance", "efficiency",
            "find_machine", "hardware", "in_turns", "progress"]
-# machines with a price, since the explorers of this notebook count dollars
+# only machines with a price, because the explorers of this notebook show dollars
 CATALOGUE = {name: machine for name, machine in known.CATALOGUE.items() if machine.price_per_hour}
 
 # ---- The study
 
-# The impossible triangle: speed, quality and cost cannot all be best. Another point beats a point
+# The impossible triangle: speed, quality and cost cannot all be best. A point beats another point
 # if it is at least as good on every axis and better on at least one axis (Pareto).
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """`values` by axis; `facts` for a figure to filter by; `where`: the source of the values."""
+    """A way to train a model, with its cost and its quality."""
 
     name: str
-    values: Mapping[str, float]
+    values: Mapping[str, float]     # by axis: "days", "dollars", "loss", ...
+    # what a figure shows or filters by: "machine", "devices", "layout", ...
     facts: Mapping[str, Any] = field(default_factory=dict)
-    where: str = "formula"
+    where: str = "formula"          # source of the loss: "formula", "extrapolated" or "measured"
 
 
 def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
              most: Sequence[str] = ()) -> tuple[Point, ...]:
-    """Return the points that no other point beats, in their order. Equal points are all kept.
+    """Return the points that no other point beats, in their order. Of equal points, all are kept.
 
-    Raises ConfigError for an axis on which a point has no finite number.
+    least, most: the axes whose smallest and whose largest values are best
+
+    Raises ConfigError without axes, and for a point without a finite number on an axis.
     """
     points = tuple(points)
     if not (least or most):
@@ -83,23 +86,25 @@ def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
 
 
 def _beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Return whether `point` beats `other`; on every axis, smaller is better."""
     return point != other and all(a <= b for a, b in zip(point, other))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A point to compute: the config with its layout (`parallel`), the machine and the tokens."""
+    """A way to train a model whose cost and loss `triangle` computes."""
 
     name: str
-    config: Config
+    config: Config                      # with its layout, `config.parallel`
     machine: str | Machine = "h200"
-    tokens: float
+    tokens: float                       # training tokens
 
 
 def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int],
          tokens: Iterable[float]) -> tuple[Candidate, ...]:
-    """Return a candidate for every config, machine, number of devices and number of tokens, in the
-    fastest layout that fits (`plan`). A combination in which no layout fits has no candidate."""
+    """Return a candidate for every combination of a config, a machine, a number of devices and a
+    number of tokens, in the fastest layout whose memory fits (`lpkit.predict.plan`). Combinations
+    for which no layout fits are left out."""
     candidates, tokens = [], tuple(tokens)
     for (name, config), machine, count in itertools.product(configs.items(), map(find, machines),
                                                             devices):
@@ -111,7 +116,7 @@ def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devic
     return tuple(candidates)
 
 
-CANDIDATES = {      # by tier: presets, machines and numbers of devices for `grid`
+CANDIDATES = {      # by tier of the notebook: presets, machines and numbers of devices for `grid`
     "smoke": (["gpt2-1.5b", "llama-8b"], ["a100-80", "h200"], [8, 64]),
     "cpu": (["gpt2-350m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama-70b"],
             ["a100-80", "h100", "h200", "b200"], [8, 64, 512]),
@@ -120,12 +125,15 @@ CANDIDATES = {      # by tier: presets, machines and numbers of devices for `gri
 
 def triangle(candidates: Iterable[Candidate], *,
              measured: Mapping[str, float] | None = None) -> tuple[Point, ...]:
-    """Return a point for each candidate, with its `days`, `dollars`, `loss` (by the law DEFAULT)
-    and `tokens_per_second`.
+    """Return a point for each candidate with the values `days`, `dollars`, `loss` (in nats per
+    token, by the scaling law DEFAULT) and `tokens_per_second`.
 
-    `measured` are losses by the name of the candidate. They replace the losses of the law, and the
-    point is labelled `measured`; all of them must come from the same corpus. A loss outside the
-    range that the law was fitted to is labelled `extrapolated`.
+    measured: losses by name of the candidate, all on the same corpus. They replace the losses of
+        the law.
+
+    `Point.where` is "measured" for a measured loss, "extrapolated" for a loss outside the range of
+    models and tokens that the law was fitted to, else "formula". Raises ConfigError for a machine
+    without a price.
     """
     measured, points = measured or {}, []
     for candidate in candidates:
@@ -152,34 +160,40 @@ def triangle(candidates: Iterable[Candidate], *,
 
 # ---- Figures
 
-ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 110, 6
+ROW_PIXELS, GAP_PIXELS, SHOWN = 25, 110, 6      # SHOWN: rows of the table of layouts
 POINTS = 81         # points of a curve
 LOGARITHMIC = {"type": "log", "dtick": 1}
-GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats a token)", type="linear"),
+GOALS = {"days": axis("days", **LOGARITHMIC), "loss": axis("loss (nats per token)", type="linear"),
          "dollars": axis("US dollars", **LOGARITHMIC)}
-SHADES = {      # colour scales: transform, range, ticks; fixed, so filters do not recolour points
+# colour scale of a goal: transform, range and ticks. They are fixed, so that a point keeps its
+# colour when others are filtered out.
+SHADES = {
     "days": (math.log10, (-3, 3), {power: f"{10.0**power:,g}" for power in range(-3, 4)}),
     "loss": (float, (1.9, 2.7), {loss: f"{loss:.1f}" for loss in (1.9, 2.1, 2.3, 2.5, 2.7)}),
 }
+# for each panel: goal of its vertical axis, goal of its colours, and its axes
 PANELS = (("loss", "days", {"coloraxis": "coloraxis", "yaxis": "y"}),
           ("days", "loss", {"coloraxis": "coloraxis2", "yaxis": "y2"}))
 SYMBOLS = {"formula": "circle", "extrapolated": "circle-open", "measured": "diamond"}
 EVERY = "every machine"
-View = Callable[..., tuple[dict, str]]      # returns a figure and a table, for an Explorer
+View = Callable[..., tuple[dict, str]]      # returns (spec, html), for an Explorer
 
 
 # Layouts.
 
 def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budget: float,
               deadline: float) -> tuple[dict, str]:
-    """Return the best layout as a figure, and the next layouts and the reasons why the others are
-    excluded as tables, for an Explorer. The budget is in dollars, the deadline in seconds; infinity
-    means no limit."""
+    """Return (spec, html) for an Explorer: the best layout as a figure; the best layouts, and the
+    reasons why other layouts are excluded, as tables.
+
+    tokens: training tokens
+    budget, deadline: limits in dollars and in seconds; infinity: no limit
+    """
     budget, deadline = (None if math.isinf(limit) else limit for limit in (budget, deadline))
     result = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
     rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
             for name, refusal in result.refusals.items() if refusal.layouts]
-    heads = ("excluded by", "layouts", "the nearest layout")
+    heads = ("excluded by", "layouts", "layout closest to the limit")
     refused = html_table(heads, rows) if rows else ""
     if result.options:
         return option_figure(result.options[0], result), _ranked(result) + refused
@@ -189,9 +203,10 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
 
 
 def layouts_view(result: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
-    """Return an Explorer's view of the layouts of a plan, each row with its formula and source.
+    """Return the arguments of an Explorer of the layouts of a plan, with the formula and the source
+    of each row of memory and time:
 
-    show, controls = layouts_view(found); Explorer(show, **controls)
+    show, controls = layouts_view(result); Explorer(show, **controls)
     """
     def show(layout: Option) -> tuple[dict, str]:
         return option_figure(layout, result), opened(layout)
@@ -202,9 +217,10 @@ def layouts_view(result: Plan) -> tuple[View, dict[str, dict[str, Option]]]:
 
 
 def option_figure(option: Option, result: Plan) -> dict:
-    """Return the plotly spec of two staircases: the bytes of a device at the peak, with the
-    device's memory as the limit, and the seconds of a step. Each row starts where the previous row
-    ends. Time that overlaps other rows is drawn pale, below those rows."""
+    """Return the plotly spec of two staircases, in which each row starts where the previous row
+    ends. Upper panel: the bytes of a device at the peak, row by row, and the device's memory as a
+    limit. Lower panel: the seconds of a step, row by row; communication that overlaps with other
+    rows is drawn pale, at the time of those rows."""
     held, step = option.memory, option.time
     sizes, right = held.at(held.peak_moment), {"xaxis": "x2", "yaxis": "y2"}
     rows = [row for row in held.rows if row.name in sizes]
@@ -219,7 +235,7 @@ def option_figure(option: Option, result: Plan) -> dict:
             kinds[kind].append((row.name, start, row.seconds, row.formula))
         if row.hidden_seconds:
             hidden.append((row.name, max(0.0, start - row.hidden_seconds), row.hidden_seconds,
-                           f"overlaps other rows. {row.formula}"))
+                           f"overlaps with other rows. {row.formula}"))
     data += [_stairs(stairs, "seconds", name=kind, colour=KINDS[kind], **right)
              for kind, stairs in kinds.items() if stairs]
     if hidden:
@@ -230,7 +246,8 @@ def option_figure(option: Option, result: Plan) -> dict:
     height = ROW_PIXELS * len(sizes) + GAP_PIXELS + below
     limit, ends, shapes = limit_of(held), "", []
     if limit:
-        ends = f"; dotted: the usable {USABLE_MEMORY_SHARE:.0%} of {quantity(limit, 'bytes')}"
+        ends = (f"; dotted line: usable memory, {USABLE_MEMORY_SHARE:.0%} of "
+                f"{quantity(limit, 'bytes')}")
         shapes = [rule(x=x, colour=INK, dash=dash, yref="y domain", layer="below")
                   for x, dash in ((limit, "dash"), (USABLE_MEMORY_SHARE * limit, "dot"))]
     cost = "" if option.bill.cost is None else f", {_dollars(option)}"
@@ -257,7 +274,7 @@ def kind_of(row: str) -> str:
 
 
 def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) -> dict:
-    """Return bars of rows; a row is its name, start, size and formula."""
+    """Return a trace of horizontal bars; each of `rows` has a name, start, size and formula."""
     names, starts, sizes, formulas = zip(*rows)
     says = [quantity(size, unit) for size in sizes]
     return bars(names, sizes, base=list(starts), hovertext=says,
@@ -267,7 +284,7 @@ def _stairs(rows: Sequence[tuple[str, float, float, str]], unit: str, **more) ->
 
 
 def _starts(sizes: Iterable[float]) -> list[float]:
-    """Return the start of each size when they are laid end to end."""
+    """Return where each size starts if they are laid end to end, and where the last one ends."""
     return [0.0, *itertools.accumulate(sizes)]
 
 
@@ -280,6 +297,7 @@ def _dollars(option: Option) -> str:
 
 
 def _ranked(result: Plan) -> str:
+    """Return an HTML table of the best SHOWN layouts of a plan."""
     rows = [(option.layout, _chunks(option), option.recompute,
              quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
              f"{option.time.mfu:.0%}", duration(option.bill.seconds),
@@ -290,43 +308,45 @@ def _ranked(result: Plan) -> str:
     energy = result.options[0].bill.energy_wh
     if energy is not None:
         caption += f", {quantity(energy, 'Wh')} at rated power for the first"
-    heads = ("layout", "micro-batches", "recompute", "memory", "step", "MFU", "time", "nine of ten",
-             "cost", "lpkit")
+    heads = ("layout", "micro-batches", "recompute", "peak memory", "step", "MFU", "time",
+             "range of the time", "cost", "lpkit")
     price = result.machine.price_source.partition(";")[0]
-    caption += f"; nine of ten: {result.options[0].bill.spread.words}"
+    caption += f"; range of the time: {result.options[0].bill.spread.words}"
     return html_table(heads, rows, caption=f"{caption}; price {price}")
 
 
 def opened(option: Option) -> str:
-    """Return HTML of the rows of a layout's memory and time; a click opens formula and source. The
-    largest rows are open already."""
+    """Return HTML of the rows of a layout's memory and time; a click on a row opens its formula and
+    source. The largest row of each is open already."""
     return opened_memory(option.memory) + opened_time(option.time)
 
 
 # What a budget buys.
 
 def budget_view(model: Config, machine: Machine, dollars: float, mfu: float) -> tuple[dict, str]:
-    """Return a figure and a table for an Explorer: dollars converted to FLOPs, and the loss that
-    they buy at each size of model, by each law. Dashed lines are outside the range that the law was
-    fitted to."""
+    """Return (spec, html) for an Explorer: the FLOPs that `dollars` buy on `machine` at this MFU,
+    and the loss that each scaling law predicts for these FLOPs over the size of the model."""
     dtype = "bf16" if "bf16" in machine.flops else "fp16"
     flops = dollars / machine.price_per_hour * 3600 * machine.peak_flops(dtype) * mfu
     count = parameter_count(model.model)
     rows = []
     for law in LAWS.values():
-        for words, size in (("least loss", law.optimum(flops).parameters), ("this model", count)):
+        for words, size in (("size of the lowest loss", law.optimum(flops).parameters),
+                            ("this model", count)):
             tokens = _tokens(flops, size)
             loss = law.extrapolate(size, tokens)
             rows.append((f"{law.name}, {words}", quantity(size), quantity(tokens),
                          f"{tokens / size:.3g}", f"{loss.nats:.3f}",
                          "inside" if loss.inside else "extrapolated"))
-    heads = ("law", "parameters", "tokens", "tokens each", "loss", "of its fit")
+    heads = ("law, model", "parameters", "tokens", "tokens per parameter", "loss",
+             "range of the law's fit")
     return optimum_figure(flops, count), html_table(heads, rows)
 
 
 def optimum_figure(flops: float, parameters: float) -> dict:
-    """Return the plotly spec of loss over model size at `flops` by each law, with its minimum and
-    the loss at `parameters` marked."""
+    """Return the plotly spec of the loss over the model size for a fixed number of FLOPs: a line
+    for each scaling law, dashed where it is extrapolated. Circles mark the lowest loss, crosses the
+    loss of a model with this number of parameters."""
     best = [law.optimum(flops) for law in LAWS.values()]
     low = min(*(optimum.parameters / 20 for optimum in best), parameters / 2)
     high = max(*(optimum.parameters * 20 for optimum in best), parameters * 2)
@@ -340,39 +360,40 @@ def optimum_figure(flops: float, parameters: float) -> dict:
             ours = [loss.nats if loss.inside is inside else None for loss in losses]
             if any(ours):
                 data.append(scatter(sizes, ours, name, colour, line={"dash": dash}, hover=None))
-        here = law.extrapolate(parameters, _tokens(flops, parameters)).nats
-        top = max(top, here + 0.05)
-        ends, nats = (optimum.parameters, parameters), (optimum.nats, here)
+        ours = law.extrapolate(parameters, _tokens(flops, parameters)).nats
+        top = max(top, ours + 0.05)
+        ends, nats = (optimum.parameters, parameters), (optimum.nats, ours)
         data.append(scatter(
             ends, nats, "", colour, mode="markers", showlegend=False, hover="%{text}",
             marker={"size": 11, "symbol": ["circle", "x"]},
             text=[f"{law.name}, {words}: {quantity(size, 'parameters')} on "
                   f"{quantity(_tokens(flops, size), 'tokens')}, {loss:.3f} nats"
-                  for size, loss, words in zip(ends, nats, ("its least", "this model"))]))
+                  for size, loss, words in zip(ends, nats, ("lowest loss", "this model"))]))
     return figure(
-        data, f"{flops:.2e} FLOPs: the least loss (circles), and this model's (crosses)",
+        data, f"{flops:.2e} FLOPs: the lowest loss (circles), and this model's loss (crosses)",
         height=420, xaxis=axis("parameters", type="log", exponentformat="B", dtick=1),
-        yaxis=axis("loss (nats a token of the authors' text)",
+        yaxis=axis("loss (nats per token of the authors' text)",
                    range=[floor - 0.05, min(top, floor + 3)]))
 
 
 def _tokens(flops: float, parameters: float) -> float:
+    """Return the training tokens that `flops` pay for."""
     return flops / FLOPS_PER_PARAMETER_AND_TOKEN / parameters
 
 
 # Days, loss and dollars cannot all be minimal.
 
 def frontier_figure(points: Sequence[Point], *, title: str = "") -> dict:
-    """Return the plotly spec of two panels over dollars. The upper panel shows the loss, with days
-    as colour; the lower panel shows days, with the loss as colour. A large point is beaten by no
-    other point on all three axes. The line is the lowest loss for the money."""
+    """Return the plotly spec of two panels over dollars. Upper panel: the loss; the colour is the
+    days. Lower panel: the days; the colour is the loss. A large point is not beaten by any other
+    point in dollars, loss and days. The line is the lowest loss that an amount of money buys."""
     best = {id(point) for point in frontier(points, least=GOALS)}
     groups: dict[tuple[bool, str], list[Point]] = {}
     for point in points:
         groups.setdefault((id(point) in best, point.where), []).append(point)
     cheapest = sorted(frontier(points, least=("dollars", "loss")), key=_cost)
     data = [scatter(map(_cost, cheapest), [point.values["loss"] for point in cheapest],
-                    "least loss for the money", FAINT, line={"shape": "hv"}, hover=None)]
+                    "lowest loss for the money", FAINT, line={"shape": "hv"}, hover=None)]
     for (leads, where), group in sorted(groups.items()):
         look = {"size": 10 if leads else 6, "opacity": 1.0 if leads else 0.4,
                 "symbol": SYMBOLS.get(where, "circle"), "line": {"width": leads, "color": INK}}
@@ -398,6 +419,7 @@ def _cost(point: Point) -> float:
 
 
 def _shades(goal: str, y: float) -> dict:
+    """Return plotly's `coloraxis` of a goal; its colour bar is centred at the height `y`."""
     _, (low, high), ticks = SHADES[goal]
     return {"colorscale": "Cividis", "cmin": low, "cmax": high,
             "colorbar": {"title": {"text": goal, "font": {"size": 12}}, "thickness": 10,
@@ -406,6 +428,7 @@ def _shades(goal: str, y: float) -> dict:
 
 
 def _facts(point: Point) -> str:
+    """Return the hover text of a point."""
     values = [f"{name.replace('_', ' ')}: {quantity(value)}"
               for name, value in point.values.items()]
     return "<br>".join([point.name, *values, point.facts.get("range", ""),
@@ -414,19 +437,20 @@ def _facts(point: Point) -> str:
 
 
 def moved_table(models: Mapping[str, ModelConfig], *, batch: int) -> str:
-    """Return two tables of the bytes that a forward pass of `batch` sequences moves, as terms in
-    letters: within a block and outside the blocks. They are for 16-bit products and float32
-    residuals on a GPU, with SDPA."""
+    """Return two HTML tables of the bytes that the operations without a matmul move in a forward
+    pass, as terms in letters: within a block, and outside the blocks. They hold for 16-bit matmuls
+    and a float32 residual stream on a GPU, with SDPA. Each model has a column."""
     how = {"kind": "gpu", "attention": "sdpa", "compute_bytes": 2, "residual_bytes": 4}
     moved = {name: moved_terms(model, batch, **how) for name, model in models.items()}
     return (terms_table({name: inside for name, (inside, _) in moved.items()},
-                        rows="bytes moved forward, in a block")
+                        rows="bytes moved in forward, in a block")
             + terms_table({name: outside for name, (_, outside) in moved.items()},
-                          rows="outside the blocks"))
+                          rows="bytes moved in forward, outside the blocks"))
 
 
 def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
-    """Return an Explorer's view of the points, by machine and by limits on dollars and days.
+    """Return the arguments of an Explorer of the points, with controls for the machine and for
+    limits on dollars and days:
 
     show, controls = frontier_view(points); Explorer(show, **controls)
     """
@@ -443,7 +467,7 @@ def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
         rows = [(point.name, quantity(point.values["days"], "days"), f"{point.values['loss']:.3f}",
                  "$" + quantity(point.values["dollars"]), point.where) for point in best[:12]]
         title = f"{len(best)} of {len(inside)} are not beaten in speed, quality and cost"
-        heads = ("not beaten", "time", "loss", "cost", "loss is")
+        heads = ("not beaten", "time", "loss", "cost", "source of the loss")
         rented = {point.facts.get("machine") for point in inside} & CATALOGUE.keys()
         note = mixed_prices([CATALOGUE[name] for name in sorted(rented)])
         return frontier_figure(inside, title=title), html_table(heads, rows, caption=note)
@@ -452,7 +476,8 @@ def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
 
 
 def _steps(values: Sequence[float]) -> list[float]:
-    """Return about ten limits on the values, the widest first; rounded up to two digits."""
+    """Return about ten limits on the values for a control, the highest first. Limits are values
+    rounded up to two digits."""
     limits = set()
     for value in values:
         unit = 10.0 ** (math.floor(math.log10(value)) - 1)
@@ -467,25 +492,25 @@ GOLDEN = (math.sqrt(5) - 1) / 2     # multiples of it modulo 1 spread points eve
 # What a roofline ignores.
 
 def optimism_view(run: Run) -> tuple[dict, str]:
-    """Return a figure and a table for an Explorer: the step time of `run` by a roofline, with the
-    rates that kernels reach, with the share of those rates that a step keeps, and as published. The
-    table has the rows of the three predictions."""
+    """Return (spec, html) for an Explorer: the step time of a published run as published and by
+    three predictions (`lessons.published.optimism`). The table has the rows of the predictions."""
     steps, published = optimism(run), run.published_seconds
     names = list(dict.fromkeys(row.name for step in steps.values() for row in step.rows))
     rows = [(name, *(_seconds_of(step, name) for step in steps.values())) for name in names]
     rows.append(("a step", *(duration(step.step_seconds) for step in steps.values())))
-    rows.append(("of the published time", *(f"{step.step_seconds / published:.0%}"
+    rows.append(("predicted / published time", *(f"{step.step_seconds / published:.0%}"
                                             for step in steps.values())))
     return optimism_figure(run.name, steps, published), html_table(("", *steps), rows)
 
 
 def _seconds_of(step: StepTime, name: str) -> str:
+    """Return the seconds of the row `name` of a step as text; "" if the step has no such row."""
     return next((duration(row.seconds) for row in step.rows if row.name == name), "")
 
 
 def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) -> dict:
-    """Return the plotly spec: a bar for each prediction, in the colours of a step's rows, and one
-    for the published seconds."""
+    """Return the plotly spec of the seconds of a step: a bar for each prediction, divided by kind
+    of row, and a bar for the published seconds."""
     data = []
     for kind, colour in KINDS.items():
         sizes = [sum(row.seconds for row in step.rows if kind_of(row.name) == kind)
@@ -503,9 +528,10 @@ def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) 
 # Runs that no number was fitted to.
 
 def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
-    """Return the plotly spec of predicted over published speed for each run of
-    `tests.bench.published.table`, by generation and precision. Pale: a number may be fitted to the
-    run. Red: outside the printed range. A bar is the median of the held-out runs."""
+    """Return the plotly spec of predicted over published speed of published runs, grouped by
+    generation of the device and precision. Pale points are runs that numbers may be fitted to; red
+    points are held-out runs outside the predicted range. A bar is the median of a group's held-out
+    runs. `taken` is the first list of `lessons.published.table`."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for run in taken:
         groups[f"{run['generation']}, {run['precision']}"].append(run)
@@ -546,8 +572,8 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
 # One colour per paper.
 
 def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dict:
-    """Return the plotly spec of predicted over published speed of each run, with one colour per
-    paper; hollow diamonds are the `calibrated` runs."""
+    """Return the plotly spec of predicted over published speed of each run; each paper has a
+    colour. Hollow diamonds are predictions that were calibrated by one measured step."""
     papers: dict[str, list[Row]] = {}
     for row in runs:
         papers.setdefault(row.where.partition(",")[0], []).append(row)
@@ -572,6 +598,7 @@ def published_figure(runs: Iterable[Row], calibrated: Iterable[Row] = ()) -> dic
 
 
 def _ratios(name: str, rows: Sequence[Row], marker: dict) -> dict:
+    """Return the trace of predicted over published speed of some runs."""
     words = [f"{quantity(row.formula, row.unit)} predicted, {quantity(row.measured, row.unit)} "
              f"published ({percent(row.error)})<br>{escape(row.where)}" for row in rows]
     return scatter(map(_faster, rows), [row.name for row in rows], name, mode="markers",
@@ -579,7 +606,8 @@ def _ratios(name: str, rows: Sequence[Row], marker: dict) -> dict:
 
 
 def _faster(row: Row) -> float:
-    """Return predicted over published speed; if the row is in seconds, published over predicted."""
+    """Return the predicted speed of a row divided by its published speed. A row in seconds has the
+    published seconds divided by the predicted seconds."""
     return row.measured / row.formula if row.unit == "seconds" else row.formula / row.measured
 
 

@@ -190,8 +190,8 @@ class Run(Checked):
 
     @property
     def config(self) -> Config:
-        """The run's config. Raises ConfigError if the page does not state a size, or if STYLES lacks
-        the run's style."""
+        """The run's config. Raises ConfigError if the page does not state a size, or if STYLES
+        lacks the run's style."""
         style = pick(STYLES, self.style or "gpt", "style")
         missing = [name for name in (*SHAPE, "global_batch") if getattr(self, name) is None]
         if missing:
@@ -264,9 +264,9 @@ def seconds(run: Run, calibration: float | None = None,
 
 
 def optimism(run: Run) -> dict[str, StepTime]:
-    """Predict a step three times. "roofline": every ceiling is reached. "kernels alone": each kernel
-    runs at its published speed, and messages overlap as much as possible. "in a step": a step keeps
-    only the fitted share of these speeds. Raises ConfigError as `step` does."""
+    """Predict a step three times. "roofline": every ceiling is reached. "kernels alone": each
+    kernel runs at its published speed, and messages overlap as much as possible. "in a step": a
+    step keeps only the fitted share of these speeds. Raises ConfigError as `step` does."""
     numbers = evidence.fitted()["numbers"]
     alone = {name: 1.0 for name in numbers if name.endswith((" keeps", "overlap"))}
     alone |= {name: 0.0 for name in numbers if name.endswith("op_seconds")}
@@ -357,7 +357,7 @@ def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]
 
 
 def _read(path: Path, kind: type[Checked], **given: object) -> Iterator[Checked]:
-    """Yield an instance of `kind` for each row of a CSV file, whose columns are the fields of `kind`
+    """Yield an instance of `kind` for each row of a CSV file. Its columns are the fields of `kind`
     except those in `given`. Empty cells become the defaults. Raises ConfigError."""
     columns = [field.name for field in fields(kind) if field.name not in given]
     try:
@@ -372,7 +372,8 @@ def _read(path: Path, kind: type[Checked], **given: object) -> Iterator[Checked]
     for number, cells in enumerate(lines[1:], 1):
         try:
             if len(cells) != len(heads):
-                raise ConfigError(f"it has {len(cells)} cells, but the file has {len(heads)} columns")
+                raise ConfigError(f"it has {len(cells)} cells, but the file has {len(heads)} "
+                                  f"columns")
             values = {name: cell for name, cell in zip(heads, cells) if cell}
             missing = [field.name for field in fields(kind)
                        if field.default is MISSING and field.name not in {*values, *given}]

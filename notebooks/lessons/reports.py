@@ -25,7 +25,7 @@ from typing import Any
 from lessons import claims
 from lpkit.files import data_dir, locked, own_folder, write_atomically
 
-AGAIN_SECONDS = 2.0     # wait after the first failed attempt; each next wait is twice as long, to 15 s
+AGAIN_SECONDS = 2.0     # wait after a failed attempt; it doubles with each failure, up to 15 s
 AT_ONCE = 50            # most reports in one message
 MOST_TEXT = 300         # characters to which a text field is cut, which is the service's limit
 _last = [time.monotonic()]      # time of this kernel's last report

@@ -72,8 +72,8 @@ class Recall(Task):
     def __post_init__(self):
         super().__post_init__()
         if self.pairs > self.symbols:
-            raise ConfigError(f"data.policy.pairs={self.pairs} needs {self.pairs} different keys, but "
-                              f"data.policy.symbols={self.symbols} is the number of keys; set "
+            raise ConfigError(f"data.policy.pairs={self.pairs} needs {self.pairs} different keys, "
+                              f"but data.policy.symbols={self.symbols} is the number of keys; set "
                               f"data.policy.symbols={self.pairs} or more")
 
     @property

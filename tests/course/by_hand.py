@@ -173,13 +173,13 @@ class Reader:
         """A row of the table of 06."""
         heads, *rows = self.tables["fp8-formula-2"].tables[0]
         row = dict(zip(heads, next(row for row in rows if row[0] == self.q["recipe"])))
-        x, w = row["a scale for: of x, dy"], row["of w"]
+        x, w = row["elements per scale: x, dy"], row["elements per scale: w"]
         sides = lambda text: tuple(0 if side == "all" else int(side)
                                    for side in ("all x all" if text == "all"
                                                 else text).split(" x "))
         return {**row, "block of x": sides(x), "block of w": sides(w),
                 "both": row["one cast for both layouts"],
-                "scale": float(row["bytes of a scale"]), "share": float(row["products at"])}
+                "scale": float(row["bytes of a scale"]), "share": float(row["share of the dtype's speed"])}
 
     # 09, and casts of 06
 

@@ -61,7 +61,7 @@ def test_bf16_is_rounded_as_pytorch_rounds(on_cpu):
 
 
 def test_rows_that_it_does_not_hold_are_refused(on_cpu):
-    with pytest.raises(ConfigError, match="whole 16 bytes"):
+    with pytest.raises(ConfigError, match="multiple of 16 bytes"):
         on_cpu(torch.zeros(1, 7), torch.zeros(1, 7), torch.ones(7), EPS)
 
 

@@ -75,7 +75,7 @@ def test_what_is_bought_and_paid():
     assert [trace["x"] + trace["y"] for trace in formula.values()] == [
         # without a formula at the measured time
         pytest.approx([30, 50]), pytest.approx([50, 80])]
-    assert (figure["data"][0]["name"] == "not beaten by another"
+    assert (figure["data"][0]["name"] == "not beaten by another technique"
             and figure["data"][0]["y"] == [50, 81])
     go.Figure(figure)
     with pytest.raises(ConfigError, match="'plain'"):

@@ -272,7 +272,7 @@ def test_every_code_of_every_listed_format_is_drawn():
                      for x in trace["x"]
                     ] if np.isfinite(value) and value else [abs(value)]
             assert np.array_equal(drawn, [abs(value)], equal_nan=True)
-    assert "5.5, beside 5 and 6" in value_figure(listed()["e4m3fn"],
+    assert "5.5; neighbours: 5 and 6" in value_figure(listed()["e4m3fn"],
         0b01001011)["layout"]["title"]["text"]
 
 

@@ -156,7 +156,7 @@ def test_two_panels_show_three_axes_and_filter():
     line = spec["data"][0]
     for x, y in zip(line["x"], line["y"]):      # nobody pays less for less loss
         assert not any(p.values["dollars"] < x and p.values["loss"] <= y for p in points)
-    assert (spec["layout"]["yaxis"]["title"]["text"] == "loss (nats a token)"
+    assert (spec["layout"]["yaxis"]["title"]["text"] == "loss (nats per token)"
             and spec["layout"]["yaxis2"]["title"]["text"] == "days")
     show, controls = frontier_view(points)
     assert controls["machine"] == ["every machine", "a100-80", "h100"]
