@@ -193,7 +193,7 @@ def plan_view(model: Config, machine: Machine, tokens: float, devices: int, budg
     result = plan(model, tokens, machine, devices=devices, budget=budget, deadline_seconds=deadline)
     rows = [(name, f"{refusal.layouts:,}", refusal.nearest)
             for name, refusal in result.refusals.items() if refusal.layouts]
-    heads = ("excluded by", "layouts", "layout closest to the limit")
+    heads = ("excluded by", "layouts", "nearest layout")
     refused = html_table(heads, rows) if rows else ""
     if result.options:
         return option_figure(result.options[0], result), _ranked(result) + refused

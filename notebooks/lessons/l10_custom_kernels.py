@@ -1,7 +1,7 @@
 """Lesson 10, custom kernels: its study, its figures and its exercises.
 
-Counts the bytes that a chain of PyTorch's operations moves if each operation is a kernel of its
-own. The example is a tensor that is cast to FP8 in both layouts, as its products need it.
+Counts the bytes that a chain of PyTorch operations moves if each operation is a separate kernel.
+The example is a cast of a tensor to FP8 in both layouts, which the matmuls of a Linear need.
 """
 
 from __future__ import annotations
@@ -49,8 +49,13 @@ __all__ = ["CATALOGUE", "FORMATS", "cast", "cuda_norm", "defects", "difference",
 # ---- The study
 
 class Moved(TorchDispatchMode):
-    """Counts bytes moved: `with Moved() as moved:`, then `moved.rows` has (operation, bytes read,
-    bytes written) in the order of execution. A view moves no bytes."""
+    """Records the bytes that each PyTorch operation reads and writes:
+
+    with Moved() as moved:
+        y = x.abs().amax()
+
+    Then `moved.rows` has (operation, bytes read, bytes written) in the order of execution. Views,
+    which move no bytes, are not recorded."""
 
     def __init__(self):
         super().__init__()
@@ -59,6 +64,7 @@ class Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # a view's result is an alias of an argument, without being written
         aliases = (returned.alias_info for returned in func._schema.returns)
         if not any(alias and not alias.is_write for alias in aliases):
             self.rows.append((func.overloadpacket.__name__, _bytes(args), _bytes((result,))))
@@ -66,18 +72,21 @@ class Moved(TorchDispatchMode):
 
 
 def _bytes(values: tuple) -> int:
+    """Return the bytes of the tensors among the values."""
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def cast_both_layouts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (R, C) in E4M3, its transpose (C, R) and its amax, one operation at a time."""
+    """Return x (R, C) cast to E4M3 with one scale, the transpose (C, R) of the cast as a contiguous
+    tensor, and the amax of x; each step is a separate PyTorch operation."""
     amax = x.abs().amax()
     codes = (x * (LARGEST / amax)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return codes, codes.T.contiguous(), amax
 
 
 def copy_and_cast_seconds(x: Tensor, rounds: int) -> tuple[float, float]:
-    """Return the median seconds of copying x and of casting x to both layouts, run in turns."""
+    """Return the median seconds of copying x, and of `cast_both_layouts(x)`. They take turns, for
+    `rounds` rounds."""
     wait = torch.cuda.synchronize if x.is_cuda else int
     target = torch.empty_like(x)
     turns = (lambda: (target.copy_(x), wait()), lambda: (cast_both_layouts(x), wait()))
@@ -87,11 +96,13 @@ def copy_and_cast_seconds(x: Tensor, rounds: int) -> tuple[float, float]:
 
 # ---- Figures
 
-UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # unit by dtype
+# which unit of a GPU computes in a dtype
+UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}
 
 
 def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -> dict:
-    """Return the plotly spec of bytes read and written per element by version, first on top."""
+    """Return the plotly spec of (bytes read, bytes written) per element: a bar for each version of
+    a computation, the first on top."""
     sums = [read + written for read, written in moved.values()]
     read, written = ([sides[side] for sides in moved.values()] for side in (0, 1))
     return figure(
@@ -99,27 +110,30 @@ def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -
          bars(moved, written, "written", COLOURS[1], hover="%{x:.3g} bytes",
               text=[f"{total:.3g}" for total in sums])],
         title, height=130 + 46 * len(moved), barmode="stack",
-        xaxis=axis("bytes for each element", range=[0, 1.15 * max(sums)]), yaxis=NAMES)
+        xaxis=axis("bytes per element", range=[0, 1.15 * max(sums)]), yaxis=NAMES)
 
 
 def reads_figure(reads: Sequence[Sequence[tuple[int, bool]]]) -> dict:
-    """Return the plotly spec of what each program reads: (element, whether its mask allows it). A
-    hollow marker is masked."""
+    """Return the plotly spec of the elements that each program of a kernel reads. `reads` has, for
+    each program, (index of the element, whether the mask is true); a masked read is drawn as a
+    hollow marker."""
     programs = [scatter([element for element, _ in accesses], [at] * len(accesses), f"program {at}",
                         COLOURS[at], mode="markers",
                         marker={"size": 20, "symbol": ["square" if read else "square-open"
                                                        for _, read in accesses]})
                 for at, accesses in enumerate(reads)]
-    return figure(programs, "What each program reads of x; hollow: beyond the end, where the mask "
-                  "is false", height=260, xaxis=axis("element", dtick=1),
+    return figure(programs, "Elements of x that each program reads; hollow: beyond the end, where "
+                  "the mask is false", height=260, xaxis=axis("element", dtick=1),
                   yaxis=axis("program", dtick=1, autorange="reversed", zeroline=False))
 
 
 def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, str]], *,
                   title: str = "") -> dict:
-    """Return the plotly spec of a roofline, both axes logarithmic. Each of `kernels` (FLOPs, bytes,
-    dtype of its arithmetic) is at the ceiling that limits it. Kernels at the same place share a
-    marker."""
+    """Return the plotly spec of a roofline, both axes logarithmic. Each kernel is a point on the
+    roof that limits it, at its FLOPs per byte; kernels at the same place share a point.
+
+    kernels: for each kernel, its FLOPs, the bytes that it moves, and the dtype of its arithmetic
+    """
     places: dict[tuple[float, str], list[str]] = {}
     for name, (flops, moved, dtype) in kernels.items():
         places.setdefault((flops / moved, dtype), []).append(name)
@@ -135,7 +149,7 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
                                   for x, dtype in places],
                     marker={"size": 9}, textfont={"size": 12}, cliponaxis=False,
                     hover="%{customdata}<extra></extra>",
-                    customdata=[f"{x:.3g} FLOPs a byte, at most {quantity(y, 'FLOP/s')}"
+                    customdata=[f"{x:.3g} FLOPs per byte, at most {quantity(y, 'FLOP/s')}"
                                 for x, y in zip(xs, roofs)])
     range_ = [math.log10(min(roofs) / 4), math.log10(3 * max(map(machine.peak_flops, dtypes)))]
     return figure([*lines, marks], title, height=440, xaxis=axis("FLOPs per byte moved", **POWERS),
@@ -151,38 +165,44 @@ EPS = 1e-6
 
 
 def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def block(n: int, small: int = 16) -> int:
-    """Return a block size: several blocks for a small n in the interpreter; a GPU's for large n."""
+    """Return a block size for n elements. For a large n, it is a size for a GPU; for a small n, it
+    is so small that even a test in the interpreter has several blocks."""
     return 1024 if n >= 1 << 16 else 4 * small if n >= 1 << 12 else small
 
 
 def by_blocks(x: Tensor, out: Mapping[str, Tensor], small: int = 16, **given: Tensor) -> Launch:
-    """Return a launch with one program per block of a vector."""
+    """Return a launch with one program per block of the vector x. `out` has the empty results by
+    name; `given` are further tensor arguments of the kernel."""
     B = block(len(x), small)
     return Launch(cdiv(len(x), B), out=out, x=x, **given, n=len(x), BLOCK=B)
 
 
 def by_rows(x: Tensor, out: str = "y", **more: Any) -> Launch:
-    """Return a launch with one program per row, which fits into one block. `out` names the results
-    by one letter each; they have x's shape."""
+    """Return a launch with one program per row of x (R, C); a block holds a whole row. `out` has
+    one letter per result, which is the result's name; results have the shape of x."""
     R, C = x.shape
     return Launch(R, out={name: blank(R, C) for name in out}, x=x, x_stride=x.stride(0), columns=C,
                   **{"BLOCK": max(2, 1 << (C - 1).bit_length()), **more})
 
 
 def rows(r: Random, *, most: int = 40, size: float = 1.0) -> Tensor:
-    """Draw a matrix; in some matrices the row stride is larger than the row."""
+    """Draw a random matrix of at most 5 rows and `most` columns; in some matrices, the stride of a
+    row is larger than its length."""
     return normal(r, r.randint(1, 5), r.randint(1, most), size=size)
 
 
 def vector(n: int) -> tuple[Tensor]:
+    """Return the arguments of a large test: a vector of n elements."""
     return (torch.randn(n),)
 
 
 def matrix(n: int) -> tuple[Tensor]:
+    """Return the arguments of a large test: a matrix of about n elements, 4,096 per row."""
     return (torch.randn(-(-n // 4096), 4096),)
 
 
@@ -192,6 +212,7 @@ def codes_of(x: Tensor) -> Tensor:
 
 
 def value_of(codes: Tensor) -> Tensor:
+    """Return the values of E4M3 codes (uint8) as float32."""
     return codes.view(FP8).float()
 
 
@@ -200,7 +221,8 @@ EXTREME = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-38, 448.0, -449.0, 464.0,
                         0.00146484375, 1.9999999, 17.0, 19.0, float("inf")])
 MATRICES = ((torch.arange(10.0) / 4 - 1).view(2, 5), (torch.arange(24.0) - 7).view(3, 8)[:, :5],
             torch.sin(torch.arange(123.0))[None], torch.ones(4, 1))
-# beyond float16's range on both ends; more rows, longer rows and more blocks than usual tests have
+# HUGE and TINY scale tests beyond float16's range. MANY has more rows, LONG longer rows and BLOCKS
+# more blocks than the drawn tests.
 HUGE, TINY = 2.0**17, 2.0**-20
 MANY, LONG = normal(Random(1), 70, 3), normal(Random(2), 14, 5000)
 BLOCKS = HUGE * normal(Random(3), 1200), TINY * normal(Random(4), 8389)
@@ -283,7 +305,7 @@ def _with_scale(r: Random) -> tuple[Tensor, Tensor]:
 
 
 ONE = torch.ones(1)
-# every value of E4M3, the midpoints between two values, and points close to the midpoints
+# every positive value of E4M3, and points at and next to the midpoints between two values
 BETWEEN = (value_of(torch.arange(126, dtype=torch.uint8)[:, None])
            + torch.tensor([0.0, 0.4999, 0.5, 0.5001])
            * value_of(torch.arange(127, dtype=torch.uint8)).diff()[:, None]).flatten()
@@ -312,7 +334,8 @@ def scaled_cast(x, scale, codes, n, BLOCK: tl.constexpr):
     v = tl.load(x + i, mask=i < n, other=0.0) * tl.load(scale)
     size = tl.where(v != v, 0.0, tl.minimum(tl.abs(v), 448.0))
     field = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    # the last bit of the sum has the value of the spacing, so the addition rounds
+    # `magic` is so large that the last bit of a float32 sum is worth one spacing of E4M3: adding it
+    # rounds `size` to E4M3, and subtracting it leaves the rounded value
     magic = (field + (20 << 23)).to(tl.float32, bitcast=True)
     size = (size + magic) - magic
     normal = (size.to(tl.int32, bitcast=True) >> 20) - (120 << 3)

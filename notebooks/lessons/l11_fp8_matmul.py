@@ -1,15 +1,16 @@
 """Lesson 11, FP8 matmul: its study, its figures and its exercises.
 
-Emulates how Hopper's tensor cores add FP8 products, and measures how many bits a sum keeps.
+Emulates how Hopper's tensor cores add products of FP8 numbers, and measures the error of the sum.
 
-The products of two FP8 numbers are exact. A tensor core adds STEP products to the sum so far: it
-shifts all terms to the largest exponent among them, keeps the highest BITS bits of each term, cuts
-the lower bits off, and adds (DeepSeek-V3, https://arxiv.org/abs/2412.19437, sections 3.3.2 and
-3.5.2: 32 products, 14 bits, observed on an H800). DeepSeek's remedy is promotion: after a fixed
-number of products, the sum is added in float32 to a sum outside the tensor core.
+The product of two FP8 numbers is exact. In each step, a tensor core adds STEP products to the sum
+so far: it shifts all these terms to the largest exponent among them, keeps the highest BITS bits of
+each term, cuts off the lower bits, and adds (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+sections 3.3.2 and 3.5.2: 32 products and 14 bits, observed on an H800). DeepSeek's remedy is
+promotion: after a fixed number of products, the sum is added to a float32 sum outside the tensor
+core, and starts again from zero.
 
-    accumulate(a, b, bits=14)                       # `use_fast_accum=True`
-    accumulate(a, b, bits=14, promote_every=128)    # block-wise scaling promotes in any case
+    accumulate(a, b, bits=14)                       # as with `use_fast_accum=True`
+    accumulate(a, b, bits=14, promote_every=128)    # block-wise scaling always promotes
     relative_error(got, a, b)
 
 The emulation follows this description; the details of the circuit are not published.
@@ -74,23 +75,29 @@ __all__ = ["BACKENDS", "PRODUCTS", "RECIPES", "SIDES", "SIDE_WORDS", "defects",
 
 # ---- The study
 
-STEP, BITS = 32, 14             # products per addition; bits kept of each term
-DRAWN, QUANTILES = 2**15, 16    # products and quantiles that the formula uses
+STEP, BITS = 32, 14             # products per step; bits that are kept of each term
+# for `expected_error`: number of sampled products, and of quantiles of the sum
+DRAWN, QUANTILES = 2**15, 16
 
 
 def accumulate(a: Tensor, b: Tensor, *, bits: int = BITS, promote_every: int | None = None,
                step: int = STEP) -> Tensor:
-    """Return a @ b.T, (M, N) float64; a (M, K) and b (N, K) hold values of an 8-bit format.
+    """Return a @ b.T as the emulated tensor core computes it, (M, N) float64. The elements of
+    a (M, K) and b (N, K) are values of an 8-bit format.
 
-    promote_every: number of products after which the sum moves to float32. Raises ConfigError if
-    it is not a multiple of `step`.
+    bits: bits that are kept of each term
+    promote_every: number of products after which the sum moves to the float32 sum; None: never
+    step: products per step
+
+    Raises ConfigError if `promote_every` is not a multiple of `step`, and for fewer than 2 bits or
+    1 product.
     """
     if bits < 2 or step < 1:
-        raise ConfigError(f"a sum keeps 2 bits or more of 1 product or more; got bits={bits}, "
+        raise ConfigError(f"bits must be 2 or more and step 1 or more; got bits={bits}, "
                           f"step={step}")
     if promote_every is not None and promote_every % step:
-        raise ConfigError(f"promote_every={promote_every} is no multiple of the {step} products "
-                          f"that are added at a time")
+        raise ConfigError(f"promote_every={promote_every} must be a multiple of step={step}, the "
+                          f"number of products that are added at a time")
     a, b = a.double(), b.double()
     K = a.shape[1]
     outside = torch.zeros(len(a), len(b), dtype=torch.float32)
@@ -105,16 +112,17 @@ def accumulate(a: Tensor, b: Tensor, *, bits: int = BITS, promote_every: int | N
 
 
 def _aligned_sum(terms: Tensor, bits: int) -> Tensor:
-    """Sum over the last axis. Each term is cut off towards 0 below 2^-(bits - 1) times the power of
-    two of the largest term."""
+    """Return the sum over the last axis. Of each term, only the bits down to 2^-(bits - 1) times
+    the largest term's power of two are kept; the lower bits are cut off (toward 0)."""
     exponent = torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - bits
     shifted = torch.ldexp(terms, -exponent).trunc()
     return torch.ldexp(shifted.sum(-1), exponent[..., 0])
 
 
 def gaussian(K: int, change: Callable[[Tensor], Tensor], rows: int = 16) -> tuple[list, list]:
-    """Return two operands (rows, K) of Gaussian numbers after `change`, scaled to E4M3's range, and
-    both cast to E4M3 as float32. The numbers depend only on K."""
+    """Return two operands (rows, K) of Gaussian numbers, and the same operands cast to E4M3 (as
+    float32). `change` is applied to the numbers, for example to make them positive; then the
+    largest is scaled to 448. The random numbers depend only on K and `rows`."""
     rng = torch.Generator().manual_seed(K)
     drawn = [change(torch.randn(rows, K, generator=rng)) for _ in range(2)]
     wide = [x / x.abs().max() * 448 for x in drawn]
@@ -122,21 +130,22 @@ def gaussian(K: int, change: Callable[[Tensor], Tensor], rows: int = 16) -> tupl
 
 
 def relative_error(got: Tensor, a: Tensor, b: Tensor) -> float:
-    """Return the norm of the error against float64 over the norm of the exact product."""
+    """Return |got - a @ b.T| / |a @ b.T| (Frobenius norms), with the exact product in float64."""
     exact = a.double() @ b.double().T
     return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 def expected_error(a: Tensor, b: Tensor, *, bits: int = BITS, step: int = STEP,
                    promote_every: int | None = None) -> float:
-    """Return `relative_error` of `accumulate` by a formula that treats the products of a row as
-    independent draws.
+    """Return the expected `relative_error` of `accumulate`, by a formula that treats the products
+    of an element's sum as independent draws.
 
-    After k products the sum is normal, with k times the mean and the variance of a product. The
-    power of two of the sum (or of a step's largest product, if that is larger) gives the unit of
-    the cut. The loss of a product is computed for each unit: a product of 8 bits loses nothing if
-    the unit is below its last bit. Losses add up if the products have one sign, and add like noise
-    if they have both signs. The sum itself loses nothing while its exponent stays the same.
+    After k products, the sum is about normal, with k times the mean and k times the variance of a
+    product. The power of two of the sum (or of a step's largest product, if that is larger) sets
+    the unit below which terms are cut off. For each unit, the mean and the variance of what a
+    product loses are computed from DRAWN products; a product loses nothing if the unit is below its
+    last bit. Mean losses add up over the products (as a bias, if the products have one sign);
+    deviations add like noise. The sum itself loses nothing while its exponent stays the same.
     """
     K = a.shape[1]
     drawn = torch.randint(K, (DRAWN,), generator=torch.Generator().manual_seed(0))
@@ -164,14 +173,16 @@ def expected_error(a: Tensor, b: Tensor, *, bits: int = BITS, step: int = STEP,
 
 # ---- Figures
 
+# where the scales of the operands are multiplied in
 AFTER, CUDA_CORES, INSIDE = ("after the sum", "in the sum, by the CUDA cores",
                              "in the sum, by the tensor core")
 SCALED_IN = {AFTER: COLOURS[0], CUDA_CORES: COLOURS[1], INSIDE: COLOURS[4]}
 
 
 def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: str = "") -> dict:
-    """Return the plotly spec: for each recipe, the `products` terms of one element of y = x wT, in
-    pieces that share their scales; the colour shows where the scales are multiplied in."""
+    """Return the plotly spec of how each recipe sums the `products` terms of one element of y = x
+    w^T:
+    pieces whose terms share their scales, and in colour where these scales are multiplied in."""
     pieces = {name: max(cast.block[1] for cast in recipe.products["y"]) or products
               for name, recipe in recipes.items()}
     data = []
@@ -185,15 +196,20 @@ def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: st
                                for _, piece, start in shown],
                          hover="%{y}: the %{x} products of a piece share their scales"))
     return figure(data, title, height=170 + 46 * len(recipes), barmode="overlay",
-                  xaxis=axis("products of one sum; behind it, how often scales are multiplied in",
+                  xaxis=axis("products of one sum; number: how many times scales are multiplied in",
                              range=[0, 1.2 * products], tickvals=range(0, products + 1, 128)),
                   yaxis={**NAMES, "categoryarray": list(recipes)}, margin={"t": 92})
 
 
 def sum_rows(formula: Mapping[tuple, float], measured: Mapping[tuple, float],
              lengths: Iterable[int], names: Mapping[int | None, str]) -> dict[tuple, Row]:
-    """Return the errors of sums of these lengths, in percent, by (sign, length, products per
-    promotion); `names` names the last. A sum that ends before its promotion has no row."""
+    """Return comparisons of the expected with the emulated relative error of sums, in percent.
+
+    formula, measured: relative errors by (sign, length of the sum, products per promotion)
+    lengths: the lengths to compare
+    names: for each number of products per promotion (None: no promotion), its name
+
+    A sum that ends before its first promotion is left out."""
     signs = dict.fromkeys(sign for sign, *_ in formula)
     keys = [(sign, length, every) for sign in signs for length in lengths for every in names
             if every is None or length > every]
@@ -204,7 +220,9 @@ def sum_rows(formula: Mapping[tuple, float], measured: Mapping[tuple, float],
 
 def lost_sums(formula: Mapping[tuple, float], measured: Mapping[tuple, float],
               casts: Mapping[tuple, float], names: Mapping[int | None, str]) -> dict[str, dict]:
-    """Return the panels of `lost_sums_figure`: one per sign, with a curve for each of `names`."""
+    """Return the panels of `lost_sums_figure`: one per sign of the products, with a curve (by
+    formula, as emulated) over the length for each of `names`, and a curve of the errors of the
+    casts alone. The arguments are as in `sum_rows`; `casts` has errors by (sign, length)."""
     panels: dict[str, dict] = {}
     for (sign, length), cast in casts.items():
         curves = panels.setdefault(
@@ -218,9 +236,9 @@ def lost_sums(formula: Mapping[tuple, float], measured: Mapping[tuple, float],
 
 def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]], *,
                      title: str = "") -> dict:
-    """Return the plotly spec of relative errors over the length of a sum, one panel per name. Each
-    curve has a line by formula and markers as measured, by length. A curve without a formula is
-    dashed."""
+    """Return the plotly spec of relative errors over the length of a sum, a panel for each key of
+    `panels` (see `lost_sums`). A curve is a line by formula and markers as emulated; a curve
+    without a formula is dotted."""
     data, axes, notes = [], {}, []
     for i, (panel, curves) in enumerate(panels.items(), 1):
         left, right = (i - 1) / len(panels), i / len(panels) - 0.06 * (i < len(panels))
@@ -233,13 +251,13 @@ def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]]
             data.append(scatter(measured, measured.values(), name, colour, showlegend=i == 1,
                                 mode="markers" if formula else "lines+markers",
                                 line={"dash": "dot"}, **more,
-                                hover="%{x:,} products: off by %{y:.2~%}"))
+                                hover="%{x:,} products: error %{y:.2~%}"))
         lengths = list(measured)
         ends = math.log10(lengths[0] / 1.3), math.log10(1.3 * lengths[-1])
         axes[f"xaxis{i}"] = axis("products in a sum", type="log", range=ends, anchor=f"y{i}",
                                  domain=[left, right], tickvals=lengths[::2],
                                  ticktext=[f"{length:,}" for length in lengths[::2]])
-        axes[f"yaxis{i}"] = axis("off by, of the result" if i == 1 else "", type="log", dtick=1,
+        axes[f"yaxis{i}"] = axis("relative error of the sum" if i == 1 else "", type="log", dtick=1,
                                  tickformat=".2~%", range=[-4.3, 0], anchor=f"x{i}")
         notes.append(note(panel, left, 1.01, xref="paper", yref="paper", font={"size": 14}))
     return figure(data, title, height=460, annotations=notes, legend={"y": 1.08},
@@ -254,7 +272,8 @@ puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 
 def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte: int = 1,
               **more: Any) -> Launch:
-    """Return a launch with one program for each block of a row that shares a scale."""
+    """Return a launch with one program for each block of `block` elements of a row of x (R, C),
+    which share a scale. The results are the codes, `in_byte` per byte, and the scales."""
     R, C = x.shape
     return Launch(R, cdiv(C, block), out={"codes": blank(R, C // in_byte, dtype=torch.uint8),
                                           "scales": blank(R, -(-C // block), dtype=scales)},
@@ -264,7 +283,7 @@ def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte:
 # Exercises: scales and codes, then products.
 
 def _parts(x: Tensor, block: int) -> Tensor:
-    """Return (rows, blocks, block); the last block is padded with zeros."""
+    """Return x (rows, C) as (rows, blocks, block); the last block is padded with zeros."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block)).view(len(x), -1, block)
 
 
@@ -331,7 +350,7 @@ MIDDLES = (E2M1[1:] + E2M1[:-1]) / 2
 
 
 def _e2m1_codes(x: Tensor) -> Tensor:
-    """Return the codes of the nearest values; ties go to the even code."""
+    """Return the E2M1 code of the nearest value for each element; ties go to the even code."""
     size = x.abs()[..., None]
     return (size > MIDDLES).sum(-1) + (size == MIDDLES[1::2]).sum(-1) + 8 * torch.signbit(x)
 
@@ -383,8 +402,9 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
 
 
 def _few_bits(r: Random, *shape: int, most: int = 16) -> Tensor:
-    """Return multiples of 4 / most in [-4, 4]. TF32 represents them exactly (bf16 does not for
-    most=512), and sums of their products are exact in any order."""
+    """Return random multiples of 4 / most in [-4, 4]. TF32 represents them exactly (bf16 does not,
+    for most=512), and sums of their products are exact, so the order of the additions does not
+    matter."""
     chance = torch.Generator().manual_seed(r.getrandbits(32))
     return torch.randint(-most, most + 1, shape, generator=chance) * 4 / most
 
@@ -439,7 +459,7 @@ def _dequant_matmul(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Ten
 
 
 def _few_codes(r: Random, N: int, K: int) -> Tensor:
-    """Return codes of numbers with few bits, so that sums are exact in any order."""
+    """Return E4M3 codes (N, K) of numbers with few bits, whose sums of products are exact."""
     return codes_of(torch.tensor([r.randint(-8, 8) / 4 for _ in range(N * K)]).view(N, K))
 
 

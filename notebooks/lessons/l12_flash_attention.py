@@ -1,14 +1,15 @@
 """Lesson 12, flash attention: its study, its figures and its exercises.
 
-Compares the bytes that attention holds and moves, as measured, with closed forms; and steps through
-its online softmax, tile by tile.
+Compares the measured bytes that attention holds and moves with closed forms, and steps through its
+online softmax, tile by tile.
 
-Held bytes are q, k and v as one product returns them, what a backend keeps for backward, and the
-working memory of backward: storages, as `measure.tracking` sees them. Moved bytes are read from
-slow memory or written to it; q, k, v and the results are stored there. Intermediate results that
-are computed and dropped one tile at a time stay in fast memory.
+Held bytes are the storages that are alive (`measure.tracking`): q, k and v, which one matmul
+returns, the tensors that a backend keeps for backward, and the working memory of backward. Moved
+bytes are read from slow memory or written to slow memory, where q, k, v and the results are stored.
+Intermediate results that are computed and dropped one tile at a time stay in fast memory.
 
-Also times a token at a given place of a sequence, with the cache of the tokens before it.
+The lesson also times the generation of one token at a given place of a sequence, with the cache of
+the tokens before it.
 """
 
 from __future__ import annotations
@@ -66,22 +67,25 @@ __all__ = ["ATTENTION", "Config", "RandomTokens", "Training", "backend", "decodi
 
 # ---- The study
 
-OVERWRITES = ("copy_", "fill_", "zero_")            # in place; the old values are not read
-MOVES_NOTHING = ("new_empty", "_unsafe_view")       # though their schemas declare no alias
+# operations that write their first argument in place without reading its old values
+OVERWRITES = ("copy_", "fill_", "zero_")
+# operations that move no bytes, although their schemas do not declare the result a view
+MOVES_NOTHING = ("new_empty", "_unsafe_view")
 
 
 # Held bytes.
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes of attention alone: kept for backward, and the peak of forward and backward."""
+    """Bytes of attention alone, without the rest of the model."""
 
-    kept_bytes: float
-    peak_bytes: float
+    kept_bytes: float       # kept for backward
+    peak_bytes: float       # most bytes alive in forward and backward
 
 
 class Alone(nn.Module):
-    """Attention without the products around it; the result is laid out for the next one."""
+    """Attention without the matmuls around it: q, k, v (B, H, T, E) to (B, T, H E), the layout that
+    the output projection reads."""
 
     def __init__(self, call: Attend):
         super().__init__()
@@ -92,19 +96,22 @@ class Alone(nn.Module):
 
 
 def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
-    """Try a backend on this device, now."""
-    return probe(Check(f"{name}, {kind} in {dtype}", "attention", partial(tried, name, model, dtype)), device)
+    """Run the backend `name` once on this device and return whether it works. `kind` names the
+    model's kind of attention in the result."""
+    check = Check(f"{name}, {kind} in {dtype}", "attention", partial(tried, name, model, dtype))
+    return probe(check, device)
 
 
 def model_of(T: int, *, heads: int, head_width: int) -> ModelConfig:
-    """Return a model whose attention has these sizes."""
+    """Return the config of a model of one layer whose attention has these sizes."""
     return ModelConfig(layers=1, width=heads * head_width, heads=heads, context=T, vocab=2)
 
 
 def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu") -> Held:
-    """Return the held bytes by the formula of the backend's row, in float32."""
+    """Return the held bytes of a backend in float32, by the formula of its row in ATTENTION."""
     op = ATTENTION[name].formula(MicroBatch(model=model, batch=batch, attention=name, kind=kind))
-    now = op.saved_bytes + FP32 * batch * model.T * model.H * model.E   # plus the incoming gradient
+    # when backward begins: what forward saved, and the gradient of the result
+    now = op.saved_bytes + FP32 * batch * model.T * model.H * model.E
     peak = now
     for moment in op.backward:
         peak = max(peak, now + moment.nbytes)
@@ -112,17 +119,20 @@ def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu")
     return Held(kept_bytes=op.saved_bytes, peak_bytes=max(peak, now))
 
 
-UNSEEN = ("flex",)      # a dispatch mode sees no operation inside it, so its bytes are unknown
+# backends whose inner operations a dispatch mode does not see, so that their bytes are unknown
+UNSEEN = ("flex",)
 
 
 def kept_in_letters(name: str, model: ModelConfig, *, kind: str = "cpu") -> str:
-    """Return the bytes that a backend keeps for backward of one sequence, as a term in letters."""
+    """Return the bytes that a backend keeps for the backward pass of one sequence, as text in
+    letters (docs/notation.md)."""
     kept_bytes = activations.kept(Lettered(model), batch=letter("B", 1), attention=name, kind=kind)
     return str(kept_bytes.operations["attention"])
 
 
 def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cpu") -> Held:
-    """Measure a forward and a backward pass of the backend on random numbers in float32."""
+    """Return the held bytes of a forward and a backward pass of the backend, measured on random
+    numbers in float32."""
     alone, m = Alone(ATTENTION[name].load()), model
     with Tracker(alone, device=device) as tracker:
         product = torch.randn(batch, m.T, 3, m.H, m.E, device=device)
@@ -134,7 +144,7 @@ def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cp
 
 
 def fit(xs: Sequence[float], ys: Sequence[float], degree: int) -> float:
-    """Return R^2 of the best-fitting polynomial of this degree."""
+    """Return R^2 of the polynomial of this degree that fits the points best: 1 is a perfect fit."""
     ys = np.asarray(ys, dtype=float)
     rest = ys - np.polyval(np.polyfit(xs, ys, degree), xs)
     return 1 - float((rest**2).sum() / ((ys - ys.mean())**2).sum())
@@ -143,9 +153,14 @@ def fit(xs: Sequence[float], ys: Sequence[float], degree: int) -> float:
 # Moved bytes.
 
 class SlowMemory(TorchDispatchMode):
-    """Counts bytes moved: `with SlowMemory() as slow:`, then `slow.moved(tensors)` returns the
-    bytes that operations read from and wrote to the storages of these tensors; `slow.moved()`
-    returns the bytes of all tensors. A view moves no bytes."""
+    """Counts the bytes that PyTorch operations read and write:
+
+    with SlowMemory() as slow:
+        out = attend(q, k, v)
+    slow.moved((q, k, v, out))      # bytes moved from and to the storages of these tensors
+    slow.moved()                    # bytes moved from and to all storages
+
+    A view moves no bytes."""
 
     def __init__(self):
         super().__init__()
@@ -155,6 +170,7 @@ class SlowMemory(TorchDispatchMode):
                            kwargs: dict | None = None) -> Any:
         name, schema = func.overloadpacket.__name__, func._schema
         aliases = (returned.alias_info for returned in schema.returns)
+        # a view's result is an alias of an argument, without being written
         views = any(alias and not alias.is_write for alias in aliases)
         result = func(*args, **(kwargs or {}))
         if views or name in MOVES_NOTHING:
@@ -169,6 +185,7 @@ class SlowMemory(TorchDispatchMode):
         return result
 
     def moved(self, tensors: Sequence[Tensor] | None = None) -> int:
+        """Return the bytes moved from and to the storages of `tensors`; None: all storages."""
         if tensors is None:
             return self.bytes.total()
         return sum(self.bytes[storage] for storage in {_storage(t) for t in tensors})
@@ -179,8 +196,8 @@ def _storage(t: Tensor) -> int:
 
 
 def counted(T: int, E: int, tile: int, *, heads: int = 1) -> int:
-    """Count the bytes that the forward pass of the kit's tiled attention reads from and writes to
-    slow memory in float32, operation by operation."""
+    """Return the bytes that the forward pass of the kit's tiled attention moves from and to slow
+    memory (q, k, v and the results) in float32, counted operation by operation."""
     q, k, v = torch.randn(3, 1, heads, T, E)
     with SlowMemory() as slow:
         out, lse = attend(q, k, v, None, None, Rule(), tile)
@@ -188,8 +205,8 @@ def counted(T: int, E: int, tile: int, *, heads: int = 1) -> int:
 
 
 def counted_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
-    """Count all bytes that plain attention reads and writes if each operation is a kernel of its
-    own."""
+    """Return all bytes that plain attention reads and writes in float32 if each operation is a
+    separate kernel, counted operation by operation."""
     q, k, v = torch.randn(3, 1, heads, T, E)
     with SlowMemory() as slow:
         ATTENTION["plain"].load()(q, k, v)
@@ -197,22 +214,24 @@ def counted_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
 
 
 def moved(T: int, E: int, tile: int, *, heads: int = 1) -> int:
-    """Return `counted` by formula: q is read once, the answer and one number per query are written
-    once, and each tile of queries reads all keys and values up to the end of that tile."""
-    met = sum(min(first + tile, T) for first in range(0, T, tile))
-    return FP32 * heads * (2 * T * E + T + 2 * E * met)
+    """Return the bytes of `counted` by formula: q is read once, the result and one number per query
+    (the log of its sum) are written once, and each tile of queries reads the keys and values up to
+    its own end."""
+    keys_read = sum(min(first + tile, T) for first in range(0, T, tile))
+    return FP32 * heads * (2 * T * E + T + 2 * E * keys_read)
 
 
 def moved_one_by_one(T: int, E: int, *, heads: int = 1) -> int:
-    """Return `counted_one_by_one` by formula. The scores are read or written eight times: by the
-    product, division, mask, softmax and the second product. The mask (one byte per pair) is read or
-    written four times: when it is computed, inverted and applied. k and v are copied for the heads
-    of their group."""
+    """Return the bytes of `counted_one_by_one` by formula. The scores (T, T) are read or written
+    eight times: by the first matmul, the division, the mask, the softmax and the second matmul. The
+    mask, one byte per pair, is read or written four times: when it is computed, inverted and
+    applied. Grouped keys and values are copied for each head of their group."""
     return FP32 * heads * (8 * T * E + 8 * T * T) + 4 * T * T
 
 
 def fast_bytes(tile: int, E: int) -> int:
-    """Return the bytes that a program needs for its tile in float32: q, sum, k, v, scores."""
+    """Return the bytes of fast memory that a program needs in float32: the tiles of q, of the
+    accumulated result, of k and of v (tile, E), and the scores (tile, tile)."""
     return FP32 * (4 * tile * E + tile * tile)
 
 
@@ -220,20 +239,20 @@ def fast_bytes(tile: int, E: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A tile of queries after one more tile of keys. m, l (queries,) and answer (queries, E) cover
-    the keys so far; `there` is the share of the final sum that is already in l."""
+    """A tile of n queries after one more tile of keys."""
 
     queries: slice
-    keys: slice
-    m: Tensor
-    l: Tensor
-    shrink: Tensor          # the factor on the previous l and accumulator
-    answer: Tensor
-    there: Tensor
+    keys: slice             # the tile of keys of this step
+    m: Tensor               # (n,): the largest score so far
+    l: Tensor               # (n,): the sum of exp(score - m) over the keys so far
+    shrink: Tensor          # (n,): the factor on the previous l and accumulator
+    answer: Tensor          # (n, E): attention over the keys so far
+    there: Tensor           # (n,): share of the final sum over all keys that is already in l
 
 
 def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> list[Step]:
-    """Return every step of causal attention over q, k and v (T, E), in the order of the tiles."""
+    """Return the steps of causal attention over q, k and v (T, E) in tiles of `tile` queries and
+    keys, in the order in which they are computed."""
     steps: list[Step] = []
     scores = (q @ k.T / math.sqrt(q.shape[1])).masked_fill(
         torch.ones(len(q), len(q)).triu(1) > 0, -torch.inf)
@@ -245,6 +264,7 @@ def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> list[Step]:
             now = scores[queries, keys]
             m_new = torch.maximum(m, now.amax(1))
             shrink, p = (m - m_new).exp(), (now - m_new[:, None]).exp()
+            # m grew, so the old sum and accumulator shrink by exp(old m - new m)
             l, acc, m = l * shrink + p.sum(1), acc * shrink[:, None] + p @ v[keys], m_new
             steps.append(Step(queries=queries, keys=keys, m=m, l=l, shrink=shrink,
                               answer=acc / l[:, None], there=l * (m - total[queries]).exp()))
@@ -252,8 +272,12 @@ def online(q: Tensor, k: Tensor, v: Tensor, tile: int) -> list[Step]:
 
 
 def at(training: Training, place: int, format: str = "same") -> tuple[Callable[[], Tensor], Cache]:
-    """Return a call that reads one token after `place` others and waits for the device, and its
-    cache. The cache is in float32 with room for all tokens. The model stays in evaluation mode."""
+    """Return a function that computes the logits of one token after `place` others and waits for
+    the device, and the cache of those others. Each call computes the same token again.
+
+    format: a row of CACHES; numbers that it does not shorten are float32
+
+    The model is switched to evaluation mode and needs no gradients from now on."""
     m, device = training.config.model, training.device
     training.model.eval().requires_grad_(False)
     cache = new_cache(m, tokens=place + 1, format=format, dtype=torch.float32, device=device)
@@ -271,15 +295,16 @@ def at(training: Training, place: int, format: str = "same") -> tuple[Callable[[
 # ---- Figures
 
 SO_FAR, IN_THE_END = ANSWER_COLOURS["formula"], ANSWER_COLOURS["measured"]
+# marker of a final value: a horizontal line
 LEVEL = {"symbol": "line-ew", "size": 16, "line": {"width": 3, "color": IN_THE_END}}
 NEVER = "#eceef1"       # colour of tiles that are skipped
 
 
 def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], *,
                 title: str = "") -> dict:
-    """Return the plotly spec of bytes over the context length, both axes logarithmic: for each name
-    a line by formula and markers as measured. A line on top of an equal line is dotted, so that
-    both are visible."""
+    """Return the plotly spec of the peak bytes over the context length, both axes logarithmic.
+    `held` has, for each name, the bytes by formula (a line) and as measured (markers), by context.
+    A line on top of an equal line is dotted, so that both are visible."""
     data, ticks = [], sorted({T for _, measured in held.values() for T in measured})
     lines, drawn = lines_of(held), []
     for name, (formula, measured) in held.items():
@@ -294,16 +319,20 @@ def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float
                             hover="%{x:,} tokens: %{y:.4s}B"))
     return figure(
         data, title, height=440,
-        xaxis=axis("tokens (legend: growth of the bytes over the last doubling)", type="log",
+        xaxis=axis("tokens (legend: growth of the bytes when the tokens last doubled)", type="log",
                    tickvals=ticks, ticktext=[f"{T:,}" for T in ticks]),
-        yaxis=axis("bytes at the most", type="log", dtick=1, **BYTES))
+        yaxis=axis("peak bytes", type="log", dtick=1, **BYTES))
 
 
 def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[float, float]]], *,
                    machines: Mapping[str, float], title: str = "") -> dict:
-    """Return the plotly spec of bytes moved over bytes of fast memory, both axes logarithmic: for
-    each name a line by formula and markers as counted. A line without a count is dashed.
-    `machines`: bytes of fast memory to mark, by name."""
+    """Return the plotly spec of the bytes moved over the bytes of fast memory, both axes
+    logarithmic.
+
+    lines: for each name, the bytes by formula (a line) and as counted (markers), by bytes of fast
+        memory. A line without counts is dashed.
+    machines: bytes of fast memory by name, marked by vertical lines
+    """
     data = []
     for (name, (formula, counted)), colour in zip(lines.items(), COLOURS):
         data.append(scatter(formula, formula.values(), name if not counted else "", colour,
@@ -324,8 +353,13 @@ def traffic_figure(lines: Mapping[str, tuple[Mapping[float, float], Mapping[floa
 
 def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: int
                ) -> Callable[[int], dict]:
-    """Return a function of `step` (from 1) for an Explorer. `steps` is the result of `online`;
-    `scores` (T, T) are causal."""
+    """Return a function of `step` (from 1) for an Explorer: it draws the visited tiles of the
+    scores, and m, l and the answer of the current tile of queries.
+
+    steps: the result of `online`
+    scores: the masked scores (T, T)
+    tile: queries and keys of a tile
+    """
     T = len(scores)
     ends = min(map(min, scores)), max(map(max, scores))
     # by the first query of a tile of queries: the last step of that tile
@@ -359,7 +393,8 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
 
 def _map(scores: Sequence[Sequence[float]], done: Sequence[tuple[slice, slice]],
          ends: tuple[float, float]) -> dict:
-    """Return a heat map of the scores in the visited tiles."""
+    """Return the heat map of the scores (T, T) in the visited tiles `done`; other cells are
+    gaps."""
     T = len(scores)
     z: list[list[float | None]] = [[None] * T for _ in range(T)]
     for queries, keys in done:
@@ -371,7 +406,8 @@ def _map(scores: Sequence[Sequence[float]], done: Sequence[tuple[slice, slice]],
 
 
 def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
-    """Return the traces of m and l for each query of the tile."""
+    """Return the traces of m and of l for each query of the tile: so far (`now`), and for m also
+    after the tile's last step (`end`)."""
     second, third = {"xaxis": "x2", "yaxis": "y2"}, {"xaxis": "x3", "yaxis": "y3"}
     return [
         scatter(rows, end.m.tolist(), "in the end", IN_THE_END, mode="markers", **second,
@@ -383,7 +419,8 @@ def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
 
 
 def _answer(now: Any, end: Any) -> list[dict]:
-    """Return the traces of the answer of the tile's last query."""
+    """Return the traces of the answer (E numbers) of the tile's last query: so far, and after the
+    tile's last step."""
     fourth, numbers = {"xaxis": "x4", "yaxis": "y4"}, list(range(now.answer.shape[1]))
     return [
         columns(numbers, now.answer[-1].tolist(), "so far", SO_FAR, showlegend=False, **fourth,
@@ -394,7 +431,8 @@ def _answer(now: Any, end: Any) -> list[dict]:
 
 
 def _grid(T: int, tile: int, now: Any) -> list[dict]:
-    """Return the outlines of all tiles; unvisited tiles are filled, the current one is marked."""
+    """Return the outlines of all tiles. Tiles of future keys, which are never visited, are filled;
+    the current tile has a thick frame."""
     shapes = []
     for top in range(0, T, tile):
         for left in range(0, T, tile):
@@ -406,9 +444,10 @@ def _grid(T: int, tile: int, now: Any) -> list[dict]:
 
 
 def _words(T: int, rows: Sequence[int], now: Any) -> list[dict]:
+    """Return the notes of the panels."""
     small = {"xref": "paper", "yref": "paper", "font": {"size": 13, "color": INK}}
     return [note("m, the largest score so far", 0.58, 0.965, **small),
-            note("l, the share of the sum that is there", 0.58, 0.625, **small),
+            note("l, as a share of its final value", 0.58, 0.625, **small),
             note(f"the answer of query {rows[-1]}", 0.58, 0.225, **small),
             note("the future: never visited", 0.97 * T, 0.06 * T, "right middle",
                  font={"size": 12, "color": FAINT})]
@@ -417,22 +456,26 @@ def _words(T: int, rows: Sequence[int], now: Any) -> list[dict]:
 # ---- Tables
 
 def peaks_table(rows: Sequence[tuple], before: int, last: int, *, caption: str) -> str:
-    """Return an HTML table by backend: kept bytes as a term, peaks at two contexts, their ratio."""
-    return html_table(("", "kept for backward, in bytes", f"at the most, {before:,} tokens",
-                       f"{last:,} tokens", "doubled"), rows, caption=caption)
+    """Return an HTML table with a row for each backend: the bytes kept for backward, in letters,
+    the peak bytes at `before` and at `last` tokens, and the ratio of the two."""
+    return html_table(("backend", "bytes kept for backward", f"peak at {before:,} tokens",
+                       f"peak at {last:,} tokens", "ratio"), rows, caption=caption)
 
 
 def caches_table(steps: Mapping[str, Mapping[int, Decoded]], early: int, late: int,
                  machine: Machine) -> str:
-    """Return an HTML table by cache: bytes and seconds per token at two places, and the ratio of
-    the seconds."""
+    """Return an HTML table with a row for each cache: its bytes, and the seconds per token, at the
+    places `early` and `late` of a sequence, and the ratio of the seconds. `steps` has the predicted
+    steps by cache and place; there must be a cache "full"."""
     rows = [(name, *(quantity(by[t].cache_bytes, "bytes") for t in (early, late)),
              *(quantity(by[t].seconds, "s") for t in (early, late)),
              f"{by[late].seconds / by[early].seconds:.2f} times") for name, by in steps.items()]
     return html_table(
-        ("cache", f"bytes, at {early}", f"at {late:,}", f"a token, at {early}", f"at {late:,}", ""),
-        rows, caption=f"By formula, with {quantity(machine.bytes_per_second, 'bytes')}/s as "
-        f"measured here and weights of {quantity(steps['full'][late].weight_bytes, 'bytes')}")
+        ("cache", f"cache at {early:,} tokens", f"cache at {late:,} tokens",
+         f"time per token at {early:,}", f"time per token at {late:,}", "ratio of the times"),
+        rows, caption=f"By formula, with the {quantity(machine.bytes_per_second, 'bytes')}/s that "
+        f"were measured on this machine and weights of "
+        f"{quantity(steps['full'][late].weight_bytes, 'bytes')}")
 
 
 # ---- Exercises

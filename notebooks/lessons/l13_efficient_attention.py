@@ -1,15 +1,15 @@
 """Lesson 13, efficient attention: its study, its figures and its exercises.
 
-What a kind of attention costs over the context, and what it forgets.
+What does a kind of attention cost over the context length, and what does it forget?
 
-    at = Layer(kind=KINDS["window"].settings, context=1024)
-    at.needed_flops, at.computed_flops, at.saved_bytes      # by formula: of the kind, of its backend
-    seconds([at, ...], rounds=5)                            # forward and backward, measured
+    layer = Layer(kind=KINDS["window"].settings, context=1024)
+    layer.needed_flops, layer.computed_flops, layer.saved_bytes     # by formula
+    seconds([layer, ...], rounds=5)                                 # forward and backward, measured
     [learned] = learn({"full": kind}, Recall(pairs=8, symbols=8), context=40, steps=150)["full"]
-    learned.by_distance(8)                                  # share of right answers
+    learned.by_distance(8)                                          # share of right answers
 
-Only the attention of one layer is timed, as its model calls it: from q, k and v to the output of
-the heads. The models that learn have two layers and a width of 64.
+Timed is only the attention of one layer, as its model calls it: from q, k and v to the output of
+the heads. The models that learn a task have two layers and a width of 64.
 """
 
 from __future__ import annotations
@@ -60,32 +60,34 @@ __all__ = ["Copy", "Recall", "Rule", "attention", "hardware", "preset", "progres
 T = TypeVar("T")
 KINDS = {name: ALL[name] for name in ("full", "window", "block-sparse", "documents", "linear",
                                       "performer", "delta")}
-FLASH_PRODUCTS = 3.5        # 2 products over pairs forward, 5 backward (scores again): 7 / 2
+# FLOPs of forward and backward over those of forward: forward has 2 matmuls over pairs; backward
+# has 5, since it computes the scores again: (2 + 5) / 2
+FLASH_PRODUCTS = 3.5
+# settings of the models that learn
 LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_width": 64,
             "model.position": "rope", "model.norm": "rmsnorm", "model.bias": False,
             "model.tied": False, "model.init": "fan-in", "schedule.warmup_steps": 20,
             "optimizer.lr": 5e-3, "precision.recipe": "fp32", "system.device": "cpu",
             "system.threads": 1, "global_batch": 32}
-ASKED = 10**6               # the first step whose batch is used for questions, not for training
-QUESTIONS = 4               # batches of questions
+ASKED = 10**6               # step of the first test batch, far beyond the training steps
+QUESTIONS = 4               # number of test batches
 
 
 def cheaper(kind: str) -> Settings:
-    """Return the settings of a kind of attention. Errors: ConfigError for full attention and for an
-    unknown kind."""
+    """Return the default settings of a kind of attention in KINDS other than full attention. Raises
+    ConfigError for full attention and for an unknown kind."""
     return pick({name: row for name, row in KINDS.items() if name != "full"}, kind, "kind").settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's attention in float32 on a CPU, on a sequence of `context` tokens. `document` is
-    the length of its documents, for kinds that read document ids."""
+    """The attention of one layer in float32 on a CPU, on one sequence."""
 
-    kind: Settings
-    context: int
+    kind: Settings          # settings of a row of KINDS
+    context: int            # tokens of the sequence
     heads: int = 2
     head_dim: int = 64
-    document: int = 0
+    document: int = 0       # tokens of a document, for kinds that read document ids; 0: `context`
 
     @cached_property
     def config(self) -> Config:
@@ -102,17 +104,19 @@ class Layer:
 
     @cached_property
     def backend(self) -> str:
-        """The backend that `system.attention=auto` chooses here."""
+        """The attention backend that `system.attention=auto` chooses for this layer."""
         return choose_attention("auto", device="cpu", low_precision=False, model=self.model)[0]
 
     @cached_property
     def op(self) -> Op:
+        """The description of attention from which formulas compute FLOPs and bytes."""
         s = MicroBatch(model=self.model, attention=self.backend)
         return next(op for op in operations(s).block if op.name == "attention")
 
     @cached_property
     def pairs(self) -> int | None:
-        """Number of visible (query, key) pairs; None for a kind with a state instead of pairs."""
+        """The number of (query, key) pairs that the mask leaves visible; None for a kind that keeps
+        a state instead of keys."""
         rule = self.model.attention.rule(self.context)
         if rule is None:
             return None
@@ -123,26 +127,28 @@ class Layer:
 
     @property
     def computed_flops(self) -> float:
-        """FLOPs of forward and backward that the backend computes."""
+        """The FLOPs of forward and backward that the backend computes, hidden pairs included."""
         forward = sum(2 * matmul.M * matmul.N * matmul.K * matmul.group
                       for matmul in self.op.pairs)
         return forward * self.op.pairs_share * (1 + self.op.backward_pairs)
 
     @property
     def needed_flops(self) -> float:
-        """FLOPs of the visible pairs: 4 per pair and head dimension forward, 3.5 times in all."""
+        """The FLOPs of forward and backward that the visible pairs need: 4 per pair, head and head
+        dimension in forward, times FLASH_PRODUCTS."""
         if self.pairs is None:
             return self.computed_flops
         return 4 * self.pairs * self.heads * self.head_dim * FLASH_PRODUCTS
 
     @property
     def saved_bytes(self) -> float:
-        """Bytes kept for backward, by formula: q, k, v and attention's other saved tensors."""
+        """Bytes kept for backward, by formula: q, k, v and the other tensors that attention
+        saves."""
         return self._of_attention({op.name: op.saved_bytes for op in operations(
             MicroBatch(model=self.model, attention=self.backend)).block})
 
     def measured_bytes(self) -> int:
-        """Bytes kept for backward, as measured in autograd."""
+        """Return the bytes kept for backward, counted in autograd."""
         training = Training.build(self.config, data=RandomTokens(self.config))
         batch = replace(training.batch(0), document_ids=self._documents)
         kept = saved_bytes(training.model, lambda: training.loss(training.model, batch),
@@ -151,18 +157,22 @@ class Layer:
 
     @staticmethod
     def _of_attention(held: Mapping[str, float]) -> float:
+        """Return the sum of the bytes under attention's operations."""
         return sum(nbytes for name, nbytes in held.items()
                    if name in ("attention", "attention.qkv", "attention.out"))
 
     @property
     def _documents(self) -> Tensor | None:
+        """The document id of each token, (1, context); None for kinds that do not read ids."""
         if not KINDS[self.kind.name].reads_ids:
             return None
         return (torch.arange(self.context) // (self.document or self.context))[None]
 
     def runner(self) -> Callable[[], None]:
-        """Return a call of forward and backward on the arguments that the layer gives `Attend`."""
-        module = Training.build(self.config, data=RandomTokens(self.config)).model.blocks[0].attention
+        """Return a function that runs forward and backward of attention alone. Its arguments are
+        those that the model's layer passes to its `attend` function: they are recorded once."""
+        training = Training.build(self.config, data=RandomTokens(self.config))
+        module = training.model.blocks[0].attention
         attend, given = module.attend, []
 
         def record(*args: object) -> Tensor:
@@ -186,8 +196,8 @@ class Layer:
 
 def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = math.inf,
             watch: Watch = iter) -> list[float]:
-    """Return each layer's shortest time over the rounds, with one thread; the layers take turns.
-    The minimum is used because other work on the machine can only add time."""
+    """Return the seconds of forward and backward of each layer, with one thread: the shortest of
+    the rounds, since other work on the machine can only add time. The layers take turns."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -199,20 +209,23 @@ def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = mat
 
 
 def finite(tokens: float) -> float | None:
-    """Return a context length, or None if it is infinite (beyond all tried contexts)."""
+    """Return `tokens`, or None if it is infinite, for a `Row`, which needs
+    a finite number. Infinity stands for "at none of the tried contexts" (see `crossing`)."""
     return tokens if math.isfinite(tokens) else None
 
 
 def reached(tokens: float | None) -> str:
-    """Return the text of a table cell: a context length, or that no tried context reaches it."""
+    """Return the text of a table cell for a result of `crossing`; "" for None."""
     if tokens is None:
         return ""
-    return f"{tokens:,.0f}" if math.isfinite(tokens) else "none of these"
+    return f"{tokens:,.0f}" if math.isfinite(tokens) else "beyond these"
 
 
 def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float) -> float:
-    """Return the context from which `kind` stays at or below `share` of `full`; both are by
-    context. Interpolates linearly between logarithms. Infinite if no tried context is enough."""
+    """Return the context length from which on `kind` costs at most `share` of what `full` costs.
+    Both map tried contexts to a cost (seconds, bytes, ...). Between two contexts, the logarithm of
+    the ratio is interpolated linearly in the logarithm of the context. Infinity: at the longest
+    tried context, `kind` still costs more."""
     log = [(math.log(T), math.log(kind[T] / (share * full[T]))) for T in sorted(kind)]
     above = [i for i, (_, over) in enumerate(log) if over > 0]
     if not above:
@@ -224,31 +237,39 @@ def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float)
 
 
 def reach(kind: Settings, layers: int) -> float:
-    """Return the largest distance from which information reaches the last token: the window minus
-    one, times the number of layers."""
+    """Return the largest distance from which information can reach a token through `layers` layers
+    of this kind: layers * (window - 1). Infinite for kinds without a window, or with global
+    tokens."""
     size = getattr(kind, "size", None)
     return math.inf if size is None or kind.global_tokens else layers * (size - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
+    """What a model learned: its training losses, and its answers to n test questions."""
+
     losses: tuple[float, ...]           # nats per answer, of each step
-    distances: Tensor                   # of questions outside the training data
-    right: Tensor                       # bool
+    distances: Tensor                   # (n,): places back to the answer (`Drawn.distances`)
+    right: Tensor                       # (n,) bool: whether the model's answer is right
 
     @property
     def accuracy(self) -> float:
+        """Share of right answers."""
         return self.right.double().mean().item()
 
     def beyond(self, distance: float) -> float:
-        """Share of right answers to questions about tokens more than `distance` places back."""
+        """Return the share of right answers to questions whose answer is more than `distance`
+        places back."""
         return self.right[self.distances > distance].double().mean().item()
 
     def within(self, distance: float) -> float:
+        """Return the share of right answers to questions whose answer is at most `distance` places
+        back."""
         return self.right[self.distances <= distance].double().mean().item()
 
     def by_distance(self, bin: int) -> dict[float, float]:
-        """Share of right answers by distance, in bins of `bin` places; keys are bin middles."""
+        """Return the share of right answers by distance, in bins of `bin` places. A key is the
+        middle of a bin."""
         of = self.distances // bin
         return {(b + 0.5) * bin: self.right[of == b].double().mean().item()
                 for b in of.unique().tolist()}
@@ -256,7 +277,8 @@ class Learned:
 
 def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int,
           seeds: int = 1) -> dict[str, list[Learned]]:
-    """Train tiny models of each kind on `task` and test them on questions outside the training."""
+    """Train tiny models with each kind of attention on `task` for `steps` steps, and test each on
+    questions that it was not trained on. Return the results by kind, one per seed."""
     config = Config().replace(LEARNING | {"model.vocab": task.vocab, "model.context": context})
     settings = {key: value for key, value in vars(task).items() if key != "name"}
     drawn = [POLICIES[task.name].load()(batch=config.global_batch, context=context, seed=seed,
@@ -268,9 +290,9 @@ def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int
         for step in range(ASKED, ASKED + QUESTIONS):
             batch = training.data.batch(step)
             answers = training.logits(batch.tokens).argmax(-1)
-            asked = batch.weights > 0
-            far.append(training.data.distances(batch)[asked])
-            right.append((answers == batch.targets)[asked])
+            questions = batch.weights > 0
+            far.append(training.data.distances(batch)[questions])
+            right.append((answers == batch.targets)[questions])
         return Learned(losses=tuple(losses.tolist()), distances=torch.cat(far),
                        right=torch.cat(right))
 
@@ -279,7 +301,8 @@ def learn(kinds: Mapping[str, Settings], task: Task, *, context: int, steps: int
 
 def read(kinds: Mapping[str, Settings], config: Config, *, steps: int,
          seeds: int = 1) -> dict[str, list[float]]:
-    """Return the validation loss of tiny models in nats per token, after `steps` steps."""
+    """Train tiny models with each kind of attention on the text of `config` for `steps` steps.
+    Return their validation losses in nats per token by kind, one per seed."""
     config = config.replace(LEARNING | {"steps": steps, "model.vocab": 256,
                                         "global_batch": config.global_batch})
 
@@ -293,9 +316,10 @@ def read(kinds: Mapping[str, Settings], config: Config, *, steps: int,
 
 def _all(study: Callable[[Training], T], kinds: Mapping[str, Settings], config: Config,
          data: Sequence[DataPolicy | None]) -> dict[str, list[T]]:
-    """Return the result of `study` by kind, one per seed. As many models run at a time as there are
-    cores, each with one thread, so the results equal those of separate runs. Models are built one
-    after the other, since all draw their weights from one generator."""
+    """Return the results of `study` by kind, one per seed. As many models train at the same time as
+    there are cores. Each uses one thread, so the results equal those of separate runs. The models
+    are built one after the other, because they draw their weights from PyTorch's global generator.
+    """
     trainings = [Training.build(_attending(config.replace({"seed": seed}), kind), data=policy)
                  for kind in kinds.values() for seed, policy in enumerate(data)]
     with ThreadPoolExecutor(cores()) as pool:
@@ -317,17 +341,17 @@ Curve = Mapping[float, float]
 
 
 def mask_view(context: int) -> Callable[..., dict]:
-    """Return a function of `kind`, document length and settings by name for an Explorer. A kind
-    uses the settings that it has."""
+    """Return a function for an Explorer that draws the mask (context, context) of a kind of
+    attention. Its arguments are the kind, the length of a document, and settings by name, of which
+    a kind uses those that it has."""
     def show(kind: str, document: int, **settings: int) -> dict:
         row = KINDS[kind]
         has = {field.name for field in fields(row.settings)}
         given = {key: value for key, value in settings.items() if key in has}
         rule_ = replace(row.settings, name=kind, **given).rule(context)
         if rule_ is None:
-            raise ConfigError(f"{kind} attention hides no key: all of the past is added up in one "
-                              f"state, and what is lost there is lost by adding; choose a kind "
-                              f"with softmax")
+            raise ConfigError(f"{kind} attention hides no key, so it has no mask to draw: it adds "
+                              f"up all of the past in one state; choose a kind with softmax")
         seen = [[bool(rule_.sees(i, j)) and not (rule_.documents and i // document != j // document)
                  for j in range(context)] for i in range(context)]
         count, all_ = sum(map(sum, seen)), context * (context + 1) // 2
@@ -346,14 +370,17 @@ def mask_view(context: int) -> Callable[..., dict]:
 
 def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, unit: str,
                 title: str = "", others: float = 0.0) -> dict:
-    """Return the plotly spec over the context, both axes logarithmic: by kind, a line by formula
-    and markers as measured. The legend shows markers, since kinds of one colour differ in them."""
+    """Return the plotly spec of a cost in `unit` over the context length, both axes logarithmic:
+    for each kind, a line by formula and markers as measured. The legend shows the markers, because
+    kinds of the same colour have different markers. `others`: the share of the cores that other
+    processes used during the measurement."""
     data, lines = [], lines_of(measured)
     for name, curve in measured.items():
         data.append(scatter(formula[name], formula[name].values(), "", hover=None, showlegend=False,
                             line=lines[name], legendgroup=name))
         data.append(scatter(curve, curve.values(), name, lines[name]["color"], mode="markers",
-                            marker={"symbol": SYMBOLS[lines[name]["dash"]]}, legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
+                            marker={"symbol": SYMBOLS[lines[name]["dash"]]}, legendgroup=name,
+                            hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
     contexts = sorted({T for curve in measured.values() for T in curve})
     return figure(data, title, others=others, height=440,
                   xaxis=axis("tokens in a sequence", type="log", tickvals=contexts,
@@ -363,8 +390,13 @@ def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, 
 
 def recall_figure(shares: Mapping[str, Sequence[Curve]], *, chance: float,
                   ends: Mapping[str, float], title: str = "") -> dict:
-    """Return the plotly spec of the share of right answers over the distance: by kind, a line
-    through the means over seeds and a marker per seed. `ends`: the reach of a kind."""
+    """Return the plotly spec of the share of right answers over the distance: for each kind, a line
+    through the means over the seeds, and a marker for each seed.
+
+    shares: by kind, for each seed the share of right answers by distance
+    chance: the share of right answers of a model that guesses; a horizontal line
+    ends: the reach of kinds (`reach`), by kind; vertical lines
+    """
     data, lines = [], lines_of(shares)
     for name, seeds in shares.items():
         means = {far: sum(curve[far] for curve in seeds) / len(seeds) for far in seeds[0]}
@@ -378,7 +410,7 @@ def recall_figure(shares: Mapping[str, Sequence[Curve]], *, chance: float,
     shapes += [rule(x=end, colour=lines[name]["color"]) for name, end in ends.items()]
     return figure(data, title, height=400, shapes=shapes,
                   xaxis=axis("places between a question and its answer", rangemode="tozero"),
-                  yaxis=axis("right", tickformat=".0%", range=[-0.03, 1.05]))
+                  yaxis=axis("right answers", tickformat=".0%", range=[-0.03, 1.05]))
 
 
 # ---- Exercises

@@ -1,10 +1,11 @@
 """Lesson 14, data parallel and ZeRO: its study, its figures and its exercises.
 
-Measures on real processes what a rank keeps and sends in each stage of ZeRO, and when it sends.
+Measures on real processes which bytes a rank keeps and sends in each stage of ZeRO, and when it
+sends them.
 
     configs = spread(config, 2, sequences=4)        # ZeRO 0, 1, 2, 3 on two ranks
-    found = steps(configs, processes=2, updates=4)
-    found["ZeRO 1"].most["gradients"], found["ZeRO 1"].sent_bytes, found["ZeRO 1"].losses
+    results = steps(configs, processes=2, updates=4)
+    results["ZeRO 1"].most["gradients"], results["ZeRO 1"].sent_bytes, results["ZeRO 1"].losses
     steps(gathers(config, 2), processes=2, updates=4)       # weights gathered in bf16, float32, FP8
     timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
 
@@ -66,38 +67,39 @@ __all__ = ["ALL_REDUCE", "CATALOGUE", "PRESETS", "REDUCTIONS", "by_hand", "dist"
 
 # ---- The study
 
-# reductions that send all bytes; `sent` is set by rows outside the kit that send fewer
+# the reductions of the kit, which send all bytes; rows of other lessons that send fewer set `sent`
 REDUCTIONS = {name: row for name, row in rows.REDUCTIONS.items() if row.sent is None}
 STATES = ("weights", "gathered weights", "gradients", "optimizer state")    # rows of a footprint
-PROGRESS_SECONDS = 120.0
+PROGRESS_SECONDS = 120.0        # ranks that report no progress for this long are ended
 
 
 def layouts(ranks: int) -> dict[str, Layout]:
-    """Return a layout for each stage of ZeRO, with all ranks along one axis. Gradients are sent
-    one by one, since one bucket of a small model would be a copy of all its gradients. Raises
-    ConfigError for less than two ranks."""
+    """Return a layout for each stage of ZeRO, by name, with all ranks along one axis. Gradients are
+    sent parameter by parameter: a single bucket of a small model would be a copy of all its
+    gradients. Raises ConfigError for fewer than two ranks."""
     if ranks < 2:
-        raise ConfigError(f"{ranks} ranks tell one another nothing; use 2 or more, which one core "
-                          f"carries")
+        raise ConfigError(f"a layout of ZeRO needs 2 ranks or more, got {ranks}; several ranks can "
+                          f"run on one core")
     return {f"ZeRO {stage}": Layout(reduction="per-parameter", zero=stage,
                                     **{"shard" if stage else "data": ranks}) for stage in STAGES}
 
 
 def spread(config: Config, ranks: int, *, sequences: int, micro_batches: int = 1
            ) -> dict[str, Config]:
-    """Return `config` in each of the layouts, with `sequences` per rank in each update."""
+    """Return `config` with each of `layouts(ranks)`, by name. In each update, a rank computes
+    `sequences` sequences in `micro_batches` micro-batches."""
     sizes = {"global_batch": ranks * sequences, "grad_accum_steps": ranks * micro_batches}
     return {name: replace(config.replace(sizes), parallel=layout)
             for name, layout in layouts(ranks).items()}
 
 
-# Ways to gather weights: recipe, `parallel.gathered`
+# ways to gather weights in ZeRO 3: the recipe, and `parallel.gathered`
 GATHERS = {"bf16": ("bf16", "compute"), "FP8, sent in float32": ("fp8-tensorwise", "float32"),
            "FP8": ("fp8-tensorwise", "fp8")}
 
 
 def gathers(config: Config, ranks: int) -> dict[str, Config]:
-    """Return `config` in ZeRO 3 with each of GATHERS."""
+    """Return `config` in ZeRO 3 on this many ranks with each of GATHERS, by name."""
     return {name: replace(config.replace({"precision.recipe": recipe}),
                           parallel=Layout(shard=ranks, gathered=gathered))
             for name, (recipe, gathered) in GATHERS.items()}
@@ -107,44 +109,51 @@ def gathers(config: Config, ranks: int) -> dict[str, Config]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Results of rank 0: the peak bytes of each of STATES in an update, its messages, and the
-    losses, which are means over all ranks."""
+    """Results of rank 0."""
 
-    most: dict[str, int]
-    messages: Counter[Message]
-    losses: tuple[float, ...]
+    most: dict[str, int]            # the most bytes of each of STATES in an update
+    messages: Counter[Message]      # the messages of an update, with their number
+    losses: tuple[float, ...]       # nats per token, of each update; means over all ranks
 
     @property
     def sent_bytes(self) -> dict[str, float]:
+        """The bytes that the rank sends in an update, by kind of collective."""
         return counted(self.messages)
 
 
 def states(footprint: Footprint) -> dict[str, int]:
+    """Return the most bytes of each of STATES in a footprint; states of 0 bytes are left out."""
     return {row: footprint.most[row] for row in STATES if footprint.most.get(row)}
 
 
 def sent(config: Config) -> dict[str, float]:
-    """Return the predicted bytes that a rank sends in an update, by kind of collective, without
-    messages of a single number, such as the loss."""
+    """Return the predicted bytes that a rank sends in an update, by kind of collective. Messages of
+    a single number, such as the loss, are not counted."""
     return counted(messages(config))
 
 
 def counted(messages: Mapping[Message, int]) -> dict[str, float]:
-    """Return the bytes sent by counted messages, without messages of a single number."""
+    """Return the bytes that these messages send, by kind of collective. `messages` has the number
+    of each message; messages of a single number are not counted."""
     return bytes_sent({message: count for message, count in messages.items()
                        if message.nbytes > FP32})
 
 
 def losses(config: Config, updates: int, ranks: Ranks | None = None) -> tuple[float, ...]:
-    """Return the loss of each of the first `updates` updates on the config's data."""
+    """Train `updates` updates on the config's data and return the loss of each, in nats per
+    token."""
     training = Training.build(config, ranks=ranks)
     return tuple(training.update(step).loss.item() for step in range(updates))
 
 
 def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
           parent: WarmParent | None = None) -> dict[str, Step]:
-    """Measure a Step of each config on this many processes. Raises ConfigError and RunFailedError
-    as `Processes.wait` does."""
+    """Measure a Step of each config on this many processes (ranks), by name of the config.
+
+    updates: updates whose losses are recorded
+    parent: a process from which the ranks are forked, which is faster than starting Python
+
+    Raises ConfigError and RunFailedError as `Processes.wait` does."""
     results, *_ = _on_ranks(_steps, configs, processes, updates, parent)
     return {name: Step(most=most, losses=tuple(before),
                        messages=Counter({Message(*of): count for *of, count in message_rows}))
@@ -152,6 +161,8 @@ def steps(configs: Mapping[str, Config], *, processes: int, updates: int,
 
 
 def _steps(place: Place, job: dict[str, Any]) -> list[Any]:
+    """Measure all configs in one rank; runs in its process. `job` is what `_on_ranks` sends. The
+    result is sent back as JSON: for each config, states, messages with their number, and losses."""
     results = []
     for config, ranks in _joined(place, job):
         before = losses(config, job["updates"], ranks)
@@ -165,7 +176,8 @@ def _steps(place: Place, job: dict[str, Any]) -> list[Any]:
 
 def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
               ) -> dict[str, list[Timeline]]:
-    """Return the fastest of `updates` updates of each config on CPUs, as a timeline per rank."""
+    """Measure `updates` updates of each config on CPUs. Return the fastest update of each, by name
+    of the config, as a Timeline for each rank."""
     configs = {name: config.replace({"system.device": "cpu"}) for name, config in configs.items()}
     results = _on_ranks(_timelines, configs, processes, updates)
     fastest = {}
@@ -176,7 +188,9 @@ def timelines(configs: Mapping[str, Config], *, processes: int, updates: int
 
 
 def _timelines(place: Place, job: dict[str, Any]) -> list[Any]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # otherwise it prints a line per profile
+    """Trace the updates of all configs in one rank; runs in its process. The result has, for each
+    config, a list of updates, each a list of spans."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")      # else each profile prints a line
     results = []
     for config, ranks in _joined(place, job):
         training = Bench(config, ranks=replace(ranks, waits=Recorded())).training
@@ -188,7 +202,8 @@ def _timelines(place: Place, job: dict[str, Any]) -> list[Any]:
 # Ranks.
 
 def _joined(place: Place, job: Mapping[str, Any]) -> Iterator[tuple[Config, Ranks]]:
-    """Join a process group for each config, one after the other."""
+    """Yield each config of the job with the ranks of its process group. This rank joins a new group
+    for each config and leaves it before the next."""
     for number, given in enumerate(job["configs"]):
         place.at(number, "step")
         outside.load(given["imports"])
@@ -200,37 +215,41 @@ def _joined(place: Place, job: Mapping[str, Any]) -> Iterator[tuple[Config, Rank
 
 def _on_ranks(function: Any, configs: Mapping[str, Config], processes: int, updates: int,
               parent: WarmParent | None = None) -> list[Any]:
+    """Run `function(place, job)` of this module in each of `processes` ranks and return their
+    results, rank by rank. The process of a rank receives the job as JSON and imports the function
+    by its name."""
     job = {"configs": [config.to_dict() for config in configs.values()], "updates": updates}
     with Processes(f"{__name__}:{function.__name__}", job, world=processes, parent=parent,
                    progress_seconds=PROGRESS_SECONDS) as running:
         return running.wait()
 
 
-# When a rank computes in an update, and when its messages are under way, by PyTorch's profiler. A
-# message lasts from the call of gloo until gloo's thread has finished it, which includes waiting
-# for a late rank. A rank computes whenever it does not wait for a message. Timelines are for ranks
-# on CPUs and updates of one micro-batch: forward ends where autograd begins, and the optimizer's
-# update is everything after backward.
+# Timelines from PyTorch's profiler: when a rank computes in an update, and when its messages are
+# under way. A message lasts from the call of gloo until gloo's thread has finished it, which
+# includes the wait for a late rank. A rank computes whenever it does not wait for a message.
+# Timelines are for ranks on CPUs and updates of one micro-batch: forward ends where autograd
+# begins, and the update is everything after backward.
 
 FORWARD, BACKWARD, UPDATE = COMPUTING = "forward", "backward", "update"
-WHOLE, WAIT = "lpkit::update", "lpkit::wait"    # ranges in the profile
+WHOLE, WAIT = "lpkit::update", "lpkit::wait"    # names of ranges that this module adds to a profile
+# beginnings of names of PyTorch's events: backward of an operation, the call of a collective, and
+# the work of gloo's thread on it
 AUTOGRAD, HANDED, GLOO = "autograd::engine::evaluate_function", "c10d::", "gloo:"
+# bytes of a number, by the profiler's name of its dtype
 ITEMSIZE = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "unsigned char": 1}
 
 
 class Span(NamedTuple):
-    """A period of one rank. `kind` is one of COMPUTING, or the kind of a message; `nbytes` is then
-    the size of the whole tensor that is reduced, scattered or gathered. Times are in seconds since
-    the first rank began."""
+    """A period in which a rank computes, or in which a message is under way."""
 
-    kind: str
-    start: float
+    kind: str           # one of COMPUTING, or the kind of collective
+    start: float        # seconds; in a Timeline, since the first rank began
     end: float
-    nbytes: int = 0
+    nbytes: int = 0     # of a message: bytes of the whole tensor that is reduced or gathered
 
 
 class Recorded(Waits):
-    """Waits that the profiler records."""
+    """Waits for messages that the profiler records as ranges named WAIT."""
 
     def __enter__(self) -> None:
         self.range = record_function(WAIT)
@@ -250,7 +269,8 @@ class Timeline:
 
     @classmethod
     def aligned(cls, by_rank: Iterable[Iterable[Sequence[Any]]]) -> list[Timeline]:
-        """Return a timeline per rank. The ranks are on one machine, so their clocks agree."""
+        """Return a timeline for each rank, with times since the first rank began. `by_rank` has the
+        spans of each rank, as lists, by the machine's clock: the ranks are on one machine."""
         by_rank = [[Span(*span) for span in spans] for spans in by_rank]
         began = min(span.start for spans in by_rank for span in spans)
         return [cls(tuple(span._replace(start=span.start - began, end=span.end - began)
@@ -266,6 +286,7 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
+        """Seconds from the start of forward to the end of the update."""
         return self.computing[-1].end - self.computing[0].start
 
     @cached_property
@@ -281,6 +302,7 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
+        """Seconds in which a message is under way while this rank waits."""
         return self.message_seconds - self.hidden_seconds
 
     @property
@@ -299,10 +321,10 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def traced(training: Training) -> list[Span]:
-    """Return the spans of one update of this rank, by the machine's clock. All ranks begin at the
-    same time."""
+    """Do one update of this rank under the profiler and return its spans, by the machine's clock. A
+    barrier lets all ranks begin at the same time."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True,
-                 acc_events=True) as profiler:     # without it, PyTorch 2.11 warns
+                 acc_events=True) as profiler:     # without `acc_events`, PyTorch 2.11 warns
         dist.barrier()
         with record_function(WHOLE):
             training.update(0)
@@ -310,7 +332,7 @@ def traced(training: Training) -> list[Span]:
 
 
 def spans(profiler: profile) -> list[Span]:
-    """Return the spans in the profile of an update."""
+    """Return the spans in the profile of an update: first those of computing, then the messages."""
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     (begin, end), = (_time(event) for event in events if event.name() == WHOLE)
     seen = {start: [event for event in events
@@ -320,10 +342,12 @@ def spans(profiler: profile) -> list[Span]:
     bounds = begin, backward[0][0], max(until for _, until in backward), end
     parts = [Span(kind, *times) for kind, phase in zip(COMPUTING, pairwise(bounds))
              for times in _without(waits, *phase)]
-    # gloo processes messages in the order of the calls
+    # gloo processes messages in the order of the calls, so calls and work are paired in order
     for handed, sent in zip(seen[HANDED], seen[GLOO], strict=True):
         kind, whole = DATA[handed.name().removeprefix(HANDED)]
-        # gloo's reduce-scatter is an all-reduce; its record of an all-gather has only one part
+        # The call's record has the whole tensor at the index `whole` of its shapes, except where it
+        # is a list of parts: then the record of gloo's work has it. (gloo's reduce-scatter is an
+        # all-reduce of the whole tensor; its record of an all-gather has only one part.)
         shape = handed.shapes()[whole] or sent.shapes()[0]
         parts.append(Span(kind, _time(handed)[0], _time(sent)[1],
                           ITEMSIZE[sent.dtypes()[0]] * math.prod(shape)))
@@ -331,12 +355,14 @@ def spans(profiler: profile) -> list[Span]:
 
 
 def _time(event: Any) -> tuple[float, float]:
+    """Return start and end of an event in seconds, by the machine's clock."""
     return event.start_ns() / 1e9, event.end_ns() / 1e9
 
 
 def _without(waits: Iterable[tuple[float, float]], begin: float, end: float
              ) -> Iterator[tuple[float, float]]:
-    """Yield the parts of a phase that are outside the waits."""
+    """Yield (start, end) of the parts of the phase from `begin` to `end` that are outside the
+    waits, which are in order of time."""
     for start, until in waits:
         if start < end and until > begin:
             if start > begin:
@@ -349,8 +375,9 @@ def _without(waits: Iterable[tuple[float, float]], begin: float, end: float
 # ---- Figures
 
 def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int) -> dict:
-    """Return a figure for an Explorer: the peak bytes of a rank by stage of ZeRO, in bf16 with
-    AdamW, with each block recomputed and one sequence at a time."""
+    """Return a plotly spec for an Explorer: the predicted peak bytes of a rank in each stage of
+    ZeRO, for bf16 and AdamW. Each rank computes `micro_batches` micro-batches of one sequence per
+    update, and recomputes each block."""
     config = dataclasses.replace(model, global_batch=ranks * micro_batches,
                                  grad_accum_steps=ranks * micro_batches)
     memories = {stage: memory(config, machine, ranks, precision="bf16", optimizer="adamw",
@@ -367,13 +394,16 @@ def stages_view(model: Config, machine: Machine, ranks: int, micro_batches: int)
 
 
 COMPUTING_COLOURS = {"forward": "#d1d5db", "backward": "#9ca3af", "update": "#6b7280"}
-LANE, GAP = 0.38, 0.5       # heights: a lane of a rank's row; the space between two stages
+# height of each of the two lanes of a rank's row, and of the space between two configs
+LANE, GAP = 0.38, 0.5
 
 
 def overlap_figure(timelines: Mapping[str, Sequence[Timeline]], *, title: str = "",
                    others: float = 0.0) -> dict:
-    """Return the plotly spec of timelines by name, a list over the ranks each. Each rank has a row:
-    its computation in the upper lane, blank while it waits, and its messages in the lower lane."""
+    """Return the plotly spec of the timelines of several configs, by name; each is a list over the
+    ranks. A rank has a row with two lanes: its computation in the upper lane, blank while it waits,
+    and its messages in the lower lane. `others`: the share of the cores that other processes used
+    during the measurement."""
     rows: dict[float, str] = {}
     at: dict[str, list[tuple[float, Any]]] = {kind: [] for kind in COMPUTING_COLOURS | SENT_COLOURS}
     for group, (name, ranks) in enumerate(timelines.items()):
@@ -397,7 +427,7 @@ def overlap_figure(timelines: Mapping[str, Sequence[Timeline]], *, title: str = 
             hover="%{x:.2f} ms%{customdata}", **SECONDS))
     return figure(
         data, title, others=others, height=110 + 34 * len(rows), barmode="overlay",
-        xaxis=axis("ms since the first rank began", rangemode="nonnegative"),
+        xaxis=axis("milliseconds since the first rank began", rangemode="nonnegative"),
         yaxis={"tickvals": list(rows), "ticktext": list(rows.values()), "ticks": "",
                "showgrid": False, "zeroline": False, "range": [max(rows) + 0.6, -0.6]})
 
@@ -442,7 +472,8 @@ def sent_bytes(nbytes: float, ranks: int, stage: int, micro_batches: int) -> flo
                     "there may be fewer rows than ranks: no part goes beyond the last row":
                         lambda rows, ranks, rank: (rank * math.ceil(rows / ranks),
                                                    (rank + 1) * math.ceil(rows / ranks)),
-                    "do not give the first parts one row more: all parts but the last ones are equal":
+                    "do not give the first parts one row more: all parts but the last ones are "
+                    "equal":
                         lambda rows, ranks, rank:
                         tuple(part * (rows // ranks) + min(part, rows % ranks)
                               for part in (rank, rank + 1))})
@@ -522,7 +553,8 @@ def _step(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
     return w, normal(r, WORLD, WORLD * each), normal(r, WORLD, each), r.choice((0.1, 0.5, 1.0))
 
 
-# Processes receive only the text of a function, so each function must stand on its own.
+# A process of a rank receives only the text of a function, so each function must be complete: it
+# uses no names of this module.
 def _of_the_sum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
     m = 0.9 * m + reduce_scatter(g)
     return all_gather(w.chunk(ranks)[rank] - lr * m), m

@@ -46,18 +46,19 @@ __all__ = ["RECIPES", "Layout", "RunFailedError", "WarmParent", "by_hand", "cast
 # ---- The study
 
 def kill(run: Any, rank: int) -> None:
-    """End a rank of a launched run, as the system does when memory runs out."""
+    """Kill the process of a rank of a launched run (SIGKILL), as the system does if memory runs
+    out."""
     os.kill(run.ranks[rank]["pid"], signal.SIGKILL)
 
 
 def gather_bytes(nbytes: int, ranks: int) -> float:
-    """Return the bytes that a rank sends in an all-gather of `nbytes` in total."""
+    """Return the bytes that a rank sends in an all-gather whose result has `nbytes` bytes."""
     return each_sends(Message(ALL_GATHER, nbytes, ranks))
 
 
 def torchao_row() -> Row:
-    """Return tokens per second of Llama 3 8B in FP8 over bf16: by formula, and as published by
-    torchao."""
+    """Return the comparison of the speed-up of Llama 3 8B in FP8 over bf16: by formula, and as
+    torchao published it."""
     bf16, fp8 = runs("torchao")[:2]
     return Row(name="Llama 3 8B, tokens/s, FP8 over bf16", unit="times",
                where=f"{bf16.source.title}, {bf16.machine}",
@@ -68,9 +69,12 @@ def torchao_row() -> Row:
 # ---- Figures
 
 def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callable[..., Any]:
-    """Return a view for an Explorer of the configs that `ways` makes of a model on a number of
-    ranks: the bytes that each sends per update (one sequence at a time, each block recomputed), the
-    time of sending, and the memory of a rank."""
+    """Return a function of model, machine and ranks for an Explorer: it compares ways to gather
+    weights by the bytes that a rank sends per update, the time of these messages, the time of a
+    step and the peak memory of a rank. Each rank computes one sequence and recomputes each block.
+
+    ways: returns the configs to compare, by name, for a config and a number of ranks
+    """
     def show(model: Config, machine: Machine, ranks: int) -> tuple[dict, str]:
         config = model.replace({"global_batch": ranks, "grad_accum_steps": ranks,
                                 "memory.recompute": "block"})
@@ -87,9 +91,10 @@ def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callabl
         spec = stacked_figure(
             list(sent), {kind: [each.get(kind) for each in sent.values()] for kind in SENT_COLOURS
                          if kind != "all-reduce"},
-            axis_title="sent in an update, bytes per rank",
+            axis_title="bytes that a rank sends in an update",
             title=f"{ranks:,} x {machine.title}, a sequence each: what a rank sends")
-        heads = ("", "sent", "by links alone", "of it hidden", "step", "peak")
+        heads = ("weights gathered in", "sent per update", "time of messages", "of which hidden",
+                 "step", "peak memory")
         return spec, html_table(heads, rows)
 
     return show
