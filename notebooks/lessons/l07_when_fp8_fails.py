@@ -789,7 +789,8 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
                  text=words, texttemplate="%{text}",
                  hovertemplate="%{y} in 16 bits: %{z:.0f}% recovered<extra></extra>")
     nothing = note("low precision cost no loss, so nothing was searched", 0.5, 0.5,
-                   "center middle", xref="paper", yref="paper", bgcolor=GROUND, font={"color": FAINT})
+                   "center middle", xref="paper", yref="paper", bgcolor=GROUND,
+                   font={"color": FAINT})
     return figure([cells], title, height=140 + 26 * len(layers), showlegend=False,
                   annotations=[] if finding.path else [nothing],
                   xaxis=axis("trial, and the share of the loss gap that it recovered",

@@ -179,7 +179,8 @@ class Reader:
                                                 else text).split(" x "))
         return {**row, "block of x": sides(x), "block of w": sides(w),
                 "both": row["one cast for both layouts"],
-                "scale": float(row["bytes of a scale"]), "share": float(row["share of the dtype's speed"])}
+                "scale": float(row["bytes of a scale"]),
+                "share": float(row["share of the dtype's speed"])}
 
     # 09, and casts of 06
 

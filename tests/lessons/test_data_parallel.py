@@ -147,8 +147,8 @@ def test_one_core_carries_two_ranks(monkeypatch):
 
 def test_one_rank_is_none(capsys, tmp_path):
     with pytest.raises(ConfigError,
-                       match="a layout of ZeRO needs 2 ranks or more, got 1; several ranks can run on "
-                             "one core"):
+                       match="a layout of ZeRO needs 2 ranks or more, got 1; several ranks can run "
+                             "on one core"):
         data_parallel.spread(SMALL, 1, sequences=1)
     assert cli.main(["notebook", "14", "processes=1", "--out", str(tmp_path)]) == 2
     assert "processes cannot be '1'; choose one of 2, 3, 4, 6, 8" in capsys.readouterr().err
