@@ -50,7 +50,7 @@ def uniform_loss(vocab: int) -> float:
 
 @exercise("00.bits_per_byte", (math.log(2), 1.0), (2.0, 1.0), (3.3, 4.2),
           draw=lambda r: (r.uniform(0.1, 12), r.uniform(1, 6)),
-          mistakes={"you left it in nats": lambda loss, size: loss / size,
+          mistakes={"the result is still in nats": lambda loss, size: loss / size,
                     "a token is several bytes, which share its loss":
                         lambda loss, size: loss / math.log(2) * size})
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
@@ -85,8 +85,9 @@ def _logits(r: Random) -> tuple[Tensor, Tensor]:
 @exercise("00.cross_entropy", (torch.zeros(1, 4), torch.tensor([2])),
           (torch.tensor([[1000.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])), draw=_logits,
           tolerance=1e-5, stars=2, minutes=10,
-          mistakes={"exp overflows: subtract each row's largest first": _plain_cross_entropy,
-                    "the mean over the tokens, not their sum":
+          mistakes={"exp overflows: first subtract the largest logit of each row":
+                        _plain_cross_entropy,
+                    "return the mean over the tokens, not the sum":
                         lambda logits, targets: len(targets) * cross_entropy(logits, targets)})
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     logits = logits - logits.amax(-1, keepdim=True)
@@ -108,8 +109,8 @@ def _clip_always(grads: list[Tensor], most: float) -> list[Tensor]:
           draw=lambda r: ([normal(r, r.randint(1, 5)) for _ in range(r.randint(1, 3))],
                           r.choice((0.1, 1.0, 10.0))),
           tolerance=1e-4, minutes=6,
-          mistakes={"one norm, over all of them": _clip_each,
-                    "a short gradient stays as it is": _clip_always})
+          mistakes={"take one norm over all gradients": _clip_each,
+                    "a gradient shorter than `most` stays as it is": _clip_always})
 def clip(grads: list[Tensor], most: float) -> list[Tensor]:
     norm = torch.stack([g.norm() for g in grads]).norm()
     scale = min(1.0, most / norm.item()) if norm else 1.0

@@ -102,7 +102,8 @@ exercise = adding_to(EXERCISES)
 @exercise("01.state_bytes", (1_000, 1, 0), (1_000, 4, 3), (7_500_000_000, 64, 1),
           (7_500_000_000, 64, 2),
           draw=lambda r: (r.randint(1, 10**11), r.choice((1, 2, 4, 8, 64, 1024)), r.randrange(4)),
-          mistakes={"each stage shards one thing more":
+          mistakes={"stage 1 shards only the optimizer state, stage 2 also gradients, stage 3 also "
+                    "weights":
                         lambda N, devices, stage: 16 * N / (devices if stage else 1)})
 def state_bytes(parameters: int, devices: int, stage: int) -> float:
     # ZeRO 1 shards the optimizer's 12 bytes, ZeRO 2 also the gradients', ZeRO 3 also the weights'
@@ -112,7 +113,7 @@ def state_bytes(parameters: int, devices: int, stage: int) -> float:
 
 @exercise("01.loss_bytes", (1, 1, 256), (16, 1024, 50_304),
           draw=lambda r: (r.randint(1, 64), r.randint(1, 8192), r.randint(2, 200_000)),
-          mistakes={"count three tensors": lambda B, T, V: 4 * B * T * V})
+          mistakes={"count three float32 tensors of that size": lambda B, T, V: 4 * B * T * V})
 def loss_bytes(sequences: int, context: int, vocab: int) -> int:
     return 3 * 4 * sequences * context * vocab
 
@@ -161,7 +162,8 @@ def _freed_late(lives: list[tuple[int, int, int]]) -> int:
 @exercise("01.peak_bytes", ([(0, 1, 8)],), ([(0, 2, 8), (2, 3, 4), (1, 2, 1)],), draw=_lives,
           minutes=6, stars=2,
           mistakes={"not all tensors are alive at once": lambda lives: sum(n for _, _, n in lives),
-                    "free tensors that end at a moment before others begin": _freed_late})
+                    "at each moment, free the tensors that end before you count those that begin":
+                        _freed_late})
 def peak_bytes(lives: list[tuple[int, int, int]]) -> int:
     changes = sorted([(begin, n) for begin, _, n in lives] + [(end, -n) for _, end, n in lives])
     return max(accumulate(n for _, n in changes))

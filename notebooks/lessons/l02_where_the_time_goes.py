@@ -201,9 +201,9 @@ exercise = adding_to(EXERCISES)
 @exercise("02.intensity", (1, 1, 1, 4), (4096, 768, 256, 2),
           draw=lambda r: (r.randint(1, 9999), r.randint(1, 9999), r.randint(1, 9999),
                           r.choice((1, 2, 4))),
-          mistakes={"the result is written, too":
+          mistakes={"the result is written, so count its bytes, too":
                         lambda M, N, K, itemsize: 2 * M * N * K / ((M * K + K * N) * itemsize),
-                    "a multiplication and an addition are two":
+                    "a multiplication and an addition are two FLOPs":
                         lambda M, N, K, itemsize: M * N * K / ((M * K + K * N + M * N) * itemsize)})
 def intensity(M: int, N: int, K: int, itemsize: int) -> float:
     return 2 * M * N * K / ((M * K + K * N + M * N) * itemsize)
@@ -212,7 +212,7 @@ def intensity(M: int, N: int, K: int, itemsize: int) -> float:
 # an n rounded up to an integer is right, too
 @exercise("02.smallest_square", (200e9, 40e9, 4), (989.4e12, 4.8e12, 2), tolerance=0.01,
           draw=lambda r: (10 ** r.uniform(13, 15), 10 ** r.uniform(10.5, 11), r.choice((1, 2, 4))),
-          mistakes={"three matrices move":
+          mistakes={"three matrices move: two operands and the result":
                         lambda peak, speed, itemsize: 0.5 * itemsize * peak / speed})
 def smallest_square(peak_flops: float, bytes_per_second: float, itemsize: int) -> float:
     # 2 n^3 / (3 n^2 itemsize) FLOPs per byte meet the ridge, peak / speed
@@ -238,7 +238,7 @@ def _factors(r: Random) -> tuple[Tensor, Tensor]:
 
 @exercise("02.flops", (torch.zeros(2, 3), torch.zeros(3, 4)),
           (torch.zeros(2, 3), torch.zeros(5, 3, 4)), draw=_factors, minutes=8, stars=2,
-          mistakes={"a multiplication and an addition":
+          mistakes={"a multiplication and an addition are two FLOPs":
                         lambda a, b: (a @ b).numel() * a.shape[-1],
                     "the axes in front broadcast": lambda a, b: 2 * a.numel() * b.shape[-1]})
 def flops(a: Tensor, b: Tensor) -> int:
@@ -249,7 +249,7 @@ def flops(a: Tensor, b: Tensor) -> int:
 @exercise("02.roofline_seconds", ([(1e9, 1e6)], 1e12, 1e9), ([(1e9, 0.0), (0.0, 1e6)], 1e12, 1e9),
           draw=lambda r: ([(10 ** r.uniform(6, 9), 10 ** r.uniform(3, 6)) for _ in range(
               r.randint(1, 5))], 10 ** r.uniform(11, 13), 10 ** r.uniform(8, 10)), minutes=4,
-          mistakes={"the bound of each operation, then the sum": lambda ops, peak, speed:
+          mistakes={"take the bound of each operation, then add up": lambda ops, peak, speed:
                         max(sum(f for f, _ in ops) / peak, sum(b for _, b in ops) / speed),
                     "moving and computing overlap within one operation": lambda ops, peak, speed:
                         sum(f / peak + b / speed for f, b in ops)})

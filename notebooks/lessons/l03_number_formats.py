@@ -482,8 +482,9 @@ def value_of(code: int, exponent_bits: int, mantissa_bits: int) -> float:
 
 @exercise("03.stochastic", (1.25, 1.0, 0.2), (1.25, 1.0, 0.3), (3.0, 0.5, 0.0), (0.75, 0.5, 0.6),
           draw=lambda r: (r.uniform(0, 8), r.choice((0.125, 0.5, 1.0, 2.0)), r.random()),
-          mistakes={"that is the nearest; u decides": lambda x, step, u: round(x / step) * step,
-                    "up when u is below the remainder":
+          mistakes={"this rounds to nearest, but `u` must decide":
+                        lambda x, step, u: round(x / step) * step,
+                    "round up when `u` is below the remainder":
                         lambda x, step, u: (x // step + (u >= x / step - x // step)) * step})
 def stochastic(x: float, step: float, u: float) -> float:
     down = x // step

@@ -215,7 +215,8 @@ exercise = adding_to(EXERCISES)
           (256, 512, 128, 128),
           draw=lambda r: (r.choice((256, 4096)), r.choice((512, 1024)), r.choice((0, 1, 16, 128)),
                           r.choice((0, 1, 32, 128))),
-          mistakes={"a side of 0 spans the axis": lambda rows, columns, high, wide: high * wide})
+          mistakes={"a side of 0 spans the whole axis":
+                        lambda rows, columns, high, wide: high * wide})
 def shared_by(rows: int, columns: int, block_rows: int, block_columns: int) -> int:
     return (block_rows or rows) * (block_columns or columns)
 
@@ -258,7 +259,7 @@ def _rows(r: Random) -> tuple[Tensor, int]:
           draw=_rows, minutes=6, stars=2,
           mistakes={"a block of zeros has the scale 1, or its values become NaN":
                         lambda x, block: x.unflatten(1, (-1, block)).abs().amax(-1) / LARGEST,
-                    "each row has its own": _column_scales,
+                    "each row has its own scales": _column_scales,
                     "the largest magnitude, not the largest value": lambda x, block: torch.where(
                         (top := x.unflatten(1, (-1, block)).amax(-1)) > 0, top / LARGEST, 1.0)})
 def block_scales(x: Tensor, block: int) -> Tensor:
@@ -269,7 +270,7 @@ def block_scales(x: Tensor, block: int) -> Tensor:
 @exercise("04.delayed", ([448.0], 2), ([448.0, 896.0, 448.0], 2),
           draw=lambda r: ([10 ** r.uniform(-2, 4) for _ in range(r.randint(1, 12))],
                           r.randint(1, 4)), minutes=8, stars=2,
-          mistakes={"today's amax is not known before the cast": lambda amaxes, length:
+          mistakes={"the amax of this step is not known before the cast": lambda amaxes, length:
                         [max(amaxes[max(0, i + 1 - length):i + 1]) / LARGEST
                          for i in range(len(amaxes))],
                     "steps older than `length` are forgotten": lambda amaxes, length:

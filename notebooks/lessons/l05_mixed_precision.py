@@ -215,14 +215,15 @@ def is_lost(weight: float, update: float) -> bool:
           draw=lambda r: (2.0 ** r.uniform(-40, 4),),
           mistakes={"2^-24 is the smallest subnormal number":
                         lambda gradient: max(1.0, 2.0 ** math.ceil(-24 - math.log2(gradient))),
-                    "1 or more": lambda gradient: 2.0 ** math.ceil(-14 - math.log2(gradient))})
+                    "the scale is 1 or more":
+                        lambda gradient: 2.0 ** math.ceil(-14 - math.log2(gradient))})
 def scale_for(gradient: float) -> float:
     return max(1.0, 2.0 ** math.ceil(-14 - math.log2(gradient)))
 
 
 @exercise("05.state_bytes", (1, False), (124_000_000, True),
           draw=lambda r: (r.randint(1, 10**11), r.random() < 0.5),
-          mistakes={"the masters stay":
+          mistakes={"the float32 masters are kept, too":
                         lambda parameters, low: parameters * ((2 if low else 4) + 8)})
 def mixed_state_bytes(parameters: int, low_precision_weights: bool) -> int:
     return parameters * (4 + 8 + (2 if low_precision_weights else 0))
@@ -245,8 +246,8 @@ def _never_reset(finite: list[bool], scale: float, interval: int) -> list[float]
           draw=lambda r: ([r.random() < 0.8 for _ in range(r.randint(1, 20))],
                           r.choice((1.0, 65536.0)), r.randint(1, 4)), minutes=10, stars=2,
           mistakes={"an overflow starts the count again": _never_reset,
-                    "the scale that a step was done with": lambda finite, scale, interval:
-                        loss_scaler([*finite, True], scale, interval)[1:]})
+                    "return the scale that each step used, not the scale after it":
+                        lambda finite, scale, interval: loss_scaler([*finite, True], scale, interval)[1:]})
 def loss_scaler(finite: list[bool], scale: float, interval: int) -> list[float]:
     scales, good = [], 0
     for ok in finite:

@@ -547,7 +547,7 @@ exercise = adding_to(EXERCISES)
 @exercise("06.product_db", (31.5, 31.5), (31.5, 25.5), (40.0, 20.0),
           draw=lambda r: (r.uniform(5, 60), r.uniform(5, 60)),
           mistakes={"shares of noise add up, decibels do not": lambda x, w: (x + w) / 2,
-                    "the other operand's noise is there, too": min})
+                    "the noise of the other operand counts, too": min})
 def product_db(x: float, w: float) -> float:
     return -10 * math.log10(10 ** (-x / 10) + 10 ** (-w / 10))
 
@@ -594,7 +594,7 @@ def _whole_steps(losses: Sequence[float], seconds: float, base_losses: Sequence[
 
 @exercise("06.speedup", ([4.0, 3.0], 0.5, [4.0, 3.0], 1.0), draw=_losses, minutes=10, stars=2,
           mistakes={"compare times at an equal loss": _at_equal_steps,
-                    "it reaches the loss between two steps": _whole_steps})
+                    "it reaches the loss between two steps: interpolate": _whole_steps})
 def speedup(losses: Sequence[float], seconds: float, base_losses: Sequence[float],
             base_seconds: float) -> float:
     target = base_losses[-1]
@@ -658,7 +658,7 @@ def _e4m3_backward(x: Tensor, w: Tensor, dy: Tensor, sx: float, sw: float,
                         x.masked_fill(x.abs() > 464 * sx, math.nan),
                         w.masked_fill(w.abs() > 464 * sw, math.nan),
                         dy.masked_fill(dy.abs() >= 61440 * sdy, math.inf), sx, sw, sdy),
-                    "all three are cast": _uncast_backward,
+                    "x, w and dy are all cast": _uncast_backward,
                     "gradients are cast to E5M2": _e4m3_backward})
 def fp8_backward(x: Tensor, w: Tensor, dy: Tensor, x_scale: float, w_scale: float,
                  dy_scale: float) -> tuple[Tensor, Tensor]:

@@ -844,7 +844,7 @@ def _grown(r: Random) -> tuple[tuple[float, ...], float]:
           draw=_grown,
           mistakes={"values up to 464 are rounded to 448":
                         lambda x, amax: sum(abs(a) > amax for a in x) / sum(a != 0 for a in x),
-                    "of the non-zero elements":
+                    "return the share of the non-zero elements":
                         lambda x, amax: sum(abs(a) > amax * 464 / 448 for a in x) / len(x)})
 def saturated(x: Sequence[float], amax: float) -> float:
     nonzero = [abs(a) for a in x if a]      # the last spacing is 32
@@ -854,7 +854,7 @@ def saturated(x: Sequence[float], amax: float) -> float:
 # `draw` avoids growths just above a power of two: there, rounding still avoids saturation
 @exercise("07.margin", (1.0,), (2.0,), (3.0,), (64.0,),
           draw=lambda r: (r.uniform(1.04, 2) * 2 ** r.randrange(10),),
-          mistakes={"round up": lambda growth: int(math.log2(growth))})
+          mistakes={"round the exponent up": lambda growth: int(math.log2(growth))})
 def margin(growth: float) -> int:
     return math.ceil(math.log2(growth))
 

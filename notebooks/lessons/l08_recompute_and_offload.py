@@ -366,8 +366,8 @@ def every(layers: int, block: int, kept: int, budget: int) -> int:
 
 @exercise("08.moment_bytes", (256, 256), (1000, 256), (124_000_000, 2048),
           draw=lambda r: (r.randint(1, 10**9), r.choice((64, 128, 256, 2048))),
-          mistakes={"the scales are bytes, too": lambda parameters, block: 2 * parameters,
-                    "a block that is not full has a scale":
+          mistakes={"the scales take bytes, too": lambda parameters, block: 2 * parameters,
+                    "a block that is not full has a scale, too":
                         lambda parameters, block: 2 * (parameters + 4 * (parameters // block))})
 def moment_bytes(parameters: int, block: int) -> int:
     return 2 * (parameters + 4 * math.ceil(parameters / block))

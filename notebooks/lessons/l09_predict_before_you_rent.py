@@ -620,7 +620,7 @@ exercise = adding_to(EXERCISES)
 
 @exercise("09.micro_batches", (1, 0.5), (2, 0.5), (8, 0.125), (16, 0.11),
           draw=lambda r: (r.randint(1, 64), r.uniform(0.02, 0.6)),
-          mistakes={"a share of the step, the bubble included":
+          mistakes={"the bubble is a share of the whole step, the bubble included":
                         lambda stages, most: max(1, math.ceil((stages - 1) / most))})
 def micro_batches(stages: int, most: float) -> int:
     # of the (m + p - 1) turns, (p - 1) are idle
@@ -647,9 +647,9 @@ def _powers_of_two(states: float, device: float, kv_heads: int) -> int:
 @exercise("09.tensor_ranks", (60e9, 80e9, 8), (160e9, 80e9, 8),
           draw=lambda r: (10 ** r.uniform(9, 12.5), r.choice((24e9, 80e9, 141e9, 192e9)),
                           r.choice((1, 4, 6, 8, 10, 12, 16))),
-          mistakes={"the heads must come out even":
+          mistakes={"the number of ranks must divide the heads":
                         lambda states, device, kv_heads: math.ceil(states / device),
-                    "not only powers of two divide them": _powers_of_two})
+                    "numbers other than powers of two divide the heads, too": _powers_of_two})
 def tensor_ranks(state_bytes: float, device_bytes: float, kv_heads: int) -> int:
     fits = [n for n in range(1, kv_heads + 1)
             if kv_heads % n == 0 and state_bytes <= n * device_bytes]
@@ -690,7 +690,7 @@ def reduce_scatter(values: list[list[float]], turns: int) -> list[list[float]]:
           mistakes={"micro-batches are of one size: it must divide the batch":
                         lambda states, each, device, batch:
                         max(0, min((device - states) // each, batch)),
-                    "0 where not even one fits": lambda states, each, device, batch:
+                    "return 0 if not even one sequence fits": lambda states, each, device, batch:
                         max((n for n in range(1, batch + 1)
                              if batch % n == 0 and states + n * each <= device), default=1)})
 def micro_batch(state_bytes: int, sequence_bytes: int, device_bytes: int, batch: int) -> int:

@@ -492,7 +492,7 @@ exercise = adding_to(EXERCISES)
           mistakes={"the log of each sum is float32, even if the numbers have 16 bits":
                         lambda B, H, T, E, itemsize, flash: B * H * T * itemsize
                         * (4 * E + 1 if flash else 3 * E + T),
-                    "flash keeps the answer, too": lambda B, H, T, E, itemsize, flash:
+                    "the flash kernel also keeps the answer": lambda B, H, T, E, itemsize, flash:
                         B * H * T * (3 * E * itemsize + (4 if flash else T * itemsize)),
                     "half of the scores are masked, but all are kept":
                         lambda B, H, T, E, itemsize, flash: B * H * T * (

@@ -209,8 +209,8 @@ def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = mat
 
 
 def finite(tokens: float) -> float | None:
-    """Return `tokens`, or None if it is infinite, for a `Row`, which needs a finite number. Infinity
-    stands for "at none of the tried contexts" (see `crossing`)."""
+    """Return `tokens`, or None if it is infinite, for a `Row`, which needs a finite number.
+    Infinity stands for "at none of the tried contexts" (see `crossing`)."""
     return tokens if math.isfinite(tokens) else None
 
 

@@ -39,9 +39,9 @@ METRICS = {
     "saturated": ("elements that saturated (%)", "saturated", _percent, ".3f", SHARES),
     "saturated blocks": ("blocks with a saturated element (%)", "saturated_blocks", _percent, ".2f",
                          SHARES),
-    "zeroed blocks": ("blocks in which every element became zero (%)", "zeroed_blocks", _percent,
+    "zeroed blocks": ("blocks that became zero (%)", "zeroed_blocks", _percent,
                       ".2f", SHARES),
-    "scale spread": ("log2 of largest / smallest scale (octaves)", "scale_octaves", float, ".1f",
+    "scale spread": ("largest / smallest scale (octaves)", "scale_octaves", float, ".1f",
                      (0, 20)),
     "amax": ("log2 of the largest magnitude", "amax", _octave, ".1f", OCTAVES),
 }
