@@ -247,7 +247,8 @@ def _never_reset(finite: list[bool], scale: float, interval: int) -> list[float]
                           r.choice((1.0, 65536.0)), r.randint(1, 4)), minutes=10, stars=2,
           mistakes={"an overflow starts the count again": _never_reset,
                     "return the scale that each step used, not the scale after it":
-                        lambda finite, scale, interval: loss_scaler([*finite, True], scale, interval)[1:]})
+                        lambda finite, scale, interval:
+                        loss_scaler([*finite, True], scale, interval)[1:]})
 def loss_scaler(finite: list[bool], scale: float, interval: int) -> list[float]:
     scales, good = [], 0
     for ok in finite:
