@@ -19,8 +19,10 @@ def goal(sentence: str, conditions: Mapping[str, bool | None]) -> None:
 
     A goal is set before the run and may fail, while a claim states a result. So a failed goal
     raises no error, and the runner of notebooks does not count it as a failure."""
-    met = list(conditions.values())
-    state = FAILS if any(holds is False for holds in met) else UNDECIDED if None in met else HOLDS
+    results = list(conditions.values())
+    state = UNDECIDED if None in results else HOLDS
+    if any(holds is False for holds in results):
+        state = FAILS
     signs = {True: LOOKS[HOLDS][1], False: LOOKS[FAILS][1], None: LOOKS[UNDECIDED][1]}
     lines = [f"{signs[holds]} {condition}" for condition, holds in conditions.items()]
     display({"text/plain": "\n".join([f"{WORDS[state]}: {sentence}", *lines]),

@@ -235,14 +235,14 @@ def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
 def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) -> str:
     """Score `question` (which recipe ended farthest above BASE) by recorded losses: percent above
     BASE, by recipe and seed. Return a sentence that names the recipes, if the seeds allow it."""
-    apart = max(max(seeds) - min(seeds) for seeds in by_seed.values())
-    first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=apart)
+    spread = max(max(seeds) - min(seeds) for seeds in by_seed.values())
+    first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=spread)
     question.scored(first)
     guess = f" (your guess: {question.answer})" if question.answer else ""
     named = "no recipe can be told from the others"
     if len(first) < len(by_seed):
         named = f"{' or '.join(first)} ended farthest above {BASE}"
-    return (f"After 300 steps {named}{guess}: seeds of one recipe differ by up to {apart:.2f} "
+    return (f"After 300 steps {named}{guess}: seeds of one recipe differ by up to {spread:.2f} "
             f"points, and only a larger difference of means counts.")
 
 

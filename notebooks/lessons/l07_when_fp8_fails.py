@@ -706,7 +706,7 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
                       for sample in first[:3])
     more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
     source = source_of_nonfinite(samples)
-    who = f"; made by {source}" if source else "; already there when the step began"
+    who = f"; produced by {source}" if source else "; already there when the step began"
     return f"NaN or Inf at step {first[0].step}: {named}{more}{who}"
 
 
@@ -891,11 +891,11 @@ class Suspects:
     """`fails(layers)`: whether training fails with these layers in FP8. Counts its calls."""
 
     def __init__(self, culprit: str, most: int):
-        self.culprit, self.most, self.asked = culprit, most, 0
+        self.culprit, self.most, self.calls = culprit, most, 0
 
     def __call__(self, layers: list[str]) -> bool:
-        self.asked += 1
-        if self.asked > self.most:
+        self.calls += 1
+        if self.calls > self.most:
             raise RuntimeError(f"more than {self.most} trainings")
         return self.culprit in layers
 

@@ -288,7 +288,7 @@ def row(run: Run, calibration: float | None = None) -> Row:
 
 def published() -> Comparison:
     """Return the comparison of all runs of SHOWN that can be predicted."""
-    return Comparison(tuple(beside for _, beside in taken(runs(*SHOWN), row)))
+    return Comparison(tuple(comparison for _, comparison in taken(runs(*SHOWN), row)))
 
 
 def calibrated() -> Comparison:
@@ -306,7 +306,7 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for run in runs():
         of = {"source": run.source.name, "at": run.at}
         try:
-            ratio, beside = run.published_seconds / seconds(run), row(run)
+            ratio, comparison = run.published_seconds / seconds(run), row(run)
         except ConfigError as error:
             left_out.append({**of, "why": re.split(r"[;,?] ", str(error))[0]})
             continue
@@ -314,8 +314,8 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         slower = predicted.spread
         compared.append({**of, "inside": slower.low <= ratio <= slower.high,
                          "generation": evidence.generation_of(predicted.machine),
-                         "unit": beside.unit, "published": beside.measured,
-                         "formula": beside.formula, "error": ratio - 1,
+                         "unit": comparison.unit, "published": comparison.measured,
+                         "formula": comparison.formula, "error": ratio - 1,
                          "published_mfu": predicted.mfu / ratio,
                          "held_out": run.source.held_out, "machine": _machine(run),
                          "layout": evidence.shape_of(predicted.layout),

@@ -152,7 +152,7 @@ def test_a_nan_is_followed_to_the_layer_that_made_it(layer):
     order = [*PLACES, "head"]
     assert order.index(met) == order.index(layer) + 1
     assert source_of_nonfinite(samples) == standing_out(samples)[0][0] == layer
-    assert f"made by {layer}" in nonfinite_report(samples)
+    assert f"produced by {layer}" in nonfinite_report(samples)
 
 
 @pytest.mark.parametrize("layer", PLACES[1::2])

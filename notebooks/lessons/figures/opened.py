@@ -38,18 +38,19 @@ def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[
             rf"rel='noopener' href='\g<0>'>\g<0></a>")
     html = (f"<div style='font:13px {escape(FONT)};color:{TEXT};line-height:1.5;max-width:1000px'>"
             f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>")
-    for name, value, says, beside, lines in rows:
+    for name, value, value_text, summary, lines in rows:
         html += (f"<details{' open' if name == largest else ''} "
                  f"style='border-bottom:1px solid {LINE}'>"
                  f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>")
-        for text, width, side in ((name, "15em", "left"), (says, "8em", "right"),
+        for text, width, side in ((name, "15em", "left"), (value_text, "8em", "right"),
                                   (f"{value / whole:.1%}", "4.5em", "right")):
             html += (f"<span style='display:inline-block;width:{width};text-align:{side};"
                      f"white-space:nowrap'>"
                      f"{escape(text)}</span>")
         inside = "<br>".join(re.sub(r"https://[^\s,;)]+", link, escape(line))
                              for line in lines if line)
-        html += (f"<span style='padding-left:1.5em;color:{QUIET}'>{escape(beside)}</span></summary>"
+        html += (f"<span style='padding-left:1.5em;color:{QUIET}'>{escape(summary)}</span>"
+                 f"</summary>"
                  f"<div style='padding:2px 0 6px 2em;color:{QUIET}'>{inside}</div></details>")
     return html + "</div>"
 

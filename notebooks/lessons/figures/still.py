@@ -353,10 +353,10 @@ class _Axis:
         places = ticks.positions(spec, self.letter, low, high, pixels)
         words = ticks.words(spec, places)
         if self.letter == "x" and not spec.get("tickangle"):
-            words = self.apart(places, words, pixels)
+            words = self.without_overlaps(places, words, pixels)
         return places, words
 
-    def apart(self, places: list[float], words: list[str], pixels: float) -> list[str]:
+    def without_overlaps(self, places: list[float], words: list[str], pixels: float) -> list[str]:
         """Return the words, with an empty string for a word that would touch its left neighbour."""
         scale = math.log10 if self.is_log else float
         low, high = map(scale, sorted(self.range))
@@ -530,11 +530,11 @@ class _Drawing:
             x, y = self.axes[across].domain, self.axes[up].domain
             panel.set_position((left + x[0] * share[0], low + y[0] * share[1],
                                 (x[1] - x[0]) * share[0], (y[1] - y[0]) * share[1]))
-            for axis, own, pixels in ((self.axes[across], panel.xaxis, (x[1] - x[0]) * wide),
-                                      (self.axes[up], panel.yaxis, (y[1] - y[0]) * high)):
+            for axis, mpl_axis, pixels in ((self.axes[across], panel.xaxis, (x[1] - x[0]) * wide),
+                                           (self.axes[up], panel.yaxis, (y[1] - y[0]) * high)):
                 places, words = axis.tick_positions(pixels)
-                own.set_ticks(places, words if own.get_visible() else None)
-                own.set_ticks([], minor=True)
+                mpl_axis.set_ticks(places, words if mpl_axis.get_visible() else None)
+                mpl_axis.set_ticks([], minor=True)
         for panel in self.panels.values():
             panel.apply_aspect()
 
@@ -631,8 +631,8 @@ class _Drawing:
         spec = _merged({"x": 0, "y": 1.02}, self.layout.get("legend"))
         _known("legend", spec)
         self.legend_below = spec.get("yref") == "container" and spec["y"] == 0
-        asked = any(trace.get("showlegend") for trace in self.traces)
-        if wanted is False or (wanted is None and len(self.handles) < 2 and not asked):
+        requested = any(trace.get("showlegend") for trace in self.traces)
+        if wanted is False or (wanted is None and len(self.handles) < 2 and not requested):
             return None
         if not self.handles:
             return None
@@ -690,33 +690,33 @@ class _Drawing:
         for side in ("top", "right", "left", "bottom"):
             panel.spines[side].set_visible(False)
         size = self.font.get("size", 13)
-        for axis, own, sides in ((across, panel.xaxis, ("bottom", "top")),
-                                 (up, panel.yaxis, ("left", "right"))):
+        for axis, mpl_axis, sides in ((across, panel.xaxis, ("bottom", "top")),
+                                      (up, panel.yaxis, ("left", "right"))):
             spec = axis.spec
             side = spec.get("side", sides[0])
-            own.set_ticks_position(side)
-            own.set_label_position(side)
+            mpl_axis.set_ticks_position(side)
+            mpl_axis.set_label_position(side)
             other = up if axis is across else across
             mine = _long(spec.get("anchor") or other.name) == _long(other.name)
             seen = spec.get("visible", True) and mine
             tickfont = spec.get("tickfont") or {}
             labels = seen and spec.get("showticklabels", True)
             length = spec.get("ticklen", 4) if spec.get("ticks") == "outside" and seen else 0
-            own.set_tick_params(
+            mpl_axis.set_tick_params(
                 length=length, width=1, color=spec.get("tickcolor", "#444444"), pad=3,
                 labelsize=tickfont.get("size", size - 1) * SCALE, labelfontfamily=FONT,
                 labelcolor=tickfont.get("color", self.font.get("color", "#24292f")),
                 labelrotation=-(spec.get("tickangle") or 0),
                 **{f"label{name}": bool(labels and name == side) for name in sides})
             if spec.get("tickangle") and axis is across:
-                for label in own.get_ticklabels():
+                for label in mpl_axis.get_ticklabels():
                     label.set_ha("right" if spec["tickangle"] < 0 else "left")
                     label.set_rotation_mode("anchor")
             if not labels:
-                own.set_tick_params(labelbottom=False, labelleft=False, labeltop=False,
-                                    labelright=False)
+                mpl_axis.set_tick_params(labelbottom=False, labelleft=False, labeltop=False,
+                                         labelright=False)
             if spec.get("visible", True) and spec.get("showgrid", True):
-                own.grid(True, color=spec.get("gridcolor", "#e5e7eb"), linewidth=1, zorder=0.5)
+                mpl_axis.grid(True, color=spec.get("gridcolor", "#e5e7eb"), linewidth=1, zorder=0.5)
             if seen and spec.get("showline"):
                 panel.spines[side].set(visible=True, color=spec.get("linecolor", "#444444"),
                                        linewidth=1)
@@ -727,8 +727,8 @@ class _Drawing:
             if seen and (title := _text(spec.get("title"))):
                 font = spec["title"].get("font", {}) if isinstance(spec["title"], Mapping) else {}
                 text = self.write(title, font)
-                own.set_label_text(text.pop("s"), **text)
-                own.labelpad = 6
+                mpl_axis.set_label_text(text.pop("s"), **text)
+                mpl_axis.labelpad = 6
         for axis, other in ((across, up), (up, across)):
             if axis.spec.get("scaleanchor"):
                 left = "left" in (axis.spec.get("constraintoward"),
@@ -1194,9 +1194,9 @@ class _Drawing:
                 self.placed.append(lambda: self.hide_where_narrow(panel, patch, drawn, trace, flat,
                                                                   sign, log))
             return
-        self.beside(panel, patch, label, flat, sign)
+        self.write_beyond(panel, patch, label, flat, sign)
 
-    def beside(self, panel: Any, patch: Any, label: dict, flat: bool, sign: int) -> None:
+    def write_beyond(self, panel: Any, patch: Any, label: dict, flat: bool, sign: int) -> None:
         """Draw the text `label` beyond the end of a bar. `sign`: -1 for a negative bar."""
         x, y = patch.get_x(), patch.get_y()
         wide, high = patch.get_width(), patch.get_height()
