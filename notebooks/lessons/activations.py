@@ -13,6 +13,7 @@ from lpkit.techniques.row import chosen
 
 @dataclass(frozen=True, kw_only=True)
 class Forward(Kept):
+    """The bytes that a forward pass keeps, with the copies of the weights."""
     weight_copy_bytes: float        # copies of the weights in the compute dtype, by autocast
 
 

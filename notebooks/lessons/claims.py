@@ -48,6 +48,8 @@ def claim(sentence: str, on_verdict: Callable[[str], None] = lambda state: None)
 
 
 def _show(sentence: str, on_verdict: Callable[[str], None], state: str, why: str = "") -> None:
+    """Show the card of a claim in the state HOLDS, FAILS or UNDECIDED, and call `on_verdict`. The
+    card is also stored in the metadata of the output, where the runner of notebooks reads it."""
     # imported here, because the runner of notebooks imports this module without IPython
     from IPython.display import display
 

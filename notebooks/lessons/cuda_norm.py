@@ -77,6 +77,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return s = x + delta and y = RMSNorm of s times w, (..., N) each."""
         x, delta, w = x.contiguous(), delta.contiguous(), w.float().contiguous()
         row_of_vectors(x, delta)
         s, y, r = _library().forward(x, delta, w, eps)
@@ -85,6 +86,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, ds: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return the gradients of x, delta, w and eps, given those of s and y."""
         s, w, r = ctx.saved_tensors         # r: 1 / rms of each row of s
         dx, dw, _ = norm.backward(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
                                   False)

@@ -75,6 +75,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens per second, over all sequences."""
         return self.batch / self.seconds
 
 

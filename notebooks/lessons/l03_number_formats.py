@@ -452,6 +452,7 @@ def landing_figure(landings: Iterable[Landing]) -> tuple[dict, str]:
 
 
 def _share(part: float, whole: float) -> str:
+    """Return part / whole in percent, with two digits."""
     return f"{float(f'{100 * part / whole:.2g}'):g}%" if whole else "-"
 
 

@@ -422,6 +422,8 @@ class LiveRuns(LiveRun):
         super().__init__(series)
 
     def _spec(self) -> dict:
+        """Return the plotly spec of the race of all runs so far, with the map if there is a
+        `read`."""
         begun, configs = dict(self.handle.handles), self.handle.configs
         losses = {name: {record.step: record.loss for record in list(handle.records)}
                   for name, handle in begun.items()}
@@ -446,6 +448,7 @@ class LiveRuns(LiveRun):
 
     @property
     def _reached_all(self) -> bool:
+        """Whether all runs have begun and the last has done all planned steps."""
         return len(self.handle.handles) == len(self.handle.configs) and super()._reached_all
 
     def _words(self) -> str:

@@ -91,12 +91,12 @@ class Fault:
     """A fault of low-precision training; all texts are shown to the learner."""
 
     what: str                               # what the fault changes
-    recipe: str                             # the row of `recipes` that the fault needs
+    recipe: str                             # the recipe (a key of RECIPES) that the fault needs
     put: Put
     # where telemetry shows the fault: role, metric, and whether it rises (+1) or falls (-1)
     shows: tuple[str, str, int]
     symptom: str
-    cure: str                               # the row of `recipes` that cures the faulty layer
+    cure: str                               # the recipe (a key of RECIPES) that cures the layer
     remedy: str                             # why that recipe helps
     # why a tiny model's loss does not show the fault within a few steps; "" if it does
     unseen: str = ""
@@ -509,11 +509,13 @@ class Starts:
                                                    "precision.recipe": recipe}))
 
     def _train(self, seed: int) -> Training:
+        """Return the training of this seed after `steps` steps in fp32."""
         training = self.build("fp32", seed)
         train(training, 0, self.steps)
         return training
 
     def _move(self, recipe: str, seed: int) -> Training:
+        """Return a training with this recipe, and the trained weights and optimizer state."""
         training, trained = self.build(recipe, seed), self.trained(seed)
         # strict=False: the recipe may have state of its own, for example an amax history
         training.model.load_state_dict(trained.model.state_dict(), strict=False)
@@ -758,11 +760,13 @@ class Accusation(Stored, Question):
             self._accuse(change["new"]["y"])
 
     def _accuse(self, layer: str) -> None:
+        """Set the layer of the answer, unless the question has been answered."""
         if not self.locked:
             self.layer, self.fault.description = layer, layer or NOBODY
             self.value = f"{self.fault.value} in {layer}" if layer and self.fault.value else None
 
     def restore(self, value: float | str, factor: float | None) -> None:
+        """Show an answer that was given earlier."""
         self.fault.value, _, layer = str(value).partition(" in ")
         self._accuse(layer)
         super().restore(value, factor)

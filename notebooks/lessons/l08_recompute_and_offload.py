@@ -111,6 +111,7 @@ def with_technique(config: Config, name: str) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
+    """The prediction of a step with a technique."""
     memory: Memory
     slowdown: float | None      # seconds of a step over the plain step's; None: no formula
 
@@ -134,6 +135,7 @@ def predicted(config: Config, machine: Machine) -> dict[str, Predicted]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
+    """The measurement of steps with a technique."""
     footprint: Footprint
     # seconds of a step over the plain step's of the same round; median over the rounds
     slowdown: float

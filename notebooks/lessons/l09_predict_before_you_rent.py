@@ -289,10 +289,12 @@ def _starts(sizes: Iterable[float]) -> list[float]:
 
 
 def _chunks(option: Option) -> str:
+    """Return "micro-batches x sequences in each"."""
     return f"{option.time.micro_batches} x {option.time.sequences}"
 
 
 def _dollars(option: Option) -> str:
+    """Return the cost of a plan as text; "-" if it is unknown."""
     return "-" if option.bill.cost is None else "$" + quantity(option.bill.cost)
 
 

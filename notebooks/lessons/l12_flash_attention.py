@@ -192,6 +192,7 @@ class SlowMemory(TorchDispatchMode):
 
 
 def _storage(t: Tensor) -> int:
+    """Return the address of the storage of t; views of one storage have the same address."""
     return t.untyped_storage().data_ptr()
 
 

@@ -91,6 +91,7 @@ class Layer:
 
     @cached_property
     def config(self) -> Config:
+        """The config of a model of one layer with this attention."""
         config = Config().replace({
             "model.layers": 1, "model.width": self.heads * self.head_dim, "model.vocab": 16,
             "model.heads": self.heads, "model.mlp_width": 16, "model.context": self.context,

@@ -154,6 +154,7 @@ class Run(Checked):
 
     @property
     def name(self) -> str:
+        """The name of the run in figures and tables."""
         words = [self.model, f"{self.devices:,} GPUs", f"{self.context:,} tokens",
                  RECOMPUTED.get(self.recompute, "")]
         return ", ".join(filter(None, words))
@@ -338,11 +339,14 @@ def _flat_mfu(run_row: dict[str, Any], compared: list[dict[str, Any]]) -> float:
 
 
 def _bits(precision: str) -> int:
+    """Return the bits of the operands of a precision: 16, 8 or 4."""
     low = recipes.PRECISIONS[precision].low
     return low.bits if low else 16
 
 
 def _machine(run: Run) -> str:
+    """Return the name of the run's machine, with its power limit if that is lower than the rated
+    power."""
     limited = run.watts and run.watts < find(run.machine).watts
     return f"{run.machine} at {run.watts:g} W" if limited else run.machine
 

@@ -59,6 +59,7 @@ def claim(sentence: str) -> AbstractContextManager[None]:
 
 
 def _outbox() -> Path:
+    """Return the path of the outbox: a file with one report, a JSON text, per line."""
     return data_dir("course") / "outbox.jsonl"
 
 

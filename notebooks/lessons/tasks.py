@@ -58,6 +58,7 @@ class Task(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Task):
+    """Settings of `CopyTask`."""
     length: Count = 16          # length of the string
 
     @property
@@ -67,6 +68,7 @@ class Copy(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Task):
+    """Settings of `RecallTask`."""
     pairs: Count = 8            # pairs of a key and its value before the questions
 
     def __post_init__(self):

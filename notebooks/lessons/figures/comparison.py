@@ -60,6 +60,7 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
 
 
 def _name(row: Row) -> str:
+    """Return the label of a row: its name, wrapped, and the measured value in bold."""
     what = "not measured" if row.measured is None else quantity(row.measured, row.unit)
     name = "<br>".join(map(escape, wrap(row.name, NAME_LETTERS))) or "unnamed"
     return f"{name}<br><b>{what}</b>"

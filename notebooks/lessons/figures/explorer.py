@@ -64,6 +64,7 @@ class Explorer(Stored, widgets.VBox):
 
     @property
     def choices(self) -> dict[str, Any]:
+        """The current values of all controls, by name."""
         return {name: control.value for name, control in self.controls.items()}
 
     def set(self, **choices: Any) -> None:

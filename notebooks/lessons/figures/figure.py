@@ -80,6 +80,7 @@ class Stored:
     _display_id: str | None = None
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
+        """Return the output by mime type: a sentence, the widget, the picture, the plotly spec."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
         spec = self.figure.spec
         sentence, still = describe(spec, type(self).__name__), {}
@@ -91,6 +92,7 @@ class Stored:
                 PLOTLY_MIME: {**spec, "config": CONFIG}}
 
     def _ipython_display_(self, update: bool = False) -> None:
+        """Display the widget, or with `update` replace its stored output. IPython calls this."""
         self._display_id = self._display_id or uuid.uuid4().hex
         display(self._repr_mimebundle_(), raw=True, display_id=self._display_id, update=update)
 
@@ -132,6 +134,7 @@ class Figure(Stored, anywidget.AnyWidget):
         return self.shown.spec
 
     def show(self, spec: Any) -> None:
+        """Replace the shown figure by `spec`, in one message to the browser."""
         self.shown.spec = plain(spec)
 
 

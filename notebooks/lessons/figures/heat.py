@@ -26,6 +26,7 @@ def _percent(share: float) -> float:
 
 
 def _octave(magnitude: float) -> float:
+    """Return log2 of a magnitude."""
     return math.log2(max(magnitude, 2.0**-150))      # for 0: below float32's smallest value
 
 
@@ -114,6 +115,7 @@ def heat_map(samples: Samples, *, metric: str = "SQNR", role: str = "x", recipe:
 
 
 def _values(samples: Samples, field: str) -> list:
+    """Return the different values of a field of the samples, in order of appearance."""
     return list(dict.fromkeys(getattr(sample, field) for sample in samples))
 
 

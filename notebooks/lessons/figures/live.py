@@ -144,10 +144,12 @@ class LiveRun(Stored, widgets.VBox):
         handle.on_done(self._done)
 
     def _spec(self) -> dict:
+        """Return the plotly spec of the run so far."""
         return training_figure(list(self.handle.records), title=self.handle.title,
                                planned_steps=self.handle.planned_steps, others=self.others())
 
     def _words(self) -> str:
+        """Return the progress of the run in words."""
         return progress(list(self.handle.records), self.handle.planned_steps)
 
     @property
@@ -158,6 +160,7 @@ class LiveRun(Stored, widgets.VBox):
 
     @property
     def _state(self) -> str:
+        """The state of the run: running, paused, stopping, stopped, done or failed."""
         if self.handle.done:
             if self.handle.error is not None:
                 return "failed"
@@ -179,11 +182,13 @@ class LiveRun(Stored, widgets.VBox):
         self._next = max(began + PERIOD_SECONDS, ended + 4 * (ended - began))
 
     def _show(self) -> None:
+        """Redraw the figure, the table of ranks and the status line."""
         self.figure.show(self._spec())
         self.ranks.value = ranks_table(dict(getattr(self.handle, "ranks", {})))
         self._say()
 
     def _say(self) -> None:
+        """Write the status line: the state, and the progress or the reason of a failure."""
         with self._saying:
             state, words = self._state, self._words()
             if state != "running":
@@ -217,5 +222,6 @@ class LiveRun(Stored, widgets.VBox):
         self._say()
 
     def _done(self) -> None:
+        """Show the end of the run, and store the final figure in the output."""
         self._show()
         self.refresh_output()

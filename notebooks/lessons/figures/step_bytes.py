@@ -138,6 +138,7 @@ def timeline_figure(points: Points, *, formula: Memory | None = None, title: str
 
 
 def total_bytes(point: Any) -> int:
+    """Return the live bytes of a point, over all rows."""
     return sum(point.rows.values())
 
 

@@ -265,6 +265,7 @@ class _Axis:
 
     @property
     def domain(self) -> Sequence[float]:
+        """Start and end of the axis, as shares of the plot."""
         return self.spec.get("domain") or (0, 1)
 
     @property
@@ -578,6 +579,7 @@ class _Drawing:
             self.place_legend(legend, renderer)
 
     def _renderer(self) -> Any:
+        """Return a renderer, which measures texts."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         return FigureCanvasAgg(self.figure).get_renderer()
@@ -946,6 +948,7 @@ class _Drawing:
     # to front; `stacks` has the sums so far of stacked areas, by stack and x.
 
     def scatter(self, trace: dict, number: int, stacks: dict) -> None:
+        """Draw lines, markers, texts, error bars and filled areas."""
         panel, across, up = self.panel(trace)
         line, marker = trace.get("line") or {}, trace.get("marker") or {}
         _known("line", line)
@@ -1132,6 +1135,7 @@ class _Drawing:
         return entry
 
     def bar(self, trace: dict, number: int, stacks: dict) -> None:
+        """Draw the bars that `stack_bars` placed, with their texts."""
         from matplotlib.patches import Patch, Rectangle
 
         panel, across, up = self.panel(trace)
@@ -1216,6 +1220,7 @@ class _Drawing:
         drawn.set_visible(fits)
 
     def heatmap(self, trace: dict, number: int, stacks: dict) -> None:
+        """Draw the cells, their texts and the colour bar."""
         import numpy as np
 
         panel, across, up = self.panel(trace)
