@@ -458,10 +458,13 @@ def _share(part: float, whole: float) -> str:
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises.
+# Exercises: the value of a code, stochastic rounding, the exponent of an MX scale.
 
 def _no_subnormals(code: int, exponent_bits: int, mantissa_bits: int) -> float:
     field, fraction = code >> mantissa_bits, code % 2**mantissa_bits / 2**mantissa_bits

@@ -541,6 +541,9 @@ def _block(sides: tuple[int, int]) -> str:
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 

@@ -816,10 +816,13 @@ def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = No
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: Decibels, shares, powers of two.
+# Exercises: decibels, shares, powers of two.
 
 def _of_magnitudes(x: Sequence[float], y: Sequence[float]) -> float:
     return 10 * math.log10(sum(map(abs, x)) / sum(abs(a - b) for a, b in zip(x, y, strict=True)))

@@ -615,10 +615,13 @@ def _faster(row: Row) -> float:
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: Micro-batches, tokens, ranks.
+# Exercises: micro-batches, tokens, ranks.
 
 @exercise("09.micro_batches", (1, 0.5), (2, 0.5), (8, 0.125), (16, 0.11),
           draw=lambda r: (r.randint(1, 64), r.uniform(0.02, 0.6)),

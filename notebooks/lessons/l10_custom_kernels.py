@@ -158,6 +158,10 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise, a Triton kernel. The decorator has
+# test cases, and for each hint the edit (old, new) of the kernel that is a typical mistake:
+# `lessons.judging.puzzles.Puzzle`.
+
 EXERCISES: dict[str, Exercise] = {}
 puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 

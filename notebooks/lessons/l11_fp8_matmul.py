@@ -266,6 +266,10 @@ def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]]
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise, a Triton kernel. The decorator has
+# test cases, and for each hint the edit (old, new) of the kernel that is a typical mistake:
+# `lessons.judging.puzzles.Puzzle`.
+
 EXERCISES: dict[str, Exercise] = {}
 puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 

@@ -481,10 +481,13 @@ def caches_table(steps: Mapping[str, Mapping[int, Decoded]], early: int, late: i
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
-# Exercises: Bytes, tiles.
+# Exercises: bytes, tiles.
 
 @exercise("12.kept_bytes", (1, 1, 8, 4, 4, True), (1, 1, 8, 4, 4, False),
           (2, 12, 1024, 64, 2, True), (2, 12, 1024, 64, 2, False),

@@ -434,6 +434,9 @@ def overlap_figure(timelines: Mapping[str, Sequence[Timeline]], *, title: str = 
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 rank_exercise = adding_to(EXERCISES, OnRanks)

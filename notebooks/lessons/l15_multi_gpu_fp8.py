@@ -102,6 +102,9 @@ def gathers_view(ways: Callable[[Config, int], Mapping[str, Config]]) -> Callabl
 
 # ---- Exercises
 
+# Each decorated function is the reference answer of an exercise. The decorator has test cases, and
+# for each hint a typical wrong answer: `lessons.judging.judge.Exercise`.
+
 EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 rank_exercise = adding_to(EXERCISES, OnRanks)
@@ -189,7 +192,7 @@ def pieces(rows: int, wrote: int, reads: int, rank: int) -> list[tuple[int, int,
     return parts
 
 
-# Exercises.
+# Exercises: an all-gather in 8 bits, on real ranks.
 
 def _own_scale(rows, rank, ranks, all_reduce_max, all_gather_bytes):
     scale = rows.abs().amax() / 448
