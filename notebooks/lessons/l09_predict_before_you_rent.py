@@ -362,9 +362,9 @@ def optimum_figure(flops: float, parameters: float) -> dict:
             ours = [loss.nats if loss.inside is inside else None for loss in losses]
             if any(ours):
                 data.append(scatter(sizes, ours, name, colour, line={"dash": dash}, hover=None))
-        ours = law.extrapolate(parameters, _tokens(flops, parameters)).nats
-        top = max(top, ours + 0.05)
-        ends, nats = (optimum.parameters, parameters), (optimum.nats, ours)
+        this_loss = law.extrapolate(parameters, _tokens(flops, parameters)).nats
+        top = max(top, this_loss + 0.05)
+        ends, nats = (optimum.parameters, parameters), (optimum.nats, this_loss)
         data.append(scatter(
             ends, nats, "", colour, mode="markers", showlegend=False, hover="%{text}",
             marker={"size": 11, "symbol": ["circle", "x"]},
