@@ -529,13 +529,13 @@ def optimism_figure(name: str, steps: Mapping[str, StepTime], published: float) 
 
 # Runs that no number was fitted to.
 
-def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
+def unseen_figure(compared: Sequence[Mapping[str, Any]]) -> dict:
     """Return the plotly spec of predicted over published speed of published runs, grouped by
     generation of the device and precision. Pale points are runs that numbers may be fitted to; red
     points are held-out runs outside the predicted range. A bar is the median of a group's held-out
-    runs. `taken` is the first list of `lessons.published.table`."""
+    runs. `compared` is the first list of `lessons.published.table`."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for run in taken:
+    for run in compared:
         groups[f"{run['generation']}, {run['precision']}"].append(run)
     # the groups with the most held-out runs on top
     names = sorted(groups, key=lambda name: -sum(run["held_out"] for run in groups[name]))
@@ -560,7 +560,7 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
             for look, some in places.items() if some]
     data.append(scatter([x for x, _ in medians], [y for _, y in medians], "median, held out", INK,
                         line={"width": 3}, hover=None))
-    errors = [abs(run["error"]) for run in taken if run["held_out"]]
+    errors = [abs(run["error"]) for run in compared if run["held_out"]]
     return figure(
         data, f"{len(errors)} held-out runs: {statistics.median(errors):.0%} off at the median",
         height=150 + 42 * len(names),

@@ -152,9 +152,9 @@ class Layer:
         """Return the bytes kept for backward, counted in autograd."""
         training = Training.build(self.config, data=RandomTokens(self.config))
         batch = replace(training.batch(0), document_ids=self._documents)
-        kept = saved_bytes(training.model, lambda: training.loss(training.model, batch),
-                           ignore=batch.tensors)
-        return self._of_attention(kept.operations)
+        saved = saved_bytes(training.model, lambda: training.loss(training.model, batch),
+                            ignore=batch.tensors)
+        return self._of_attention(saved.operations)
 
     @staticmethod
     def _of_attention(held: Mapping[str, float]) -> float:

@@ -361,12 +361,12 @@ class _Axis:
         """Return the words, with an empty string for a word that would touch its left neighbour."""
         scale = math.log10 if self.is_log else float
         low, high = map(scale, sorted(self.range))
-        end, kept = -math.inf, []
+        end, visible = -math.inf, []
         for place, word in zip(places, words):
             middle, half = (scale(place) - low) / (high - low) * pixels, 3.7 * len(word)
-            kept.append(word if middle - half > end else "")
-            end = max(end, middle + half + 3 if kept[-1] else end)
-        return kept
+            visible.append(word if middle - half > end else "")
+            end = max(end, middle + half + 3 if visible[-1] else end)
+        return visible
 
 
 # keys whose values are names of axes
@@ -1090,15 +1090,15 @@ class _Drawing:
         places = _each(trace.get("textposition") or "middle center", len(x))
         font = trace.get("textfont") or ({"color": colour} if colour else {})
         sizes = _each((trace.get("marker") or {}).get("size", 7), len(x))
-        for here, up, text, place, size in zip(x, y, texts, places, sizes):
-            if not text or math.isnan(here) or math.isnan(up):
+        for x_at, y_at, text, place, size in zip(x, y, texts, places, sizes):
+            if not text or math.isnan(x_at) or math.isnan(y_at):
                 continue
             down, across = place.split()
             away = (size or 0) / 2 + 2
             shift = ({"left": -away, "center": 0, "right": away}[across],
                      {"top": away, "middle": 0, "bottom": -away}[down])
             label = self.write(text, font)
-            panel.annotate(label.pop("s"), (here, up), shift, textcoords="offset points",
+            panel.annotate(label.pop("s"), (x_at, y_at), shift, textcoords="offset points",
                            ha={"left": "right", "center": "center", "right": "left"}[across],
                            va={"top": "bottom", "middle": "center", "bottom": "top"}[down],
                            zorder=4, annotation_clip=True, **label)
