@@ -42,4 +42,4 @@ def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
         data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
         xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
         yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
-        yaxis2=axis(f"loss above {escape(base)}'s, %", domain=[0, 0.44], anchor="x2"))
+        yaxis2=axis(f"% above {escape(base)}", domain=[0, 0.44], anchor="x2"))

@@ -283,7 +283,7 @@ def test_a_run_that_breaks_says_so_in_the_figure():
 
 def test_the_path_of_the_search_is_drawn_as_it_was_walked():
     loss, _ = made_up({})
-    assert "no loss to search for" in search_figure(search("it", UNITS, loss),
+    assert "nothing was searched" in search_figure(search("it", UNITS, loss),
         LAYERS)["layout"]["annotations"][0]["text"]
     loss, _ = made_up({UNITS[4]: 0.1})
     finding = search("it", UNITS, loss)
