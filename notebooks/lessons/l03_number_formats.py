@@ -373,7 +373,7 @@ def ranges_figure(formats: Iterable[Any], *, title: str = "") -> dict:
         data.append(scatter(powers, points.values(), fmt.name, lines[fmt.name]["color"],
                             mode="lines+markers", line=lines[fmt.name],
                             text=[f"2<sup>{power:.4g}</sup>" for power in powers],
-                            hover="%{text}: off by at most %{y:.2%}"))
+                            hover="%{text}: error of at most %{y:.2%}"))
     return figure(
         data, title, height=460,
         # formats with 8 exponent bits reach from -127 to 127; the range shows the other formats

@@ -384,7 +384,7 @@ def steps_view(steps: Sequence[Any], scores: Sequence[Sequence[float]], tile: in
             yaxis=axis("queries", range=[T - 0.5, -0.5], dtick=tile, tick0=0, showgrid=False,
                        zeroline=False),
             **{f"xaxis{i}": axis(words, domain=[0.58, 1], anchor=f"y{i}", tickvals=ticks)
-               for i, words, ticks in ((2, "", rows), (3, "query", rows), (4, "number", None))},
+               for i, words, ticks in ((2, "", rows), (3, "query", rows), (4, "channel", None))},
             yaxis2=axis("", domain=[0.76, 0.96], anchor="x2", range=[least - 1, ends[1] + 1]),
             yaxis3=axis("", domain=[0.42, 0.62], anchor="x3", range=[0, 1.08], tickformat=".0%"),
             yaxis4=axis("", domain=[0, 0.22], anchor="x4"))
@@ -411,7 +411,7 @@ def _queries(rows: Sequence[int], now: Any, end: Any) -> list[dict]:
     after the tile's last step (`end`)."""
     second, third = {"xaxis": "x2", "yaxis": "y2"}, {"xaxis": "x3", "yaxis": "y3"}
     return [
-        scatter(rows, end.m.tolist(), "in the end", IN_THE_END, mode="markers", **second,
+        scatter(rows, end.m.tolist(), "final", IN_THE_END, mode="markers", **second,
                 marker=LEVEL, hover="query %{x}: %{y:.2f}"),
         scatter(rows, now.m.tolist(), "so far", SO_FAR, mode="markers", **second,
                 marker={"size": 9}, hover="query %{x}: %{y:.2f}"),
@@ -426,7 +426,7 @@ def _answer(now: Any, end: Any) -> list[dict]:
     return [
         columns(numbers, now.answer[-1].tolist(), "so far", SO_FAR, showlegend=False, **fourth,
                 hover="%{y:.3f}"),
-        scatter(numbers, end.answer[-1].tolist(), "in the end", IN_THE_END, mode="markers",
+        scatter(numbers, end.answer[-1].tolist(), "final", IN_THE_END, mode="markers",
                 showlegend=False, **fourth, hover="%{y:.3f}",
                 marker=LEVEL)]
 

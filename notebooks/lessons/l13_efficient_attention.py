@@ -386,7 +386,8 @@ def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, 
     return figure(data, title, others=others, height=440,
                   xaxis=axis("tokens in a sequence", type="log", tickvals=contexts,
                              ticktext=[f"{T:,}" for T in contexts]),
-                  yaxis=axis("", type="log", dtick=1, exponentformat="SI", ticksuffix=unit))
+                  yaxis=axis(f"attention of one layer, {unit}", type="log", dtick=1,
+                             exponentformat="SI", ticksuffix=unit))
 
 
 def recall_figure(shares: Mapping[str, Sequence[Curve]], *, chance: float,
