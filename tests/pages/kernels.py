@@ -219,13 +219,13 @@ def measured(folder: Path = MEASURED) -> Iterator[str]:
         for case in found["cases"]:
             if case["peer"] in FLOORS:
                 bar = "\N{FULL BLOCK}" * round(20 * min(case["ratio"], 1))
-                since = code.changed(found, _module(case["case"].partition(",")[0]))
+                since = code.changed(found, module_of(case["case"].partition(",")[0]))
                 yield _row((case["case"], case["peer"], f"{case['ratio']:.2f}", bar,
                             "unknown" if since is None else "changed" if since else "same"))
         yield ""
 
 
-def _module(kernel: str) -> str:
+def module_of(kernel: str) -> str:
     """Return the module of a kernel of `lpkit bench kernels`, below lpkit: "kernels.norm"."""
     row = KERNELS["cross-entropy" if kernel == "linear-cross-entropy" else kernel]
     return row.implementation.removeprefix("lpkit.").partition(":")[0]
