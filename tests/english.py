@@ -3,10 +3,12 @@
     python -m tests.english                 # how many sentences of each kind match a pattern
     python -m tests.english docs lpkit/nn   # the sentences of these places, with their patterns
     python -m tests.english --sample 30 --seed 7    # 30 random sentences of each kind, to be judged
+    python -m tests.english --names         # names that do not say what they hold, by folder
 
-The kinds are documentation, notebooks, teacher pages, error messages, docstrings and comments. The
-patterns are the rules of plain English that a regular expression can see: a sentence that begins
-with a pronoun in place of a noun, or that has words which mostly stand for a clearer one.
+The kinds are documentation, notebooks, teacher pages, command help, error messages, docstrings and
+comments. The patterns are the rules of plain English that a regular expression can see: a sentence
+that begins with a pronoun in place of a noun, or that has words which mostly stand for a clearer
+word.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +35,7 @@ PATTERNS = {
     "a pronoun for a noun": r"\b(that of|those of|those that|one of those|the others'|as it is|"
                             r"such as are|whichever)\b",
 }
+NAMES = {"told", "said", "found", "made", "one"}
 SKIPPED = re.compile(r"^(\||```|!\[|    |#+ |<|\$\$|- https?:)")
 
 
@@ -103,6 +107,41 @@ def every(places: list[str]) -> Iterator[tuple[str, str, str]]:
                     yield str(path.relative_to(ROOT)), kind, sentence
 
 
+def command_help() -> Iterator[tuple[str, str, str]]:
+    """Yields "lpkit COMMAND --help", the kind and each sentence of the help, once."""
+    from lpkit import cli
+    known: set[str] = set()
+    for command in cli.COMMANDS:
+        with redirect_stdout(io.StringIO()) as page, suppress(SystemExit):
+            cli.main([command, "--help"])
+        # each option begins a paragraph
+        blocks = re.sub(r"\n  +(?=\S+( \S+)*  +)", "\n\n", page.getvalue()).split("\n\n")
+        for text in blocks:
+            if text.startswith(("usage:", "  lpkit", "lpkit ")):
+                continue
+            text = text if re.match(r"\w", text) else re.sub(r"^ *\S+( \S+)*  +", "", text)
+            for sentence in sentences(text):
+                if sentence not in known:
+                    known.add(sentence)
+                    yield f"lpkit {command} --help", "command help", sentence
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Yields each name of a variable, parameter, function, class, field or keyword."""
+    for node in ast.walk(tree):
+        for attribute in ("id", "arg", "attr", "name", "asname"):
+            if isinstance(name := getattr(node, attribute, None), str):
+                yield name
+
+
+def print_names(places: list[str]) -> None:
+    for place in places:
+        count = Counter(name for path in sorted((ROOT / place).rglob("*.py"))
+                        for name in names(ast.parse(path.read_bytes())) if name in NAMES)
+        print(f"{place}: {count.total()}; "
+              + ", ".join(f"{name} {number}" for name, number in count.most_common()))
+
+
 def matches(sentence: str) -> list[str]:
     return [name for name, pattern in PATTERNS.items() if re.search(pattern, sentence, re.I)]
 
@@ -112,8 +151,13 @@ def main() -> None:
     parser.add_argument("places", nargs="*")
     parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--names", action="store_true")
     args = parser.parse_args()
+    if args.names:
+        return print_names(args.places or ["lpkit", "notebooks", "tests"])
     by_kind = defaultdict(list)
+    for place, kind, sentence in () if args.places else command_help():
+        by_kind[kind].append((place, sentence))
     for path, kind, sentence in every(args.places or [*WHERE]):
         by_kind[kind].append((path, sentence))
     for kind, each in by_kind.items():

@@ -92,7 +92,7 @@ class _Worker:
     """A worker process, and the future of the run that it makes now."""
 
     keeper: subprocess.Popen
-    told: int                   # file descriptor of a pipe: one line of JSON for each run
+    requests_fd: int                 # file descriptor of a pipe: one line of JSON for each run
     at: Path                    # where the run's record will be
 
     def done(self) -> bool:
@@ -176,7 +176,7 @@ class Workers(ExitStack):
         worker = free[0] if free else self._start()
         worker.at = Path(f"{told[0]}.json")
         with suppress(BrokenPipeError):     # the worker has just died
-            os.write(worker.told, f"{json.dumps(told)}\n".encode())
+            os.write(worker.requests_fd, f"{json.dumps(told)}\n".encode())
         return worker
 
     def _start(self) -> _Worker:

@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _measured(config: Config) -> dict[str, Any]:
     """Return the predicted and the measured bytes and seconds of an update on this machine."""
     from lpkit import hardware, measure, reconcile
-    from lpkit.training.formulas import said
+    from lpkit.training.formulas import raise_out_of_memory_as_run_failure
 
-    with said(config, "the measured update"):
+    with raise_out_of_memory_as_run_failure(config, "the measured update"):
         bytes_ = reconcile(config)
         try:
             seconds, why = measure.reconcile_seconds(config).to_dict(), ""

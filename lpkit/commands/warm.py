@@ -18,17 +18,17 @@ arguments = options({"target PRESET|config.yaml|RUN": "what you will train"}, se
 
 
 def run(args: Namespace) -> dict:
-    from lpkit.parallel.processes import told
+    from lpkit.parallel.processes import ranks_from_environment
     from lpkit.presets import resolve
 
     config, begun = resolve(args.target, asked(args)), perf_counter()
-    told(config)
+    ranks_from_environment(config)
     from lpkit.parallel.meeting import here  # imports torch
     from lpkit.training.build import decide
-    from lpkit.training.formulas import refuse_what_cannot_fit, said
+    from lpkit.training.formulas import raise_out_of_memory_as_run_failure, refuse_what_cannot_fit
     from lpkit.training.training import RandomTokens, Training
 
-    with here(config) as ranks, said(config, "an update"):
+    with here(config) as ranks, raise_out_of_memory_as_run_failure(config, "an update"):
         decisions = decide(config, ranks=ranks)
         refuse_what_cannot_fit(config, decisions, ranks.local_world)
         training = Training.build(config, data=RandomTokens(config, decisions.device),

@@ -47,7 +47,7 @@ def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
     of the run. Raises ConfigError if the run started from other weights than its config names."""
     began = start.read(run.config)
     began.refuse_other(run)
-    model = build.made(run.config, "plain", began)
+    model = build.initial_model(run.config, "plain", began)
     own = model.state_dict()
     with torch.no_grad():
         for name in own.keys() & tensors.keys():    # other tensors are states of a recipe
@@ -70,7 +70,7 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
             model.set_submodule(name, linear)
     found, changes = model.state_dict(), ", ".join(map(str, run.config.model.changes))
     with torch.device("meta"):
-        due = build.made(Config(model=plain), "plain").state_dict()
+        due = build.initial_model(Config(model=plain), "plain").state_dict()
     if found.keys() != due.keys():
         raise ConfigError(f"no matrix of a model is the same as one with model.changes={changes}; "
                           f"an adapter that is one Linear, such as lora, can be merged")
@@ -193,7 +193,7 @@ def begun(base: Run, change: Mapping[str, Any], out: Path,
     config = base.config.replace({
         "start.run": str(base.path), "start.map": [], "model.changes": [change]})
     began = start.read(config)
-    model = build.made(config, "plain", began)
+    model = build.initial_model(config, "plain", began)
     with torch.no_grad():
         fill(model)
     return written(config, base.tokenizer, out, start=began.sha256, tensors={

@@ -121,7 +121,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
 def parameters(model: Any) -> dict[str, Tensor]:
     """Returns the parameters of a model by name, on the meta device."""
     with torch.device("meta"):
-        made = build.made(Config(model=model), "plain")
+        made = build.initial_model(Config(model=model), "plain")
     return dict(made.named_parameters())
 
 

@@ -202,15 +202,15 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
                 sinks: Tensor | None, rule: Rule, wide: bool) -> Tensor:
-        ctx.told = rule.words, wide
-        out, sums = attend(q, k, v, documents, sinks, *ctx.told)
+        ctx.options = rule.words, wide
+        out, sums = attend(q, k, v, documents, sinks, *ctx.options)
         ctx.save_for_backward(q, k, v, documents, sinks, sums)
         return out
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, sinks, sums = ctx.saved_tensors
-        *grads, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, *ctx.told)
+        *grads, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, *ctx.options)
         return *grads, None, None if sinks is None else d_sinks.type_as(sinks), None, None
 
 

@@ -446,13 +446,13 @@ def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, 
 
 class Launch(NamedTuple):
     """A cast of x (M, N). `ways`: tensors for values and scales of x, and of x.T; None if they are
-    not requested. found: `amax.nothing_found`."""
+    not requested. amax: `amax.nothing_found`."""
 
     x: Tensor
     # M and N; or M in groups of the rows that a kernel processes as one, and N
     sides: tuple[int, int]
     ways: Sequence[Tensor | None]
-    found: Tensor
+    amax: Tensor
     history: Tensor | None
     noise: Tensor | None
     to: Plan
@@ -460,11 +460,11 @@ class Launch(NamedTuple):
     def run(self, function: Any, shape: Mapping[str, int], tops: Tensor | None = None,
             programs: tuple[int, ...] = ()) -> None:
         function[programs or tiles(*self.sides, shape)](
-            self.x, *self.ways, self.found, tops, self.noise, *self.sides, TO=self.to, **shape)
+            self.x, *self.ways, self.amax, tops, self.noise, *self.sides, TO=self.to, **shape)
 
 
 def _cast_whole(one: Launch) -> None:
-    kernel.launch(one.x, one.found, one.history)
+    kernel.launch(one.x, one.amax, one.history)
     one.run(_cast, TILE, one.history, (math.prod(tiles(*one.sides, TILE)),))
 
 
@@ -504,7 +504,7 @@ def _cast_nvfp4(one: Launch) -> None:
     if one.to.mix:
         sixteens.run(_mixed_amax, SIXTEENS)
     else:
-        kernel.launch(one.x, one.found, one.history)
+        kernel.launch(one.x, one.amax, one.history)
     if one.to.rows or one.to.square:
         one.run(_tiles, SMALL if one.to.square else WIDE)
     if one.to.columns and not one.to.square:

@@ -481,7 +481,7 @@ class Tracker(TorchDispatchMode):
 class MessageCount(TorchDispatchMode):
     """`with MessageCount() as count: training.update(0)`, then `count.sent`: the collectives of
     this process in its groups, counted by kind, bytes and ranks, as
-    notebooks/lessons/ranks/messages.py predicts. Other messages (`Ranks.told`, `agreed`, from host
+    notebooks/lessons/ranks/messages.py predicts. Other messages (`Ranks.broadcast`, `agreed`, from host
     to host) are in `control`, by c10d's name.
 
     It sees everything that passes PyTorch's dispatcher: messages of FSDP2 and of `lpkit.parallel`,

@@ -23,7 +23,7 @@ from lpkit.errors import ConfigError
 from lpkit.execution.compiled import OFF
 from lpkit.measure.tracking import Footprint, MessageCount, Tracker, allocator_counts
 from lpkit.memory.rows import asked
-from lpkit.parallel.processes import Processes, told
+from lpkit.parallel.processes import Processes, ranks_from_environment
 from lpkit.parallel.ranks import Ranks
 from lpkit.predict import evidence
 from lpkit.predict.compare import Comparison
@@ -150,7 +150,7 @@ def row(config: Config, command: str) -> dict[str, Any]:
     """Measure this machine for `--machine`, at the shapes of `config`: the best of several tries,
     since other processes slow some. Returns the row in the form that `machines.from_dict` reads.
     Raises ConfigError for a config of several devices, and as a run does."""
-    told(config)
+    ranks_from_environment(config)
     decisions = decide(config)
     refuse_what_cannot_fit(config, decisions)
     device, used = decisions.device, {name: one.used for name, one in decisions.choices.items()}

@@ -36,11 +36,11 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor | None, base: "QuantisedLinear") -> Tensor:
         ctx.base = base         # saves the codes by reference, and no decoded matrix
-        return F.linear(x, base.made(x.dtype), bias)
+        return F.linear(x, base.dequantised(x.dtype), bias)
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
-        return g @ ctx.base.made(g.dtype), None, None
+        return g @ ctx.base.dequantised(g.dtype), None, None
 
 
 class QuantisedLinear(nn.Module):
@@ -63,7 +63,7 @@ class QuantisedLinear(nn.Module):
             self.register_buffer(name, t)
         self.register_buffer("table", table, persistent=False)
 
-    def made(self, dtype: torch.dtype) -> Tensor:
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix (out, in), rounded once from float32."""
         scales = self.scales
         if scales.dtype == torch.uint8:
@@ -74,7 +74,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.made(torch.float32)
+        return self.dequantised(torch.float32)
 
     def merged(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias

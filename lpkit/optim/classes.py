@@ -58,7 +58,7 @@ class _OfRow(torch.optim.Optimizer):
                 raise ConfigError(f"{of.name} updates {takes} of float32 or float64, got {p.dtype} "
                                  f"of shape {tuple(p.shape)}; leave {label} out, or give it a "
                                  f"group with rule='adamw'")
-            if of.row.told and hasattr(p, "placements"):
+            if of.row.takes_parameter and hasattr(p, "placements"):
                 raise ConfigError(f"{of.name} reads whole parameters, and fully_shard cuts them; "
                                   f"use adamw or lion, or lpkit.train, whose ranks gather them")
         self.param_groups.append(group)
@@ -92,5 +92,5 @@ class _OfRow(torch.optim.Optimizer):
                     state[slot.name] = w.new_zeros(w.shape if shape is None else shape)
                 state["step"] = int(state.get("step", 0)) + 1
                 slots = [state[slot.name] for slot in of.row.slots]
-                of.rule(w, g, slots, settings, state["step"], *[told] * of.row.told)
+                of.rule(w, g, slots, settings, state["step"], *[told] * of.row.takes_parameter)
         return loss

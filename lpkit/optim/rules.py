@@ -6,9 +6,9 @@ row's update.
 `g` is the gradient in float32, which is not changed. `slots` are the tensors of the row's slots, in
 their order. `settings` are the row's settings, with the learning rate and the weight decay of this
 parameter at this update. `update` counts from 1. If a rule reads more than one number at a time,
-its row has `told`, and the rule has a sixth argument, the `contracts.Parameter`. Weight decay is
-decoupled unless a rule says otherwise: it scales the weight and is not added to the gradient
-(Loshchilov & Hutter 2019, arXiv:1711.05101).
+its row has `takes_parameter`, and the rule has a sixth argument, the `contracts.Parameter`. Weight
+decay is decoupled unless a rule says otherwise: it scales the weight and is not added to the
+gradient (Loshchilov & Hutter 2019, arXiv:1711.05101).
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     seed:      seed of stochastic rounding
     kernels:   `system.kernels`
     by_first:  `Ranks.by_first`, which calls a choice of kernels on one rank
-    told:      `Sharding.told`; None: no parameter is cut
+    told:      `Sharding.parameter`; None: no parameter is cut
 
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not support.
@@ -94,7 +94,7 @@ class Stepper(torch.optim.Optimizer):
                                   "settings": settings})
         self.moment_format = moment_format
         self.codec = optimizers.find_format(moment_format).load()()
-        self.placement, self.seed, self.told = placement, seed, told
+        self.placement, self.seed, self.facts = placement, seed, told
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
         plain = not optimizers.find_format(moment_format).encoded
@@ -145,7 +145,7 @@ class Stepper(torch.optim.Optimizer):
         """Returns whether a tensor of p's state has the rows of p; otherwise every rank has all of
         it."""
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
-                       and slot.shape(self.told[p].shape, self.rule_of[p].settings) is not None
+                       and slot.shape(self.facts[p].shape, self.rule_of[p].settings) is not None
                        for slot in self.rule_of[p].row.slots)
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class Stepper(torch.optim.Optimizer):
             state["update"] = 0
             zeros = []
             for slot in slots:
-                shape = slot.shape(self.told[p].shape, self.rule_of[p].settings)
+                shape = slot.shape(self.facts[p].shape, self.rule_of[p].settings)
                 like = p if shape is None else p.new_empty(shape)
                 zeros += self.codec.zeros(like, signed=slot.signed)
             for name, t in zip(names, zeros, strict=True):
@@ -196,7 +196,7 @@ class Stepper(torch.optim.Optimizer):
             return
         slots = self._decoded(tensors, rule)
         w = p.detach() if drawing is None else p.float()
-        told = (self.told[p],) if rule.row.told else ()
+        told = (self.facts[p],) if rule.row.takes_parameter else ()
         if self.instead:
             self.instead[rule.settings](p.grad.float(), slots, now)
         else:

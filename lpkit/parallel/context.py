@@ -157,7 +157,7 @@ class _Ring(torch.autograd.Function):
         out, device = out.type_as(q), q.device.type
         ctx.save_for_backward(q, k, v, sinks, out, L)
         # Backward runs outside of the caller's autocast, but must recompute forward's numbers.
-        ctx.told = ids, rule, ring
+        ctx.constants = ids, rule, ring
         ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device),
                                torch.is_autocast_enabled(device))
         return out
@@ -165,7 +165,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, sinks, out, L), (ids, rule, ring) = ctx.saved_tensors, ctx.told
+        (q, k, v, sinks, out, L), (ids, rule, ring) = ctx.saved_tensors, ctx.constants
         d_out = d_out.type_as(L)
         # d_out . out is the same for all parts, so it is computed once (FlashAttention-2's D).
         delta = (d_out * out).sum(-1)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 import lpkit
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named
-from lpkit.parallel.processes import STRANGER, told
+from lpkit.parallel.processes import STRANGER, ranks_from_environment
 from lpkit.parallel.ranks import MESSAGE_TIMEOUT, Ranks, distributed, groups_of
 from lpkit.techniques.layouts import refuse_untrainable, wrong_world
 from lpkit.turns import turn
@@ -119,7 +119,7 @@ def here(config: Config) -> Iterator[Ranks]:
 
     Raises ConfigError when the config needs several processes and this process is alone.
     """
-    said = told(config)
+    said = ranks_from_environment(config)
     if said["world"] == 1:
         with turn(config.system.device):
             yield Ranks()

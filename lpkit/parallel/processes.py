@@ -229,7 +229,7 @@ class Processes:
         self._end()
 
 
-def told(config: Config) -> dict[str, int]:
+def ranks_from_environment(config: Config) -> dict[str, int]:
     """Returns the rank and the number of ranks that torchrun, or another launcher, wrote into the
     environment. Without them, the process is alone.
 

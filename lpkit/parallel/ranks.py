@@ -103,7 +103,7 @@ class Ranks:
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
-    def told(self, number: int) -> int:
+    def broadcast(self, number: int) -> int:
         """Returns the first rank's number. It travels by the host, so that no rank waits for its
         device."""
         if not self.groups:

@@ -137,7 +137,7 @@ class Sharding:
         """Called after the optimizer's step: gives every rank the new weights that it computes
         with."""
 
-    def told(self, name: str) -> Parameter:
+    def parameter(self, name: str) -> Parameter:
         """Returns the facts about an owned parameter that a rule of an optimizer may ask for."""
         return Parameter(name, tuple(self.owned[name].shape))
 
@@ -260,7 +260,7 @@ class OfRows(Sharding):
         each = self.each(len(whole))
         return whole[self.index * each:][:each]
 
-    def told(self, name: str) -> Parameter:
+    def parameter(self, name: str) -> Parameter:
         return CutParameter(name, tuple(self.shapes[name]), self)
 
     def first_row(self, name: str) -> int:

@@ -384,7 +384,7 @@ class _Rank:
         self.multiplying = on.peak_flops(p.dtype) * efficiency.products[p.dtype]
         dtype = "fp32" if "fp32" in on.flops else p.dtype
         self.optimizing = on.peak_flops(dtype) * efficiency.products[dtype]
-        self.made: list[TimeRow] = []
+        self.time_rows: list[TimeRow] = []
         # seconds of (forward, backward) of each Linear in one block
         self.linears: dict[str, tuple[float, float]] = {}
         self.sizes = {one.name: one.words for one in work.products}
@@ -451,7 +451,7 @@ class _Rank:
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
         if hidden or any(phases.values()):
-            self.made.append(TimeRow(name, phases, formula, source, hidden))
+            self.time_rows.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, update: Work, own: tuple[int, ...]) -> list[TimeRow]:
         """Return the rows of a pipeline's slowest rank. `own`: the layers of each rank; the last
@@ -532,7 +532,7 @@ class _Rank:
             row("optimizer: gathers", f"whole gradients of {update.gathered:.2f} of the parameters",
                 RINGS, communication=gather)
         self.host(layers * running)
-        return self.made
+        return self.time_rows
 
     def host(self, layers: float) -> None:
         """Add the seconds by which the host is slower than the device in starting operations."""
@@ -542,7 +542,7 @@ class _Rank:
         outside = (1 + BACKWARD_OPS) * OUTSIDE_OPS + CHUNK_OPS * self.chunks
         count = self.pieces * (layers * (block + self.low_ops) + outside)
         host = count * rate.op_seconds + STEP_SECONDS * (rate.op_seconds > 0)
-        device = sum(row.seconds for row in self.made)
+        device = sum(row.seconds for row in self.time_rows)
         late = max(rate.host_shown * host, host - device)
         self.row(HOST, f"starts {count:,.0f} operations, {rate.op_seconds * 1e6:.3g} us each, in "
                  f"{host:.3g} s, while the device computes for {device:.3g} s", rate.source,

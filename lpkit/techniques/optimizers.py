@@ -100,8 +100,9 @@ class Slot:
 class Optimizer(Row):
     """`implementation` is the definition: `rule(w, g, slots, settings, update)`, float32, in place.
 
-    told        the rule reads more than one number at a time. It gets the `contracts.Parameter`
-                that it updates as its sixth argument; ZeRO gives it some rows
+    takes_parameter
+                the rule reads more than one number at a time. Its sixth argument is the
+                `contracts.Parameter` that it updates; under ZeRO the rule gets some rows of it
     whole_bytes, flops
                 f(p, settings): temporary bytes and matmul FLOPs for a whole parameter of shape p,
                 on every rank that has a part of it
@@ -132,7 +133,7 @@ class Optimizer(Row):
     evaluated: str = ""
     after: str = ""
     passes: Callable[[Any], Mapping[str, int]] = lambda settings: {}
-    told: bool = False
+    takes_parameter: bool = False
     gathers: int = 0
     matrices: bool = False
     groups: tuple[str, ...] = ()
@@ -142,7 +143,7 @@ class Optimizer(Row):
     @property
     def elementwise(self) -> bool:
         """True if bytes depend only on the number of parameters."""
-        return not self.told and all(slot.shape is Slot.shape for slot in self.slots)
+        return not self.takes_parameter and all(slot.shape is Slot.shape for slot in self.slots)
 
     def slot_numbers(self, p: Shape, settings: Any, shards: int = 1) -> list[float]:
         """Return the numbers in each slot of a parameter of shape p, on one of `shards` ranks."""
@@ -215,7 +216,7 @@ OPTIMIZERS = {
         settings=MomentumSettings(lr=0.02, weight_decay=0.01, momentum=0.95),
         slots=(Slot(name="momentum_buffer"),),
         groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
-        told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
+        takes_parameter=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
         whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:muon"),
     "sgd": Optimizer(
         why="the gradient alone",

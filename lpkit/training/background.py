@@ -22,7 +22,7 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.files import one_name, own_folder
-from lpkit.parallel.processes import told
+from lpkit.parallel.processes import ranks_from_environment
 from lpkit.training.control import Control
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
@@ -49,7 +49,7 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
     # with several ranks, the first rank may have written to the folder already
-    if told(config)["world"] == 1:
+    if ranks_from_environment(config)["world"] == 1:
         refuse(config, path, resume)
     from lpkit.training.trainer import train_here
 

@@ -248,7 +248,7 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     with nullcontext() if named else sharding.making(decisions.device):
-        model = made(config, choices["attention"].used, start, sharding.ranks)
+        model = initial_model(config, choices["attention"].used, start, sharding.ranks)
     precision = LowPrecision(recipe=recipe, backend=backend, names=list(linears(model)),
                              seed=config.seed + (sharding.ranks.in_stage << 24),
                              tokens=config.micro_batch * (config.model.T // config.parallel.context
@@ -293,7 +293,7 @@ def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
     return "hidden" if compiled else rows_of(config)["cross_entropy"].entry
 
 
-def made(config: Config, attend: str, start: Start | None = None,
+def initial_model(config: Config, attend: str, start: Start | None = None,
          ranks: Ranks | None = None) -> nn.Module:
     """Builds the model's parts, then initialises them, copies the weights that it starts from, and
     applies its changes, in this order."""

@@ -132,7 +132,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def said(config: Config, what: str, processes: int = 1) -> Iterator[None]:
+def raise_out_of_memory_as_run_failure(config: Config, what: str,
+                                       processes: int = 1) -> Iterator[None]:
     """Turns an out-of-memory error raised in this block (but not in the training loop) into a
     RunFailedError. `processes` share the memory of a CPU."""
     try:

@@ -308,14 +308,14 @@ def _evaluated(record: StepRecord, training: Training, control: Control) -> tupl
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
     """Asks the first rank before each part whether to give up, so that all ranks do the same."""
-    if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
+    if phase in ("forward", "evaluation") and training.ranks.broadcast(control.asked()) == STOP:
         raise GivenUp
     yield
 
 
 def _stopped(training: Training, control: Control) -> bool:
     """Waits while the run is paused, and returns whether to stop. The first rank decides."""
-    while (said := training.ranks.told(control.asked())) == PAUSE:
+    while (said := training.ranks.broadcast(control.asked())) == PAUSE:
         control.go_on.wait(PAUSED_SECONDS)
     return said == STOP
 

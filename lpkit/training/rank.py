@@ -14,7 +14,7 @@ from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import MEETING, Place
 from lpkit.techniques import outside
 from lpkit.training.control import Control
-from lpkit.training.formulas import Account, said
+from lpkit.training.formulas import Account, raise_out_of_memory_as_run_failure
 from lpkit.training.loop import fit
 from lpkit.training.runs import Observers
 from lpkit.training.trainer import built
@@ -44,7 +44,7 @@ def train(place: Place, told: dict[str, Any]) -> None:
     outside.load(told["config"]["imports"])
     config = Config.from_dict(told["config"])
     place.at(0, MEETING)
-    with said(config, "this rank", place.local_world), joined(
+    with raise_out_of_memory_as_run_failure(config, "this rank", place.local_world), joined(
             config, local_rank=place.local_rank, **place.among) as ranks:
         ranks.waits.tell = place.waits
         place.at(0, "building")

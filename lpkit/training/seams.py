@@ -78,7 +78,7 @@ def refuse_rows(config: Config) -> None:
         if layout.tensor > 1:
             _refuse_parts(settings, 1, f"parallel.tensor={layout.tensor} gives each rank a part "
                                        f"of it", "parallel.tensor=1")
-        if layout.stage and not row.told:
+        if layout.stage and not row.takes_parameter:
             _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of it",
                           "parallel.zero=0, or let its row be told, and its rule ask "
                           "contracts.Parameter for norms and whole tensors")
@@ -101,10 +101,10 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
             rule(w, g.clone(), slots, settings, update)
         return w
 
-    # a rule with `told` asks its Parameter for the other parts, which halves do not have
-    halves = () if row.told else map(updated, w.chunk(2, dim), g.chunk(2, dim))
+    # a rule with `takes_parameter` asks its Parameter for the other parts, which halves do not have
+    halves = () if row.takes_parameter else map(updated, w.chunk(2, dim), g.chunk(2, dim))
     near = {"rtol": 1e-6, "atol": 1e-7}
-    if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
+    if row.takes_parameter or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
         raise ConfigError(f"optimizer={settings.name} reads a parameter as a whole, and {parts}, "
                           f"which it would update otherwise; set {way_out}")
 

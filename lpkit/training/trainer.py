@@ -15,7 +15,11 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.changes import TELEMETRY
 from lpkit.training.build import decide
 from lpkit.training.control import Control, signals_stop
-from lpkit.training.formulas import Account, refuse_what_cannot_fit, said
+from lpkit.training.formulas import (
+    Account,
+    raise_out_of_memory_as_run_failure,
+    refuse_what_cannot_fit,
+)
 from lpkit.training.loop import fit
 from lpkit.training.runs import Observers, Run
 from lpkit.training.training import Training
@@ -23,7 +27,7 @@ from lpkit.training.training import Training
 
 def train_here(config: Config, path: Path, resume: bool, observers: Observers,
                control: Control) -> Run:
-    with said(config, "this run"), here(config) as ranks:
+    with raise_out_of_memory_as_run_failure(config, "this run"), here(config) as ranks:
         # all ranks use the first rank's path: a default contains the time
         path = Path(ranks.agreed(path))
         training = built(config, path, resume, ranks)

@@ -151,7 +151,7 @@ class Training:
                                   placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels, by_first=ranks.by_first,
                                   told=lambda name: replace(
-                                      shards.told(name), fused=fused(config.model, name),
+                                      shards.parameter(name), fused=fused(config.model, name),
                                       decays=decays.get(name)))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]

@@ -338,10 +338,10 @@ def listeners(room: rooms.Room) -> list[socket.socket]:
 if "get_config" in globals():       # defined when JupyterHub runs this file, in its event loop
     with contextlib.suppress(OSError, ValueError):      # some containers do not allow it
         resource.setrlimit(resource.RLIMIT_NOFILE, (HUB_FILES, HUB_FILES))
-    config, told = globals()["get_config"](), rooms.read(Path(os.environ["LPKIT_ROOM"]).parent)
-    sockets, secret = listeners(told), secrets.token_hex(32)
-    configure(config, told, sockets[0], secret)
+    config, room = globals()["get_config"](), rooms.read(Path(os.environ["LPKIT_ROOM"]).parent)
+    sockets, secret = listeners(room), secrets.token_hex(32)
+    configure(config, room, sockets[0], secret)
     service = asyncio.ensure_future(        # noqa: RUF006  the event loop keeps it: it waits there
-        keep_progress(told, config.JupyterHub.hub_bind_url, secret, sockets))
-    if told.config:
-        globals()["load_subconfig"](told.config)
+        keep_progress(room, config.JupyterHub.hub_bind_url, secret, sockets))
+    if room.config:
+        globals()["load_subconfig"](room.config)

@@ -141,7 +141,7 @@ class Passes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.moved, self.made = 0, 0
+        self.moved, self.elements_written = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -152,7 +152,7 @@ class Passes(TorchDispatchMode):
         wrote = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         self.moved += sum(t.nbytes for t in [*read.values(), *wrote])
         if func.__name__.partition(".")[0] not in PRODUCTS:
-            self.made += sum(t.numel() for t in wrote)
+            self.elements_written += sum(t.numel() for t in wrote)
         return out
 
 
@@ -164,12 +164,12 @@ def passes(name: str, side: int = 128) -> tuple[float, float]:
     settings, w, g = row.settings, torch.randn(p), torch.randn(p)
     shapes = [slot.shape(p, settings) for slot in row.slots]
     slots = [torch.zeros(p if own is None else own) for own in shapes]
-    told = (Parameter("a", p),) if row.told else ()
+    told = (Parameter("a", p),) if row.takes_parameter else ()
     update = row.load()
     update(w, g, slots, settings, 1, *told)
     with Passes() as seen:
         update(w, g, slots, settings, 2, *told)
-    return seen.moved / w.numel(), seen.made / w.numel()
+    return seen.moved / w.numel(), seen.elements_written / w.numel()
 
 
 # Seconds.

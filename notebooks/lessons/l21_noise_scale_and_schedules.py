@@ -201,7 +201,7 @@ class Best:
 class Record:
     """The recorded runs of `lpkit bench batch-steps`."""
 
-    found: Mapping[str, Any]
+    data: Mapping[str, Any]
 
     @classmethod
     def read(cls) -> Record:
@@ -211,7 +211,7 @@ class Record:
     def _steps(self) -> dict[tuple, list[float]]:
         """Updates per seed by (optimizer, batch, target, lr), if all seeds reached the target."""
         found: dict[tuple, list[float]] = {}
-        for run in self.found["runs"]:
+        for run in self.data["runs"]:
             for target, steps in zip(TARGETS, run["steps"], strict=True):
                 key = run["optimizer"], run["batch"], target, run["lr"]
                 found.setdefault(key, []).append(steps)
@@ -244,7 +244,7 @@ class Record:
     @cached_property
     def scales(self) -> dict[str, list[tuple[float, Estimate]]]:
         """Losses and noise scales along the run with each optimizer's largest batch."""
-        return {name: in_phases(way["looks"]) for name, way in self.found["noise"].items()}
+        return {name: in_phases(way["looks"]) for name, way in self.data["noise"].items()}
 
     def on_the_way(self, optimizer: str, target: float, draw: int | None = None
                    ) -> tuple[float, float]:
@@ -253,7 +253,7 @@ class Record:
         estimate."""
         known = [(loss, math.log(min(1e4, e.value if draw is None else e.resampled[draw])))
                  for loss, e in self.scales[optimizer]]
-        ways, needed, noisy = self.found["noise"][optimizer]["curve"], 0.0, 0.0
+        ways, needed, noisy = self.data["noise"][optimizer]["curve"], 0.0, 0.0
         for (s0, _), (s1, loss) in itertools.pairwise(ways):
             scale = math.exp(between(known, loss))
             weight = (s1 - s0) / (1 + scale / ANCHOR)

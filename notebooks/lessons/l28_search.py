@@ -55,31 +55,31 @@ class Search(Background):
     """A sweep in a background thread; its result is the text that `lpkit sweep` prints. The
     executor is a thread of this process; any object whose `submit` returns a future would do."""
 
-    def __init__(self, told: Sweep, out: Path):
+    def __init__(self, sweep: Sweep, out: Path):
         super().__init__("search")
-        self.told, self.out = told, out     # `out`: the journal is `out`-MARK.jsonl
+        self.sweep, self.out = sweep, out     # `out`: the journal is `out`-MARK.jsonl
 
     def _do(self) -> dict[str, Any]:
         children = Children()
         with ThreadPoolExecutor(1) as pool, \
                 runs.Workers(self.out.parent, children, 1, partial(pool.submit, runs.make)) as them:
-            return settle(self.told, self.out, lambda what, configs, judges: them.finished(
+            return settle(self.sweep, self.out, lambda what, configs, judges: them.finished(
                 configs, judges=judges))
 
 
 class LiveSweep(Figure):
     """The trials of a sweep's journal, redrawn when any process adds a trial."""
 
-    def __init__(self, told: Sweep, out: Path):
-        super().__init__(parallel_figure([], told))
-        self.told, self.out, self.drawn = told, out, 0
+    def __init__(self, sweep: Sweep, out: Path):
+        super().__init__(parallel_figure([], sweep))
+        self.sweep, self.out, self.drawn = sweep, out, 0
 
     def look(self) -> None:
         journals = sorted(self.out.parent.glob(f"{self.out.name}-*.jsonl"), key=os.path.getmtime)
         trials = records.read_lines(journals[-1])[0] if journals else []
         if len(trials) != self.drawn:
             self.drawn = len(trials)
-            self.show(parallel_figure(trials, self.told))
+            self.show(parallel_figure(trials, self.sweep))
 
     async def until(self, search: Background) -> Any:
         """Redraw until `search` is done, and return its result."""

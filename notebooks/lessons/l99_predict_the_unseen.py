@@ -225,7 +225,7 @@ class Score:
     """Marks of one case: by question, the given answer and its mark of `judge.MARKS`."""
 
     case: Case
-    said: Mapping[str, float | None]
+    answers: Mapping[str, float | None]
     marks: Mapping[str, str]
     why: str = ""
 
@@ -241,7 +241,7 @@ class Score:
     def _repr_html_(self) -> str:
         rows = []
         for name, question in QUESTIONS.items():
-            mark, said = self.marks[name], self.said.get(name)
+            mark, said = self.marks[name], self.answers.get(name)
             allowed = question.shown_off(question.tolerance).replace("+", "±")
             known = ("", "", "")        # the right answer is hidden until there is an answer
             if mark != "to do":

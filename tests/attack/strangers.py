@@ -59,7 +59,7 @@ def prepare(folder: Path) -> None:
 
     torch.manual_seed(0)
     config, library = Config().replace(MODEL), json.loads(byte_level().to_str())
-    tensors = {f"model/{name}": p.detach() for name, p in build.made(config,
+    tensors = {f"model/{name}": p.detach() for name, p in build.initial_model(config,
         "plain").named_parameters()}
     base = written(config, {"name": "bpe", "model": library}, folder / "base", tensors=tensors)
     export(base, folder / "model")

@@ -29,8 +29,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=int, metavar="N",
                         help="stop after N seconds (for evidence); repeat the command to continue")
     parser.add_argument("--pieces", metavar="NAME,NAME",
-                        help="run only these pieces (for evidence, reliability, your-model and "
-                             "course), such as smoke,linear or 20,21")
+                        help="run only these pieces (for evidence, reliability, your-model, "
+                             "course and fp8-step), such as smoke,linear or 20,21")
+    parser.add_argument("--call", type=int, metavar="N",
+                        help="run the pieces of call N: 1, 2 or 3 (for evidence)")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER",
+                        help="let the benchmarks import the peers in this folder's wheels (for "
+                             "evidence)")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="folder in which each result is saved as NAME-DEVICE.json")
 
@@ -45,10 +50,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
     for option, key, what in (("configs", "only", "ledger or fp8-step"),
-                              ("seconds", "seconds", "evidence"),
+                              ("seconds", "seconds", "evidence"), ("call", "call", "evidence"),
+                              ("wheels", "wheels", "evidence"),
                               ("kernel", "kernel", "kernels"),
                               ("pieces", "pieces",
-                               "evidence or reliability or your-model or course")):
+                               "evidence or reliability or your-model or course or fp8-step")):
         if (given := getattr(args, option)) is not None:
             if " ".join(names) not in what.split(" or ") or (isinstance(given, int) and given < 1):
                 raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "

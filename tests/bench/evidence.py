@@ -1,16 +1,22 @@
-"""Everything that only a GPU can tell, in order of value, for a machine on which nothing can be
-installed and which is at hand for half an hour.
+"""Measure what only a GPU can show, the most valuable first, on a machine where nothing can be
+installed and that is available for 15 minutes.
 
-    lpkit bench evidence --out DIR                          all of it, within 30 minutes
-    lpkit bench evidence --out DIR --seconds 480            until then; the same command goes on
-    lpkit bench evidence --out DIR --pieces smoke,linear    these, in this order
+    lpkit bench evidence --out DIR                          three calls, within 12 minutes
+    lpkit bench evidence --out DIR --call 1                 the first call, within 4 minutes
+    lpkit bench evidence --out DIR --seconds 480            stop after 8 minutes; repeat to continue
+    lpkit bench evidence --out DIR --pieces smoke,linear    these pieces, in this order
+    lpkit bench evidence --out DIR --wheels FOLDER          with the peers that FOLDER has as wheels
 
-A piece is some commands, each a case and a process of its own, and has a budget of seconds, of
-which one of several cases gets half at most. It ends with its budget, whatever it runs into, and
-writes a JSON line for each case into DIR/PIECE.jsonl as it goes: a case that is there is not run
-again, and an error is a line and not the end. A case that time ran out for is an error if it had
-half of the budget; else it comes first the next time. What benches of a GPU have recorded also lies
-in DIR/measured, in the form of data/measured. On a CPU everything is tiny: a rehearsal.
+Call 1 tests that recipes learn, and measures FP8 and GPT-2. Call 2 measures the kernels whose code
+changed since their newest record. Call 3 runs notebooks at their GPU size. The other pieces run
+only if --pieces names them.
+
+A piece has a budget of seconds, and one or more cases. A case is a command in its own process. If a
+piece has several cases, each gets at most half of the budget. When a case ends, evidence appends
+its JSON line to DIR/PIECE.jsonl; a case that has a line does not run again, and a case that failed
+has its error in its line. A case that ran out of time is an error if it had half of the budget,
+else it runs again at the next call. DIR/measured has the records of the benches, as data/measured
+has them. On a CPU all sizes are tiny, as a rehearsal.
 """
 
 import json
@@ -26,25 +32,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, named, pick
 from lpkit.files import PACKAGE, append_lines
 from lpkit.machine_facts import cores, gpus
 from lpkit.techniques.recipes import RECIPES
-from tests.bench import fused, smoke
+from tests.bench import code, fused, smoke
 from tests.bench.command import keep
 from tests.bench.fp8 import runs_here
 from tests.bench.harness import Result, paired, provenance
+from tests.pages.kernels import MEASURED, module_of
 
 NAME, FOLDER = "evidence", Path("runs/evidence")
+PEERS = "peers"         # in DIR: the unpacked wheels
 LEAST_SECONDS = 20      # left, for a case to begin
 MOST_SAID = 60_000      # characters of what is no JSON
 TESTS = PACKAGE.parent / "tests"
 KERNEL_TESTS = ("test_kernels", "test_cast_operand", "test_flash_attention")
 Found = dict[str, Any]
-Commands = dict[str, tuple[str, ...]]       # by case, what Python is given
+Commands = dict[str, tuple[str, ...]]       # by case, the arguments of Python
+CALL_SECONDS = 240
+COURSE = ("25", "06", "05", "07", "12", "20", "24")     # notebooks that a GPU changes most
+WIDTHS = ("4096", "1664")       # of fp8-step
 
 TRAIN = ("grad_accum_steps=1", "model.context=1024", "global_batch=16",
          "eval_every=0", "eval_batches=1", "checkpoint_every=0")
@@ -58,11 +70,11 @@ FIRST = ("linear-cross-entropy", "cross-entropy", "rms-norm", "flash-attention",
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """`seconds`: its budget. `by_name`: it runs only when it is asked for."""
+    """`seconds`: the budget. `call`: the call that runs the piece; 0: only --pieces runs it."""
 
     commands: Callable[[torch.device], Commands]
     seconds: int
-    by_name: bool = False
+    call: int = 0
 
 
 def _lpkit(*words: str) -> tuple[str, ...]:
@@ -121,35 +133,67 @@ def _kernels(on: torch.device) -> Commands:
     return {name: _lpkit("bench", "kernels", "--kernel", name) for name in names}
 
 
+def _changed(on: torch.device) -> Commands:
+    """The kernels whose code is not the code of their newest record of a GPU."""
+    records = sorted((json.loads(path.read_text()) for path in MEASURED.glob("kernels-*.json")),
+                     key=lambda record: record["date"])
+    newest = {case["case"].partition(",")[0]: record for record in records
+              for case in record["cases"] if record["device"] != record["cpu"]}
+    return {name: words for name, words in _kernels(on).items()
+            if code.changed(newest.get(name, {}), module_of(name)) != []}
+
+
+def _course(on: torch.device) -> Commands:
+    tier = "gpu" if on.type == "cuda" else "smoke"
+    return {name: _lpkit("notebook", name, "--tier", tier) for name in COURSE}
+
+
 PIECES: dict[str, Piece] = {        # in order of value: right, before fast
-    "smoke": Piece(seconds=80, commands=lambda on: {
-        "smoke": ("-m", smoke.__name__, "--seconds", "50")}),
-    "linear": Piece(commands=_bench("fp8-linear"), seconds=110),
-    "nanogpt": Piece(commands=_bench("train-nanogpt"), seconds=160),
+    "smoke": Piece(seconds=45, call=1, commands=lambda on: {
+        "smoke": ("-m", smoke.__name__, "--seconds", "35")}),
+    "linear": Piece(commands=_bench("fp8-linear"), seconds=55, call=1),
+    "fp8-step": Piece(seconds=80, call=1, commands=lambda on: {
+        width: _lpkit("bench", "fp8-step", "--pieces", width, "--rounds", "3")
+        for width in WIDTHS}),
+    "nanogpt": Piece(commands=_bench("train-nanogpt"), seconds=60, call=1),
+    "changed": Piece(commands=_changed, seconds=240, call=2),
+    "course": Piece(commands=_course, seconds=240, call=3),
     "tests": Piece(commands=_tests, seconds=200),
     "kernels": Piece(commands=_kernels, seconds=300),
     "recipes": Piece(commands=_recipes, seconds=60),
     "steps": Piece(commands=_steps, seconds=120),
     "doctor": Piece(commands=lambda on: {"doctor": _lpkit("doctor")}, seconds=90),
     "products": Piece(commands=_bench("fp8-products", "--rounds", "1"), seconds=80),
-    "fp8-step": Piece(commands=_bench("fp8-step", "--configs", "1", "--rounds", "3"),
-                      seconds=320),
     # one GPU has nobody to shard over, and CPUs say nothing of GPUs
     "fsdp2": Piece(commands=lambda on: _bench("fsdp2")(on) if gpus() > 1 else {}, seconds=60),
     "ledger": Piece(commands=lambda on: {"ledger": _lpkit(
         "bench", "ledger", "--configs", "2" if on.type == "cpu" else "6")}, seconds=220),
-    "launch": Piece(commands=_bench("launch", "--rounds", "3"), seconds=470, by_name=True),
+    "launch": Piece(commands=_bench("launch", "--rounds", "3"), seconds=470),
 }
 
 
 def run(rounds: int = 1, *, out: Path | None = None, seconds: int | None = None,
-        pieces: str | None = None) -> list[Result]:
-    """`out`: where the pieces write. `seconds`: no piece goes on after these. `pieces`: these
-    alone, by names with commas between. Raises ConfigError for an unknown name."""
+        pieces: str | None = None, call: int | None = None,
+        wheels: Path | None = None) -> list[Result]:
+    """Run pieces; return a Result for each, the number of its cases that have a line.
+
+    out:     the folder in which the pieces write
+    seconds: all pieces end after these seconds
+    pieces:  names of pieces, separated by commas
+    call:    1, 2 or 3: the pieces of this call; None: of all three
+    wheels:  a folder with wheels of peers; the commands can import them
+
+    Raises ConfigError for an unknown piece or call, and for wheels that are missing."""
+    calls = sorted({piece.call for piece in PIECES.values()} - {0})
+    if call and (call not in calls or pieces is not None):
+        raise ConfigError(f"--call must be {', '.join(map(str, calls))}, without --pieces; got "
+                          f"{call}")
     names = ([name.strip() for name in pieces.split(",")] if pieces is not None else
-             [name for name, piece in PIECES.items() if not piece.by_name])
+             [name for name, piece in PIECES.items() if piece.call in ([call] if call else calls)])
     asked = {name: pick(PIECES, name, "piece of the evidence") for name in names}
     folder, start = out or FOLDER, time.monotonic()
+    if wheels:
+        unpack(wheels, folder)
     end = start + (seconds or sum(piece.seconds for piece in asked.values()))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     on = torch.device("cuda" if gpu else "cpu")
@@ -231,11 +275,28 @@ def _object(said: str) -> Any:
 def _environment(folder: Path) -> dict[str, str]:
     """With this checkout before what PYTHONPATH names, which a child finds from its own folder; and
     with what it compiles kept beside the pieces."""
-    path = [str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [str(PACKAGE.parent), *([str(folder / PEERS)] if (folder / PEERS).is_dir() else []),
+            *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.environ | {"PYTHONUNBUFFERED": "1",
                          "PYTHONPATH": os.pathsep.join(map(os.path.abspath, path)),
                          "TORCHINDUCTOR_CACHE_DIR": str(folder.resolve() / "inductor"),
                          "TRITON_CACHE_DIR": str(folder.resolve() / "triton")}
+
+
+def unpack(wheels: Path, folder: Path) -> None:
+    """Unpack the wheels of a folder into `folder`/peers. Raises ConfigError if there are none, or
+    if a file is no wheel."""
+    paths = sorted(wheels.glob("*.whl"))
+    if not paths:
+        raise ConfigError(f"--wheels: {named(wheels)} has no file *.whl; `pip download --no-deps "
+                          f"-d {named(wheels)} torchao liger-kernel gfloat` fetches the peers")
+    for path in paths:
+        try:
+            with ZipFile(path) as wheel:
+                wheel.extractall(folder / PEERS)
+        except BadZipFile as error:
+            raise ConfigError(f"--wheels: {named(path)} is not a wheel ({error}); download it "
+                              f"again") from None
 
 
 def _record(folder: Path, name: str, gpu: str | None) -> None:
@@ -245,9 +306,12 @@ def _record(folder: Path, name: str, gpu: str | None) -> None:
     records = [one for one in said if isinstance(one, dict) and "cases" in one
                and gpu is not None and one["device"] == gpu]
     if records:
-        worst = min(records, key=lambda one: one["met"])
-        keep(folder / "measured", worst | {"cases": [case for one in records
-                                                     for case in one["cases"]]})
+        worst = min(records, key=lambda record: record["met"])
+        # a case's facts by size or recipe, such as losses
+        facts = {key: {name: fact for record in records for name, fact in record[key].items()}
+                 for key, value in worst.items() if isinstance(value, dict)}
+        keep(folder / "measured", worst | facts | {"cases": [case for record in records
+                                                             for case in record["cases"]]})
 
 
 def _lines(folder: Path, name: str) -> Mapping[str, Found]:

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, pick
 from lpkit.execution.kernels import watched
 from lpkit.kernels import jit
 from lpkit.kernels.choose import candidates, choose
@@ -168,14 +168,22 @@ def cast_by_kernels(layer: nn.Module, x: Tensor, d_out: Tensor) -> None:
             setattr(layer.arithmetic, attribute, candidates(kernel)[used])
 
 
-def step(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
-    """`only`: of the sizes, this many, the largest first."""
+def step(rounds: int = ROUNDS, *, only: int | None = None, pieces: str | None = None
+         ) -> list[Result]:
+    """Measure whole updates in FP8 and bf16, and whether the advice was right.
+
+    only:   the number of sizes, the largest first
+    pieces: widths, separated by commas; None: all. Raises ConfigError for another width.
+    """
     device = fp8_gpu()
+    widths = {str(size[1]): size for size in SIZES}
+    sizes = SIZES[:only] if pieces is None else [
+        pick(widths, width.strip(), "width of fp8-step") for width in pieces.split(",")]
     name = torch.cuda.get_device_name(device)
     configs = [Config().replace({"model.layers": layers, "model.width": width, "model.heads": heads,
                                  "model.vocab": 50_304, "model.context": 1024,
                                  "global_batch": batch}) for layers, width, heads, batch
-        in SIZES[:only]]
+        in sizes]
     return compare(configs, device, catalogued(name) or hardware.machine(str(device)), rounds,
                    facts=harness.provenance(["torch", "triton"], name))
 

@@ -23,7 +23,7 @@ from lpkit.nn.transformer import cross_entropy
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes
 from lpkit.precision.compute import compute_dtype
-from lpkit.training.build import made, moved
+from lpkit.training.build import initial_model, moved
 from lpkit.training.training import Training
 from tests.bench.harness import ROUNDS, Result, last_losses, paired, steps_in_turns
 from tests.bench.nanogpt import ON_A_GPU, adamw
@@ -47,7 +47,7 @@ class Peer:
     def __init__(self, training: Training, *, compiled: bool):
         config, device = training.config, training.device
         self.training, self.accelerator = training, _accelerator(training)
-        model = moved(made(config, training.decisions.choices["attention"].used), device)
+        model = moved(initial_model(config, training.decisions.choices["attention"].used), device)
         if compiled:
             for block in model.blocks:
                 block.compile()

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from lpkit.machine_facts import cores, cpu_limits, cpu_name, versions
 from lpkit.timing import interleaved_seconds
+from tests.bench import code
 
 ROUNDS = 9                  # fewer say little about quartiles
 SAMPLE_SECONDS = 0.005      # at least, so that a clock's grain and one interrupt do not count
@@ -121,8 +122,8 @@ def paired(name: str, *, ours: Sequence[float], peer: Sequence[float], peer_name
 
 
 def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) -> dict[str, Any]:
-    """Where and with what a figure was measured. `device`: None for the CPU, or an accelerator's
-    name."""
+    """Return where and with what a number was measured. `device`: None for the CPU, or an
+    accelerator's name; then the record also names the code that it timed."""
     cpu = cpu_name()
     facts = {"device": device or cpu, "cpu": cpu, "cores": cores(),
              "platform": f"{platform.system()} {platform.machine()}"}
@@ -130,6 +131,8 @@ def provenance(packages: Iterable[str] = ("torch",), device: str | None = None) 
         facts["limits"] = limits
     if "torch" in sys.modules:
         facts |= {"threads": sys.modules["torch"].get_num_threads(), **_gpu(device)}
+    if device:
+        facts["code"] = {**code.today()}
     installed = {name: version or "not installed"
                  for name, version in versions(("lpkit", *packages)).items()}
     return {**facts, "versions": {"python": platform.python_version(), **installed},

@@ -47,7 +47,7 @@ from lpkit.modules.step import loss_of, without_memory
 from lpkit.predict.stacks import stack_of
 from lpkit.presets import preset
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from tests.bench.harness import Result, paired, recorded
 from tests.bench.ledger import _by_accelerate
 from tests.modules.others_models import MODELS, Size, batch_of, loss_for, model_of
@@ -232,7 +232,8 @@ def through_both(name: str) -> Iterator[dict[str, Any]]:
     config = preset(name).replace({"system.device": "cpu", "system.attention": "sdpa",
                                    "global_batch": sequences, "grad_accum_steps": 1})
     with torch.device("meta"):
-        model, ids = made(config, "sdpa"), torch.empty(sequences, config.model.T, dtype=torch.int64)
+        model = initial_model(config, "sdpa")
+        ids = torch.empty(sequences, config.model.T, dtype=torch.int64)
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())

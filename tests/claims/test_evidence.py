@@ -17,11 +17,13 @@ import time
 import tomllib
 from dataclasses import replace
 from functools import partial
+from zipfile import ZipFile
 
 import psutil
 import pytest
 import torch
 
+from hosting import notebooks
 from lpkit import cli
 from lpkit.commands import target_and_asked
 from lpkit.errors import ConfigError
@@ -34,7 +36,7 @@ from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 from tests.attack import patience
-from tests.bench import BENCHES, evidence, smoke
+from tests.bench import BENCHES, code, evidence, smoke
 from tests.pages import gpu
 
 CASE = """
@@ -130,7 +132,7 @@ def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evidence, "PIECES",
                         {name: replace(piece, commands=partial(one, piece.commands, some[name]))
                                              for name, piece in pieces.items()})
-    words = ["bench", "evidence", "--out", str(tmp_path), "--json"]
+    words = ["bench", "evidence", "--out", str(tmp_path), "--pieces", ",".join(some), "--json"]
     assert cli.main(words) == 0
     result = json.loads(capsys.readouterr().out)
     assert ({path.suffix for path in tmp_path.iterdir()} <= {".jsonl", ".json", ""}
@@ -151,11 +153,14 @@ def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert {path: path.read_text() for path in tmp_path.glob("*.jsonl")} == before
 
 
-def test_all_of_it_fits_into_half_an_hour_and_is_commands_that_exist(monkeypatch):
-    assert [*evidence.PIECES][:8] == ["smoke", "linear", "nanogpt", "tests", "kernels", "recipes",
-        "steps", "doctor"]
-    assert sum(piece.seconds for piece in evidence.PIECES.values() if not piece.by_name) <= 1800
-    assert evidence.PIECES["launch"].by_name, "it starts ranks on CPUs"
+def test_each_call_fits_into_four_minutes_and_is_commands_that_exist(monkeypatch):
+    calls = {}
+    for name, piece in evidence.PIECES.items():
+        calls.setdefault(piece.call, {})[name] = piece.seconds
+    assert [[*calls[call]] for call in (1, 2, 3)] == [
+        ["smoke", "linear", "fp8-step", "nanogpt"], ["changed"], ["course"]]
+    assert all(sum(calls[call].values()) <= evidence.CALL_SECONDS for call in (1, 2, 3))
+    assert "launch" in calls[0], "it starts ranks on CPUs"
     for on in map(torch.device, ("cpu", "cuda")):
         monkeypatch.setattr(evidence, "runs_here", lambda on: ["fp8-tensorwise"])
         found = {name: piece.commands(on) for name, piece in evidence.PIECES.items()}
@@ -171,7 +176,9 @@ def test_all_of_it_fits_into_half_an_hour_and_is_commands_that_exist(monkeypatch
                 parser.add_argument("--json", action="store_true")
                 cli.module_of(words[2]).arguments(parser)
                 asked = parser.parse_args(words[3:])
-                if words[2] == "train":
+                if words[2] == "notebook":
+                    assert notebooks.find(asked.target).is_file()
+                elif words[2] == "train":
                     assert resolve(*target_and_asked(asked)).tokens_per_step > 0
                 elif words[2] == "bench":
                     assert BENCHES.keys() >= {*asked.names}
@@ -197,18 +204,21 @@ def test_pieces_by_name_run_alone_and_as_given(ran, tmp_path):
     ran.clear()
     evidence.run(out=tmp_path)
     assert ran[0][3:] == ("fp8-linear", "--json"), "smoke is there already"
-    assert not [words for words in ran if {"launch",
-        "fsdp2"} & {*words}], "only where they are asked for"
+    assert not [words for words in ran if {"launch", "fsdp2"} & {*words}], "only by name"
+    assert "notebook" in ran[-1]
+    for call, begins in ((1, []), (2, []), (3, [])):
+        ran.clear()
+        evidence.run(out=tmp_path, call=call)
+        assert ran == begins, "all three calls are done"
     ran.clear()
     evidence.run(out=tmp_path, pieces="launch")
     assert [words[2:5] for words in ran] == [("bench", "launch", "--rounds")]
 
 
-def test_a_launch_on_gpus_is_among_all(ran, tmp_path, monkeypatch):
-    for there, runs in ((1, False), (2, True)):
-        monkeypatch.setattr(evidence, "gpus", lambda there=there: there)
-        evidence.run(out=tmp_path)
-        assert any("fsdp2" in words for words in ran) == runs
+def test_fsdp2_needs_several_gpus(ran, tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "gpus", lambda: 2)
+    evidence.run(out=tmp_path, pieces="fsdp2")
+    assert any("fsdp2" in words for words in ran)
     with pytest.raises(ConfigError, match="nothing to run of fsdp2"):
         monkeypatch.setattr(evidence, "gpus", lambda: 1)
         evidence.run(out=tmp_path, pieces="fsdp2")
@@ -219,7 +229,10 @@ def test_a_launch_on_gpus_is_among_all(ran, tmp_path, monkeypatch):
                                               "mean 'smoke'?"),
     (["evidence", "--pieces", ""], "there is no piece of the evidence ''; choose one of"),
     (["ledger", "--pieces", "smoke"], "--pieces is for evidence or reliability or your-model or "
-                                      "course alone"),
+                                      "course or fp8-step alone"),
+    (["evidence", "--call", "4"], "--call must be 1, 2, 3, without --pieces; got 4"),
+    (["evidence", "--call", "1", "--pieces", "smoke"], "--call must be 1, 2, 3, without --pieces"),
+    (["evidence", "--wheels", "nowhere"], "--wheels: nowhere has no file *.whl; `pip download"),
 ])
 def test_an_unknown_piece_is_one_sentence(words, said, ran, tmp_path, capsys):
     assert cli.main(["bench", *words, "--out", str(tmp_path)]) == 2
@@ -270,6 +283,46 @@ def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_pat
                       for folder in (tmp_path / "measured", tmp_path))
     assert ("fp8-linear-nvidia-h200.json" in found.source
             and found.products["fp8"] != without.products["fp8"])
+
+
+def test_facts_of_both_sizes_are_in_one_record(tmp_path):
+    """The second size's losses and advice were lost."""
+    lines = [{"case": width, "said": {
+        "name": "fp8-step", "device": "NVIDIA H200", "met": True, "date": "2026-01-01",
+        "losses": {f"4 x {width}": {"bf16": 1.0}}, "cases": [{"case": width}]}}
+        for width in evidence.WIDTHS]
+    (tmp_path / "fp8-step.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evidence._record(tmp_path, "fp8-step", "NVIDIA H200")
+    [record] = (tmp_path / "measured").iterdir()
+    assert [*json.loads(record.read_text())["losses"]] == ["4 x 4096", "4 x 1664"]
+
+
+def test_kernels_whose_code_changed_are_measured_again(tmp_path, monkeypatch):
+    """A kernel without a record, and a kernel whose record names other code; in FIRST's order."""
+    now = code.today()
+    other = {"kernels.norm": "0" * code.DIGITS}
+    for name, date, changes in (("a", "2026-01-01", {}), ("b", "2026-01-02", other)):
+        cases = [{"case": f"{kernel}, 4x4"} for kernel in (evidence._kernels(torch.device("cuda"))
+                 if name == "a" else ("rms-norm", "swiglu"))]
+        (tmp_path / f"kernels-{name}.json").write_text(json.dumps({
+            "date": date, "device": "a GPU", "cpu": "a CPU", "code": {**now, **changes},
+            "cases": [case for case in cases if not case["case"].startswith("lion")]}))
+    monkeypatch.setattr(evidence, "MEASURED", tmp_path)
+    assert [*evidence._changed(torch.device("cuda"))] == ["rms-norm", "lion"]
+
+
+def test_wheels_are_unpacked_once_and_a_broken_wheel_is_refused(tmp_path, ran):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with ZipFile(wheels / "peer-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("peer/__init__.py", "SPEED = 7")
+    evidence.run(out=tmp_path / "out", pieces="doctor", wheels=wheels)
+    found = subprocess.run([sys.executable, "-c", "import peer; print(peer.SPEED)"], check=True,
+                           env=evidence._environment(tmp_path / "out"), capture_output=True)
+    assert found.stdout == b"7\n"
+    (wheels / "peer-2-py3-none-any.whl").write_bytes(b"not a zip")
+    with pytest.raises(ConfigError, match=r"peer-2-.* is not a wheel"):
+        evidence.run(out=tmp_path / "out", pieces="smoke", wheels=wheels)
 
 
 # ---- the page

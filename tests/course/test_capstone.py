@@ -57,7 +57,7 @@ def test_printed_formulas_alone_score_all(reader):
     for seed in SEEDS:
         score = mark(draw(seed), reader)
         assert score.right == len(QUESTIONS) == 11, (seed, str(score), {
-            name: question.off(score.case, score.said[name])
+            name: question.off(score.case, score.answers[name])
             for name, question in QUESTIONS.items()}, draw(seed).sheet)
 
 

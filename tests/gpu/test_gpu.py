@@ -14,7 +14,7 @@ from lpkit.techniques.adapters import Adapter
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from lpkit.training.loop import Arriving
 from lpkit.training.training import RandomTokens, Training
 
@@ -54,7 +54,7 @@ def test_a_gpu_step_is_the_cpu_step():
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
     grads = []
     for device in ("cpu", "cuda"):
-        model = made(config, "sdpa").to(device)
+        model = initial_model(config, "sdpa").to(device)
         loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1].to(device)).flatten(0, 1),
                                                  tokens[:, 1:].to(device).flatten())
         loss.backward()

@@ -265,7 +265,7 @@ def of_run(run: Run) -> torch.Tensor:
 
 def of_plan(plan: Plan) -> torch.Tensor:
     """The same of what `bring` would write."""
-    model, read = build.made(plan.config, "plain"), plan.read([*plan.ours])
+    model, read = build.initial_model(plan.config, "plain"), plan.read([*plan.ours])
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(read.pop(f"model/{name}"))

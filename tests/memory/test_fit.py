@@ -327,7 +327,7 @@ def test_memory_that_ends_before_a_run_has_begun_is_a_sentence(tmp_path, monkeyp
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("lpkit.training.build.made", fail)
+    monkeypatch.setattr("lpkit.training.build.initial_model", fail)
     with pytest.raises(RunFailedError,
                        match=r"this run ran out of memory on cpu \(OutOfMemoryError: CUDA out of "
                              r"memory\); "

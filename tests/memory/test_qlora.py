@@ -117,7 +117,7 @@ def test_codes_are_the_nearest_values_in_float64(format, shape, block):
     due = (book[codes] * scale).flatten()[:w.numel()].view(shape)
     # the book is float32
     torch.testing.assert_close(one.weight.double(), due, rtol=4e-7, atol=2e-8)
-    assert torch.equal(one.made(torch.bfloat16), one.weight.bfloat16())         # rounded once
+    assert torch.equal(one.dequantised(torch.bfloat16), one.weight.bfloat16())     # rounded once
 
 
 @pytest.mark.parametrize("format", FORMATS)

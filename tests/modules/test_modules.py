@@ -36,7 +36,7 @@ from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import ScaledLinear
 from lpkit.presets import preset
 from lpkit.techniques.recipes import RECIPES, resolve
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from tests.modules.others_models import HEAD_OF, MODELS, VOCAB, WIDTH, batch_of, loss_for, model_of
 
 pytest.importorskip("transformers")
@@ -309,7 +309,8 @@ def test_one_question_through_either_door_has_one_answer(precision):
     def loss(model, batch):
         return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
 
-    ours = lpkit.predict(made(config, "sdpa"), ids, machine="b200", precision=precision, loss=loss,
+    ours = lpkit.predict(initial_model(config, "sdpa"), ids, machine="b200",
+                         precision=precision, loss=loss,
                          stack="compiled")
     theirs = lpkit.predict(config.replace({"system.stack": "compiled"}), "b200",
                            precision=precision)
@@ -334,7 +335,7 @@ def test_ranks_hold_what_the_trace_of_a_config_holds():
         "precision.recipe": "bf16", "global_batch": 32,
                                        "grad_accum_steps": 1})
     ids = torch.randint(config.model.V, (4, config.model.T))
-    ours = lpkit.predict(made(config, "plain"), ids, devices=8, precision="bf16",
+    ours = lpkit.predict(initial_model(config, "plain"), ids, devices=8, precision="bf16",
                          loss=lambda m, b: F.cross_entropy(m(b).flatten(0, 1).float(),
                              b.flatten())).footprint
     theirs = lpkit.predict_trace(config, 8)
@@ -790,7 +791,8 @@ def test_an_optimizer_costs_the_same_seconds_through_both_doors(name):
         "grad_accum_steps": 1, "optimizer.name": name,
                                        "optimizer.clip": 0})
     with torch.device("meta"):
-        model, ids = made(config, "sdpa"), torch.empty(2, config.model.T, dtype=torch.int64)
+        model = initial_model(config, "sdpa")
+        ids = torch.empty(2, config.model.T, dtype=torch.int64)
     ours = lpkit.predict(model, ids, machine="h100", precision="bf16", optimizer=name,
                          loss=lambda model, batch: F.cross_entropy(model(batch).flatten(0,
                              1).float(), batch.flatten()))

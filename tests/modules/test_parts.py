@@ -22,7 +22,7 @@ import lpkit
 from lpkit.errors import ConfigError
 from lpkit.memory.saved import SavedTensorOffloader, SavedTensorRef
 from lpkit.optim import AdamW, Muon, stepper
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from tests.modules.others_models import MODELS, batch_of, loss_for, model_of
 
 pytest.importorskip("transformers")
@@ -92,7 +92,7 @@ def test_the_kits_own_model_has_the_groups_of_its_runs():
     config = lpkit.preset("cpu-3m")
     for row in ("muon", "normuon", "galore", "adamw", "soap"):
         config = config.replace({"optimizer": row})
-        model = made(config, "plain")
+        model = initial_model(config, "plain")
         ours = groups_of(lpkit.optimizer(model, row))
         theirs, names = stepper.build(dict(model.named_parameters()),
                                       config.optimizer), {p: key

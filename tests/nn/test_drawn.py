@@ -19,7 +19,7 @@ from lpkit.execution.kernels import Kernels
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.drawn import drawing
 from lpkit.techniques.inits import INITS
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from tests.parallel.test_messages import UNEVEN
 from tests.parallel.training_ranks import digest_of
 
@@ -42,11 +42,11 @@ def rows(ranks: int, rank: int):
 def test_rows_are_those_of_one_process(name, ranks):
     """And so is the generator after it, and what is no parameter."""
     config = SMALL.replace(MODELS[name])
-    due = made(config, "plain")
+    due = initial_model(config, "plain")
     state, found = torch.get_rng_state(), []
     for rank in range(ranks):
         with drawing(rows(ranks, rank), CPU) as drawn:
-            model = made(config, "plain")
+            model = initial_model(config, "plain")
         assert (torch.equal(torch.get_rng_state(), state)
                 and sum(p.untyped_storage().nbytes() for p in model.parameters()) < (
             sum(p.nbytes for p in due.parameters()) / 5))
@@ -63,8 +63,9 @@ def test_rows_are_those_of_one_process(name, ranks):
 def test_every_init_fills_rows(init):
     config = SMALL.replace({"model.init": init, "model.layers": 1})
     with drawing(rows(2, 1), CPU) as drawn:
-        model = made(config, "plain")
-    for p, whole in zip(model.parameters(), made(config, "sdpa").parameters(), strict=True):
+        model = initial_model(config, "plain")
+    expected = initial_model(config, "sdpa")
+    for p, whole in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(drawn.rows[p], whole.chunk(2)[1])
 
 
@@ -102,8 +103,8 @@ def test_kernels_see_a_forward_like_others():
     config = SMALL.replace({"model.norm": "rmsnorm", "model.position": "rope"})
     kernels, found = Kernels(asked="rms-norm:reference", batch=(2, 32), autocast=nullcontext()), []
     with drawing(rows(2, 1), CPU):
-        model = made(config, "plain")
-    for one in (model, made(config, "plain")):
+        model = initial_model(config, "plain")
+    for one in (model, initial_model(config, "plain")):
         at_hand = kernels._at_hand(one)
         found.append([t.std().item() for name in ("add-rms-norm", "rotary")
                       for t in at_hand[name][1][0][:2]])
@@ -130,7 +131,7 @@ def test_ranks_start_from_the_same_bits_and_never_have_them_all(on_ranks, world)
     """Of the whole weights, eight blocks and tables: a rank has its rows; while FSDP2 cuts them a
     block whole (0.12) and its rows twice, the largest parameter once more (0.04), and what stands
     for parameters (0.04)."""
-    due = digest_of(Transformer.parameters(made(SMALL, "sdpa")))
+    due = digest_of(Transformer.parameters(initial_model(SMALL, "sdpa")))
     for of_rank in on_ranks("starts", SMALL, world, layouts=LAYOUTS[world]):
         for digest, built, shard in of_rank:
             assert digest == due and built < 1 / shard + 0.3

@@ -251,7 +251,7 @@ def test_the_peak_is_within_two_hundredths_of_the_trace(kind, changes):
 @pytest.mark.parametrize("kind", ["gpt2", "residual"])
 def test_what_is_kept_is_what_autograd_keeps_to_the_byte(kind):
     config = of(KINDS[kind])
-    model, x = build.made(config, "plain").train(), torch.zeros(3, 32, dtype=torch.long)
+    model, x = build.initial_model(config, "plain").train(), torch.zeros(3, 32, dtype=torch.long)
     found = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
     formula = kept(config.model, batch=3, attention="plain").operations
     of_loss = found.pop("loss"), formula.pop("loss")        # here tokens are targets, too

@@ -98,7 +98,7 @@ def after(name: str, shapes, dtype=torch.float64, rule=None, **settings) -> list
                              dtype=dtype) for slot in row.slots]
         for update in range(20):
             rule(w, gradient(p, update), slots, settings, update + 1,
-                 *[Parameter("p.weight", shape)] * row.told)
+                 *[Parameter("p.weight", shape)] * row.takes_parameter)
         got.append(w.double())
     return got
 
@@ -935,7 +935,7 @@ def test_muons_flops_are_those_that_pytorch_counts(name, changes):
     for p, rule in training.optimizer.rule_of.items():
         assert rule.row.matrices == (names[p].startswith("blocks.") and p.ndim == 2), names[p]
         assert rule.settings.name == (name if rule.row.matrices else "adamw")
-    found = {training.optimizer.told[p].fused for p, name in names.items()
+    found = {training.optimizer.facts[p].fused for p, name in names.items()
              if name.endswith("qkv.weight")}
     assert found == {operation.fused(config.model, "attention.qkv.weight")} != {()}
 

@@ -75,7 +75,7 @@ def test_two_groups_are_updated_as_by_the_kits_stepper(name, dtype):
                                  else shape, dtype=dtype) for slot in row.slots]
             for update in range(20):
                 rule(w, gradient(w, update), slots, s, update + 1,
-                     *[Parameter("p", tuple(w.shape))] * row.told)
+                     *[Parameter("p", tuple(w.shape))] * row.takes_parameter)
             want.append(w)
     assert equal(got, want) and not equal(got, two_sizes(dtype, shapes_of(name)))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from lpkit.predict.evidence import MEASURED
 from lpkit.techniques.recipes import RECIPES
+from tests.bench import code
 from tests.pages import markdown_table
 from tests.pages.kernels import FLOORS
 
@@ -45,9 +46,9 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
 def results(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield ("Each number from here to the end of the section is made from a committed record: "
            "`data/measured/NAME-nvidia-h200.json`.\n")
-    yield markdown_table(("record", "date", "commit", "command"), (
-        (f"`{name}`", one["date"][:10], _commit(one["commit"]), f"`{one['command']}`")
-        for name, one in found.items()))
+    yield markdown_table(("record", "date", "commit", "code since", "command"), (
+        (f"`{name}`", record["date"][:10], _commit(record["commit"]), _since(record),
+         f"`{record['command']}`") for name, record in found.items()))
     for title, make, names in PARTS:
         yield f"\n### {title}\n\nFrom {' and '.join(f'`{name}`' for name in names)}.\n"
         yield from make(*(found[name] for name in names))
@@ -55,6 +56,13 @@ def results(found: dict[str, dict[str, Any]]) -> Iterator[str]:
            "graphs side by side, of the ceilings that `lpkit doctor` reached, of the kinds of "
            "kernels in an update, of the notebooks at their GPU tier, of Muon's seconds, and of "
            "several GPUs. So this page has no numbers for them.")
+
+
+def _since(record: dict[str, Any]) -> str:
+    """Return how many modules of kernels, optimizers and precision changed since a record."""
+    modules = code.changed(record)
+    return ("unknown" if modules is None else
+            f"{len(modules)} of {len(record['code'])} modules changed" if modules else "same")
 
 
 def _commit(commit: str) -> str:

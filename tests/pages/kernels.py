@@ -24,6 +24,7 @@ from typing import Any
 
 from lpkit.kernels.jit import keep_privately, triton
 from lpkit.techniques.kernels import KERNELS
+from tests.bench import code
 from tests.kernels.builds import PROOFS, Build
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
@@ -214,12 +215,20 @@ def measured(folder: Path = MEASURED) -> Iterator[str]:
         if found["device"] == found["cpu"]:
             continue
         yield from (f"{found['device']}, {found['date'][:10]}, at commit {found['commit']}.", "",
-                    _row(("case", "compared with", "share", "")), _row(["---"] * 4))
+                    _row(("case", "compared with", "share", "", "code since")), _row(["---"] * 5))
         for case in found["cases"]:
             if case["peer"] in FLOORS:
                 bar = "\N{FULL BLOCK}" * round(20 * min(case["ratio"], 1))
-                yield _row((case["case"], case["peer"], f"{case['ratio']:.2f}", bar))
+                since = code.changed(found, module_of(case["case"].partition(",")[0]))
+                yield _row((case["case"], case["peer"], f"{case['ratio']:.2f}", bar,
+                            "unknown" if since is None else "changed" if since else "same"))
         yield ""
+
+
+def module_of(kernel: str) -> str:
+    """Return the module of a kernel of `lpkit bench kernels`, below lpkit: "kernels.norm"."""
+    row = KERNELS["cross-entropy" if kernel == "linear-cross-entropy" else kernel]
+    return row.implementation.removeprefix("lpkit.").partition(":")[0]
 
 
 def page(rows: list[Compiled]) -> str:

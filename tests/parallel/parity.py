@@ -247,7 +247,8 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
                                (cut_in_one.cut_tokens, case.token_parts)):
                 if parts > 1:
                     until_end.enter_context(patch.object(
-                        build, "made", partial(_made_in_parts, cut, parts, build.made)))
+                        build, "initial_model",
+                        partial(_made_in_parts, cut, parts, build.initial_model)))
             if case.norm_parts > 1:
                 until_end.enter_context(patch.object(
                     torch, "_foreach_norm", partial(_norms_in_parts, case.norm_parts)))

@@ -116,7 +116,7 @@ def test_a_count_knows_each_kind_and_leaves_control_apart():
         dist.all_reduce(torch.ones(5))
         all_gather(torch.ones(8), torch.ones(2), group=ranks.groups["shard"])
         reduce_scatter(torch.ones(2), torch.ones(8))
-        ranks.told(3)
+        ranks.broadcast(3)
         ranks.agreed({"a": 1})
     assert count.sent == {Message("all-reduce", 20, 4): 1, Message("all-gather", 32, 4): 1,
                           Message("reduce-scatter", 32, 4): 1}

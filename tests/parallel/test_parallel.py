@@ -140,7 +140,7 @@ def test_buckets():
 def test_alone_nothing_is_sent():
     """No process group is there."""
     ranks, t = Ranks(), torch.tensor(2.0)
-    assert ranks.mean(t) is t and ranks.largest(t) is t and ranks.told(3) == 3
+    assert ranks.mean(t) is t and ranks.largest(t) is t and ranks.broadcast(3) == 3
     assert Sharding().norm([t], []) == t
     ranks.refuse_differences({"code": 1})
 

@@ -35,7 +35,7 @@ from lpkit.parallel.processes import Place
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from lpkit.training.data import Share
 from lpkit.training.rank import train
 from lpkit.training.training import RandomTokens, Training
@@ -138,7 +138,7 @@ def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
-        whole = made(config, "sdpa")
+        whole = initial_model(config, "sdpa")
         columns = {"attention.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel()}
         rows = {"attention.out": RowwiseParallel(), "mlp.down": RowwiseParallel()}
         mesh = init_device_mesh("cpu", (config.parallel.tensor,))

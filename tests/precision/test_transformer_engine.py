@@ -23,7 +23,7 @@ from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import LowPrecision
 from lpkit.precision.libraries import TransformerEngineLinear
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.build import made
+from lpkit.training.build import initial_model
 from lpkit.training.training import _saved
 
 EVENTS: list[str] = []
@@ -126,7 +126,7 @@ TINY = Config().replace({"model.layers": 2, "model.width": 128, "model.heads": 2
 
 def model_of(recipe: str) -> nn.Module:
     return LowPrecision(recipe=RECIPES[recipe],
-                        backend=BACKENDS["transformer-engine"])(made(TINY, "sdpa"))
+                        backend=BACKENDS["transformer-engine"])(initial_model(TINY, "sdpa"))
 
 
 def tokens() -> torch.Tensor:
@@ -137,7 +137,7 @@ def tokens() -> torch.Tensor:
     ("fp8-delayed", "DelayedScaling"), ("fp8-blockwise-pow2", "Float8BlockScaling"),
     ("nvfp4-published", "NVFP4BlockScaling")])
 def test_a_forward_is_one_autocast_and_its_end_moves_the_state_once(recipe, theirs):
-    model, plain = model_of(recipe), made(TINY, "sdpa")
+    model, plain = model_of(recipe), initial_model(TINY, "sdpa")
     linears = sum(isinstance(module, TransformerEngineLinear) for module in model.modules())
     # the parameters are shared, and nothing else is in the way
     assert torch.equal(model(tokens()), plain(tokens()))
@@ -188,5 +188,5 @@ def test_a_block_computed_again_has_an_autocast_of_its_own_or_is_refused():
 
 
 def test_parameters_are_those_of_the_linears():
-    model, plain = model_of("fp8-tensorwise"), made(TINY, "sdpa")
+    model, plain = model_of("fp8-tensorwise"), initial_model(TINY, "sdpa")
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()

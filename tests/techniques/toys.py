@@ -48,8 +48,8 @@ def by_trust(w: Tensor, g: Tensor, slots: list[Tensor], s: TrustSettings, update
 
 OPTIMIZERS = {
     "trust": Optimizer(why="a trust ratio", settings=TrustSettings(),
-                       slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
-                      implementation=HERE + "by_trust"),
+                       slots=(Slot(name="momentum_buffer"),), takes_parameter=True,
+                       temporary_bytes=4, implementation=HERE + "by_trust"),
 }
 SAYS = {    # what a Config says of each
     "trust": {"optimizer": "trust", "optimizer.lr": 1.0},

@@ -16,7 +16,7 @@ from lpkit.errors import ConfigError
 from lpkit.techniques.schedules import SCHEDULES, schedule
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import start, train
-from lpkit.training.build import made, transformed
+from lpkit.training.build import initial_model, transformed
 from lpkit.training.loop import fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import Training
@@ -172,7 +172,8 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
         return Spy()
 
     config = Config().replace({"model.layers": 1, "model.width": 8, "model.heads": 1})
-    transformed(made(config, "sdpa"), (spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
+    model = initial_model(config, "sdpa")
+    transformed(model, (spy(Stage.DATA), spy(Stage.PRECISION), spy(Stage.COMPILE)))
     assert seen == [Stage.PRECISION, Stage.COMPILE, Stage.DATA]
 
 
@@ -202,7 +203,7 @@ def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
     text = lpkit.sample(run, prompt="def ", tokens=60, temperature=0)
     assert text.startswith("def ") and len(text) == 64
     found, _ = checkpoint.load_latest(run.checkpoints, only="model/")
-    model = made(run.config, "sdpa")
+    model = initial_model(run.config, "sdpa")
     model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items()},
                           strict=False)
     ids = list(b"def ")

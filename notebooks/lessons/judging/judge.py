@@ -121,7 +121,7 @@ class Exercise:
             return to_do(self)
         return Verdict(result["status"], result["detail"], self.solution)
 
-    def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
+    def outcome(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
         """Runs in the judge. Returns the status and its details."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
             said = verdict(self, iter(attempt))

@@ -32,7 +32,7 @@ def judge(line: socket.socket) -> None:
         jobs = list(frames)
     for job in jobs:
         try:
-            finding = index.exercise(job["name"]).found(job, line.fileno())
+            finding = index.exercise(job["name"]).outcome(job, line.fileno())
         except ConnectionError:
             raise
         except ConfigError as error:    # the lesson itself is broken

@@ -100,7 +100,7 @@ class Puzzle(Exercise):
                     details.append(f"Not your fault, perhaps: {sentence}.")
         return Verdict(result["status"], " ".join(details), self.solution)
 
-    def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
+    def outcome(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
         """Runs in the judge; `compiled` and `elements` are those of `run`."""
         counted, compiled = job["elements"], job["compiled"]
         cases = [self.large(counted)] if counted else list(self.all_cases())

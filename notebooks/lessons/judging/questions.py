@@ -59,7 +59,7 @@ class Question(widgets.VBox):
         return self.value if self.locked and not self.late else None
 
     @property
-    def said(self) -> str:
+    def answer_text(self) -> str:
         return str(self.value)
 
     def lock(self) -> None:
@@ -97,7 +97,7 @@ class Question(widgets.VBox):
         if self.late:
             words = "The answer was shown before you locked in a guess: this guess does not count."
         elif self.locked:
-            words = f"You said {self.said}.{self._outcome()}"
+            words = f"You said {self.answer_text}.{self._outcome()}"
         else:
             words = "Lock in your guess to make it count and to show what follows."
         self.status.value = (f'<div style="font:13px {FONT};color:{QUIET};padding:0 8px;'
@@ -143,7 +143,7 @@ class Guess(Question):
         widgets.link((self, "factor"), (self.sure, "value"))
 
     @property
-    def said(self) -> str:
+    def answer_text(self) -> str:
         said, low, high = (quantity(value, self.unit) for value in (
             self.value, self.value / self.factor, self.value * self.factor))
         return f"{said}, 90% sure of {low} to {high}"

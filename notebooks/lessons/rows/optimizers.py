@@ -115,7 +115,7 @@ def adafactor(w: Tensor, g: Tensor, slots: Slots, settings: AdafactorSettings, u
 
 OPTIMIZERS["adafactor"] = Optimizer(
     why="Adam's step, by sums over rows and columns of a matrix's squares",
-    source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(), told=True,
+    source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(), takes_parameter=True,
     slots=tuple(Slot(name=name, signed=False, shape=shape) for name, shape in (
         ("rows", lambda p, s: p[:1] if len(p) == 2 else (0,)),
         ("columns", lambda p, s: p[1:] if len(p) == 2 else (0,)),
@@ -167,12 +167,12 @@ OPTIMIZERS["lamb"] = Optimizer(
     why="AdamW's step, made as long as lr times the norm of its parameter",
     source="You et al. 2019, arXiv:1904.00962, algorithm 2",
     settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
-    told=True, temporary_bytes=2 * FLOAT32, implementation=f"{__name__}:lamb")
+    takes_parameter=True, temporary_bytes=2 * FLOAT32, implementation=f"{__name__}:lamb")
 OPTIMIZERS["lars"] = Optimizer(
     why="SGD with momentum, whose step is a share of the norm of its parameter",
     source="You et al. 2017, arXiv:1708.03888, algorithm 1",
     settings=LarsSettings(lr=1.0, weight_decay=5e-4),
-    slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
+    slots=(Slot(name="momentum_buffer"),), takes_parameter=True, temporary_bytes=FLOAT32,
     implementation=f"{__name__}:lars")
 
 
@@ -413,7 +413,7 @@ OPTIMIZERS["shampoo"] = Optimizer(
     slots=(Slot(name="momentum_buffer"),
            *(Slot(name=name, shape=lambda p, s, i=i: _sums(p, i)) for name, i in (
                ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
-    told=True, gathers=1,
+    takes_parameter=True, gathers=1,
     whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p), 3 * max(sides(p))**2),
     # both Gram matrices, both products; eigenvectors of a Gram matrix take 9 n^3, its root 2 n^3
     flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
@@ -425,7 +425,7 @@ OPTIMIZERS["soap"] = Optimizer(
     settings=SoapSettings(lr=3e-3, weight_decay=0.01, beta1=0.95),
     slots=(*MOMENTS, *(Slot(name=n, shape=lambda p, s, i=i: (sides(p)[i],) * 2) for n, i in (
         ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
-    told=True, gathers=2, temporary_bytes=FLOAT32,
+    takes_parameter=True, gathers=2, temporary_bytes=FLOAT32,
     whole_bytes=lambda p, s: 2 * FLOAT32 * max(math.prod(p) * any(sides(p)), max(sides(p))**2),
     # to the basis, back, and the Gram matrix; a renewed basis rotates the momentum, QR has 8/3 n^3
     flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
@@ -476,7 +476,7 @@ OPTIMIZERS["galore"] = Optimizer(
     settings=GaloreSettings(lr=1e-2, weight_decay=0.0, beta2=0.999),
     slots=(*(replace(slot, shape=_low) for slot in MOMENTS), Slot(
         name="projection", shape=lambda p, s: (min(p), min(s.rank, *p)) if p[1:] else (0,))),
-    groups=BY_ADAMW[:3], told=True, gathers=1,
+    groups=BY_ADAMW[:3], takes_parameter=True, gathers=1,
     # singular vectors; the projection, Adam's step and its root; that step and the whole one
     whole_bytes=lambda p, s: FLOAT32 * max(
         math.prod(p) + min(p)**2 * len(p[1:]), math.prod(p) + math.prod(_low(p, s) or (0,)),

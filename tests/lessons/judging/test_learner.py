@@ -110,7 +110,7 @@ def test_only_what_was_locked_in_before_the_result_counts():
 def test_the_interval_goes_from_a_fraction_to_a_multiple(measured, held):
     guess = peak()
     guess.value, guess.factor = 100.0, 2.0
-    assert guess.said == "100 MB, 90% sure of 50 MB to 200 MB"
+    assert guess.answer_text == "100 MB, 90% sure of 50 MB to 200 MB"
     guess.lock()
     row = guess.scored(Row(name="peak", formula=1.0, measured=measured, unit="MB", where=""))
     assert row.held is held and guess.result["held"] is held and guess.sure.value == 2.0

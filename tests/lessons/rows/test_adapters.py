@@ -242,7 +242,7 @@ def test_activations_are_what_autograd_keeps_to_the_byte(name, backend, norm):
     """By the operation; but for what the first block need not keep, since nothing before it is
     trained."""
     config = of(name).replace({"model.position": "rope", "model.norm": norm})
-    model, x = build.made(config, backend), torch.zeros(3, 32, dtype=torch.long)
+    model, x = build.initial_model(config, backend), torch.zeros(3, 32, dtype=torch.long)
     found = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
     formula = kept(config.model, batch=3, attention=backend).operations
     short = lambda name: re.sub(r"\.(magnitude|prefix|B\.\d+|B)$", "", name)
