@@ -26,13 +26,14 @@ TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a
 
 def models() -> dict[str, ModelConfig]:
     """Every kind of the table, and what any can have besides, by name."""
-    found = {}
+    model_by_kind = {}
     for name in dict.fromkeys((*ORDER, *KINDS)):
         row = KINDS[name]
         smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
-        found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
-    full, window, blocks = (found[name].attention for name in ("full", "window", "block-sparse"))
-    return found | {
+        model_by_kind[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
+    full, window, blocks = (model_by_kind[name].attention
+                            for name in ("full", "window", "block-sparse"))
+    return model_by_kind | {
         "table": replace(MODEL, attention=replace(blocks, table=TABLE)),
         "global": replace(MODEL, attention=replace(window, global_tokens=3)),
         "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
@@ -54,13 +55,15 @@ def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = Non
                 for kind in (kinds or named) for name in (backends or ATTENTION)}
 
 
-def error(found: Probe) -> str:
+def error(probe: Probe) -> str:
     """Relative; a dash where it does not work."""
-    return found.detail.rpartition(" ")[2] or "-"
+    return probe.detail.rpartition(" ")[2] or "-"
 
 
 def _word(cells: Mapping[str, Probe]) -> str:
-    return "-" if all(one.why for one in cells.values()) else " ".join(map(error, cells.values()))
+    if all(probe.why for probe in cells.values()):
+        return "-"
+    return " ".join(map(error, cells.values()))
 
 
 INTRODUCTION = """\
@@ -87,13 +90,13 @@ CPU. A run tests a backend before it uses it.
 
 def page() -> str:
     """Every kind by every backend, run on this CPU; and the documented limits on a GPU."""
-    kinds, found = list(models()), run("cpu")
-    table = [(name, *(_word(found[name, kind]) for kind in kinds)) for name in ATTENTION]
+    kinds, probes = list(models()), run("cpu")
+    table = [(name, *(_word(probes[name, kind]) for kind in kinds)) for name in ATTENTION]
     why: dict[tuple[str, str], list[str]] = {}
-    for (name, kind), cells in found.items():
-        for one in cells.values():
-            if one.why and kind not in why.setdefault((name, one.why), []):
-                why[name, one.why].append(kind)
+    for (name, kind), cells in probes.items():
+        for probe in cells.values():
+            if probe.why and kind not in why.setdefault((name, probe.why), []):
+                why[name, probe.why].append(kind)
     return "\n".join([
         INTRODUCTION.format(length=max(LENGTHS), width=MODEL.E, dtypes=", ".join(DTYPES)),
         markdown_table(("backend", *kinds), table), "\n## Why not\n",
@@ -110,8 +113,8 @@ def by_rule() -> dict[tuple[str, str], list[str]]:
     for kind, model in models().items():
         for name in ATTENTION:
             asked = Attending(model=model, dtype="bfloat16", device="gpu", capability=(9, 0))
-            if said := why_not(name, asked):
-                why.setdefault((name, said), []).append(kind)
+            if reason := why_not(name, asked):
+                why.setdefault((name, reason), []).append(kind)
     return why
 
 

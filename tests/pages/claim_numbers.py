@@ -107,7 +107,7 @@ def _messages(config: Config, layout: Layout, on: str | Machine = "h100",
 
 def _recorded(before: str, after: str) -> dict[str, list[float]]:
     """Peaks that `lpkit bench ledger` recorded, the second over the first, by shape."""
-    found: dict[str, list[float]] = {}
+    ratios_by_shape: dict[str, list[float]] = {}
     for path in sorted(resource("data/measured").glob("ledger-*.json")):
         peaks = {row["name"]: row["measured_bytes"]
                  for row in json.loads(path.read_text())["table"]}
@@ -115,8 +115,8 @@ def _recorded(before: str, after: str) -> dict[str, list[float]]:
             first, second = (peaks.get(f"{style}, {name.format(shape)}")
                              for name in (before, after))
             if first and second:
-                found.setdefault(shape, []).append(second / first)
-    return found
+                ratios_by_shape.setdefault(shape, []).append(second / first)
+    return ratios_by_shape
 
 
 def mixed_precision_memory() -> Numbers:
@@ -240,9 +240,10 @@ def simplified_blocks_speed() -> Numbers:
 
 def _by_bench(name: str, case: str) -> dict[str, float]:
     """Returns the ratios of cases that begin so, by what follows."""
-    return {one["case"].removeprefix(case): one["ratio"]
+    return {case_row["case"].removeprefix(case): case_row["ratio"]
             for path in sorted(resource("data/measured").glob(f"{name}-*.json"))
-            for one in json.loads(path.read_text())["cases"] if one["case"].startswith(case)}
+            for case_row in json.loads(path.read_text())["cases"]
+            if case_row["case"].startswith(case)}
 
 
 def _of_optimizer(lean: Callable[[Config], float]) -> dict[str, float]:
@@ -269,7 +270,7 @@ def lion_faster() -> Numbers:
 
 def _blocks_flops(layers: int, width: int, tokens: int) -> int:
     model = ModelConfig(layers=layers, width=width, heads=width // 64, context=tokens)
-    return sum(one.flops for one in products(model, batch=1) if one.name != "head")
+    return sum(product.flops for product in products(model, batch=1) if product.name != "head")
 
 
 def layer_dropping() -> Numbers:
@@ -277,8 +278,9 @@ def layer_dropping() -> Numbers:
     config = preset("gpt2-124m").replace({"imports": "lessons.rows.depth", "steps": 1000,
                                           "governors": "progressive-layer-drop"})
     less = training_flops(config.model) / training_flops(governed(config).model)
-    [found] = protocol.recorded()[1]["progressive-layer-drop"]["verdicts"]
-    same = {"six layers of 128, by protocol": 1.0} if not found["equal_seconds"]["survives"] else {}
+    [claim_verdict] = protocol.recorded()[1]["progressive-layer-drop"]["verdicts"]
+    survives = claim_verdict["equal_seconds"]["survives"]
+    same = {} if survives else {"six layers of 128, by protocol": 1.0}
     return Numbers(kit={"FLOPs of a sample, gpt2-124m": less}, measured=same)
 
 
@@ -324,8 +326,8 @@ def impossible_triangle() -> Numbers:
     points = triangle(Candidate(name=f"run {i}", config=_of(name, 16, recipe), tokens=tokens,
                                 machine=machine)
                       for i, (name, recipe, tokens, machine) in enumerate(levers))
-    moves = [[one.values[axis] - other.values[axis] for axis in ("days", "dollars", "loss")]
-             for one, other in itertools.permutations(points, 2)]
+    moves = [[point.values[axis] - other.values[axis] for axis in ("days", "dollars", "loss")]
+             for point, other in itertools.permutations(points, 2)]
     two = [move for move in moves if sum(change < 0 for change in move) > 1]
     return Numbers(kit={"moves": sum(max(move) > 0 for move in two) / len(two)})
 
@@ -396,10 +398,10 @@ def recompute_time() -> Numbers:
 
 def selective() -> Numbers:
     def quicker(of: Callable[[Run], float]) -> dict[str, float]:
-        found: dict[str, dict[str | None, float]] = {}
+        seconds_by_model: dict[str, dict[str | None, float]] = {}
         for run in runs("korthikanti"):
-            found.setdefault(run.model, {})[run.recompute] = of(run)
-        return {model: by["block"] / by["selective"] for model, by in found.items()}
+            seconds_by_model.setdefault(run.model, {})[run.recompute] = of(run)
+        return {model: by["block"] / by["selective"] for model, by in seconds_by_model.items()}
 
     return Numbers(kit=quicker(seconds), measured=quicker(lambda run: run.published_seconds))
 
@@ -413,7 +415,7 @@ def _eight_bits(name: str, recipe: str, devices: int) -> float:
 def selective_memory() -> Numbers:
     """Korthikanti et al. 2022, section 4: without sequence parallelism each tensor rank keeps whole
     what norms and the Linears after them read; with it, and without scores, all is divided."""
-    found = {}
+    reduction_by_model = {}
     for run in runs("korthikanti"):
         sizes = dict(compute_bytes=2, residual_bytes=2, kind="gpu", attention="plain")
         model, ranks = run.config.model, run.layout.tensor
@@ -422,8 +424,8 @@ def selective_memory() -> Numbers:
         whole = sum(op.saved_bytes for op in block if op.in_stream or op.cut == "column")
         less = kept(model, batch=1, recompute="core-attention", **sizes).operations
         after = sum(less[name] for name in less.keys() - OUTSIDE) / model.L
-        found[run.model] = (whole + (every - whole) / ranks) / (after / ranks)
-    return Numbers(kit=found)
+        reduction_by_model[run.model] = (whole + (every - whole) / ranks) / (after / ranks)
+    return Numbers(kit=reduction_by_model)
 
 
 def fp8_doubles() -> Numbers:
@@ -438,8 +440,8 @@ def fp8_doubles() -> Numbers:
 
 def fp8_rowwise() -> Numbers:
     def quicker(recipe: str, recompute: str, layout: Layout) -> float:
-        bf16, fp8 = (_seconds(_of("llama-70b", 1920, one).replace({"memory.recompute": recompute}),
-                              "h200", layout=layout) for one in ("bf16", recipe))
+        bf16, fp8 = (_seconds(_of("llama-70b", 1920, name).replace({"memory.recompute": recompute}),
+                              "h200", layout=layout) for name in ("bf16", recipe))
         return bf16 / fp8
 
     layouts = {"FSDP": Layout(shard=1920), "HSDP, groups of 128": Layout(data=15, shard=128)}
@@ -496,8 +498,8 @@ def update_in_backward() -> Numbers:
 
 def attention_complexity() -> Numbers:
     def more(times: int) -> float:
-        few, many = (sum(one.flops for one in products(_of("gpt2-124m", 1, context=T).model,
-                                                       batch=1) if one.pairs)
+        few, many = (sum(product.flops for product in products(_of("gpt2-124m", 1, context=T).model,
+                                                       batch=1) if product.pairs)
                      for T in (2048, 2048 * times))
         return many / few - 1
 
@@ -509,12 +511,12 @@ def lower_precision() -> Numbers:
     losses = {name: median(values)
               for name, values in json.loads(path.read_text())["losses"].items()}
     base = losses.pop("bf16")
-    [found] = protocol.recorded()[1]["fp8"]["verdicts"]
+    [claim_verdict] = protocol.recorded()[1]["fp8"]["verdicts"]
     return Numbers(measured={
         "recipes whose loss is 2% above that of bf16": sum(
             loss > (1 + protocol.EFFECT) * base for loss in losses.values()) / len(losses),
-        "FP8 beside float32, by protocol": float(found["gain"] >= protocol.EFFECT
-                                                 and found["verdict"] == "better")})
+        "FP8 beside float32, by protocol": float(claim_verdict["gain"] >= protocol.EFFECT
+                                                 and claim_verdict["verdict"] == "better")})
 
 
 def more_devices() -> Numbers:
@@ -640,8 +642,9 @@ def activations_8_bits() -> Numbers:
 def lora_3x() -> Numbers:
     """Rank 4 beside attention's first product, where Hu et al. adapt queries and values."""
     def less(config: Config, **memory_settings: Any) -> float:
-        one = config.replace({f"memory.{key}": value for key, value in memory_settings.items()})
-        return _peak(one) / _peak(adapted(one, 4, targets=["attention.qkv"]))
+        replaced = config.replace(
+            {f"memory.{key}": value for key, value in memory_settings.items()})
+        return _peak(replaced) / _peak(adapted(replaced, 4, targets=["attention.qkv"]))
 
     sizes = {name: _of(name, 1) for name in ("gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")}
     bf16 = {"param_dtype": "bf16"}
@@ -660,8 +663,8 @@ def token_dropping() -> Numbers:
         half = _blocks_flops(6, 768, tokens) + _blocks_flops(6, 768, tokens // 2)
         return 1 - half / _blocks_flops(12, 768, tokens)
 
-    [found] = protocol.recorded()[1]["token-drop"]["verdicts"]
-    flops, seconds_of = found["step_flops"], found["step_seconds"]
+    [claim_verdict] = protocol.recorded()[1]["token-drop"]["verdicts"]
+    flops, seconds_of = claim_verdict["step_flops"], claim_verdict["step_seconds"]
     return Numbers(
         kit={f"FLOPs of BERT-base's blocks, {tokens} tokens": less(tokens)
              for tokens in (128, 512)},
@@ -845,8 +848,8 @@ def zero_skipping() -> Numbers:
 
 def gelu_table() -> Numbers:
     """On a GPU GELU is bound by bytes, and a table moves as many."""
-    [found] = protocol.recorded()[1]["gelu-table"]["verdicts"]
-    step = found["step_seconds"]
+    [claim_verdict] = protocol.recorded()[1]["gelu-table"]["verdicts"]
+    step = claim_verdict["step_seconds"]
     return Numbers(kit={"bytes of GELU on a GPU": 0.0},
                    measured={"seconds of a step on a CPU": 1 - step["table"] / step["gelu"]})
 

@@ -65,8 +65,8 @@ def compiled(*, quick: bool = False, targets: Collection[str] = ON_PAGE) -> Iter
 def runs(build: Build, target: str) -> bool:
     """Triton has no FP8 below 8.9, where no product takes it either (`techniques.hardware`)."""
     kinds = (*build.signature.values(), *build.constants.values())
-    return _number(target) >= FP8_SINCE or not any(one in str(kind) for kind in kinds
-                                                   for one in ("fp8", "e4m3", "e5m2"))
+    return _number(target) >= FP8_SINCE or not any(fp8_name in str(kind) for kind in kinds
+                                                   for fp8_name in ("fp8", "e4m3", "e5m2"))
 
 
 def _number(target: str) -> int:
@@ -83,12 +83,12 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
                if arg in build.signature and arg not in build.unaligned}
     constants = {(order.index(arg),): value for arg, value in build.constants.items()}
     keep_privately()
-    made = triton.compile(
+    program = triton.compile(
         ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=aligned),
         target=GPUTarget("cuda", _number(target), WARP),
         options={"num_warps": build.warps, "num_stages": build.stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(program.asm["cubin"])
         file.flush()
         usage, code = _dump("--dump-resource-usage", file.name), _dump("--dump-sass", file.name)
         called = re.findall(r"\$__internal_\d+_\$(\w+)", _dump("--dump-elf-symbols", file.name))
@@ -103,13 +103,13 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
         warps=build.warps,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
-        shared_bytes=made.metadata.shared,
+        shared_bytes=program.metadata.shared,
         wide_accesses=count(r"(LDG|STG)\b.*\.128"),
         narrow_accesses=count(r"(LDG|STG)\b.*\.[US](8|16)\b"),
         fp8_conversions=count(r"F2FP.*E[45]M[23]"),
         # a CALL within a function is a jump; guardrails of tensor memory are there for an error
         calls=count(r"CALL\.ABS") + sum("guardrail" not in name for name in called),
-        torn=_torn(made.asm["ptx"]))
+        torn=_torn(program.asm["ptx"]))
 
 
 def _torn(ptx: str) -> int:
@@ -210,12 +210,12 @@ def measured(folder: Path = MEASURED) -> Iterator[str]:
     """By recorded `lpkit bench kernels`: the share of the roofline, which is a copy of as many
     bytes or products alone, that each kernel reaches at each size; 20 blocks are all of it."""
     for path in sorted(folder.glob("kernels-*.json")):
-        found = json.loads(path.read_text())
-        if found["device"] == found["cpu"]:
+        record = json.loads(path.read_text())
+        if record["device"] == record["cpu"]:
             continue
-        yield from (f"{found['device']}, {found['date'][:10]}, at commit {found['commit']}.", "",
+        yield from (f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}.", "",
                     _row(("case", "compared with", "share", "")), _row(["---"] * 4))
-        for case in found["cases"]:
+        for case in record["cases"]:
             if case["peer"] in FLOORS:
                 bar = "\N{FULL BLOCK}" * round(20 * min(case["ratio"], 1))
                 yield _row((case["case"], case["peer"], f"{case['ratio']:.2f}", bar))
@@ -223,7 +223,7 @@ def measured(folder: Path = MEASURED) -> Iterator[str]:
 
 
 def page(rows: list[Compiled]) -> str:
-    table = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(astuple(one)) for one in rows)]
+    table = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(astuple(row)) for row in rows)]
     return PAGE.format(version=triton.__version__, moved="\n".join(moved()),
                        compiled="\n".join(table),
                        measured="\n".join(measured()).rstrip() or NONE)
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--target", choices=TARGETS, action="append")
     asked = parser.parse_args()
     rows = compiled(quick=True, targets=asked.target or ON_PAGE)
-    print(json.dumps([asdict(one) for one in rows], indent=1))
+    print(json.dumps([asdict(compiled_kernel) for compiled_kernel in rows], indent=1))
 
 
 if __name__ == "__main__":

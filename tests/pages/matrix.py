@@ -28,7 +28,7 @@ CPU = Machine(name="cpu", title="any CPU", kind="cpu", memory_bytes=2**30, bytes
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {"cpu": None, **dict(sorted(
     ((name, capability_of(row)) for name, row in CATALOGUE.items()),
-    key=lambda one: one[1] or (99, 0)))}
+    key=lambda item: item[1] or (99, 0)))}
 
 # Where a library's own list departs from its least compute capability: why not, and the source.
 DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {

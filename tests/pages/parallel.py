@@ -155,9 +155,9 @@ def _recorded(bench: str, words: str) -> list[str]:
     parts = []
     for path in sorted(resource("data/measured").glob(f"{bench}-*.json")):
         result = json.loads(path.read_text())
-        lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}",
-                  f"{one['peer_median']:.3g} {one['peer']}", one["verdict"])
-                 for one in result["cases"]]
+        lines = [(quantised["case"], f"{quantised['ours_median']:.3g} {quantised['unit']}",
+                  f"{quantised['peer_median']:.3g} {quantised['peer']}", quantised["verdict"])
+                 for quantised in result["cases"]]
         parts += ["#", "\n".join(recorded(result)), "\n",
                   markdown_table(("case", "median", "compared with", "result"), lines), "\n"]
     return [words, *parts] if parts else []

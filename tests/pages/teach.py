@@ -51,7 +51,7 @@ class Book:
 
     @property
     def of_exercises(self) -> int:
-        return sum(one.minutes for one in self.exercises.values())
+        return sum(exercise.minutes for exercise in self.exercises.values())
 
     def minutes_with(self, names: str, sections: tuple[str, ...] = ()) -> int:
         """Returns the minutes of these exercises and of these sections; (): of all sections. Raises
@@ -61,7 +61,7 @@ class Book:
             if missing := set(asked) - known.keys():
                 raise ConfigError(f"notebook {self.number} has no {kind} {min(missing)!r}; it has "
                                   f"{', '.join(filter(None, known)) or 'none'}")
-        share = sum(self.words[one] for one in sections or self.words) / sum(self.words.values())
+        share = sum(self.words[name] for name in sections or self.words) / sum(self.words.values())
         rest = round((self.minutes - self.of_exercises) * share)
         return rest + sum(self.exercises[name].minutes for name in names.split())
 
@@ -70,14 +70,14 @@ def read(path: Path) -> Book:
     book = nbformat.read(path, as_version=4)
     source = "\n".join(cell.source for cell in book.cells)
     first = book.cells[0].source
-    own = {name.partition(".")[2]: one for name, one in EXERCISES.items()
+    own = {name.partition(".")[2]: exercise for name, exercise in EXERCISES.items()
            if name.startswith(path.stem[:2] + ".")}
     later = {name for name in own if f'"{path.stem[:2]}.{name}"' in source.partition(LATER)[2]}
     return Book(
         path=path, title=first.partition("\n")[0].lstrip("# ").strip(),
         minutes=int(re.search(r"About (\d+) minutes", first)[1]),
-        exercises={name: one for name, one in own.items() if name not in later},
-        later={name: one for name, one in own.items() if name in later},
+        exercises={name: exercise for name, exercise in own.items() if name not in later},
+        later={name: exercise for name, exercise in own.items() if name in later},
         words=words_of(book),
         guesses=tuple(re.findall(r'= keep\("\d\d\.(\w+)"', source)),
         parameters=parameters(book))
@@ -242,8 +242,8 @@ ROUTES = {
 
 # What is made.
 
-def exercise(name: str, one: Exercise) -> str:
-    return f"`{name}` {'★' * one.stars} {one.minutes}"
+def exercise(name: str, task: Exercise) -> str:
+    return f"`{name}` {'★' * task.stars} {task.minutes}"
 
 
 MOST_LOAD = 1.0     # at the beginning: with more, the machine was not quiet
@@ -252,10 +252,11 @@ MOST_LOAD = 1.0     # at the beginning: with more, the machine was not quiet
 def recorded(folder: Path = ROOT / "data/measured") -> dict[str, tuple[float, dict]]:
     """Returns the seconds of each case of `lpkit bench course`, and the record that has it: the
     newest one of a machine that was quiet."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("course*.json")]
-    return {case["case"]: (case["ours_median"], one)
-            for one in sorted(found, key=lambda one: one["date"]) if one.get("load", 0) <= MOST_LOAD
-            for case in one["cases"]}
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("course*.json")]
+    return {case["case"]: (case["ours_median"], record)
+            for record in sorted(records, key=lambda record: record["date"])
+            if record.get("load", 0) <= MOST_LOAD
+            for case in record["cases"]}
 
 
 def run_times(book: Book) -> list[tuple[float, dict]] | None:
@@ -280,8 +281,8 @@ def link(number: str) -> str:
 
 def head(book: Book) -> str:
     """The facts at the head of a notebook's page."""
-    main = ", ".join(exercise(*one) for one in book.exercises.items())
-    later = ", ".join(exercise(*one) for one in book.later.items())
+    main = ", ".join(exercise(*task) for task in book.exercises.items())
+    later = ", ".join(exercise(*task) for task in book.later.items())
     needs = "; ".join(f"[{number}]({number}.md) ({what})"
                       for number, what in NEEDS.get(book.number, {}).items())
     of = f", {book.of_exercises} of them for the exercises" if book.exercises else ""
@@ -293,8 +294,8 @@ def head(book: Book) -> str:
         ("exercises, in minutes", (main or "in the notebook itself")
          + f"; another day {later}" * bool(later)),
         ("guesses", ", ".join(f"`{name}`" for name in book.guesses) or "in the notebook itself"),
-        ("parameters", ", ".join(f"`{name}={one.default!r}`"
-                                 for name, one in book.parameters.items()))]
+        ("parameters", ", ".join(f"`{name}={parameter.default!r}`"
+                                 for name, parameter in book.parameters.items()))]
     return markdown_table(rows[0], rows[1:])
 
 
@@ -320,7 +321,7 @@ def route(name: str) -> str:
         tables.append(markdown_table(heads, rows))
         times = [run_times(books()[step.number]) for step in day.steps]
         if all(times):
-            alone, beside = (sum(one[how][0] for one in times) / 60 for how in (0, 1))
+            alone, beside = (sum(pair[how][0] for pair in times) / 60 for how in (0, 1))
             tables.append(f"Of these minutes, the computer needs {alone:.0f} for the runs on a "
                           f"quiet machine, "
                           f"and {beside:.0f} while four busy processes run.")
@@ -333,9 +334,10 @@ def minutes() -> str:
     rows.append(("together", sum(book.minutes for book in books().values()),
                  sum(book.of_exercises for book in books().values()), "", ""))
     heads = ("notebook", "minutes", "of exercises", "run time at tier cpu", "needs")
-    used = [one for book in books().values() for _, one in run_times(book) or ()]
-    sources = sorted({f"Measured {one['date'][:10]} at commit {one['commit']} on {one['cpu']}, "
-                      f"{one['cores']} cores: `{one['command']}`." for one in used})
+    used = [record for book in books().values() for _, record in run_times(book) or ()]
+    sources = sorted({f"Measured {record['date'][:10]} at commit {record['commit']} on "
+                      f"{record['cpu']}, {record['cores']} cores: `{record['command']}`."
+                      for record in used})
     return "\n\n".join([markdown_table(heads, rows), *sources])
 
 
@@ -347,7 +349,7 @@ def made(name: str) -> str:
 
 
 def renewed(text: str) -> str:
-    return MADE.sub(lambda found: f"{found[1]}{made(found[2])}\n\n{found[3]}", text)
+    return MADE.sub(lambda match: f"{match[1]}{made(match[2])}\n\n{match[3]}", text)
 
 
 def files() -> dict[str, str]:
