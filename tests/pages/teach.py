@@ -99,42 +99,42 @@ def books() -> Mapping[str, Book]:
     return {path.stem[:2]: read(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 
 
-# What a room should have seen before, and what of it is used.
+# The notebooks that a notebook uses, and for which knowledge.
 NEEDS = {
     "01": {"00": "how a notebook works"},
     "02": {"00": "how a notebook works"},
     "03": {"00": "how a notebook works"},
     "04": {"03": "the noise of a cast, and subnormals"},
-    "05": {"03": "what bf16 and float16 hold"},
-    "06": {"03": "31.5 and 25.5 dB", "04": "recipes, and which numbers share a scale"},
-    "07": {"03": "signal over noise", "04": "delayed scaling"},
-    "08": {"01": "the peak of a step, and when it is"},
-    "09": {"01": "what a step holds", "02": "the roofline"},
+    "05": {"03": "range and precision of bf16 and float16"},
+    "06": {"03": "the SQNR of E4M3 and E5M2", "04": "recipes, and which numbers share a scale"},
+    "07": {"03": "SQNR", "04": "delayed scaling"},
+    "08": {"01": "the moment of a step's peak"},
+    "09": {"01": "the bytes of a step", "02": "the roofline"},
     "10": {"02": "the roofline"},
-    "11": {"04": "where scales lie", "10": "how a kernel is written and judged"},
-    "12": {"01": "what is kept for backward"},
-    "13": {"12": "who skips a tile"},
+    "11": {"04": "the layouts of scales", "10": "how to write a kernel, and how it is judged"},
+    "12": {"01": "the activations that backward needs"},
+    "13": {"12": "how attention skips tiles"},
     "14": {"01": "the 16 bytes of a parameter"},
-    "15": {"04": "scales and amax", "14": "shards, gathers, scatters"},
-    "16": {"12": "the log of a sum", "14": "reduce-scatter and all-gather"},
+    "15": {"04": "scales and amax", "14": "shards, all-gather and reduce-scatter"},
+    "16": {"12": "log-sum-exp", "14": "reduce-scatter and all-gather"},
     "17": {"14": "ranks, and micro-batches"},
     "18": {"14": "ranks, and the bytes of an all-reduce"},
     "19": {"00": "how a notebook works"},
-    "20": {"01": "the rows of a step"},
+    "20": {"01": "the rows of a step's memory"},
     "21": {"00": "how a notebook works"},
     "22": {"00": "how a notebook works"},
     "23": {"00": "how a notebook works"},
-    "24": {"01": "the rows of a step"},
-    "25": {"01": "the rows of a step", "03": "the noise of a cast"},
-    "26": {"20": "what a rule keeps, and the rounds in which rules take turns"},
+    "24": {"01": "the rows of a step's memory"},
+    "25": {"01": "the rows of a step's memory", "03": "the noise of a cast"},
+    "26": {"20": "optimizer states, and alternating timings of two optimizers"},
     "27": {"00": "how a notebook works"},
     "28": {"00": "how a notebook works"},
     "29": {"03": "the noise of a cast"},
-    "30": {"02": "the products of a step, and the roofline"},
-    "31": {"23": "stacked layers, and what a schedule costs", "26": "Muon's FLOPs"},
-    "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
-           "06": "the noise of a product", "08": "recomputation", "09": "the seconds",
-           "10": "bytes of a cast", "12": "the cache", "14": "what ranks send"}}
+    "30": {"02": "the matmuls of a step, and the roofline"},
+    "31": {"23": "stacked layers, and the cost of a schedule", "26": "the FLOPs of Muon"},
+    "99": {"01": "bytes of a step", "02": "FLOPs", "03": "the noise of an operand",
+           "06": "the noise of a matmul", "08": "recomputation", "09": "seconds",
+           "10": "bytes of a cast", "12": "the KV cache", "14": "bytes that ranks send"}}
 
 # Routes.
 
@@ -174,7 +174,7 @@ class Day:
 
 WELCOME = Aside("Welcome; everybody's lab is open", 10)
 BREAK = Aside("Break", 15)
-LUNCH = Aside("Lunch, which is not counted", 0)
+LUNCH = Aside("Lunch (not counted)", 0)
 MAIN = ("Predict", "Run", "Reconcile")
 ROUTES = {
     "90 minutes": (Day(1.5, (
@@ -183,7 +183,7 @@ ROUTES = {
         Step("03", "value_of stochastic", MAIN),
         Step("04", "shared_by", MAIN),
         Step("07", "saturated bisect", MAIN),
-        Aside("Whose intervals held; what to read next", 10))),),
+        Aside("Which intervals held; what to read next", 10))),),
     "3 hours": (Day(3, (
         WELCOME,
         Step("00", "uniform_loss step_seconds clip"),
@@ -192,7 +192,7 @@ ROUTES = {
         Step("03", "value_of stochastic mx_exponent"),
         Step("04", "shared_by int8_db delayed_scale"),
         Step("07", "saturated margin bisect"),
-        Aside("Whose intervals held; what to read next", 10))),),
+        Aside("Which intervals held; what to read next", 10))),),
     "1 day": (Day(7, (
         WELCOME,
         Step("00", "uniform_loss step_seconds cross_entropy clip"),
@@ -209,7 +209,7 @@ ROUTES = {
         Aside("Short break", 10),
         Step("07", "sqnr_db saturated margin worst_row bisect"),
         Step("19", "false_share seeds"),
-        Aside("Whose intervals held; certificates; what to read next", 20))),),
+        Aside("Which intervals held; certificates; what to read next", 20))),),
     "2 days": (Day(7, (
         WELCOME,
         Step("00", "uniform_loss bits_per_byte step_seconds cross_entropy clip"),
@@ -223,7 +223,7 @@ ROUTES = {
         BREAK,
         Step("06", "product_db keep fp8_forward fp8_backward"),
         Step("07", "sqnr_db saturated margin worst_row bisect"),
-        Aside("What the first day's guesses say", 10))),
+        Aside("Results of the first day's guesses", 10))),
         Day(7, (
         Aside("Questions from the first day", 10),
         Step("08", "moment_bytes segment recomputed"),
@@ -236,7 +236,7 @@ ROUTES = {
         BREAK,
         Step("19", "false_share seeds sign_flip"),
         Step("99"),
-        Aside("Whose intervals held; certificates; what to read next", 20)))),
+        Aside("Which intervals held; certificates; what to read next", 20)))),
 }
 
 
