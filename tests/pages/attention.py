@@ -74,17 +74,16 @@ changes the numbers of a run. `system.attention` names a backend, the implementa
 backend computes the same function as `plain`, the definition. `auto` compares the supported
 backends with the definition on your machine and takes the fastest.
 
-The table was made by running every kind with every backend on a CPU, forward and backward, with
-1 token and with {length} tokens and heads of width {width}. A cell has the largest relative
-error of the output and the gradients against the definition in float64, for {dtypes}. A dash
-means that the backend does not support the kind; the reasons are below. `lpkit doctor` makes
-this table on your machine.
+The table shows every kind with every backend on a CPU, forward and backward, with 1 token and with
+{length} tokens and heads of width {width}. A cell has the largest relative error of the output and
+the gradients against the definition in float64, for {dtypes}. A dash means that the backend does
+not support the kind; the reasons are below. `lpkit doctor` makes this table on your machine.
 """
 ON_A_GPU = """
 ## On a GPU
 
-Limits of each backend for {dtype} on Hopper, from the library's documentation and not tested on a
-CPU. A run tests a backend before it uses it.
+Limits of each backend for {dtype} on Hopper, from the documentation of its library. A run tests a
+backend before it uses it.
 """
 
 

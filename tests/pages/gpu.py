@@ -43,7 +43,7 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
 
 
 def results(record_by_bench: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield ("Each number from here to the end of the section is made from a committed record: "
+    yield ("All numbers of this section are from committed records: "
            "`data/measured/NAME-nvidia-h200.json`.\n")
     yield markdown_table(("record", "date", "commit", "command"), (
         (f"`{name}`", record["date"][:10], _commit(record["commit"]), f"`{record['command']}`")
@@ -51,10 +51,10 @@ def results(record_by_bench: dict[str, dict[str, Any]]) -> Iterator[str]:
     for title, make, names in PARTS:
         yield f"\n### {title}\n\nFrom {' and '.join(f'`{name}`' for name in names)}.\n"
         yield from make(*(record_by_bench[name] for name in names))
-    yield ("\n### What has no record\n\nNo record is committed of updates with and without CUDA "
-           "graphs side by side, of the ceilings that `lpkit doctor` reached, of the kinds of "
-           "kernels in an update, of the notebooks at their GPU tier, of Muon's seconds, and of "
-           "several GPUs. So this page has no numbers for them.")
+    yield ("\n### Not recorded\n\nThis page has no numbers for updates with and without CUDA "
+           "graphs, the ceilings of `lpkit doctor`, the kinds of kernels in an update, the notebooks "
+           "at their GPU tier, Muon's seconds, and several GPUs, because no record of them is "
+           "committed.")
 
 
 def _commit(commit: str) -> str:
@@ -74,7 +74,8 @@ def smoke(record: dict[str, Any]) -> Iterator[str]:
 
 
 def linear(record: dict[str, Any]) -> Iterator[str]:
-    yield "Forward and backward of a Linear in FP8 with the kit's casts, times as fast as:\n"
+    yield ("Forward and backward of a Linear in FP8 with the kit's casts: speed-up over each "
+           "column.\n")
     peers = list(dict.fromkeys(case["peer"] for case in record["cases"]))
     ratios = _by(record["cases"], "case", "peer")
     yield markdown_table(("M x K @ K x N", *peers), (
@@ -89,8 +90,8 @@ def _by(cases: Iterable[dict[str, Any]], row: str, column: str) -> dict[str, dic
 
 
 def steps(record: dict[str, Any]) -> Iterator[str]:
-    yield ("Updates that are compiled and start as a CUDA graph. `kernels` is the time of all "
-           "kernels by PyTorch's profiler.\n")
+    yield ("Compiled updates with CUDA graphs. `kernels` is the time of all kernels by PyTorch's "
+           "profiler.\n")
     rows = []
     for case in record["cases"]:
         recipe, _, size = case["case"].partition(", ")
@@ -101,7 +102,7 @@ def steps(record: dict[str, Any]) -> Iterator[str]:
                              f"{busy['bf16']['all']:.1f} ms", "1"))
             rows.append((size, recipe, _ms(case["ours_median"]), f"{busy[recipe]['all']:.1f} ms",
                          f"{case['ratio']:.2f}"))
-    yield markdown_table(("model, tokens", "recipe", "update", "kernels", "times bf16's speed"),
+    yield markdown_table(("model, tokens", "recipe", "update", "kernels", "speed-up over bf16"),
                          rows)
     for size, advice in record["advice"].items():
         speed = re.search(r"a step ([\d.]+) times", advice["sentence"])[1]
@@ -117,14 +118,13 @@ def nanogpt(record: dict[str, Any]) -> Iterator[str]:
     graphs = record["chosen"]["cuda_graphs"]
     yield (f"{record['case']}: the kit's update takes {_ms(record['ours_median'])} "
            f"(CUDA graphs {graphs}).\n")
-    yield markdown_table(("beside", "its update", "the kit is, times as fast", "target"), (
+    yield markdown_table(("compared with", "its update", "speed-up of the kit", "target"), (
         (case["peer"], _ms(case["peer_median"]), f"{case['ratio']:.2f}", f"{case['target']:g}, "
          f"{'met' if case['met'] else 'missed'}") for case in record["cases"]))
 
 
 def products(record: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    yield ("Matmuls alone, times as fast as bf16's: the lowest and the highest of all shapes, one "
-           "round each.\n")
+    yield ("Matmuls alone: lowest and highest speed-up over bf16 of all shapes, one round each.\n")
     ratios: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case in record["cases"]:
         _, recipe, how = case["case"].split(", ")
@@ -146,7 +146,7 @@ def products(record: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
 
 def ledger(record: dict[str, Any]) -> Iterator[str]:
     yield ("Eager updates. `bytes` is the allocator's peak, and `formula` the closed form's error. "
-           "`predicted` is of the day of the record, without the host's time.\n")
+           "`predicted` is the prediction on the day of the record, without the host's time.\n")
     yield markdown_table(("config", "bytes", "formula", "update", "predicted"), (
         (row["name"], f"{row['measured_bytes'] / 1e9:.2f} GB",
          f"{(row['formula_bytes'] - row['measured_bytes']) / 1e6:+.0f} MB "
@@ -174,8 +174,8 @@ def first(record: dict[str, Any]) -> Iterator[str]:
 
 
 def kernels(*records: dict[str, Any]) -> Iterator[str]:
-    yield ("Triton kernels, times as fast as their peers: the lowest and the highest of all sizes. "
-           "A copy moves as many bytes as the kernel must. [Kernels](kernels.md) has each size.\n")
+    yield ("Triton kernels: lowest and highest speed-up over each column, of all sizes. A copy "
+           "moves as many bytes as the kernel. [Kernels](kernels.md) has each size.\n")
     table: dict[tuple[str, str], dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case in (case for record in records for case in record["cases"] if case["unit"] == "s"):
         name, *_, way = case["case"].split(", ")

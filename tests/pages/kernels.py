@@ -142,20 +142,19 @@ interpreter. `python -m tests.pages kernels` makes this page.
 
 ## Bytes that each kernel moves
 
-Bytes that any implementation must read and write in the forward pass, for each element of a
-bfloat16 tensor of 16,384 x 4,096:
+Any implementation must read and write these bytes in the forward pass, per element of a bfloat16
+tensor of 16,384 x 4,096:
 
 | kernel | what | case | bytes an element |
 |---|---|---|---|
 {moved}
 
-There is no kernel for a norm that writes FP8, because the compiler does better. With
-`system.compile` on and a Linear's cast by its definition, it computes the norm inside the amax
-and inside the cast and writes no 16-bit result. In its own count for a GPU graph, forward moves
-7 bytes an element (sums of squares 2, amax 2, cast 2 + 1), and backward casts x.T again from
-the norm's input; separate kernels for norm and cast move 8, x.T included. The compiler does
-write the result of SwiGLU: 11 bytes forward (4 + 2, amax 2, cast 2 + 1), where kernels move 10,
-x.T included. `tests/gpu/test_gpu_path.py` checks these numbers.
+The kit has no kernel for a norm that writes FP8, because the compiler does better. With
+`system.compile` it computes the norm inside the amax and inside the cast and writes no 16-bit
+result: forward moves 7 bytes per element (sums of squares 2, amax 2, cast 2 + 1), and backward
+casts x.T again from the norm's input. Separate kernels for norm and cast move 8, x.T included. The
+compiler does write the result of SwiGLU: 11 bytes in forward (4 + 2, amax 2, cast 2 + 1); kernels
+move 10, x.T included. `tests/gpu/test_gpu_path.py` checks these numbers.
 
 ## Compiled code
 
@@ -169,15 +168,15 @@ Triton {version} compiled each kernel for Hopper (sm_90) and Blackwell (sm_100),
 | `wide`, `narrow` | global loads and stores of 128 bits, and of 16 bits or less |
 | `fp8` | conversions by the hardware's instruction |
 | `calls` | calls of functions, such as the slow path of a division |
-| `torn` | FP8 pairs that are used whole and also split; ptxas 12.8 loses a byte of them \
+| `torn` | FP8 pairs that are used whole and also split; ptxas 12.8 loses a byte of such pairs \
 ([log](log.md)). Casts to FP8 have none |
 
 Tests apply the same limits, and the limit of shared memory, to sm_80, sm_89 and sm_120. Casts
 to FP8 need sm_89.
 
 Flash attention's backward computes 7 matmuls although 5 would suffice, because each of its two
-kernels recomputes the scores and d_out v^T. With 5, tiles of keys would share dq, and atomic
-additions would change the order of the sum, and so the bits, in each run. Heads of 256 use
+kernels recomputes the scores and d_out v^T. With 5 matmuls, tiles of keys would add to dq
+atomically, so the order of the sum and the bits would change in each run. Heads of 256 use
 wgmma on Hopper and tcgen05 on Blackwell in the forward pass. Their backward uses mma.sync on
 both: the other instructions need 64 rows, and on Hopper tiles of this size spill
 ([log](log.md)).
@@ -188,7 +187,7 @@ both: the other instructions need 64 rows, and on Hopper tiles of this size spil
 
 {measured}
 """
-NONE = "No GPU was measured yet: `lpkit bench kernels --out data/measured` on one fills this in."
+NONE = "No GPU was measured yet: run `lpkit bench kernels --out data/measured` on a GPU."
 COLUMNS = ("kernel", "function", "way", "target", "registers", "stack", "shared", "warps", "wide",
            "narrow", "fp8", "calls", "torn")
 
