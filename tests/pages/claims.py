@@ -127,6 +127,8 @@ def page() -> str:
         shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
         fields = dict(opened(row)) | {"shown by": shown}
+        if row["shown"] == f"lpkit claims {row['name']}":
+            del fields["shown by"]
         parts += [f"- **{what}**: " + _linked(text)
                   for what, text in fields.items()] + [""]
     return "\n".join([*parts, *_by_protocol()])

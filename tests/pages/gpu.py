@@ -52,9 +52,9 @@ def results(record_by_bench: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"\n### {title}\n\nFrom {' and '.join(f'`{name}`' for name in names)}.\n"
         yield from make(*(record_by_bench[name] for name in names))
     yield ("\n### Not recorded\n\nThis page has no numbers for updates with and without CUDA "
-           "graphs, the ceilings of `lpkit doctor`, the kinds of kernels in an update, the notebooks "
-           "at their GPU tier, Muon's seconds, and several GPUs, because no record of them is "
-           "committed.")
+           "graphs, the ceilings of `lpkit doctor`, the kinds of kernels in an update, the "
+           "notebooks at their GPU tier, Muon's seconds, and several GPUs, because no record of "
+           "them is committed.")
 
 
 def _commit(commit: str) -> str:
