@@ -82,7 +82,7 @@ def _usable(machine: str) -> float:
 
 
 def _deepest(machine: str, devices: int = 1, zero: int = 3, **memory_settings: Any) -> int:
-    """Parameters of the deepest model of llama-8b's width that fits, a sequence a device."""
+    """Parameters of the deepest model of llama-8b's width that fits, one sequence per device."""
     base = _of("llama-8b", devices).replace({f"memory.{key}": value for key, value in {
         "recompute": "block", **memory_settings}.items()} | {"optimizer.clip": 0})
     layout = Layout(shard=devices, zero=zero)
@@ -162,7 +162,7 @@ def communication() -> Numbers:
         sent = 0.32 * 4 / bits
         return 1 - sent / (1 - 0.32 + sent) / 0.32
 
-    return Numbers(kit={f"4 bits of {bits} in all messages, nothing else": less(bits)
+    return Numbers(kit={f"4 bits instead of {bits} in all messages": less(bits)
                         for bits in (16, 32)})
 
 
@@ -248,7 +248,7 @@ def _by_bench(name: str, case: str) -> dict[str, float]:
 
 def _of_optimizer(lean: Callable[[Config], float]) -> dict[str, float]:
     """Less of the peak, by `lean`, than AdamW in float32 takes."""
-    return {f"peak of {name}, {n} of its sequences": 1 - lean(_of(name, n)) / _peak(_of(name, n))
+    return {f"peak of {name}, {n} sequences": 1 - lean(_of(name, n)) / _peak(_of(name, n))
             for name, n in (("llama-1b", 1), ("gpt2-124m", 16))}
 
 
@@ -302,9 +302,9 @@ def masked_images() -> Numbers:
     quicker = {share: (text + whole) / (text + _blocks_flops(24, 1024, round(196 * (1 - share))))
                for share in (0.5, 0.75)}
     return Numbers(kit={"75% masked, both encoders": quicker[0.75]},
-                   measured={"75% masked, its table 1a": 1 / 0.33},
+                   measured={"75% masked, table 1a of the source": 1 / 0.33},
                    elsewhere={"50% masked, both encoders": quicker[0.5],
-                              "50% masked, its table 1a": 1 / 0.50})
+                              "50% masked, table 1a of the source": 1 / 0.50})
 
 
 def combined() -> Numbers:
@@ -329,7 +329,8 @@ def impossible_triangle() -> Numbers:
     moves = [[point.values[axis] - other.values[axis] for axis in ("days", "dollars", "loss")]
              for point, other in itertools.permutations(points, 2)]
     two = [move for move in moves if sum(change < 0 for change in move) > 1]
-    return Numbers(kit={"moves": sum(max(move) > 0 for move in two) / len(two)})
+    return Numbers(kit={
+        "moves that worsen the third": sum(max(move) > 0 for move in two) / len(two)})
 
 
 def zero(stage: int, elsewhere: Callable[[], dict[str, float]]) -> Numbers:
@@ -345,7 +346,7 @@ def zero(stage: int, elsewhere: Callable[[], dict[str, float]]) -> Numbers:
 def _step_on_64() -> dict[str, float]:
     alone, sharded = (_peak(_of("llama-8b", 64), layout=layout)
                       for layout in (Layout(data=64), Layout(shard=64)))
-    return {"peak of llama-8b, a sequence a device": alone / sharded}
+    return {"peak of llama-8b, one sequence per device": alone / sharded}
 
 
 def zero_3_communication() -> Numbers:
@@ -359,7 +360,7 @@ def zero_3_communication() -> Numbers:
         return sharded / replicas - 1
 
     return Numbers(kit={"1 micro-batch": more(1)}, elsewhere={
-        "8 micro-batches": more(8), "in seconds on H100s, whose switches add up": more(1,
+        "8 micro-batches": more(8), "in seconds on H100s, whose switches sum": more(1,
             find("h100"))})
 
 
@@ -367,7 +368,7 @@ def offload() -> Numbers:
     alone = _deepest("a100-40")
     return Numbers(kit={
         "AdamW's state on the host": _deepest("a100-40", optimizer_state="cpu") / alone,
-        "and weights in bf16, no gradient kept": _deepest(
+        "also weights in bf16, no stored gradient": _deepest(
             "a100-40", optimizer_state="cpu", param_dtype="bf16", optimizer_step="in-backward")
         / alone})
 
@@ -432,7 +433,7 @@ def fp8_doubles() -> Numbers:
     return Numbers(
         kit={f"{name} on {n} H100{'s' * (n > 1)}": _eight_bits(name, "fp8-tensorwise", n)
              for name, n in (("gpt2-1.5b", 1), ("llama-8b", 8))},
-        measured={"0.34 over 0.24 s a step": 0.34 / 0.24},
+        measured={"0.34 s per step in bf16, 0.24 s in FP8": 0.34 / 0.24},
         elsewhere={"peak": find("h100").peak_flops("fp8") / find("h100").peak_flops("bf16"),
                    **{f"a Linear on an H200, {case['case']}": case["ratio"]
                       for case in _h200("fp8-linear") if case["peer"] == "bf16"}})
@@ -492,7 +493,7 @@ def update_in_backward() -> Numbers:
                          "optimizer.clip": 0})
     whole = _peak(base, precision="bf16-master")
     return Numbers(kit={"SGD": 1 - _peak(lean, optimizer="sgd") / whole},
-                   measured={"its table 1": 1 - 14.58 / 102.20},
+                   measured={"table 1 of the source": 1 - 14.58 / 102.20},
                    elsewhere={"the same with AdamW": 1 - _peak(lean) / whole})
 
 
@@ -513,9 +514,9 @@ def lower_precision() -> Numbers:
     base = losses.pop("bf16")
     [claim_verdict] = protocol.recorded()[1]["fp8"]["verdicts"]
     return Numbers(measured={
-        "recipes whose loss is 2% above that of bf16": sum(
+        "recipes with a loss 2% above bf16's": sum(
             loss > (1 + protocol.EFFECT) * base for loss in losses.values()) / len(losses),
-        "FP8 beside float32, by protocol": float(claim_verdict["gain"] >= protocol.EFFECT
+        "FP8 compared with float32, by protocol": float(claim_verdict["gain"] >= protocol.EFFECT
                                                  and claim_verdict["verdict"] == "better")})
 
 
@@ -563,7 +564,7 @@ def shared_heads() -> Numbers:
                     / parameter_count(all_heads))
 
     return Numbers(kit={name: less(name, 1) for name in SIZES},
-                   elsewhere={f"{name}, 8 of them": less(name, 8)
+                   elsewhere={f"{name}, 8 keys and values": less(name, 8)
                               for name in ("llama-8b", "llama-70b")})
 
 
@@ -634,7 +635,7 @@ def activations_8_bits() -> Numbers:
 
     table = (("DeiT-Ti", 4171, 1858), ("DeiT-S", 8459, 3840), ("DeiT-B", 17691, 8616))
     return Numbers(kit={"plain attention": less("plain")},
-                   measured={f"{name}, its table": 1 - after / before
+                   measured={f"{name}, table of the source": 1 - after / before
                              for name, before, after in table},
                    elsewhere={"a flash kernel": less("auto")})
 
@@ -650,7 +651,7 @@ def lora_3x() -> Numbers:
     bf16 = {"param_dtype": "bf16"}
     return Numbers(
         kit={name: less(config) for name, config in {**sizes, "GPT-3 175B": gpt3()}.items()},
-        measured={"GPT-3 175B, its section 4.2": PUBLISHED["full"] / PUBLISHED["LoRA"]},
+        measured={"GPT-3 175B, section 4.2 of the source": PUBLISHED["full"] / PUBLISHED["LoRA"]},
         elsewhere={f"{name}, weights in 16 bits{words}": less(config, **bf16, **more)
                    for name, config in (("llama-8b", sizes["llama-8b"]), ("GPT-3 175B", gpt3()))
                    for words, more in (("", {}), (" and blocks recomputed",
@@ -669,7 +670,7 @@ def token_dropping() -> Numbers:
         kit={f"FLOPs of BERT-base's blocks, {tokens} tokens": less(tokens)
              for tokens in (128, 512)},
         elsewhere={"FLOPs of six layers of 128, by protocol": 1 - flops["dropped"] / flops["whole"],
-                   "their seconds": 1 - seconds_of["dropped"] / seconds_of["whole"]})
+                   "seconds of these layers": 1 - seconds_of["dropped"] / seconds_of["whole"]})
 
 
 def rank_collapse() -> Numbers:
@@ -734,7 +735,7 @@ def large_batch() -> Numbers:
         config = _bert(tokens, sequences, **BERT_LARGE)
         return _seconds(config, TPU_V3, Layout(data=devices)) / sequences
 
-    return Numbers(kit={f"1,024 chips for 16, {tokens} tokens": each(16, 512, tokens)
+    return Numbers(kit={f"1,024 chips instead of 16, {tokens} tokens": each(16, 512, tokens)
                         / each(1024, 32_768, tokens) for tokens in (128, 512)})
 
 
@@ -772,12 +773,12 @@ def distilbert_size() -> Numbers:
     """110 and 66 million are in its table 3."""
     whole = parameter_count(_bert(512, 1).model)
     return Numbers(kit={"6 of 12 layers": 1 - _small_bert() / whole},
-                   measured={"its table 3": 1 - 66 / 110})
+                   measured={"table 3 of the source": 1 - 66 / 110})
 
 
 def distilbert_speed() -> Numbers:
     """Seconds of its table 3."""
-    return Numbers(kit={"FLOPs of the blocks": 2.0}, measured={"its table 3": 668 / 410})
+    return Numbers(kit={"FLOPs of the blocks": 2.0}, measured={"table 3 of the source": 668 / 410})
 
 
 def mobilebert() -> tuple[float, float]:
@@ -795,7 +796,7 @@ def mobilebert() -> tuple[float, float]:
 
 def mobilebert_smaller() -> Numbers:
     return Numbers(kit={"weights": parameter_count(_bert(512, 1).model) / mobilebert()[0]},
-                   measured={"its table 4": 109 / 25.3})
+                   measured={"table 4 of the source": 109 / 25.3})
 
 
 def mobilebert_faster() -> Numbers:
@@ -892,7 +893,7 @@ PICOJOULES = {32: 3.7 + 0.9, 16: 1.1 + 0.4}
 def power() -> Numbers:
     """Joules of an update are the machine's watts times its seconds."""
     quicker = _seconds(_of("gpt2-124m", 16, "fp32")) / _seconds(_of("gpt2-124m", 16))
-    return Numbers(kit={"energy of a multiply and an add, 16 of 32 bits":
+    return Numbers(kit={"energy of a multiply-add, 16 bits over 32":
                         1 - PICOJOULES[16] / PICOJOULES[32],
                         "energy of an update of gpt2-124m, H100": 1 - 1 / quicker},
                    elsewhere={"watts of a busy H100": 0.0})
