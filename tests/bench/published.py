@@ -418,9 +418,9 @@ gradients in 16 bits and the formula counts 32;
 predicted, because the formula does not count the overhead of such short kernels;
 - MI300X and Blackwell in 16 bits, which have few runs.
 
-The formula does not accept these runs:
-
-{reasons}
+The formula does not accept {rejected} runs: their layers or sequences do not split evenly over the
+ranks, the page omits a setting, or lpkit does not have it. `not_taken` of
+`data/measured/{record}` lists them with their reasons.
 
 The formula uses the facts that the pages state. If a page does not state a fact,
 `notebooks/lessons/published.py` has an assumption, for example that a micro-batch is one sequence
@@ -474,7 +474,6 @@ def _section(record: dict[str, Any]) -> str:
         case["ratio"] for case in record["cases"] if "as printed" in case["case"])
     verdicts = {tuple(pair): count for pair, count in record["fits"]}
     ended = verdicts[True, True] + verdicts.get((True, False), 0)
-    why = Counter((one["why"], one["source"]) for one in left_out)
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
     return (TEXT.format(
@@ -501,8 +500,7 @@ def _section(record: dict[str, Any]) -> str:
         ultrascale=len(book), hopeless=sum(_mfu(run) < 10 for run in book),
         sixteen=f"{sixteen:.0%}", peaks=markdown_table(*_headed(record["peaks"])),
         calibrated=f"{calibrated_error:.0%}", table=markdown_table(HEADS, lines),
-        reasons=markdown_table(("runs", "source", "reason"),
-                              [(count, name, said) for (said, name), count in why.most_common()]),
+        rejected=len(left_out), record=RECORD.name,
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
         before=" and ".join(percent(plain[row.name]) for row in others)))

@@ -127,6 +127,7 @@ def page() -> str:
         shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
         fields = dict(opened(row)) | {"shown by": shown}
+        del fields["claimed"]       # in the table and in the quotation
         if row["shown"] == f"lpkit claims {row['name']}":
             del fields["shown by"]
         parts += [f"- **{what}**: " + _linked(text)
