@@ -1,5 +1,5 @@
-"""docs/attention.md: what `lpkit.measure.attention` finds on a CPU, and what each library says of
-itself on a GPU."""
+"""Make docs/attention.md: errors that `lpkit.measure.attention` measures on a CPU, and the
+documented limits of each library on a GPU."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -19,13 +19,15 @@ from tests.bench.drawn import ORDER
 from tests.pages import markdown_table
 
 DTYPES = ("float32", "bfloat16", "float16")
-SMALLER = {"size": 24, "block": 16}     # than the rows have it, so that something is left out
-# every other block; and queries that see nothing
+# smaller than in the rows, so that windows and blocks leave out some keys
+SMALLER = {"size": 24, "block": 16}
+# sees every other block; the queries of block 1 see nothing
 TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a in range(9))
 
 
 def models() -> dict[str, ModelConfig]:
-    """Every kind of the table, and what any can have besides, by name."""
+    """Returns a model for every kind of attention, and for the options that any kind can have, by
+    name."""
     model_by_kind = {}
     for name in dict.fromkeys((*ORDER, *KINDS)):
         row = KINDS[name]
@@ -46,17 +48,17 @@ Found = Mapping[tuple[str, str], Mapping[str, Probe]]       # by backend and kin
 
 def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = None,
         backends: Iterable[str] | None = None, dtypes: Iterable[str] = DTYPES) -> Found:
-    """What is asked for; None: all."""
+    """Returns the probes of these kinds, backends and dtypes; None means all."""
     device, named = torch.device(device), models()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # torch explains at length; the reason is kept
+        warnings.simplefilter("ignore")     # torch's long explanations; the probe keeps the reason
         return {(name, kind): {dtype: cell(kind, name, dtype, device, named[kind])
                                for dtype in dtypes}
                 for kind in (kinds or named) for name in (backends or ATTENTION)}
 
 
 def error(probe: Probe) -> str:
-    """Relative; a dash where it does not work."""
+    """Returns the relative error, or a dash if the backend does not support the kind."""
     return probe.detail.rpartition(" ")[2] or "-"
 
 
@@ -88,7 +90,8 @@ backend before it uses it.
 
 
 def page() -> str:
-    """Every kind by every backend, run on this CPU; and the documented limits on a GPU."""
+    """Returns the page: every kind with every backend, run on this CPU, and the documented limits
+    on a GPU."""
     kinds, probes = list(models()), run("cpu")
     table = [(name, *(_word(probes[name, kind]) for kind in kinds)) for name in ATTENTION]
     why: dict[tuple[str, str], list[str]] = {}
@@ -107,7 +110,8 @@ def page() -> str:
 
 
 def by_rule() -> dict[tuple[str, str], list[str]]:
-    """Kinds by backend and why not, on a Hopper GPU with everything installed."""
+    """Returns the kinds that a backend does not support, by backend and reason, on a Hopper GPU
+    with all libraries installed."""
     why: dict[tuple[str, str], list[str]] = {}
     for kind, model in models().items():
         for name in ATTENTION:
@@ -118,7 +122,7 @@ def by_rule() -> dict[tuple[str, str], list[str]]:
 
 
 def _named(why: Mapping[tuple[str, str], list[str]], count: int) -> list[tuple[str, str, str]]:
-    """Rows of backends with the same reason for the same kinds."""
+    """Returns table rows: backends with the same reason for the same kinds share a row."""
     backends: dict[tuple[str, str], list[str]] = {}
     for (name, reason), kinds in sorted(why.items(), key=lambda row: [*ATTENTION].index(row[0][0])):
         words = "all" if len(kinds) == count else ", ".join(kinds)

@@ -1,6 +1,6 @@
-"""docs/gpu.md: its measured numbers, from the records of an H200 in data/measured.
+"""Write the measured numbers of docs/gpu.md from the records of an H200 in data/measured.
 
-The page is prose and, between two comments, what `results` makes of the records:
+The page is written by hand except for the part between two comments, which `results` writes:
 
     python -m tests.pages gpu
 """
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- python -m tests.pages gpu: from records -->\n", "<!-- end of 
 
 
 def page() -> str:
-    """The page as it is, with the results of today's records."""
+    """Returns the page with the results of the current records."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, records_text, after = rest.partition(END)
     assert records_text, f"{PAGE.name} has lost its comments {BEGIN.strip()} and {END.strip()}"
@@ -30,13 +30,13 @@ def page() -> str:
 
 
 def records(folder: Path = MEASURED) -> dict[str, dict[str, Any]]:
-    """Records of an H200, by the name of the bench."""
+    """Returns the records of an H200 by the name of the benchmark."""
     return {path.stem.replace("-nvidia-h200", ""): json.loads(path.read_text(encoding="utf-8"))
             for path in sorted(folder.glob("*-nvidia-h200*.json"))}
 
 
 def spread(values: Iterable[float], form: str = ".2f") -> str:
-    """Lowest and highest, once if they are printed alike."""
+    """Returns "lowest to highest", or one number if both are printed alike."""
     low, *_, high = sorted(values) * 2
     ends = [f"{low:{form}}", f"{high:{form}}"]
     return " to ".join(dict.fromkeys(ends))

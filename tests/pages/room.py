@@ -1,5 +1,5 @@
-"""docs/teach.md: its table of a room's needs is made from the files that `lpkit bench room --out
-data/measured` writes."""
+"""Make the table of docs/teach.md on the needs of a room from the files that `lpkit bench room
+--out data/measured` writes."""
 
 import json
 from pathlib import Path

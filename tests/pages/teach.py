@@ -34,7 +34,7 @@ LATER = "## More, for another day"
 
 @dataclass(frozen=True, kw_only=True)
 class Book:
-    """What a notebook says of itself, and its exercises. `later`: those for another day."""
+    """Facts of a notebook, and its exercises; `later` has the exercises for another day."""
 
     path: Path
     title: str
@@ -43,7 +43,8 @@ class Book:
     later: Mapping[str, Exercise]
     guesses: tuple[str, ...]
     parameters: Mapping[str, Parameter]
-    words: Mapping[str, int]    # of text, by the heading of the section; "": above the first
+    # number of words by heading of a section; "" is the part above the first heading
+    words: Mapping[str, int]
 
     @property
     def number(self) -> str:
@@ -141,7 +142,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Step:
-    """A notebook, and the exercises and sections of it that the room does; (): all sections."""
+    """A notebook with the exercises and sections that the room does; () means all sections."""
 
     number: str
     exercises: str = ""
@@ -246,12 +247,12 @@ def exercise(name: str, task: Exercise) -> str:
     return f"`{name}` {'★' * task.stars} {task.minutes}"
 
 
-MOST_LOAD = 1.0     # at the beginning: with more, the machine was not quiet
+MOST_LOAD = 1.0     # load of a quiet machine at the start of a record
 
 
 def recorded(folder: Path = ROOT / "data/measured") -> dict[str, tuple[float, dict]]:
-    """Returns the seconds of each case of `lpkit bench course`, and the record that has it: the
-    newest one of a machine that was quiet."""
+    """Returns the seconds of each case of `lpkit bench course`, with the newest record of a quiet
+    machine that has the case."""
     records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("course*.json")]
     return {case["case"]: (case["ours_median"], record)
             for record in sorted(records, key=lambda record: record["date"])
@@ -280,7 +281,7 @@ def link(number: str) -> str:
 
 
 def head(book: Book) -> str:
-    """The facts at the head of a notebook's page."""
+    """Returns the table of facts at the top of a notebook's page."""
     main = ", ".join(exercise(*task) for task in book.exercises.items())
     later = ", ".join(exercise(*task) for task in book.later.items())
     needs = "; ".join(f"[{number}]({number}.md) ({what})"
@@ -304,7 +305,7 @@ def clock(minutes: int) -> str:
 
 
 def route(name: str) -> str:
-    """A table for each day: when each part begins."""
+    """Returns a table for each day, with the time at which each part begins."""
     tables = []
     for number, day in enumerate(ROUTES[name], 1):
         rows, begun = [], 0
@@ -342,7 +343,7 @@ def minutes() -> str:
 
 
 def made(name: str) -> str:
-    """What stands between the marks of that name."""
+    """Returns the text between the marks with this name."""
     if name in ROUTES:
         return route(name)
     return minutes() if name == "minutes" else head(books()[name])
@@ -353,8 +354,8 @@ def renewed(text: str) -> str:
 
 
 def files() -> dict[str, str]:
-    """The pages as they should be, by their place in docs/. Raises ConfigError for a notebook that
-    has none yet."""
+    """Returns the current texts of the pages by path below docs/. Raises ConfigError for a notebook
+    without a page."""
     names = ["syllabus", *books()]
     for name in names:
         if not (TEACH / f"{name}.md").exists():

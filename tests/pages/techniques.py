@@ -1,4 +1,4 @@
-"""docs/techniques.md: every family with its rows, and those of the lessons' modules."""
+"""Make docs/techniques.md: every family with its rows, and the rows of the lessons' modules."""
 
 from itertools import groupby
 

@@ -1,9 +1,9 @@
-"""docs/tour.md: every technique of the field's survey and of the kit with its notebook, its row or
+"""Make docs/tour.md: every technique of a survey and of the kit with its notebook, its row or
 command, a prediction, a measurement and a verdict.
 
-data/published/tour.toml lists the techniques and says where their numbers are. Predictions are
-computed here; what was measured is read from claims, verdict files, records of data/measured and
-the claims of executed notebooks (docs/executed.zip). `python -m tests.pages tour` makes the page.
+data/published/tour.toml lists the techniques and the origin of their numbers. Predictions are
+computed here. Measurements are read from claims, verdict files, records of data/measured and the
+claims of executed notebooks (docs/executed.zip). `python -m tests.pages tour` makes the page.
 """
 
 import functools
@@ -37,7 +37,7 @@ HEADS = ("technique", "notebook", "row or command", "prediction", "measured", "v
 
 @dataclass(frozen=True, kw_only=True)
 class Technique(Checked):
-    """A line of tour.toml, whose head says what the fields are."""
+    """A line of tour.toml; the comment at the top of that file explains the fields."""
 
     name: Text
     notebook: Text
@@ -52,7 +52,7 @@ class Technique(Checked):
 
 
 def techniques() -> dict[str, list[Technique]]:
-    """By area. Raises ConfigError for a line that is none."""
+    """Returns the techniques by area. Raises ConfigError for an invalid line."""
     text = (resource("data/published") / "tour.toml").read_text(encoding="utf-8")
     return {area: [Technique(**{**row, "rows": tuple(row.get("rows", ()))}) for row in rows]
             for area, rows in tomllib.loads(text).items()}
@@ -93,7 +93,7 @@ records.
 
 
 def cells(technique: Technique) -> tuple[str, ...]:
-    """Returns the line of the table. Raises KeyError where a name of it does not exist."""
+    """Returns a row of the table. Raises KeyError for a name that does not exist."""
     claim = claims_by_name()[technique.claim] if technique.claim else None
     shown = [f"`{row}`" for row in technique.rows]
     shown += [f"`{technique.command}`"] * bool(technique.command)
@@ -140,7 +140,8 @@ def prediction(technique: Technique, claim: Claim | None) -> str:
 
 @functools.cache
 def predicted(row: str, settings: str) -> str:
-    """Returns seconds and peak over those without the row; "" for a row outside the catalogue."""
+    """Returns seconds and peak relative to a step without the row; "" for a row outside the
+    catalogue."""
     if named(row) not in imports():
         return ""
     base = with_settings(BASE, settings)
@@ -160,7 +161,8 @@ def named(row: str) -> tuple[str, str]:
 
 
 def with_settings(config: Config, settings: str) -> Config:
-    """Returns the Config with FIELD=NAME pairs and the imports of their rows; a list grows."""
+    """Returns the Config with these FIELD=NAME pairs and the imports of their rows. A pair for
+    `model.changes` is added to the list."""
     new: dict[str, Any] = {"imports": list(config.imports)}
     for pair in settings.split():
         field, _, value = pair.partition("=")
@@ -179,7 +181,7 @@ def costs(config: Config) -> tuple[float, float]:
 
 @functools.cache
 def imports() -> Mapping[tuple[str, str], str]:
-    """The import of each row of the catalogue."""
+    """Returns the import of each row of the catalogue, by field and name."""
     return {(field, row["name"]): row["import"] for field in TABLES for row in kit_rows(field)}
 
 
@@ -230,7 +232,7 @@ def settled() -> Mapping[str, Any]:
 
 
 def recorded(record: str) -> Mapping[str, Any]:
-    """Returns a case of the newest record of its name. Raises KeyError."""
+    """Returns the case of the newest record of this name. Raises KeyError."""
     name, _, case = record.partition(": ")
     records = [json.loads(path.read_text())
              for path in resource("data/measured").glob(f"{name}-*.json")]
