@@ -1,12 +1,12 @@
-"""Build the site: run every notebook at tier cpu, draw what they kept, and write HTML that needs no other host.
+"""Build the site: run the notebooks at tier cpu, draw their figures, and write HTML that loads nothing from other hosts.
 
-    python docs/build.py            build docs/_build/html from the recorded copies; run the notebooks that changed since
-    python docs/build.py --record   run the whole course, and record its copies in docs/executed.zip; on a quiet machine
+    python docs/build.py            build docs/_build/html from the recorded copies; run only the notebooks that changed
+    python docs/build.py --record   run the whole course and record the copies in docs/executed.zip; use a quiet machine
     python docs/build.py --no-run   build from the copies in docs/executed, and run nothing
     python docs/make_planner.py X   the planner alone, into the folder X
 
-An executed copy keeps each figure as plotly's own JSON. Here it becomes a <div> and a few lines of script that call
-the plotly.js which the plotly package ships, copied into the site: interactive, and offline.
+An executed copy stores each figure as plotly's JSON. The site shows it in a <div> with a short script that calls plotly.js. The
+site contains this file of the plotly package, so figures are interactive without a network.
 """
 
 import argparse
@@ -61,7 +61,7 @@ window.addEventListener("load", () => {{
   Plotly.newPlot(place, data, layout, config).then(() => new ResizeObserver(fit).observe(box));
 }});
 </script>"""
-FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # of a Markdown cell, as JupyterLab draws it
+FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # formulas of a Markdown cell that JupyterLab draws
 PLANNER = '<p><a class="lpkit-first" href="planner/index.html">Open the planner</a></p>\n\n'
 BELOW = {"claim": "claims", "architecture": "log"}      # pages that the navigation shows below another page
 DOWNLOAD = """\
@@ -76,7 +76,7 @@ ASLEEP = '<p class="lpkit-control"><em>Controls work in JupyterLab: start it wit
 
 
 def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | None:
-    """An output as a static page can show it; None for one that only a living kernel could fill."""
+    """Return the output for a static page: a figure as HTML, or a note instead of a widget that needs a kernel. Errors: ConfigError."""
     data = output.get("data", {})
     if PLOTLY in data:
         if " static picture" in data.get("text/plain", ""):
@@ -90,15 +90,14 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
         return new_output("display_data", {"text/html": shown if awake else f"{ASLEEP}\n{shown}"})
     if WIDGET in data:
         if re.search(r"\bFigure(Widget)?\(", data.get("text/plain", "")):
-            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lessons.figures.figure's Figure "
-                              f"or explorer, which do")
+            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with Figure of " f"lessons.figures.figure or with Explorer, which store a picture")
         rest = {mime: value for mime, value in data.items() if mime not in (WIDGET, "text/plain")}
         return new_output("display_data", rest or {"text/html": ASLEEP})
     return output
 
 
 def typeset(latex: str) -> str:
-    """A formula as a drawing: no script, no font, and the colour of the text around it."""
+    """Return the formula as SVG in HTML, which needs no script and no font, in the colour of the surrounding text."""
     ziamath.config.math.color, ziamath.config.svg2 = "currentColor", False
     drawing = ziamath.Latex(" ".join(latex.split()), size=19).svg()
     style = "overflow-x:auto;margin:1em 0;text-align:center"
@@ -106,7 +105,7 @@ def typeset(latex: str) -> str:
 
 
 def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
-    """The executed notebook for the site: formulas and figures drawn, consecutive notes about controls said once."""
+    """Return the executed notebook for the site, with drawn formulas and figures, and one note for consecutive controls."""
     book.metadata.pop("widgets", None)
     book.cells[0].source = DOWNLOAD.format(name=f"{stem}.ipynb", text=book.cells[0].source)
     for number, cell in enumerate(book.cells):
@@ -120,7 +119,7 @@ def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
 
 
 def execute(paths: list[Path], executed: Path) -> None:
-    """Run the notebooks at tier cpu. Errors: ConfigError, when one of them did not hold."""
+    """Run the notebooks at tier cpu. Errors: ConfigError if a cell or a claim failed."""
     if not paths:
         return
     jobs = [job for path in paths for job in runner.plan(path, tier="cpu", out=executed)]
@@ -129,11 +128,11 @@ def execute(paths: list[Path], executed: Path) -> None:
     bad = [f"{record['label']}, cell {record['cell']}: {(record['error'] or {}).get('message', record['status'])}"
            for record in records if record["status"] != "done"]
     if bad:
-        raise ConfigError(f"the site shows only notebooks that hold; these do not: {'; '.join(bad)}")
+        raise ConfigError(f"the site shows only notebooks without a failure; these failed: {'; '.join(bad)}")
 
 
 def record(executed: Path, archive: Path) -> None:
-    """Write the executed copies and their records into one file, without static pictures: the site draws figures itself."""
+    """Write the executed copies and their records into one zip file, without static pictures, because the site draws the figures."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
         for path in sorted(executed.glob("*.ipynb")):
             book = nbformat.read(path, as_version=4)
@@ -142,11 +141,11 @@ def record(executed: Path, archive: Path) -> None:
                 if PLOTLY in data:
                     [data.pop(mime) for mime in [*data] if mime.startswith("image/")]
             for name, text in ((path.name, nbformat.writes(book)), (f"{path.stem}.json", path.with_suffix(".json").read_text("utf-8"))):
-                file.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)     # the same bytes for the same copies
+                file.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)     # a constant date, so that equal copies give equal bytes
 
 
 def unpack(archive: Path, executed: Path) -> None:
-    """Bring the recorded copies into the folder `executed`, where a copy of the same notebook as it is now stays."""
+    """Unpack the recorded copies into the folder `executed`, except where its copy already equals the current notebook."""
     executed.mkdir(exist_ok=True)
     with zipfile.ZipFile(archive) as file:
         for name in file.namelist():
@@ -156,7 +155,7 @@ def unpack(archive: Path, executed: Path) -> None:
 
 
 def changed(path: Path, copy: Path) -> bool:
-    """Is `copy` absent, or an executed copy of other cells than the notebook has now?"""
+    """Return whether `copy` is missing, or was executed from other cells than the notebook has now."""
     def sources(book: Path) -> list[tuple[str, str]]:
         return [(cell.cell_type, cell.source) for cell in nbformat.read(book, as_version=4).cells
                 if INJECTED not in cell.metadata.get("tags", ())]
@@ -165,7 +164,7 @@ def changed(path: Path, copy: Path) -> bool:
 
 
 def assemble(pages: Path, executed: list[Path], source: Path) -> None:
-    """Sphinx's source folder: the pages, the drawn notebooks, plotly.js."""
+    """Write Sphinx's source folder: the pages, the drawn notebooks, plotly.js."""
     shutil.rmtree(source, ignore_errors=True)
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
@@ -204,15 +203,15 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
 
 
 def linked(text: str, executed: list[Path]) -> str:
-    """Links to notebooks, which lie beside docs/, as links to the site's own; one that the site lacks is only named."""
+    """Return the text with links to notebooks/ replaced by links inside the site; a notebook that the site lacks loses its link."""
     there = {path.name for path in executed}
     return re.sub(r"\[([^]]+)\]\(\.\./((?:\.\./)*)notebooks/([^)]+)\)",
                   lambda link: f"[{link[1]}]({link[2]}notebooks/{link[3]})" if link[3] in there else f"`{link[1]}`", text)
 
 
 def planner(source: Path) -> str:
-    """The planner among the files that Sphinx copies as they are, with a link on the first page. Returns why there is none:
-    a site without it is a site."""
+    """Add the planner to the files that Sphinx copies unchanged, and its link to the first page. Return the error if the planner
+    could not be made, because the site can be built without it; otherwise an empty string."""
     done = subprocess.run([sys.executable, str(DOCS / "make_planner.py"), str(source / "extra" / "planner")],
                           stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -223,7 +222,7 @@ def planner(source: Path) -> str:
 
 
 def way(executed: list[Path]) -> str:
-    """The notebooks in order, with the questions of the README and what each takes."""
+    """Return the table of notebooks in order, with the README's questions, the seconds of a run and the minutes of the exercises."""
     EXERCISES = exercises()
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))
@@ -241,18 +240,18 @@ def way(executed: list[Path]) -> str:
 
 
 def claims(executed: list[Path]) -> str:
-    """What each notebook claims, whether it holds, and what it took, from the records beside the executed copies."""
+    """Return the table of claims with their results, seconds and peak memory, from the records next to the executed copies."""
     rows = ["", "| notebook | claim, asserted in it | on this machine | seconds | peak MB |", "|---|---|---|---|---|"]
     for path in executed:
         record = json.loads(path.with_suffix(".json").read_text())
         state = ": ".join(filter(None, (record["result"], record["why"])))
         rows.append(f"| [{path.stem}](notebooks/{path.name}) | {record['claim'].replace('|', '/')} | {state.replace('|', '/')} | "
                     f"{record['seconds']:.0f} | {record['peak_rss_bytes'] / 1e6:,.0f} |")
-    return "\n".join([*rows, "", "Seconds and peak resident memory are of the run that made this site.", ""])
+    return "\n".join([*rows, "", "Seconds and peak resident memory are from the run that made this site.", ""])
 
 
 def options() -> str:
-    """The help of every command, from the parsers themselves."""
+    """Return the help text of every command, from its parser."""
     parts = []
     for name, what in COMMANDS.items():
         command = module_of(name)
@@ -273,13 +272,13 @@ def sphinx(source: Path, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-D", f"html_baseurl={address()}", str(source), str(out)]
     if subprocess.run(command).returncode:
-        raise ConfigError("sphinx found something to warn about (above); a page that builds with warnings is not shown")
+        raise ConfigError("Sphinx printed warnings (above); correct the page, because the site is built without warnings only")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--no-run", action="store_true", help="use the executed copies in docs/executed, whatever has changed")
+    how.add_argument("--no-run", action="store_true", help="use the executed copies in docs/executed, even if notebooks have changed")
     how.add_argument("--record", action="store_true", help="run the whole course, and keep its copies in docs/executed.zip")
     args = parser.parse_args(argv)
     paths = notebooks.course()

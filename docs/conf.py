@@ -1,8 +1,8 @@
-"""Sphinx settings: executed notebooks as they are, and nothing from another host.
+"""Sphinx settings: show the executed notebooks unchanged, and load nothing from other hosts.
 
 `make docs` runs the course at `tier="cpu"`, turns the stored figures into HTML that calls the site's own plotly.js and the
-formulas into drawings, and builds with warnings as errors. On a phone (site.css) wide things keep their width inside boxes
-that scroll. tests/project/test_docs.py looks for anything that would load from elsewhere.
+formulas into drawings, and builds with warnings as errors. On a phone (site.css) wide tables and figures keep their width inside boxes that scroll. tests/project/test_docs.py tests that no
+page loads from another host.
 """
 
 import html
@@ -13,16 +13,16 @@ project = "lpkit"
 html_title = "lpkit"
 extensions = ["myst_nb"]
 exclude_patterns = []
-nb_execution_mode = "off"       # hosting.runner ran them; see build.py
+nb_execution_mode = "off"       # build.py has run the notebooks
 nb_ipywidgets_js = {}           # the default loads widgets from a CDN
 nb_merge_streams = True
 myst_heading_anchors = 3
-suppress_warnings = ["mystnb.unknown_mime_type"]     # a widget's own mime beside text that is shown
+suppress_warnings = ["mystnb.unknown_mime_type"]     # the MIME type of a widget whose text is shown instead
 html_theme = "sphinx_book_theme"
 html_context = {"default_mode": "auto"}
 html_static_path = ["_static"]
-html_extra_path = ["extra"]     # the planner, where it could be made
-html_css_files = ["figure.css", "site.css"]      # the first is the widgets' own: figures follow the theme
+html_extra_path = ["extra"]     # the planner, if it could be made
+html_css_files = ["figure.css", "site.css"]      # figure.css is the stylesheet of the widgets, so figures follow the theme
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "navigation_with_keys": False, "navbar_persistent": [],
@@ -35,7 +35,8 @@ def setup(app):
 
 
 def described(app, page, template, context, doctree):
-    """Search engines and previews of links show the page's title, its first paragraph and, once the site has an address, a picture."""
+    """Add meta tags for search engines and link previews: the page's title, its first paragraph and, if the site has an address,
+    a picture."""
     if doctree is None or (paragraph := doctree.next_node(nodes.paragraph)) is None:
         return
     text = " ".join(paragraph.astext().split())
@@ -48,7 +49,7 @@ def described(app, page, template, context, doctree):
 
 
 def only_where_drawn(app, page, template, context, doctree):
-    """plotly.js (5 MB) is loaded by the pages that hold a figure, from this site."""
+    """Load plotly.js (5 MB, from this site) only on pages with a figure."""
     if 'class="lpkit-figure"' in context.get("body", ""):
         app.add_js_file("plotly.min.js", priority=100)
         app.add_js_file("panels.js", priority=100)

@@ -1,12 +1,12 @@
-"""The films of the site, and the picture of its planner: each is what a browser shows of the real thing.
+"""Make the films of the site and the picture of its planner, from screenshots of a browser.
 
-    python docs/make_films.py               all of them, into docs/films and docs/planner.png; minutes, on two cores
-    python docs/make_films.py 12 planner    these
+    python docs/make_films.py               all, into docs/films and docs/planner.png; takes minutes on two cores
+    python docs/make_films.py 12 planner    only these
 
 JupyterLab serves a copy of the notebook, as `lpkit lab` does, Chromium opens it, and its cells run one after another at tier "cpu".
-Where a scene's cell has ended, it is a screenshot or a few: of the cell, of a slider that a key moved, of a button that was pressed.
-Playwright drives the browser, Pillow makes the GIF, where a scene that stands still is one frame. Nothing is drawn into a
-screenshot; what a scene shows is said in the strip below it. Needs Chromium, and npm for the planner (see make_planner.py).
+When the cell of a scene has ended, the scene takes one or more screenshots, for example after each key press on a slider. Playwright
+controls the browser, and Pillow makes the GIF. The strip below a screenshot has the words of the scene; nothing else is added. The
+films need Chromium; the planner also needs npm (see make_planner.py).
 """
 
 import argparse
@@ -24,30 +24,30 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 FILMS, PICTURE = ROOT / "docs" / "films", ROOT / "docs" / "planner.png"
 WIDTH, HEIGHT, STRIP = 900, 600, 44     # pixels of the browser, and of the strip below it
-BROKEN = "blocks.1.mlp.gate_up"          # the layer of notebook 07 in which the fault of seed 0 is hidden
-STILL = 10                              # the frame that is also a picture
-COLOURS = 48                            # of a film
-COMING = (240, 70)                 # pixels that a scene is still below its place, in the frames before it
-ARRIVES = 0.08 * len(COMING)            # seconds of these
+BROKEN = "blocks.1.mlp.gate_up"          # the layer of notebook 07 that has the fault of seed 0
+STILL = 10                              # the index of the frame that is also saved as a picture
+COLOURS = 48                            # in the palette of a film
+COMING = (240, 70)                 # pixels that the scene still has to scroll, in each frame before it
+ARRIVES = 0.08 * len(COMING)            # seconds of all frames of COMING together
 MOST_BYTES, LEAST_SECONDS, MOST_SECONDS = 1_500_000, 10, 20
 BESIDE = ("model=llama-8b&layers=40&batch=512&billions=300&machine=h200&devices=64&zero=3&precision=fp8-tensorwise"
-          "&held.model=llama-8b&held.machine=h100")      # of the planner's address
+          "&held.model=llama-8b&held.machine=h100")      # the part of the planner's address behind #
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is said, which cell is at the top (by a part of its text), for how many seconds, and what is done meanwhile: a
-    generator, which yields where a frame is taken."""
+    """A part of a film. `words` are in the strip, `cell` is a part of the text of the cell at the top, `seconds` is the length, and
+    `does` is a generator that acts on the cell and yields when a screenshot is to be taken."""
 
     words: str
     cell: str
     seconds: float
     does: Callable[[Any], Iterator[None]] | None = None
-    output: bool = True     # the cell's output is at the top, and not its code
+    output: bool = True     # scroll to the output of the cell, not to its code
 
 
 def keys(*pressed: str) -> Callable[[Any], Iterator[None]]:
-    """Press keys on the cell's slider, one after another."""
+    """Return a generator function that presses these keys on the cell's slider, one after another."""
     def press(cell: Any) -> Iterator[None]:
         for key in pressed:
             cell.locator(".noUi-handle").first.press(key)
@@ -56,7 +56,7 @@ def keys(*pressed: str) -> Callable[[Any], Iterator[None]]:
 
 
 def guessed(cell: Any) -> Iterator[None]:
-    """Answer, and commit to it: only then does the notebook show what it asked for."""
+    """Enter a guess and lock it in; only then does the notebook show the answer."""
     for text in ("2", "4"):
         cell.locator("input[type=number]").first.fill(text)
         cell.locator("input[type=number]").first.press("Enter")
@@ -66,13 +66,13 @@ def guessed(cell: Any) -> Iterator[None]:
 
 
 def clicked(cell: Any) -> Iterator[None]:
-    """Show the underflow of each layer, and click the layer that stands out: the histogram shows its tensor."""
+    """Show the underflow of each layer and click the faulty layer, so that the histogram shows its tensor."""
     cell.locator("select").first.select_option("underflow")
     yield
     x, y = cell.locator(".js-plotly-plot").first.evaluate("""(plot, [step, layer]) => {
         const {xaxis, yaxis} = plot._fullLayout, box = plot.getBoundingClientRect();
         return [box.left + xaxis._offset + xaxis.d2p(step), box.top + yaxis._offset + yaxis.d2p(layer)] }""", [3, BROKEN])
-    for left in (160, 60, 0):       # the pointer arrives, in three steps
+    for left in (160, 60, 0):       # move the pointer to the layer in three steps
         cell.page.mouse.move(x + left, y + left)
         cell.page.wait_for_timeout(150)
         yield
@@ -82,7 +82,7 @@ def clicked(cell: Any) -> Iterator[None]:
 
 
 def accused(cell: Any) -> Iterator[None]:
-    """Accuse the layer that stands out of one of the faults, and commit to it."""
+    """Select the faulty layer and a fault, and lock the answer in."""
     layer, fault = (cell.locator("select").nth(i) for i in (3, 4))
     layer.select_option(BROKEN)
     fault.select_option("outlier-channel")
@@ -131,12 +131,13 @@ def with_words(picture: Any, words: str) -> Any:
 
 
 def played(opened: Any, scene: Scene, ran: int) -> tuple[list[tuple[Any, float]], int]:
-    """The frames of a scene, each with its seconds, once all cells ran up to its own; and how many did."""
+    """Run the cells up to the scene's cell; the first `ran` have run already. Return the frames of the scene, each with its seconds,
+    and the number of cells that have run."""
     page = opened.page
     at = page.evaluate("""words => window.jupyterapp.shell.currentWidget.content.widgets.findIndex(
         cell => cell.model.type === 'code' && cell.model.sharedModel.getSource().includes(words))""", scene.cell)
     if at < 0:
-        raise SystemExit(f"no cell has {scene.cell!r}; the notebook has changed, and so must its film")
+        raise SystemExit(f"no cell contains {scene.cell!r}; the notebook has changed, so change the scene in docs/make_films.py")
     for index in range(ran, at + 1):
         page.evaluate("index => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = index }", index)
         opened.command("notebook:run-cell")
@@ -171,10 +172,10 @@ def film(number: str, out: Path) -> None:
         shutil.copy(notebook, course)
         shutil.copytree(notebook.parent / "lessons", course / "lessons")
         (course.parent / "data").symlink_to(ROOT / "data")
-        own = {"XDG_DATA_HOME": f"{temporary}/data"}        # what is guessed here is nobody's
+        own = {"XDG_DATA_HOME": f"{temporary}/data"}        # the film's guesses must not enter anybody's data directory
         with mock.patch.dict(os.environ, own), served(course, Path(temporary) / "state") as server, chromium(width=WIDTH, height=HEIGHT) as context:
             opened = Notebook(context, server, notebook.name)
-            # the notebook alone: no menus, no bars
+            # show only the notebook, without menus and bars
             opened.page.evaluate("""() => { const {shell} = window.jupyterapp; shell.mode = 'single-document';
                                             shell.collapseLeft(); shell.collapseRight() }""")
             opened.page.add_style_tag(content="""#jp-top-panel, #jp-menu-panel, #jp-bottom-panel, .jp-NotebookPanel-toolbar,
@@ -183,7 +184,7 @@ def film(number: str, out: Path) -> None:
                 #jp-main-split-panel, #jp-main-vsplit-panel { position: fixed !important; inset: 0 !important;
                 width: 100vw !important; height: 100vh !important }""")
             opened.page.wait_for_timeout(1500)
-            frames, ran = [], 0     # and how many cells
+            frames, ran = [], 0     # `ran`: number of cells that have run
             for scene in NOTEBOOKS[number]:
                 taken, ran = played(opened, scene, ran)
                 frames += taken
@@ -193,19 +194,19 @@ def film(number: str, out: Path) -> None:
 
 
 def write(frames: list[tuple[Any, float]], out: Path) -> None:
-    """One GIF that begins again at its end."""
+    """Write the frames as a GIF that repeats, and one frame as a PNG. Exits if the film is too large or too long."""
     first, *others = [picture.quantize(COLOURS, dither=0) for picture, _ in frames]
     out.parent.mkdir(exist_ok=True)
     first.save(out, save_all=True, append_images=others, duration=[round(1000 * seconds) for _, seconds in frames], loop=0, optimize=True)
     seconds, size = sum(seconds for _, seconds in frames), out.stat().st_size
-    frames[STILL][0].quantize(128, dither=0).save(out.with_suffix(".png"), optimize=True)     # for readers who want no motion
+    frames[STILL][0].quantize(128, dither=0).save(out.with_suffix(".png"), optimize=True)     # the PNG is for readers who prefer no motion
     print(f"{out.relative_to(ROOT)}: {len(frames)} frames, {seconds:.1f} s, {size:,} bytes")
     if size > MOST_BYTES or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise SystemExit(f"{out.name} is too large or too long; take fewer colours or frames")
+        raise SystemExit(f"{out.name} has {size:,} bytes and {seconds:.1f} s; at most {MOST_BYTES:,} bytes and {LEAST_SECONDS} to {MOST_SECONDS} s are allowed: use fewer colours or frames")
 
 
 def planner(out: Path) -> None:
-    """The page as it opens from a link that holds two configurations."""
+    """Write a picture of the planner's page, opened from a link with two configurations."""
     from tests.bench import planner as page_of
     from tests.bench.browser import chromium, static
 
@@ -221,11 +222,11 @@ def planner(out: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="WHAT", help="07, 12 or planner")
-    sys.path.append(str(ROOT))      # the browser and the served lab are those of the tests
+    sys.path.append(str(ROOT))      # tests/ has the code that starts the browser and the lab
     known = [*NOTEBOOKS, "planner"]
     asked = parser.parse_args(argv).what or known
     if unknown := set(asked) - set(known):
-        parser.error(f"there is no {min(unknown)!r}; choose of {', '.join(known)}")
+        parser.error(f"there is no {min(unknown)!r}; choose among {', '.join(known)}")
     for what in dict.fromkeys(asked):
         planner(PICTURE) if what == "planner" else film(what, FILMS / f"{what}.gif")
     return 0

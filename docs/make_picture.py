@@ -1,7 +1,7 @@
-"""The picture of docs/first_run.md, from a run: loss over steps against what knowing only the bytes' frequencies would reach.
+"""Draw the picture of docs/first_run.md: the losses of a run over its steps, and the entropy of the bytes' frequencies.
 
-    python docs/make_picture.py runs/NAME   keep that run's numbers in docs/first_run.json, draw docs/first_run.svg
-    python docs/make_picture.py             draw it again from docs/first_run.json
+    python docs/make_picture.py runs/NAME   save the numbers of this run in docs/first_run.json and draw docs/first_run.svg
+    python docs/make_picture.py             draw the picture again from docs/first_run.json
 """
 
 import argparse
@@ -17,7 +17,7 @@ NUMBERS, PICTURE = DOCS / "first_run.json", DOCS / "first_run.svg"
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """The numbers that the picture shows, and where they come from. Losses in nats per token."""
+    """Return the numbers of the picture and their origin: config, environment, corpus. Losses are in nats per token."""
     from lpkit.datasets import byte_unigram_entropy, prepare
     from lpkit.training.runs import Run
 
@@ -35,7 +35,7 @@ def collect(folder: Path) -> dict[str, Any]:
 
 
 def draw(numbers: dict[str, Any], path: Path) -> None:
-    """SVG, the same bytes for the same numbers."""
+    """Write the picture as SVG; equal numbers give equal bytes."""
     import matplotlib
 
     matplotlib.use("svg")

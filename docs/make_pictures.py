@@ -1,11 +1,11 @@
-"""The picture of each notebook's main figure, from a real run, into notebooks/pictures: `make pictures`.
+"""Draw the picture of each notebook's main figure, from a real run, into notebooks/pictures: `make pictures`.
 
-    python docs/make_pictures.py              all notebooks: from docs/executed where a copy is current, else by a run
-    python docs/make_pictures.py 07 21        these alone
-    python docs/make_pictures.py --from DIR   from the executed copies in DIR where it has them, current or not
+    python docs/make_pictures.py              all notebooks: from a current copy in docs/executed, otherwise from a new run
+    python docs/make_pictures.py 07 21        only these notebooks
+    python docs/make_pictures.py --from DIR   prefer the executed copies in DIR, even if the notebooks have changed
 
-A picture is what `lessons.figures.still` draws of the figure's spec: SVG, or PNG where that is smaller. The first cell of the notebook shows it
-under the title; a notebook without that line gets it.
+`lessons.figures.still` draws the picture from the figure's spec, as SVG or as PNG, whichever is smaller. This program adds the picture to the
+first cell of the notebook, under the title.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from lpkit.errors import ConfigError  # noqa: E402
 
 
 class Main(NamedTuple):
-    """The main figure of a notebook: the first whose title has these words. `alt` says what it shows; `tier` is the size of its run."""
+    """The main figure of a notebook: the first figure whose title contains `words`. `alt` describes it; `tier` is the size of its run."""
 
     words: str
     alt: str
@@ -89,7 +89,7 @@ WITHOUT = {"99": "its figures are the answers"}
 
 
 def is_current(path: Path, copy: Path) -> bool:
-    """Has the executed copy the code cells of the notebook?"""
+    """Return whether the executed copy exists and has the notebook's code cells."""
     def code(book: Path) -> list[str]:
         return [cell.source for cell in nbformat.read(book, as_version=4).cells
                 if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", ())]
@@ -98,7 +98,7 @@ def is_current(path: Path, copy: Path) -> bool:
 
 
 def spec_of(book: dict, words: str, name: str) -> dict:
-    """The spec of the figure whose title has `words`. Errors: ConfigError, with the titles that there are."""
+    """Return the spec of the first figure whose title contains `words`. Errors: ConfigError, which lists the titles."""
     specs = [{"data": spec["data"], "layout": spec["layout"]} for spec in still.pictures_of(book, PLOTLY_MIME)]
     titles = [(spec["layout"].get("title") or {}).get("text", "") for spec in specs]
     for spec, title in zip(specs, titles):
@@ -108,7 +108,7 @@ def spec_of(book: dict, words: str, name: str) -> dict:
 
 
 def write(spec: dict, number: str, folder: Path) -> Path:
-    """The picture as NN.svg or NN.png; a picture of the other kind goes."""
+    """Write the picture as NN.svg or NN.png, delete an older picture of the same notebook, and return the path."""
     [(mime, content)] = still.picture(spec).items()
     path = folder / f"{number}.{'svg' if mime == 'image/svg+xml' else 'png'}"
     folder.mkdir(exist_ok=True)
@@ -119,7 +119,7 @@ def write(spec: dict, number: str, folder: Path) -> Path:
 
 
 def show(path: Path, picture: Path, alt: str) -> None:
-    """Let the first cell of a notebook show its picture, under the title."""
+    """Add the picture to the first cell of the notebook file, under the title, and replace an older picture."""
     book = nbformat.read(path, as_version=4)
     line = f"![{alt}](pictures/{picture.name})"
     title, _, rest = book.cells[0].source.partition("\n")

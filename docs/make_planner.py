@@ -1,9 +1,9 @@
-"""The planner: a static page that asks lpkit.predict in the browser, under Pyodide. `make docs` puts it into the site.
+"""Make the planner: a static page that runs lpkit.predict in the browser, with Pyodide. `make docs` adds it to the site.
 
-    python docs/make_planner.py FOLDER      the page alone; then look: python3 -m http.server -d FOLDER
+    python docs/make_planner.py FOLDER      only the page; to see it: python3 -m http.server -d FOLDER
 
-FOLDER gets docs/planner, a zip of the modules and data that its answers were seen to open, and the browser's Python. That is
-the npm package pyodide, at one version and with one checksum, fetched by npm once and kept in the cache.
+FOLDER gets docs/planner, Pyodide (Python for the browser), and a zip of the modules and data that the planner's answers open. npm
+fetches Pyodide once, at a fixed version and checksum, into the cache.
 """
 
 import argparse
@@ -26,7 +26,8 @@ PAGE = Path(__file__).resolve().parent / "planner"
 ROOT = Path(lpkit.__file__).resolve().parents[1]
 VERSION, SHA512 = "314.0.7", "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-# Asks everything once, with the standard library alone; says which files that opened, and what can be asked.
+# A program that computes an answer for every option, with the standard library alone. It prints the files that this opened, and the
+# controls of the page.
 SEEN = """\
 import json, sys
 opened = set()
@@ -45,7 +46,7 @@ print(json.dumps({"opened": sorted(opened), "groups": groups}))
 
 
 def tarball() -> Path:
-    """Pyodide as the npm registry has it. Errors: ConfigError, with what to install."""
+    """Return the path of Pyodide's npm package, fetched if it is not in the cache. Errors: ConfigError, which names what to install."""
     path = cache_dir("pyodide") / f"pyodide-{VERSION}.tgz"
     if path.exists() and _sound(path):
         return path
@@ -62,7 +63,7 @@ def tarball() -> Path:
             raise ConfigError(f"npm could not fetch pyodide {VERSION}, which the planner needs once: {said[-1]}; try again with "
                               f"a network")
         if not _sound(got):
-            raise ConfigError(f"what npm fetched as pyodide {VERSION} is not what was pinned (SHA-512); look at npm's settings")
+            raise ConfigError(f"the package pyodide {VERSION} from npm is not what was pinned (SHA-512); check npm's settings")
         shutil.copy(got, whole)
     return path
 
@@ -73,8 +74,8 @@ def _sound(path: Path) -> bool:
 
 
 def make(folder: Path) -> None:
-    """Errors: ConfigError, before anything is written."""
-    sys.path.append(str(PAGE.parents[1] / "notebooks"))      # the colours are those of the lessons' figures
+    """Write the page and its files into the folder. Errors: ConfigError, before any file is written."""
+    sys.path.append(str(PAGE.parents[1] / "notebooks"))      # for the colours of the lessons' figures
     from lessons.figures.opened import KIND_OF, KINDS
     from lessons.figures.step_bytes import ROW_COLOURS
 

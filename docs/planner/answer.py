@@ -1,7 +1,7 @@
-"""What the planner's page asks of lpkit.predict, under Pyodide as under CPython: JSON in, JSON out.
+"""Answers for the planner's page, which calls lpkit.predict with Pyodide. Inputs and outputs are JSON.
 
-`choices()` is what can be asked, and `answer(asked)` what `lpkit predict` says of it: the same numbers as the command that
-is shown beside them. Standard library only.
+`choices()` returns the controls of the page. `answer(asked)` returns the numbers of `lpkit predict` for their values, and the
+command that prints the same numbers. Only the standard library is used.
 """
 
 import json
@@ -27,13 +27,13 @@ from lpkit.values import between as within
 FEW, MANY = powers_of_two(1, 32), sorted([*powers_of_two(1, 32_768), *powers_of_two(24, 24_576)])
 SHAPE = {"layers": "layers", "width": "width of the residual stream", "heads": "query heads", "kv_heads": "key and value heads",
          "mlp_width": "width of the MLP", "vocab": "vocabulary"}
-Layers, Side = Annotated[int, within(1, 10_000)], Annotated[int, within(1, 2**24)]     # an address may hold anything
+Layers, Side = Annotated[int, within(1, 10_000)], Annotated[int, within(1, 2**24)]     # an address can contain any number
 BILLIONS = [scale * step for scale in (1, 10, 100, 1000, 10_000) for step in (1, 1.5, 2, 3, 5)]
 
 
 def choices() -> list[dict[str, Any]]:
-    """The controls, group by group. One has names to choose from, or steps of a slider, or neither: a number that may be
-    left out."""
+    """Return the controls by group. A control has a list of names (`options`), the values of a slider (`steps`), or neither: then it
+    is a number that may be left out."""
     def names(name: str, label: str, options: Any, value: str) -> dict[str, Any]:
         return {"name": name, "label": label, "options": list(options), "value": value}
 
@@ -66,7 +66,7 @@ def choices() -> list[dict[str, Any]]:
 
 
 def answer(asked: str) -> str:
-    """`asked`: a value by the name of each control. Returns what is said of it, or {"error": a sentence}."""
+    """Return the prediction as JSON, or {"error": sentence}. `asked` is JSON with the value of each control by its name."""
     try:
         return json.dumps(_answer(**json.loads(asked)))
     except ConfigError as error:
@@ -106,12 +106,12 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
     words += ["--import", module] if module else []
     m = config.model
     usual = {"length": m.context, "price": found.machine.price_per_hour, "layers": m.layers, "width": m.width, "heads": m.heads,
-             "kv_heads": m.G, "mlp_width": m.F, "vocab": m.vocab}      # of what may be left out
+             "kv_heads": m.G, "mlp_width": m.F, "vocab": m.vocab}      # the defaults of controls that may be left out
     return {"command": join(["lpkit", "predict", model, *words]), "usual": usual, **_said(found), "prediction": found.to_dict()}
 
 
 def _said(found: Prediction) -> dict[str, Any]:
-    """In words, and as bars."""
+    """Return the prediction as texts and as bars of a chart."""
     held, step, run, on = found.memory, found.step, found.run, found.machine
     level, verdict = "fits", f"fits, with {quantity(-held.missing_bytes, 'bytes')} to spare of the usable {USABLE_MEMORY_SHARE:.0%}"
     if not held.fits:

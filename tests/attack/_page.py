@@ -1,5 +1,5 @@
-"""docs/reliability.md, from what `lpkit bench reliability --out data/measured` recorded, and how
-old it is."""
+"""Make docs/reliability.md from the records of `lpkit bench reliability --out data/measured`, and
+warn if the records are old."""
 
 import json
 import re
@@ -50,13 +50,13 @@ def _row(case: dict) -> tuple[str, ...]:
 
 
 def age(text: str, root: Path = ROOT) -> str:
-    """What is to be said of a page that is older than the code; nothing where git cannot tell (no
-    checkout, a shallow one)."""
+    """Return a warning if the page is older than lpkit/, or lacks an attack; otherwise an empty
+    string, also if git cannot tell (no checkout, or a shallow one)."""
     by_attack: dict[str, list[tuple[int, str]]] = {}
     for section in text.split("\n## ")[1:]:
         for name, changes in _changes(section, root):
             by_attack.setdefault(name, []).append(changes)
-    # of each attack the newest
+    # for each attack, only its newest record counts
     count, words = max(map(min, by_attack.values()), default=(0, ""))
     said = [words] * (count > 0)
     absent = [name for name in NAMES if f"| {name} |" not in text]
@@ -67,9 +67,9 @@ def age(text: str, root: Path = ROOT) -> str:
 
 
 def _changes(section: str, root: Path) -> Iterator[tuple[str, tuple[int, str]]]:
-    """By attack of a machine: how often lpkit/ has changed since, by commit, and that in words. A
-    commit that left the history, as those of branches that are squashed do, is of the day of its
-    record at the latest."""
+    """Yield, for each attack in a section, the number of commits to lpkit/ since its record, and
+    this number in words. If the record's commit is not in the history (its branch was squashed),
+    commits since the day of the record are counted."""
     day = re.search(r"^Measured (\S+)", section, re.M)
     for name, commit in re.findall(r"^\| (\w+) \|.* \| ([0-9a-f]{12})\+? \|", section, re.M):
         if count := _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit"):
@@ -81,7 +81,7 @@ def _changes(section: str, root: Path) -> Iterator[tuple[str, tuple[int, str]]]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What it says; nothing where it fails."""
+    """Return the output of git; an empty string if git fails."""
     try:
         done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
     except OSError:

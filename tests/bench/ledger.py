@@ -224,8 +224,8 @@ def _by_accelerate(weights: int, dtype: str) -> int | None:
 # The page.
 
 def page() -> str:
-    """docs/ledger.md, from "Rows" on made anew from the files that `lpkit bench ledger --out
-    data/measured` wrote."""
+    """Return docs/ledger.md, with everything from "Rows" on computed from the files that
+    `lpkit bench ledger --out data/measured` wrote."""
     head, _, _ = PAGE.read_text().partition("## Rows\n")
     config = preset(EXAMPLE).replace({"precision.recipe": "fp8-delayed"})
     recomputed = config.replace({"memory.recompute": "block", "memory.moment_format": "int8"})
@@ -236,10 +236,10 @@ def page() -> str:
         example |= {row.name: (quantity(row.bytes, "bytes"), row.formula, row.source)
                     for row in variant.rows}
     rows = [(name, what, *example.get(name, ("", "", ""))) for name, what in ROWS.items()]
-    lines = ["## Rows", "", f"With the most that each is for `{EXAMPLE}` under fp8-delayed on one "
-             f"H200; what it has not there, with bf16 weights and float32 masters, on 8 shards, or "
-             f"recomputed with 8-bit moments. The closed form counts rows without a figure under "
-             f"temporaries.", "",
+    lines = ["## Rows", "", f"`bytes` is the largest size of a row in a step of `{EXAMPLE}` under "
+             f"fp8-delayed on one H200. Rows that this step lacks have their size with bf16 "
+             f"weights and float32 master weights, on 8 shards, or recomputed with 8-bit moments. "
+             f"The closed form counts rows without a number under temporaries.", "",
              markdown_table(("row", "what", "bytes", "formula", "source"), rows), ""]
     for path in sorted(resource("data/measured").glob(f"{NAME}-*.json")):
         result = json.loads(path.read_text())
@@ -250,11 +250,11 @@ def page() -> str:
                   markdown_table(("config", "parameters", "measured peak", "at", *RULES.values()),
                                  map(_errors, result["table"])), ""]
     heads, *by_layout = peaks.table()
-    lines += ["## Published peaks", "", "Of other people's runs, `tests.bench.peaks`: what the "
-              "page gives, beside the bytes that the formula says an allocator reserves.", "",
+    lines += ["## Published peaks", "", "Peaks that other people published, compared with the "
+              "predicted reserved bytes (`tests.bench.peaks`).", "",
               markdown_table(heads, by_layout), "",
-              "The figure of the Ultra-Scale Playbook does not say whether its bytes are allocated "
-              "or reserved; beside those that are allocated:", "",
+              "The figure of the Ultra-Scale Playbook does not state whether its bytes are "
+              "allocated or reserved. Compared with predicted allocated bytes:", "",
               markdown_table(heads, peaks.table(said=False)[1:]), "",
               markdown_table(("run", "layout", "published", "formula", "off", "where"),
                              map(_peak, peaks.peaks())), ""]

@@ -52,15 +52,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 SECTION, NEXT = "## Published runs, beside the formula\n", "\n## Loss\n"
 HELD, LATER, FITTED = SPLITS = ("held out", "read later", "may be fitted")
 GROUPS = ("machine", "precision", "layout", "stack", "kernels", "source")
-HEADS = ("", "by", "", "runs", "said over published", "median error", "quartiles", "worst",
-         "flat MFU's", "inside the range")
+HEADS = ("", "by", "", "runs", "predicted over published", "median error", "quartiles", "worst",
+         "error of a constant MFU", "inside the range")
 # machines, precision, and the relative error that is asked for
 CLAIMS = {"A100 and H100, 16 bits": (("a100", "h100"), "16 bits", 0.15),
           "8 bits": ("", "8 bits", 0.2), "B200 and GB200": (("b200", "gb200"), "", 0.25),
           "MI300X": ("mi300x", "", 0.25), "all": ("", "", None)}
 # of the runs that were read later, what tells their errors apart
-LATER_HEADS = ("read later", "runs", "said over published", "median error", "quartiles", "worst",
-               "flat MFU's", "inside the range")
+LATER_HEADS = ("added later", "runs", "predicted over published", "median error", "quartiles",
+               "worst", "error of a constant MFU", "inside the range")
 LATER_GROUPS: dict[str, Callable[[Run], bool]] = {
     "DGX Cloud, H100, 16 bits": lambda run: run.source.name == "dgxc" and run.precision != "fp8",
     "DGX Cloud, H100, 8 bits": lambda run: run.source.name == "dgxc" and run.precision == "fp8",
@@ -335,130 +335,113 @@ def _line(some: list[dict[str, Any]]) -> list[str]:
 # The page.
 
 TEXT = """
-`data/published` has {runs} runs of {sources} pages, each with its line or table; this project
-measured none of them. The formula takes {taken} of them. The share that a step keeps of its \
-kernels' speed was
-fitted to {fitted} runs (`python -m tests.bench.fit`). On {held} runs of sources that are held out
-from the fit, the formula is off by {held_error} at the median and predicts {held_ratio} times the
-published speed. A flat MFU, fitted to the same runs (the median of their generation and bits), is
-off by {held_flat} on them. Another {later} runs were read after the fit: see below. To make this
-table again, run `lpkit bench published`.
+`data/published` has {runs} runs from {sources} pages, each with its line or table; this project
+measured none of them. The formula accepts {taken} of them. The share of the kernels' speed that a
+step reaches was fitted to {fitted} runs (`python -m tests.bench.fit`). On {held} runs of held-out
+sources, the formula is off by {held_error} at the median and predicts {held_ratio} times the
+published speed. A constant MFU per GPU generation and number of bits, fitted to the same runs, is
+off by {held_flat} on them. Another {later} runs were added after the fit: see below.
+`lpkit bench published` repeats the comparison.
 
-**The range** of every time, cost and energy is made from the held-out runs of a kind, the runs \
-read later included. Layouts that take more
-than twice as long as the fastest of the same model on as many devices are left out, because
-nobody would choose them: {ranged} runs remain. The range also holds for a source that it was made
-without: {foreign} of the runs of such a source are inside (each source counts alike), and \
-{inside} of the
-{held} runs when no source is left out. The formula knows least about the small models of \
-`rocm-te` and the slower layouts of nanotron.
+**The range** of every time, cost and energy comes from the held-out runs of a kind and the runs
+added later. It omits layouts that take more than twice as long as the fastest layout of the same
+model on as many devices: {ranged} runs remain. If a source is left out of the range, {foreign} of
+its runs are inside (mean over the sources). If no source is left out, {inside} of the {held} runs
+are inside. The errors are largest for the small models of `rocm-te` and the slower layouts of
+nanotron.
 
-**Read later.** The fit does not know {later} runs of {later_sources} sources, so they test it, \
-the slowest layouts included. The formula
-is off by {later_error} at the median and predicts {later_ratio} times the published speed; \
-{later_inside} are inside the range. Its error is no larger than in the fit where the stack is \
-like those of the fit: NVIDIA's NeMo in 16 bits on 8 to 2,048 H100. By the fact that was not \
-known:
+**Runs added later.** {later} runs of {later_sources} sources, also of the slowest layouts, were
+added after the fit, so they test it. The formula is off by {later_error} at the median and
+predicts {later_ratio} times the published speed; {later_inside} of the runs are inside the range.
+For stacks like those of the fit (NVIDIA's NeMo in 16 bits on 8 to 2,048 H100) the error is no
+larger than in the fit. The rows name a fact of these runs that the fit did not contain:
 
 {later_table}
 
-A norm that is written out in PyTorch's operations reads and writes 128 bytes a number forward and \
-backward; one kernel moves 10.
-Without sequence parallelism each tensor rank repeats the norm. Both are facts of a stack: they \
-are counted, not fitted. Before they were counted, these runs
-of Hagemann et al. were off by 31%. The Ultra-Scale Playbook published every layout
-that ran, the slowest too: {hopeless} of its {ultrascale} runs reach less than a tenth of the \
-peak, and it has one layout twice, with times that differ by 4.7 times. Do not rely on a \
-prediction of tensor ranks that span nodes (`lpkit plan` suggests none), or of nanotron's \
-pipelines: for 16 MiB over the 16 ranks of two nodes nanotron took
-0.8 ms, waiting included, where the curve of such nodes has 0.15 and the formula 0.17.
+A norm written as PyTorch operations reads and writes 128 bytes per number in forward and backward;
+one kernel moves 10. Without sequence parallelism each tensor rank repeats the norm. The formula
+counts both facts for each stack. The Ultra-Scale Playbook published every layout that ran, also
+the slowest: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak, and two runs
+of one layout differ by 4.7 times. Do not rely on a prediction of tensor ranks that span nodes
+(`lpkit plan` suggests none), or of nanotron's pipelines: for 16 MiB over the 16 ranks of two
+nodes, nanotron took 0.8 ms including waiting; the curve of such nodes has 0.15 and the formula
+0.17.
 
 {table}
 
-**As printed.** The table above gives the formula every fact of a page, also facts that no setting \
-has, such as the recomputation of
-every second product. A user can only type settings: the run's `system.stack` and a machine with \
-the page's links. With these, the time that `lpkit predict`
-prints is off by {printed} at the median, and {printed_inside} of the held-out runs are inside the \
-printed range. With the default stack `lpkit predict` prices a different program: it is off by \
-{default}, and {default_inside} are inside.
+**With settings only.** The table above uses every fact of a page, also facts without a setting,
+such as the recomputation of every second matmul. With settings only (the run's `system.stack` and
+a machine with the page's links), `lpkit predict` is off by {printed} at the median, and
+{printed_inside} of the held-out runs are inside the printed range. With the default stack, which
+is a different program, it is off by {default}, and {default_inside} are inside.
 
 **Practitioners** train small models and adapters on one or a few GPUs, mostly without a \
 compiler. `data/published/practitioners.csv`
 has {practised} of their runs, by Unsloth, Surogate, vectorlm and a trainer on transformers: \
 {fitted_practised} \
-may be fitted, {held_practised} are held out. With the nearest stack named, the held-out
-runs are off by {practised_off} at the median, and {practised_inside} are inside the range. \
-Without a stack, {practised_one} are inside one of the three printed ranges. These runs are also \
-among the runs that make the ranges, so they test the error and not the range;
-{practised_foreign} of them are inside ranges that are made from the other sources and machines \
-alone. By source and machine:
+may be fitted, {held_practised} are held out. With the nearest stack, the held-out runs are off by
+{practised_off} at the median, and {practised_inside} are inside the range. Without a stack,
+{practised_one} are inside one of the three printed ranges. The ranges also come from these runs;
+with ranges from the other sources and machines alone, {practised_foreign} of the runs are inside.
+By source and machine:
 
 {practised_table}
 
-**Runs that fit.** All {ran} published runs ran, and the formula says that {ran_fits} of them fit. \
-Most of the
-others are of pages that do not state recomputation (MaxText, Pax) or of Megatron-Bridge, whose
-recipes offload the activations of 20 to 40 blocks, which the formula does not know.
+**Runs that fit.** All {ran} published runs ran, and by the formula {ran_fits} of them fit. Most of
+the others are from pages that do not state the recomputation (MaxText, Pax), or from
+Megatron-Bridge, whose recipes offload the activations of 20 to 40 blocks, which the formula does
+not know.
 
-**Which layout.** {sets} sets of held-out runs have one model on as many devices in three layouts \
-or more. The formula's first layout
-is within {chosen:.0%} of the fastest in {near}. The layouts of the fastest runs of some pages, \
-most of which may be fitted, have these
-places in `lpkit plan` ("none": the layout is not feasible there, or not searched). With each \
-doubling of the devices, from 8 to 1,024, the published
-seconds of a model gain {trend} on the formula's.
+**Which layout.** {sets} sets of held-out runs have the same model and number of devices in three
+layouts or more. In {near} of them, the formula's first layout is within {chosen:.0%} of the
+fastest. The table shows the places in `lpkit plan` of the fastest layouts of some pages, most of
+which may be fitted ("none": the plan finds the layout not feasible, or does not search it). With
+each doubling of the devices, from 8 to 1,024, the published seconds of a model grow by {trend}
+compared with the formula's.
 
 {ranks}
 
 **Fits or not.** `lpkit plan` has a layout for {trials} trials of Hagemann et al.: {ended} \
 ended and {oom} ran out of memory. With `system.stack=scaling`
-(or `scaling-kernel`, `scaling-sequence`), whose rows are read from that stack's source, it offers \
-{right} of the trials that ended and {offered} of the trials that
-did not fit; {verdicts} of all its verdicts are right.
+(or `scaling-kernel`, `scaling-sequence`), it offers {right} of the trials that ended and {offered}
+of the trials that did not fit: {verdicts} of its verdicts are right.
 
-In the tables, "said over published" is the median of predicted over published speed. Errors are \
-errors of speed, without
-a sign except for the largest. **Do not rely on the formula** for:
+In the tables, "predicted over published" is the median of predicted over published speed. Errors
+are errors of speed, without a sign except for the largest. **Do not rely on the formula** for:
 
 - small models on few devices by Transformer Engine (`rocm-te`, the only held-out source of MI300X);
-- GB300, whose products are taken as GB200's;
+- GB300, for which the formula uses the matmuls of GB200;
 - 8 bits under torchao, whose runs at limited power are in the table and not in the fit;
-- 10,000 H100: MLPerf's GPT-3 175B is a quarter faster than predicted, because its gradients are \
-reduced in 16 bits and the formula counts 32. MLPerf may be fitted, since no other source has 8 \
-bits on more than 2,048 devices;
-- kernels of an eighth of a sequence: MLPerf's 8B over 512 GB200 takes half as long again, because \
-the formula counts nothing for such short kernels;
-- MI300X and Blackwell in 16 bits, of which there are few runs.
+- 10,000 H100: MLPerf's GPT-3 175B is a quarter faster than predicted, because it reduces \
+gradients in 16 bits and the formula counts 32;
+- kernels of an eighth of a sequence: MLPerf's 8B over 512 GB200 takes 1.5 times as long as \
+predicted, because the formula does not count the overhead of such short kernels;
+- MI300X and Blackwell in 16 bits, which have few runs.
 
-The formula does not take these runs:
+The formula does not accept {rejected} runs: their layers or sequences do not split evenly over the
+ranks, the page omits a setting, or lpkit does not have it. `not_taken` of
+`data/measured/{record}` lists them with their reasons.
 
-{reasons}
-
-The formula is given what the pages state. `notebooks/lessons/published.py` has the assumptions \
-for facts that a page does not state, for example
-that a micro-batch is one sequence and that nothing is recomputed. `sources.csv` has facts of a \
-cluster where its page states them: BigScience's nodes join their GPUs by 4 NVLinks and have 4
-Omni-Path links, a third and a quarter of the catalogue's, and its tensor ranks repeated norms, as
-Narayanan's did (`megatron-2021`). These facts were looked up after the fit, because the runs with \
-8 tensor ranks stood out; without them the error in 16 bits is 18% instead of {sixteen}. Power \
-limits, asynchronous tensor
-parallelism and H100s of a lower bandwidth have no row. Notebook 09 draws these runs, most of \
-which may be fitted:
+The formula uses the facts that the pages state. If a page does not state a fact,
+`notebooks/lessons/published.py` has an assumption, for example that a micro-batch is one sequence
+and that nothing is recomputed. `sources.csv` has the stated facts of clusters: BigScience's nodes
+join their GPUs by 4 NVLinks and have 4 Omni-Path links, a third and a quarter of the catalogue's,
+and its tensor ranks repeated norms, as Narayanan's did (`megatron-2021`). These facts were added
+after the fit; without them the error in 16 bits is 18% instead of {sixteen}. Power limits,
+asynchronous tensor parallelism and H100s of a lower bandwidth are not modelled. Notebook 09 draws
+these runs, most of which may be fitted:
 
 | run | published | formula | off | where |
 |---|---|---|---|---|
 {rows}
 
-**One measured step calibrates the rest.** If the run before it on its page calibrates a held-out
-run, the formula is off by {calibrated} at the median (`lpkit.predict.time.calibrate`, or \
-`--factor` on the
-command line). A run of another model or layout does not calibrate: Llama 3's first row takes the
-other two from {before} to {after}.
+**One measured step calibrates predictions.** If the previous run on the same page calibrates a
+held-out run, the formula is off by {calibrated} at the median (`lpkit.predict.time.calibrate`, or
+`--factor` on the command line). A run of another model or layout does not help: calibrated by
+Llama 3's first row, the errors of the other two change from {before} to {after}.
 
-**Bytes.** Some of these pages give a peak of memory. This table compares it with the bytes that \
-the ledger
-says an allocator reserves (`tests.bench.peaks`; [ledger.md](ledger.md) has each run):
+**Bytes.** Some of these pages state a peak of memory. The table compares it with the predicted
+reserved bytes (`tests.bench.peaks`; [ledger.md](ledger.md) has each run):
 
 {peaks}
 """
@@ -480,7 +463,7 @@ def page() -> str:
 
 
 def _section(record: dict[str, Any]) -> str:
-    taken, left_out, (heads, *lines) = (record[key] for key in ("table", "not_taken", "breakdown"))
+    taken, left_out, (_, *lines) = (record[key] for key in ("table", "not_taken", "breakdown"))
     held, unseen = (next(line for line in lines if line[:3] == [split, "", "all"])
                     for split in (HELD, LATER))
     book = runs("ultrascale")
@@ -491,7 +474,6 @@ def _section(record: dict[str, Any]) -> str:
         case["ratio"] for case in record["cases"] if "as printed" in case["case"])
     verdicts = {tuple(pair): count for pair, count in record["fits"]}
     ended = verdicts[True, True] + verdicts.get((True, False), 0)
-    why = Counter((one["why"], one["source"]) for one in left_out)
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
     return (TEXT.format(
@@ -514,12 +496,11 @@ def _section(record: dict[str, Any]) -> str:
         ranged=f"{len(fit.ranged()):,}", later=f"{int(unseen[3]):,}", later_ratio=unseen[4],
         later_error=unseen[5],
         later_inside=unseen[9], later_sources=len(fit.LATER),
-        later_table=markdown_table(*_headed(record["later"])),
+        later_table=markdown_table(LATER_HEADS, record["later"][1:]),
         ultrascale=len(book), hopeless=sum(_mfu(run) < 10 for run in book),
         sixteen=f"{sixteen:.0%}", peaks=markdown_table(*_headed(record["peaks"])),
-        calibrated=f"{calibrated_error:.0%}", table=markdown_table(heads, lines),
-        reasons=markdown_table(("runs", "source", "reason"),
-                              [(count, name, said) for (said, name), count in why.most_common()]),
+        calibrated=f"{calibrated_error:.0%}", table=markdown_table(HEADS, lines),
+        rejected=len(left_out), record=RECORD.name,
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
         before=" and ".join(percent(plain[row.name]) for row in others)))

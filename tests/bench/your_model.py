@@ -345,32 +345,31 @@ PIECES = {"peaks": peaks, "doors": doors, "recipes": recipes, "checkpointing": c
 INTRODUCTION = """\
 # Your own model: the numbers
 
-How far off `lpkit.predict(model, batch)` is, and what recipes cost, on fourteen models that are \
-not the kit's: `transformers`' classes
-at a width of 256, 4 layers and 8 sequences of 128 tokens (Mamba: 128, 2 layers, 32 tokens), a GPT \
-in one file, `nn.TransformerEncoder` and an
-MLP. The measured peak is that of a second update with PyTorch's AdamW: on a CPU the sum of what \
-PyTorch's profiler saw allocated and what
-was held before, on a GPU the allocator's count. Nothing of the kit counts it. The page is made \
-from the records of
+Errors of `lpkit.predict(model, batch)`, and losses with recipes, for fourteen models from outside \
+the kit: `transformers`' classes
+with width 256, 4 layers and 8 sequences of 128 tokens (Mamba: width 128, 2 layers, 32 tokens), a \
+GPT in one file,
+`nn.TransformerEncoder` and an MLP. The measured peak is that of the second update with PyTorch's \
+AdamW. On a CPU it is the bytes
+held before the update plus the allocations in PyTorch's profiler; on a GPU it is the allocator's \
+count. The numbers are from
 `lpkit bench your-model --out data/measured`.
 
 Known limits:
 
-- Where a prediction is of a GPU, its step is traced with a CPU's operations: attention as the \
-CPU's kernel keeps it, and autocast's list of a CPU.
-- Bytes that a kernel takes and gives back inside one operation are not predicted (ViT's \
+- A prediction for a GPU traces the step with a CPU's operations: the saved tensors of the CPU's \
+attention kernel, and the CPU's list of autocast.
+- Bytes that a kernel allocates and frees inside one operation are not predicted (ViT's \
 convolution in bf16 on a CPU).
-- While a trace watches, autograd adds gradients that meet into a new tensor. Without a trace \
-autograd adds them in place. The peak of Mamba
-  without its kernels is at such an addition, and is predicted 7% too high.
-- The closed form counts the kit's own Transformer. `transformers`' GPT-2 writes its GELU out and \
-keeps each step of it, and it drops
-  attention by default: PyTorch's CPU then keeps whole matrices of scores. `lpkit.predict` says \
-there that the trace is right.
-- `nn.LSTM` on a CPU runs in a kernel that keeps a workspace. A trace runs the products one by \
-one, does not see the
-  workspace, and predicted 43% too little for two layers of 64.
+- Under a trace, autograd sums two gradients of one tensor into a new tensor; without a trace it \
+sums in place. The peak of Mamba
+  without its kernels is at such a sum, and its prediction is 7% too high.
+- The closed form counts the kit's Transformer. `transformers`' GPT-2 computes GELU in several \
+operations, which all save tensors, and has
+  dropout in attention by default, so PyTorch saves all scores on a CPU. There `lpkit.predict` \
+recommends the trace.
+- `nn.LSTM` on a CPU runs in a kernel with a workspace. A trace does not see the workspace: its \
+peak for two layers of 64 is 43% too low.
 """
 
 

@@ -1,5 +1,5 @@
-"""The pages of docs/ that are made, by name: each is `module:function` and returns its text, or its
-files by their place in docs/. `python -m tests.pages NAME ...` writes them."""
+"""The generated pages of docs/, by name. Each `module:function` returns the text of the page, or a
+dict from paths below docs/ to texts. `python -m tests.pages NAME ...` writes them."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are made, those named or all.
+"""Write the generated pages of docs/: the named pages, or all.
 
     python -m tests.pages techniques matrix
 """
@@ -20,8 +20,9 @@ def main() -> None:
     if unknown := set(names) - set(PAGES):
         parser.error(f"there is no page {min(unknown)!r}; choose among {', '.join(PAGES)}")
     for name in names:
-        made = resolve_name(PAGES[name])()
-        for place, text in ({f"{name}.md": made} if isinstance(made, str) else made).items():
+        content = resolve_name(PAGES[name])()
+        pages = {f"{name}.md": content} if isinstance(content, str) else content
+        for place, text in pages.items():
             (DOCS / place).parent.mkdir(exist_ok=True)
             (DOCS / place).write_text(text, encoding="utf-8")
             print(place)

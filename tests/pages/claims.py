@@ -1,10 +1,10 @@
-"""What others say of cheaper training, beside what the kit says: docs/claims.md, `lpkit claims`.
+"""Published claims about cheaper training, compared with the kit's numbers: docs/claims.md.
 
-data/published/claims.toml has the sentences with their sources and verdicts; NUMBERS, of
-tests.pages.claim_numbers, computes what stands beside each. A verdict follows from the numbers by
-one rule, RULE, and is in the file all the same: a number that moves across a border fails a test,
-and does not change a page unseen. `python -m tests.pages claims` makes the page, and
-data/published/claims.json, which the command shows.
+data/published/claims.toml has the quoted sentences with their sources and verdicts. NUMBERS, of
+tests.pages.claim_numbers, computes the kit's numbers for each claim. RULE derives the verdict from
+the numbers. The file repeats the verdict, so that a test fails if a number crosses a threshold and
+would change the verdict. `python -m tests.pages claims` writes the page and
+data/published/claims.json, which `lpkit claims` prints.
 """
 
 import functools
@@ -25,22 +25,25 @@ from tests.pages.claim_numbers import NUMBERS, Numbers
 CONFIRMED, SMALLER, REFUTED, UNTESTED = "confirmed", "smaller", "refuted", "not yet tested"
 NOT_TESTABLE = "not testable here"
 ENOUGH, NOTHING = 0.8, 0.2      # of what is promised
-RULE = f"""A claim promises a change: twice as much is 100% more, half as much is 50% less. A number
-keeps a share of it: its own change over the promised one; of a cost, the promised one over its own.
-**Confirmed**: every number, the kit's and measured ones, keeps {ENOUGH:.0%} or more. **Refuted**:
-none keeps {NOTHING:.0%}. **Smaller**: between the two. **Not testable here**: a condition is
-missing, which the claim names. **Not yet tested**: there is no number yet, or nothing that it could
-be held against. What the kit says elsewhere shows how far a sentence
-travels, and decides nothing.
+RULE = f"""A claim promises a change: "2 times" is 100% more, "half" is 50% less. Each predicted and
+each measured number reaches a share of the promised change: the change of the number divided by the
+promised change. For a cost, it is the promised change divided by the change of the number. The
+shares decide:
 
-A sentence about all cases is refuted by one case that is otherwise. A sentence that gives a
-quantity is held to it both ways: the smaller number over the larger one is its share. Where a
-sentence is about the loss, a formula alone decides nothing."""
+- **confirmed**: every number reaches {ENOUGH:.0%} or more.
+- **refuted**: no number reaches {NOTHING:.0%}. One counterexample refutes a claim about all cases.
+- **smaller**: neither confirmed nor refuted.
+- **not testable here**: the kit lacks a condition of the claim, which the claim names.
+- **not yet tested**: the claim has no number, or the kit has none to compare with it.
+
+If a claim gives a quantity, the share is the smaller number divided by the larger number. If a
+claim is about the loss, a formula alone decides nothing. Numbers in the row *elsewhere* are for
+other conditions and do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Checked):
-    """A table of claims.toml, which says what the fields are."""
+    """A table of claims.toml; the comment at the top of that file explains the fields."""
 
     name: Text
     says: Text
@@ -84,22 +87,21 @@ class Claim(Checked):
 
 
 def claims() -> dict[str, Claim]:
-    """By name. Raises ConfigError for a row that is none."""
+    """Returns the claims by name. Raises ConfigError for an invalid row."""
     text = (resource("data/published") / "claims.toml").read_text(encoding="utf-8")
     return {name: Claim(name=name, **row) for name, row in tomllib.loads(text).items()}
 
 
 HEAD = f"""# Claims of others
 
-What papers, pages and folklore say of cheaper training of Transformers, and what this kit says of
-it; most of the techniques are those of [A Survey on Efficient Training of
-Transformers](https://arxiv.org/abs/2302.01107). A sentence is quoted where it has a source; where a
-search found none, that is said.
+Claims from papers, web pages and folklore about cheaper training of Transformers, compared with
+predictions and measurements of this kit. Most of the techniques are in [A Survey on Efficient
+Training of Transformers](https://arxiv.org/abs/2302.01107). A claim with a source is a quotation.
 
 {RULE}
 
-`lpkit claims` prints the table, `lpkit claims NAME` one of them. This page is made by
-`python -m tests.pages claims`.
+`lpkit claims` prints the table, `lpkit claims NAME` one claim. `python -m tests.pages claims` makes
+this page.
 """
 
 
@@ -124,9 +126,12 @@ def page() -> str:
         shown = re.sub(r"^notebooks/(\w+)\.ipynb", r"[\1](../\g<0>)", row["shown"])
         shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
-        told = dict(opened(row)) | {"shown by": shown}
-        parts += [f"- **{what}**: " + _linked(said)
-                  for what, said in told.items()] + [""]
+        fields = dict(opened(row)) | {"shown by": shown}
+        del fields["claimed"]       # in the table and in the quotation
+        if row["shown"] == f"lpkit claims {row['name']}":
+            del fields["shown by"]
+        parts += [f"- **{what}**: " + _linked(text)
+                  for what, text in fields.items()] + [""]
     return "\n".join([*parts, *_by_protocol()])
 
 
@@ -136,16 +141,25 @@ def _linked(text: str) -> str:
 
 PROTOCOL = """## By protocol
 
-Sentences about the loss, settled by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`: each \
-arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
-verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 \
-steps of 512 tokens; a sentence about fewer
-steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a \
-gain of 2% or more was found, *no worse* where a loss of 2%
-is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out \
-data/measured` settles them anew; one that has a file
-`data/measured/claim-NAME.verdict` was settled by the command alone, and `tpe` by the best of 20 \
-trials in 20 recorded searches each (`lpkit bench tpe-random`).
+Claims about the loss, tested by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`. Both arms
+are tuned in the same way over ten combinations of learning rate and weight decay, and runs are \
+paired by
+seed. The models have 1 to 2 million weights and train for 100 steps of 512 tokens. If a claim is
+about fewer steps, only its direction is tested: a lower loss after equally many steps.
+
+- **gain**: how much lower the loss of the first arm is.
+- **detectable**: the smallest gain that this number of seeds could detect.
+- **at equal seconds**, **at equal FLOPs**: whether the better arm stays better if both arms get \
+the
+  same seconds or FLOPs.
+- **verdict**: a claim of *better* is confirmed by a detected gain of 2% or more, and *smaller* is a
+  detected gain below 2%. A claim of *no worse* is confirmed if a loss of 2% is excluded. *Not \
+seen*:
+  neither the claim nor its opposite was detected.
+
+`lpkit bench protocol --out data/measured` repeats the tests. The file
+`data/measured/claim-NAME.verdict` is the output of the command alone. `tpe` compares the best of
+20 trials in 20 recorded searches of each kind (`lpkit bench tpe-random`).
 """
 
 
@@ -154,20 +168,22 @@ def _by_protocol() -> list[str]:
     record, each = protocol.recorded()
     rows, parts = [], []
     for name, row in protocol.published().items():
-        found = each[name]
-        [one] = found["verdicts"]
-        low, high = one["interval"]
-        survives = ((one["equal_seconds"] or {}).get("survives"),
-                    protocol.at_equal_flops(name, one, found.get("tuned", {})))
-        equal = ["" if told is None else "yes" if told else "no" for told in survives]
-        rows.append((f"`{name}`", f"{one['arm']} beside {one['against']}",
-                     f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
-                     f"{one['could_see']:.2%}", *equal,
-                     protocol.word(row["expects"], one, found["effect"])))
-        parts += [f"**{name}**: \"{row['says']}\" " + _linked(row["source"])
-                  + f": {row['conditions']}. {row['why']}", ""]
-    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds",
+        result = each[name]
+        [comparison] = result["verdicts"]
+        low, high = comparison["interval"]
+        survives = ((comparison["equal_seconds"] or {}).get("survives"),
+                    protocol.at_equal_flops(name, comparison, result.get("tuned", {})))
+        equal = ["" if survived is None else "yes" if survived else "no" for survived in survives]
+        rows.append((f"`{name}`", f"{comparison['arm']} over {comparison['against']}",
+                     f"{comparison['gain']:+.2%} ({low:+.2%} to {high:+.2%})",
+                     f"{comparison['seeds']}", f"{comparison['could_see']:.2%}", *equal,
+                     protocol.word(row["expects"], comparison, result["effect"])))
+        parts += [f"**{name}**", "", f"> {row['says']}", "",
+                  f"- **source**: {_linked(row['source'])}",
+                  f"- **conditions**: {_linked(row['conditions'])}",
+                  f"- **why**: {row['why']}", ""]
+    heads = ("claim", "arms", "gain (95% interval)", "seeds", "detectable", "at equal seconds",
              "at equal FLOPs", "verdict")
-    return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a "
-                      f"gain is a lower loss.", "",
+    where = f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}."
+    return [PROTOCOL, where, "",
             markdown_table(heads, rows), "", *parts]

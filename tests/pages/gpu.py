@@ -1,6 +1,6 @@
-"""docs/gpu.md: its measured numbers, from the records of an H200 in data/measured.
+"""Write the measured numbers of docs/gpu.md from the records of an H200 in data/measured.
 
-The page is prose and, between two comments, what `results` makes of the records:
+The page is written by hand except for the part between two comments, which `results` writes:
 
     python -m tests.pages gpu
 """
@@ -23,39 +23,39 @@ BEGIN, END = "<!-- python -m tests.pages gpu: from records -->\n", "<!-- end of 
 
 
 def page() -> str:
-    """The page as it is, with the results of today's records."""
+    """Returns the page with the results of the current records."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"{PAGE.name} has lost its comments {BEGIN.strip()} and {END.strip()}"
+    _, records_text, after = rest.partition(END)
+    assert records_text, f"{PAGE.name} has lost its comments {BEGIN.strip()} and {END.strip()}"
     return f"{before}{BEGIN}\n{chr(10).join(results(records()))}\n{END}{after}"
 
 
 def records(folder: Path = MEASURED) -> dict[str, dict[str, Any]]:
-    """Records of an H200, by the name of the bench."""
+    """Returns the records of an H200 by the name of the benchmark."""
     return {path.stem.replace("-nvidia-h200", ""): json.loads(path.read_text(encoding="utf-8"))
             for path in sorted(folder.glob("*-nvidia-h200*.json"))}
 
 
 def spread(values: Iterable[float], form: str = ".2f") -> str:
-    """Lowest and highest, once if they are printed alike."""
+    """Returns "lowest to highest", or one number if both are printed alike."""
     low, *_, high = sorted(values) * 2
     ends = [f"{low:{form}}", f"{high:{form}}"]
     return " to ".join(dict.fromkeys(ends))
 
 
-def results(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield ("Each number from here to the end of the section is made from a committed record: "
+def results(record_by_bench: dict[str, dict[str, Any]]) -> Iterator[str]:
+    yield ("All numbers of this section are from committed records: "
            "`data/measured/NAME-nvidia-h200.json`.\n")
     yield markdown_table(("record", "date", "commit", "code since", "command"), (
         (f"`{name}`", record["date"][:10], _commit(record["commit"]), _since(record),
-         f"`{record['command']}`") for name, record in found.items()))
+         f"`{record['command']}`") for name, record in record_by_bench.items()))
     for title, make, names in PARTS:
         yield f"\n### {title}\n\nFrom {' and '.join(f'`{name}`' for name in names)}.\n"
-        yield from make(*(found[name] for name in names))
-    yield ("\n### What has no record\n\nNo record is committed of updates with and without CUDA "
-           "graphs side by side, of the ceilings that `lpkit doctor` reached, of the kinds of "
-           "kernels in an update, of the notebooks at their GPU tier, of Muon's seconds, and of "
-           "several GPUs. So this page has no numbers for them.")
+        yield from make(*(record_by_bench[name] for name in names))
+    yield ("\n### Not recorded\n\nThis page has no numbers for updates with and without CUDA "
+           "graphs, the ceilings of `lpkit doctor`, the kinds of kernels in an update, the "
+           "notebooks at their GPU tier, Muon's seconds, and several GPUs, because no record of "
+           "them is committed.")
 
 
 def _since(record: dict[str, Any]) -> str:
@@ -69,49 +69,50 @@ def _commit(commit: str) -> str:
     return f"{commit} (with uncommitted changes)" if commit.endswith("+") else commit
 
 
-def smoke(one: dict[str, Any]) -> Iterator[str]:
+def smoke(record: dict[str, Any]) -> Iterator[str]:
     kinds: dict[str, list[float]] = defaultdict(list)
-    for name, row in one["recipes"].items():
+    for name, row in record["recipes"].items():
         bits = min((cast.bits for cast in RECIPES[name].all_casts), default=16)
         kinds["16 and 32" if bits == 16 else f"{bits:g}"].append(row["distance"])
     worst = ", ".join(f"{max(each):.2%} in {bits} bits ({len(each)} recipes)"
                       for bits, each in kinds.items())
-    yield (f"All {len(one['recipes'])} recipes train {one['steps']} eager updates of a tiny model. "
-           f"Their last losses differ from bf16's by at most {worst}. "
-           f"{len(one['problems']) or 'No'} recipe had a problem.")
+    yield (f"All {len(record['recipes'])} recipes train {record['steps']} eager updates of a "
+           f"tiny model. Their last losses differ from bf16's by at most {worst}. "
+           f"{len(record['problems']) or 'No'} recipe had a problem.")
 
 
-def linear(one: dict[str, Any]) -> Iterator[str]:
-    yield "Forward and backward of a Linear in FP8 with the kit's casts, times as fast as:\n"
-    peers = list(dict.fromkeys(case["peer"] for case in one["cases"]))
-    ratios = _by(one["cases"], "case", "peer")
+def linear(record: dict[str, Any]) -> Iterator[str]:
+    yield ("Forward and backward of a Linear in FP8 with the kit's casts: speed-up over each "
+           "column.\n")
+    peers = list(dict.fromkeys(case["peer"] for case in record["cases"]))
+    ratios = _by(record["cases"], "case", "peer")
     yield markdown_table(("M x K @ K x N", *peers), (
         (case, *(f"{row[peer][0]:.2f}" for peer in peers)) for case, row in ratios.items()))
 
 
 def _by(cases: Iterable[dict[str, Any]], row: str, column: str) -> dict[str, dict[str, list]]:
-    found: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    ratios: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case in cases:
-        found[case[row]][case[column]].append(case["ratio"])
-    return found
+        ratios[case[row]][case[column]].append(case["ratio"])
+    return ratios
 
 
-def steps(one: dict[str, Any]) -> Iterator[str]:
-    yield ("Updates that are compiled and start as a CUDA graph. `kernels` is the time of all "
-           "kernels by PyTorch's profiler.\n")
+def steps(record: dict[str, Any]) -> Iterator[str]:
+    yield ("Compiled updates with CUDA graphs. `kernels` is the time of all kernels by PyTorch's "
+           "profiler.\n")
     rows = []
-    for case in one["cases"]:
+    for case in record["cases"]:
         recipe, _, size = case["case"].partition(", ")
         if case["peer"] == "bf16":
-            busy = one["milliseconds"][size]
+            busy = record["milliseconds"][size]
             if not rows or rows[-1][0] != size:
                 rows.append((size, "bf16", _ms(case["peer_median"]),
                              f"{busy['bf16']['all']:.1f} ms", "1"))
             rows.append((size, recipe, _ms(case["ours_median"]), f"{busy[recipe]['all']:.1f} ms",
                          f"{case['ratio']:.2f}"))
-    yield markdown_table(("model, tokens", "recipe", "update", "kernels", "times bf16's speed"),
+    yield markdown_table(("model, tokens", "recipe", "update", "kernels", "speed-up over bf16"),
                          rows)
-    for size, advice in one["advice"].items():
+    for size, advice in record["advice"].items():
         speed = re.search(r"a step ([\d.]+) times", advice["sentence"])[1]
         yield (f"\nBefore the runs `lpkit advise` recommended {advice['choice']} for {size}, with "
                f"a predicted speed of {speed} times bf16's.")
@@ -121,20 +122,19 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def nanogpt(one: dict[str, Any]) -> Iterator[str]:
-    graphs = one["chosen"]["cuda_graphs"]
-    yield (f"{one['case']}: the kit's update takes {_ms(one['ours_median'])} "
+def nanogpt(record: dict[str, Any]) -> Iterator[str]:
+    graphs = record["chosen"]["cuda_graphs"]
+    yield (f"{record['case']}: the kit's update takes {_ms(record['ours_median'])} "
            f"(CUDA graphs {graphs}).\n")
-    yield markdown_table(("beside", "its update", "the kit is, times as fast", "target"), (
+    yield markdown_table(("compared with", "its update", "speed-up of the kit", "target"), (
         (case["peer"], _ms(case["peer_median"]), f"{case['ratio']:.2f}", f"{case['target']:g}, "
-         f"{'met' if case['met'] else 'missed'}") for case in one["cases"]))
+         f"{'met' if case['met'] else 'missed'}") for case in record["cases"]))
 
 
-def products(one: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
-    yield ("Matmuls alone, times as fast as bf16's: the lowest and the highest of all shapes, one "
-           "round each.\n")
+def products(record: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
+    yield ("Matmuls alone: lowest and highest speed-up over bf16 of all shapes, one round each.\n")
     ratios: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for case in one["cases"]:
+    for case in record["cases"]:
         _, recipe, how = case["case"].split(", ")
         ratios[recipe][how.split()[0]].append(case["ratio"])
     yield markdown_table(("recipe", "shapes", "fast accumulation", "full accumulation"), (
@@ -142,28 +142,28 @@ def products(one: dict[str, Any], measured: dict[str, Any]) -> Iterator[str]:
         for recipe, row in ratios.items()))
     row = measured["row"]
     wide, peak = row["measured"]["products"]["bf16"], row["flops"]
-    said = []
+    lines = []
     for dtype in ("fp8", "int8"):
         each = [low[3] * peak[dtype] / (base[3] * peak["bf16"]) for low, base
                 in zip(row["measured"]["products"][dtype], wide, strict=True)]
-        said.append(f"{dtype} {spread(each)} times as fast as bf16, and faster at "
+        lines.append(f"{dtype} {spread(each)} times as fast as bf16, and faster at "
                     f"{sum(ratio > 1 for ratio in each)} of {len(each)} shapes")
     yield (f"\nThe records disagree. `measure` has the matmuls of GPT-2 124M without the scales of "
-           f"their results: {'; '.join(said)}.")
+           f"their results: {'; '.join(lines)}.")
 
 
-def ledger(one: dict[str, Any]) -> Iterator[str]:
+def ledger(record: dict[str, Any]) -> Iterator[str]:
     yield ("Eager updates. `bytes` is the allocator's peak, and `formula` the closed form's error. "
-           "`predicted` is of the day of the record, without the host's time.\n")
+           "`predicted` is the prediction on the day of the record, without the host's time.\n")
     yield markdown_table(("config", "bytes", "formula", "update", "predicted"), (
         (row["name"], f"{row['measured_bytes'] / 1e9:.2f} GB",
          f"{(row['formula_bytes'] - row['measured_bytes']) / 1e6:+.0f} MB "
          f"({row['formula_bytes'] / row['measured_bytes'] - 1:+.1%})",
-         _ms(row["step_seconds"]), _ms(row["predicted_seconds"])) for row in one["table"]))
+         _ms(row["step_seconds"]), _ms(row["predicted_seconds"])) for row in record["table"]))
 
 
-def ceilings(one: dict[str, Any]) -> Iterator[str]:
-    row = one["row"]
+def ceilings(record: dict[str, Any]) -> Iterator[str]:
+    row = record["row"]
     rates = ", ".join(f"{dtype} {row['flops'][dtype] / 1e12:,.0f} TFLOP/s"
                       for dtype in row["measured"]["products"])
     graphs = row["measured"]["config"]["system"].get("cuda_graphs")
@@ -172,20 +172,20 @@ def ceilings(one: dict[str, Any]) -> Iterator[str]:
            f"{_ms(row['measured']['seconds'])}, {'with' if graphs else 'without'} a CUDA graph.")
 
 
-def first(one: dict[str, Any]) -> Iterator[str]:
-    took = spread((row["took_seconds"] for row in one["recipes"].values()), ".0f")
-    yield (f"Four updates of `{one['config']}` take {took} s in a first run, since attention and "
-           f"kernels are verified and raced, and then compiled.\n")
+def first(record: dict[str, Any]) -> Iterator[str]:
+    took = spread((row["took_seconds"] for row in record["recipes"].values()), ".0f")
+    yield (f"Four updates of `{record['config']}` take {took} s in a first run, because attention "
+           f"and kernels are first tested and timed, and then compiled.\n")
     yield markdown_table(("recipe", "first run", "a later update", "peak"), (
         (name, f"{row['took_seconds']:.0f} s", _ms(row["step_seconds"]),
-         f"{row['peak_bytes'] / 1e9:.2f} GB") for name, row in one["recipes"].items()))
+         f"{row['peak_bytes'] / 1e9:.2f} GB") for name, row in record["recipes"].items()))
 
 
-def kernels(*found: dict[str, Any]) -> Iterator[str]:
-    yield ("Triton kernels, times as fast as their peers: the lowest and the highest of all sizes. "
-           "A copy moves as many bytes as the kernel must. [Kernels](kernels.md) has each size.\n")
+def kernels(*records: dict[str, Any]) -> Iterator[str]:
+    yield ("Triton kernels: lowest and highest speed-up over each column, of all sizes. A copy "
+           "moves as many bytes as the kernel. [Kernels](kernels.md) has each size.\n")
     table: dict[tuple[str, str], dict[str, list]] = defaultdict(lambda: defaultdict(list))
-    for case in (case for one in found for case in one["cases"] if case["unit"] == "s"):
+    for case in (case for record in records for case in record["cases"] if case["unit"] == "s"):
         name, *_, way = case["case"].split(", ")
         peer = "floor" if case["peer"] in FLOORS else case["peer"]
         table[name, way][peer].append(case["ratio"])

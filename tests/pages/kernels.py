@@ -66,8 +66,8 @@ def compiled(*, quick: bool = False, targets: Collection[str] = ON_PAGE) -> Iter
 def runs(build: Build, target: str) -> bool:
     """Triton has no FP8 below 8.9, where no product takes it either (`techniques.hardware`)."""
     kinds = (*build.signature.values(), *build.constants.values())
-    return _number(target) >= FP8_SINCE or not any(one in str(kind) for kind in kinds
-                                                   for one in ("fp8", "e4m3", "e5m2"))
+    return _number(target) >= FP8_SINCE or not any(fp8_name in str(kind) for kind in kinds
+                                                   for fp8_name in ("fp8", "e4m3", "e5m2"))
 
 
 def _number(target: str) -> int:
@@ -84,12 +84,12 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
                if arg in build.signature and arg not in build.unaligned}
     constants = {(order.index(arg),): value for arg, value in build.constants.items()}
     keep_privately()
-    made = triton.compile(
+    program = triton.compile(
         ASTSource(fn=build.kernel, signature=signature, constexprs=constants, attrs=aligned),
         target=GPUTarget("cuda", _number(target), WARP),
         options={"num_warps": build.warps, "num_stages": build.stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(program.asm["cubin"])
         file.flush()
         usage, code = _dump("--dump-resource-usage", file.name), _dump("--dump-sass", file.name)
         called = re.findall(r"\$__internal_\d+_\$(\w+)", _dump("--dump-elf-symbols", file.name))
@@ -104,13 +104,13 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
         warps=build.warps,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
-        shared_bytes=made.metadata.shared,
+        shared_bytes=program.metadata.shared,
         wide_accesses=count(r"(LDG|STG)\b.*\.128"),
         narrow_accesses=count(r"(LDG|STG)\b.*\.[US](8|16)\b"),
         fp8_conversions=count(r"F2FP.*E[45]M[23]"),
         # a CALL within a function is a jump; guardrails of tensor memory are there for an error
         calls=count(r"CALL\.ABS") + sum("guardrail" not in name for name in called),
-        torn=_torn(made.asm["ptx"]))
+        torn=_torn(program.asm["ptx"]))
 
 
 def _torn(ptx: str) -> int:
@@ -143,20 +143,19 @@ interpreter. `python -m tests.pages kernels` makes this page.
 
 ## Bytes that each kernel moves
 
-Bytes that any implementation must read and write in the forward pass, for each element of a
-bfloat16 tensor of 16,384 x 4,096:
+Any implementation must read and write these bytes in the forward pass, per element of a bfloat16
+tensor of 16,384 x 4,096:
 
 | kernel | what | case | bytes an element |
 |---|---|---|---|
 {moved}
 
-There is no kernel for a norm that writes FP8, because the compiler does better. With
-`system.compile` on and a Linear's cast by its definition, it computes the norm inside the amax
-and inside the cast and writes no 16-bit result. In its own count for a GPU graph, forward moves
-7 bytes an element (sums of squares 2, amax 2, cast 2 + 1), and backward casts x.T again from
-the norm's input; separate kernels for norm and cast move 8, x.T included. The compiler does
-write the result of SwiGLU: 11 bytes forward (4 + 2, amax 2, cast 2 + 1), where kernels move 10,
-x.T included. `tests/gpu/test_gpu_path.py` checks these numbers.
+The kit has no kernel for a norm that writes FP8, because the compiler does better. With
+`system.compile` it computes the norm inside the amax and inside the cast and writes no 16-bit
+result: forward moves 7 bytes per element (sums of squares 2, amax 2, cast 2 + 1), and backward
+casts x.T again from the norm's input. Separate kernels for norm and cast move 8, x.T included. The
+compiler does write the result of SwiGLU: 11 bytes in forward (4 + 2, amax 2, cast 2 + 1); kernels
+move 10, x.T included. `tests/gpu/test_gpu_path.py` checks these numbers.
 
 ## Compiled code
 
@@ -170,15 +169,15 @@ Triton {version} compiled each kernel for Hopper (sm_90) and Blackwell (sm_100),
 | `wide`, `narrow` | global loads and stores of 128 bits, and of 16 bits or less |
 | `fp8` | conversions by the hardware's instruction |
 | `calls` | calls of functions, such as the slow path of a division |
-| `torn` | FP8 pairs that are used whole and also split; ptxas 12.8 loses a byte of them \
+| `torn` | FP8 pairs that are used whole and also split; ptxas 12.8 loses a byte of such pairs \
 ([log](log.md)). Casts to FP8 have none |
 
 Tests apply the same limits, and the limit of shared memory, to sm_80, sm_89 and sm_120. Casts
 to FP8 need sm_89.
 
 Flash attention's backward computes 7 matmuls although 5 would suffice, because each of its two
-kernels recomputes the scores and d_out v^T. With 5, tiles of keys would share dq, and atomic
-additions would change the order of the sum, and so the bits, in each run. Heads of 256 use
+kernels recomputes the scores and d_out v^T. With 5 matmuls, tiles of keys would add to dq
+atomically, so the order of the sum and the bits would change in each run. Heads of 256 use
 wgmma on Hopper and tcgen05 on Blackwell in the forward pass. Their backward uses mma.sync on
 both: the other instructions need 64 rows, and on Hopper tiles of this size spill
 ([log](log.md)).
@@ -189,7 +188,7 @@ both: the other instructions need 64 rows, and on Hopper tiles of this size spil
 
 {measured}
 """
-NONE = "No GPU was measured yet: `lpkit bench kernels --out data/measured` on one fills this in."
+NONE = "No GPU was measured yet: run `lpkit bench kernels --out data/measured` on a GPU."
 COLUMNS = ("kernel", "function", "way", "target", "registers", "stack", "shared", "warps", "wide",
            "narrow", "fp8", "calls", "torn")
 
@@ -211,15 +210,16 @@ def measured(folder: Path = MEASURED) -> Iterator[str]:
     """By recorded `lpkit bench kernels`: the share of the roofline, which is a copy of as many
     bytes or products alone, that each kernel reaches at each size; 20 blocks are all of it."""
     for path in sorted(folder.glob("kernels-*.json")):
-        found = json.loads(path.read_text())
-        if found["device"] == found["cpu"]:
+        record = json.loads(path.read_text())
+        if record["device"] == record["cpu"]:
             continue
-        yield from (f"{found['device']}, {found['date'][:10]}, at commit {found['commit']}.", "",
-                    _row(("case", "compared with", "share", "", "code since")), _row(["---"] * 5))
-        for case in found["cases"]:
+        yield from (f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}.", "",
+                    _row(("case", "compared with", "share", "", "code since")),
+                    _row(["---"] * 5))
+        for case in record["cases"]:
             if case["peer"] in FLOORS:
                 bar = "\N{FULL BLOCK}" * round(20 * min(case["ratio"], 1))
-                since = code.changed(found, module_of(case["case"].partition(",")[0]))
+                since = code.changed(record, module_of(case["case"].partition(",")[0]))
                 yield _row((case["case"], case["peer"], f"{case['ratio']:.2f}", bar,
                             "unknown" if since is None else "changed" if since else "same"))
         yield ""
@@ -232,7 +232,7 @@ def module_of(kernel: str) -> str:
 
 
 def page(rows: list[Compiled]) -> str:
-    table = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(astuple(one)) for one in rows)]
+    table = [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(astuple(row)) for row in rows)]
     return PAGE.format(version=triton.__version__, moved="\n".join(moved()),
                        compiled="\n".join(table),
                        measured="\n".join(measured()).rstrip() or NONE)
@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--target", choices=TARGETS, action="append")
     asked = parser.parse_args()
     rows = compiled(quick=True, targets=asked.target or ON_PAGE)
-    print(json.dumps([asdict(one) for one in rows], indent=1))
+    print(json.dumps([asdict(compiled_kernel) for compiled_kernel in rows], indent=1))
 
 
 if __name__ == "__main__":

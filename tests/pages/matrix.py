@@ -28,7 +28,7 @@ CPU = Machine(name="cpu", title="any CPU", kind="cpu", memory_bytes=2**30, bytes
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {"cpu": None, **dict(sorted(
     ((name, capability_of(row)) for name, row in CATALOGUE.items()),
-    key=lambda one: one[1] or (99, 0)))}
+    key=lambda item: item[1] or (99, 0)))}
 
 # Where a library's own list departs from its least compute capability: why not, and the source.
 DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
@@ -42,9 +42,9 @@ DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
 SOURCES = {"pytorch": "https://docs.pytorch.org/docs/stable/amp.html", "scaled_mm": TORCH,
            "transformer-engine": TE, "torchao": AO, "emulated": "lpkit.precision.scaled"}
 FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it works
-    ("torchao", "compile"): "and needs it to be fast: without, its casts are separate kernels",
-    ("transformer-engine", "compile"): "te.Linear runs outside the graph",
-    ("transformer-engine", "recompute"): "delayed scaling wants te.checkpoint instead of PyTorch's",
+    ("torchao", "compile"): "needed for speed, because without it casts are separate kernels",
+    ("transformer-engine", "compile"): "`te.Linear` runs outside the graph",
+    ("transformer-engine", "recompute"): "delayed scaling needs `te.checkpoint`, not PyTorch's",
 }
 
 
@@ -129,23 +129,22 @@ def _library(machine: str, recipe: str, library: Library) -> tuple[str, str]:
 INTRODUCTION = """\
 # What runs where
 
-Which precision recipe runs on which machine, and through which backend. This page is made from the
-rules that the kit itself uses (`lpkit.techniques.hardware`). On the machine at hand nothing is \
-looked
-up: `lpkit doctor` runs every recipe with every backend and compares the numbers.
+The tables show which precision recipe runs on which machine, and with which backend. They follow
+from the rules in `lpkit.techniques.hardware`. To test your machine, run `lpkit doctor`: it runs
+every recipe with every backend and compares the numbers.
 
-- **native**: the device multiplies these formats itself.
-- **emulated**: the same numbers, in bf16 or float32 products. Good for learning and for loss
-  curves, never faster.
+- **native**: the device multiplies these formats in hardware.
+- **emulated**: the same numbers, in bf16 or float32 matmuls: for learning and for loss curves, not
+  for speed.
 - **no**: the reason is below; the recipe can still be emulated.
 
-The best of each, with the backends that give it:
+The best support for each recipe, with its backends:
 """
 ON_FEATURES = """
 ## Features
 
-Forward, backward, `torch.compile`, recomputation and gradient accumulation work wherever the recipe
-does. Worth knowing:
+Forward, backward, `torch.compile`, recomputation and gradient accumulation work with every
+supported recipe. Notes:
 """
 
 

@@ -124,7 +124,8 @@ FAMILIES = (
 
 
 def page() -> str:
-    """Parity is computed now, by up to 8 processes; faults and starts are as last recorded."""
+    """Returns the page. Parity is computed now, by up to 8 processes; the other numbers are from
+    records."""
     rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
     settings: dict[tuple[str, ...], list[str]] = {}     # by what they must be, with what, and why
     for row in UNSHARDED:
@@ -151,13 +152,13 @@ def page() -> str:
 
 
 def _recorded(bench: str, words: str) -> list[str]:
-    """Nothing where nobody has measured it."""
+    """Returns the parts of the page with a benchmark's records; an empty list without a record."""
     parts = []
     for path in sorted(resource("data/measured").glob(f"{bench}-*.json")):
         result = json.loads(path.read_text())
-        lines = [(one["case"], f"{one['ours_median']:.3g} {one['unit']}",
-                  f"{one['peer_median']:.3g} {one['peer']}", one["verdict"])
-                 for one in result["cases"]]
+        lines = [(quantised["case"], f"{quantised['ours_median']:.3g} {quantised['unit']}",
+                  f"{quantised['peer_median']:.3g} {quantised['peer']}", quantised["verdict"])
+                 for quantised in result["cases"]]
         parts += ["#", "\n".join(recorded(result)), "\n",
                   markdown_table(("case", "median", "compared with", "result"), lines), "\n"]
     return [words, *parts] if parts else []

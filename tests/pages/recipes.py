@@ -74,9 +74,10 @@ def with_outlier() -> Tensor:
 
 
 def cast_panel(title: str, x: Tensor, cast: Cast, amax: Tensor | None = None) -> Panel:
-    made, largest = quantise(x, cast, amax=amax), format_of(cast.format).largest
-    return Panel(title=title, x=x, y=made.dequantise(), largest=largest,
-                 tops=made.scale * largest * (1 if made.tensor is None else made.tensor))
+    quantised, largest = quantise(x, cast, amax=amax), format_of(cast.format).largest
+    tensor_scale = 1 if quantised.tensor is None else quantised.tensor
+    return Panel(title=title, x=x, y=quantised.dequantise(), largest=largest,
+                 tops=quantised.scale * largest * tensor_scale)
 
 
 def plain_panel(title: str, x: Tensor, recipe: Recipe, factor: float = 1.0) -> Panel:
@@ -137,19 +138,19 @@ def kinds(panel: Panel) -> Tensor:
     """(16, 256) of places in KINDS."""
     x, y = panel.x, panel.y
     off = (y - x).abs() / x.abs().clamp(min=torch.finfo(torch.float32).tiny)
-    found = (off > 0.07).int() + (off > 0.25).int()
+    low = (off > 0.07).int() + (off > 0.25).int()
     top = torch.full_like(x, panel.largest) if panel.tops is None else spread(panel.tops, x.shape)
-    found[(x.abs() > top * 1.01)] = 3
-    found[(y == 0) & (x != 0)] = 4
-    return found
+    low[(x.abs() > top * 1.01)] = 3
+    low[(y == 0) & (x != 0)] = 4
+    return low
 
 
 def shade(top: float) -> str:
     """Of RAMP, by log2."""
     at = min(max(math.log2(top) / RANGE, 0), 1) * (len(RAMP) - 1)
     i = min(int(at), len(RAMP) - 2)
-    one, two = (tuple(int(colour[k:k + 2], 16) for k in (1, 3, 5)) for colour in RAMP[i:i + 2])
-    return "#" + "".join(f"{round(a + (b - a) * (at - i)):02x}" for a, b in zip(one, two))
+    first, second = (tuple(int(colour[k:k + 2], 16) for k in (1, 3, 5)) for colour in RAMP[i:i + 2])
+    return "#" + "".join(f"{round(a + (b - a) * (at - i)):02x}" for a, b in zip(first, second))
 
 
 def text(x: float, y: float, words: str, *, size: int = 12, colour: str = INK,
@@ -181,9 +182,9 @@ def draw_blocks(panel: Panel, y: int) -> list[str]:
 
 def draw_elements(panel: Panel, y: int) -> list[str]:
     """Each element by what becomes of it: a path for each kind, of runs along the rows."""
-    found = kinds(panel).tolist()
+    grades = kinds(panel).tolist()
     paths: dict[int, list[str]] = {}
-    for row, line in enumerate(found):
+    for row, line in enumerate(grades):
         column = 0
         for kind, run in groupby(line):
             wide = len(list(run)) * CELL
@@ -370,13 +371,13 @@ def measured(name: str, folder: Path = MEASURED) -> list[str]:
     """What `lpkit bench recipe-losses` recorded of this recipe; nothing where it has not."""
     lines = []
     for path in sorted(folder.glob("recipe-losses-*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        where = (f"{found['device']}, torch {found['versions']['torch']}, commit "
-                 f"{found['commit']}, {found['date'][:10]}; "
+        record = json.loads(path.read_text(encoding="utf-8"))
+        where = (f"{record['device']}, torch {record['versions']['torch']}, commit "
+                 f"{record['commit']}, {record['date'][:10]}; "
                  f"`data/measured/{path.name}`")
-        cases = [case for case in found["cases"] if case["case"] == name]
-        if any(case["peer"] == name for case in found["cases"]):
-            losses = found["losses"][name]
+        cases = [case for case in record["cases"] if case["case"] == name]
+        if any(case["peer"] == name for case in record["cases"]):
+            losses = record["losses"][name]
             lines.append(f"- {', '.join(f'{loss:.4f}' for loss in losses)} nats per token with "
                          f"{len(losses)} seeds, the baseline "
                          f"of the other recipes ({where}).")
@@ -388,14 +389,14 @@ def measured(name: str, folder: Path = MEASURED) -> list[str]:
     if not lines:
         return []
     return ["", "## Loss, measured", "",
-            f"Validation loss of `cpu-3m` after {found['steps']} steps, on the same batches as "
-            f"{found['peer']}. From `lpkit bench recipe-losses`:", "", *lines]
+            f"Validation loss of `cpu-3m` after {record['steps']} steps, on the same batches as "
+            f"{record['peer']}. From `lpkit bench recipe-losses`:", "", *lines]
 
 
 def page(name: str, folder: Path = MEASURED) -> str:
     """docs/recipes/NAME.md."""
     recipe, words = RECIPES[name], WORDS[name]
-    found = settings(name)
+    setting_rows = settings(name)
     return "\n".join([
         f"# {name}", "", f"{words['wins'][0].upper()}{words['wins'][1:]}. [All "
                          f"recipes](../recipes.md).", "",
@@ -404,8 +405,8 @@ def page(name: str, folder: Path = MEASURED) -> str:
         "## Picture", "", f"![What {name} makes of 16 x 256 numbers]({name}.svg)", "",
         caption(name), "",
         "## Train with it", "", f"    lpkit train cpu-3m --set precision.recipe={name}", "",
-        *([markdown_table(("`precision.recipe.`", "default", "meaning"), found), ""] if found
-          else ["It has no settings.", ""]),
+        *([markdown_table(("`precision.recipe.`", "default", "meaning"), setting_rows), ""]
+          if setting_rows else ["It has no settings.", ""]),
         "## Hardware", "", *hardware(name), *measured(name, folder), "",
         "## Sources", "", *(f"- [{title}]({url})" for title, url in words["sources"]), ""])
 
@@ -437,7 +438,7 @@ def index(text: str) -> str:
 
 def files(folder: Path = MEASURED) -> dict[str, str]:
     """Everything that this writes, by its place in docs/."""
-    made = {"recipes.md": index((DOCS / "recipes.md").read_text(encoding="utf-8"))}
+    pages = {"recipes.md": index((DOCS / "recipes.md").read_text(encoding="utf-8"))}
     for name in RECIPES:
-        made |= {f"recipes/{name}.md": page(name, folder), f"recipes/{name}.svg": picture(name)}
-    return made
+        pages |= {f"recipes/{name}.md": page(name, folder), f"recipes/{name}.svg": picture(name)}
+    return pages

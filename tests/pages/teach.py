@@ -34,7 +34,7 @@ LATER = "## More, for another day"
 
 @dataclass(frozen=True, kw_only=True)
 class Book:
-    """What a notebook says of itself, and its exercises. `later`: those for another day."""
+    """Facts of a notebook, and its exercises; `later` has the exercises for another day."""
 
     path: Path
     title: str
@@ -43,7 +43,8 @@ class Book:
     later: Mapping[str, Exercise]
     guesses: tuple[str, ...]
     parameters: Mapping[str, Parameter]
-    words: Mapping[str, int]    # of text, by the heading of the section; "": above the first
+    # number of words by heading of a section; "" is the part above the first heading
+    words: Mapping[str, int]
 
     @property
     def number(self) -> str:
@@ -51,7 +52,7 @@ class Book:
 
     @property
     def of_exercises(self) -> int:
-        return sum(one.minutes for one in self.exercises.values())
+        return sum(exercise.minutes for exercise in self.exercises.values())
 
     def minutes_with(self, names: str, sections: tuple[str, ...] = ()) -> int:
         """Returns the minutes of these exercises and of these sections; (): of all sections. Raises
@@ -61,7 +62,7 @@ class Book:
             if missing := set(asked) - known.keys():
                 raise ConfigError(f"notebook {self.number} has no {kind} {min(missing)!r}; it has "
                                   f"{', '.join(filter(None, known)) or 'none'}")
-        share = sum(self.words[one] for one in sections or self.words) / sum(self.words.values())
+        share = sum(self.words[name] for name in sections or self.words) / sum(self.words.values())
         rest = round((self.minutes - self.of_exercises) * share)
         return rest + sum(self.exercises[name].minutes for name in names.split())
 
@@ -70,14 +71,14 @@ def read(path: Path) -> Book:
     book = nbformat.read(path, as_version=4)
     source = "\n".join(cell.source for cell in book.cells)
     first = book.cells[0].source
-    own = {name.partition(".")[2]: one for name, one in EXERCISES.items()
+    own = {name.partition(".")[2]: exercise for name, exercise in EXERCISES.items()
            if name.startswith(path.stem[:2] + ".")}
     later = {name for name in own if f'"{path.stem[:2]}.{name}"' in source.partition(LATER)[2]}
     return Book(
         path=path, title=first.partition("\n")[0].lstrip("# ").strip(),
         minutes=int(re.search(r"About (\d+) minutes", first)[1]),
-        exercises={name: one for name, one in own.items() if name not in later},
-        later={name: one for name, one in own.items() if name in later},
+        exercises={name: exercise for name, exercise in own.items() if name not in later},
+        later={name: exercise for name, exercise in own.items() if name in later},
         words=words_of(book),
         guesses=tuple(re.findall(r'= keep\("\d\d\.(\w+)"', source)),
         parameters=parameters(book))
@@ -99,49 +100,49 @@ def books() -> Mapping[str, Book]:
     return {path.stem[:2]: read(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 
 
-# What a room should have seen before, and what of it is used.
+# The notebooks that a notebook uses, and for which knowledge.
 NEEDS = {
     "01": {"00": "how a notebook works"},
     "02": {"00": "how a notebook works"},
     "03": {"00": "how a notebook works"},
     "04": {"03": "the noise of a cast, and subnormals"},
-    "05": {"03": "what bf16 and float16 hold"},
-    "06": {"03": "31.5 and 25.5 dB", "04": "recipes, and which numbers share a scale"},
-    "07": {"03": "signal over noise", "04": "delayed scaling"},
-    "08": {"01": "the peak of a step, and when it is"},
-    "09": {"01": "what a step holds", "02": "the roofline"},
+    "05": {"03": "range and precision of bf16 and float16"},
+    "06": {"03": "the SQNR of E4M3 and E5M2", "04": "recipes, and which numbers share a scale"},
+    "07": {"03": "SQNR", "04": "delayed scaling"},
+    "08": {"01": "the moment of a step's peak"},
+    "09": {"01": "the bytes of a step", "02": "the roofline"},
     "10": {"02": "the roofline"},
-    "11": {"04": "where scales lie", "10": "how a kernel is written and judged"},
-    "12": {"01": "what is kept for backward"},
-    "13": {"12": "who skips a tile"},
+    "11": {"04": "the layouts of scales", "10": "how to write a kernel, and how it is judged"},
+    "12": {"01": "the activations that backward needs"},
+    "13": {"12": "how attention skips tiles"},
     "14": {"01": "the 16 bytes of a parameter"},
-    "15": {"04": "scales and amax", "14": "shards, gathers, scatters"},
-    "16": {"12": "the log of a sum", "14": "reduce-scatter and all-gather"},
+    "15": {"04": "scales and amax", "14": "shards, all-gather and reduce-scatter"},
+    "16": {"12": "log-sum-exp", "14": "reduce-scatter and all-gather"},
     "17": {"14": "ranks, and micro-batches"},
     "18": {"14": "ranks, and the bytes of an all-reduce"},
     "19": {"00": "how a notebook works"},
-    "20": {"01": "the rows of a step"},
+    "20": {"01": "the rows of a step's memory"},
     "21": {"00": "how a notebook works"},
     "22": {"00": "how a notebook works"},
     "23": {"00": "how a notebook works"},
-    "24": {"01": "the rows of a step"},
-    "25": {"01": "the rows of a step", "03": "the noise of a cast"},
-    "26": {"20": "what a rule keeps, and the rounds in which rules take turns"},
+    "24": {"01": "the rows of a step's memory"},
+    "25": {"01": "the rows of a step's memory", "03": "the noise of a cast"},
+    "26": {"20": "optimizer states, and alternating timings of two optimizers"},
     "27": {"00": "how a notebook works"},
     "28": {"00": "how a notebook works"},
     "29": {"03": "the noise of a cast"},
-    "30": {"02": "the products of a step, and the roofline"},
-    "31": {"23": "stacked layers, and what a schedule costs", "26": "Muon's FLOPs"},
-    "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
-           "06": "the noise of a product", "08": "recomputation", "09": "the seconds",
-           "10": "bytes of a cast", "12": "the cache", "14": "what ranks send"}}
+    "30": {"02": "the matmuls of a step, and the roofline"},
+    "31": {"23": "stacked layers, and the cost of a schedule", "26": "the FLOPs of Muon"},
+    "99": {"01": "bytes of a step", "02": "FLOPs", "03": "the noise of an operand",
+           "06": "the noise of a matmul", "08": "recomputation", "09": "seconds",
+           "10": "bytes of a cast", "12": "the KV cache", "14": "bytes that ranks send"}}
 
 # Routes.
 
 
 @dataclass(frozen=True)
 class Step:
-    """A notebook, and the exercises and sections of it that the room does; (): all sections."""
+    """A notebook with the exercises and sections that the room does; () means all sections."""
 
     number: str
     exercises: str = ""
@@ -174,7 +175,7 @@ class Day:
 
 WELCOME = Aside("Welcome; everybody's lab is open", 10)
 BREAK = Aside("Break", 15)
-LUNCH = Aside("Lunch, which is not counted", 0)
+LUNCH = Aside("Lunch (not counted)", 0)
 MAIN = ("Predict", "Run", "Reconcile")
 ROUTES = {
     "90 minutes": (Day(1.5, (
@@ -183,7 +184,7 @@ ROUTES = {
         Step("03", "value_of stochastic", MAIN),
         Step("04", "shared_by", MAIN),
         Step("07", "saturated bisect", MAIN),
-        Aside("Whose intervals held; what to read next", 10))),),
+        Aside("Which intervals held; what to read next", 10))),),
     "3 hours": (Day(3, (
         WELCOME,
         Step("00", "uniform_loss step_seconds clip"),
@@ -192,7 +193,7 @@ ROUTES = {
         Step("03", "value_of stochastic mx_exponent"),
         Step("04", "shared_by int8_db delayed_scale"),
         Step("07", "saturated margin bisect"),
-        Aside("Whose intervals held; what to read next", 10))),),
+        Aside("Which intervals held; what to read next", 10))),),
     "1 day": (Day(7, (
         WELCOME,
         Step("00", "uniform_loss step_seconds cross_entropy clip"),
@@ -209,7 +210,7 @@ ROUTES = {
         Aside("Short break", 10),
         Step("07", "sqnr_db saturated margin worst_row bisect"),
         Step("19", "false_share seeds"),
-        Aside("Whose intervals held; certificates; what to read next", 20))),),
+        Aside("Which intervals held; certificates; what to read next", 20))),),
     "2 days": (Day(7, (
         WELCOME,
         Step("00", "uniform_loss bits_per_byte step_seconds cross_entropy clip"),
@@ -223,7 +224,7 @@ ROUTES = {
         BREAK,
         Step("06", "product_db keep fp8_forward fp8_backward"),
         Step("07", "sqnr_db saturated margin worst_row bisect"),
-        Aside("What the first day's guesses say", 10))),
+        Aside("Results of the first day's guesses", 10))),
         Day(7, (
         Aside("Questions from the first day", 10),
         Step("08", "moment_bytes segment recomputed"),
@@ -236,26 +237,27 @@ ROUTES = {
         BREAK,
         Step("19", "false_share seeds sign_flip"),
         Step("99"),
-        Aside("Whose intervals held; certificates; what to read next", 20)))),
+        Aside("Which intervals held; certificates; what to read next", 20)))),
 }
 
 
 # What is made.
 
-def exercise(name: str, one: Exercise) -> str:
-    return f"`{name}` {'★' * one.stars} {one.minutes}"
+def exercise(name: str, task: Exercise) -> str:
+    return f"`{name}` {'★' * task.stars} {task.minutes}"
 
 
-MOST_LOAD = 1.0     # at the beginning: with more, the machine was not quiet
+MOST_LOAD = 1.0     # load of a quiet machine at the start of a record
 
 
 def recorded(folder: Path = ROOT / "data/measured") -> dict[str, tuple[float, dict]]:
-    """Returns the seconds of each case of `lpkit bench course`, and the record that has it: the
-    newest one of a machine that was quiet."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("course*.json")]
-    return {case["case"]: (case["ours_median"], one)
-            for one in sorted(found, key=lambda one: one["date"]) if one.get("load", 0) <= MOST_LOAD
-            for case in one["cases"]}
+    """Returns the seconds of each case of `lpkit bench course`, with the newest record of a quiet
+    machine that has the case."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("course*.json")]
+    return {case["case"]: (case["ours_median"], record)
+            for record in sorted(records, key=lambda record: record["date"])
+            if record.get("load", 0) <= MOST_LOAD
+            for case in record["cases"]}
 
 
 def run_times(book: Book) -> list[tuple[float, dict]] | None:
@@ -279,9 +281,9 @@ def link(number: str) -> str:
 
 
 def head(book: Book) -> str:
-    """The facts at the head of a notebook's page."""
-    main = ", ".join(exercise(*one) for one in book.exercises.items())
-    later = ", ".join(exercise(*one) for one in book.later.items())
+    """Returns the table of facts at the top of a notebook's page."""
+    main = ", ".join(exercise(*task) for task in book.exercises.items())
+    later = ", ".join(exercise(*task) for task in book.later.items())
     needs = "; ".join(f"[{number}]({number}.md) ({what})"
                       for number, what in NEEDS.get(book.number, {}).items())
     of = f", {book.of_exercises} of them for the exercises" if book.exercises else ""
@@ -293,8 +295,8 @@ def head(book: Book) -> str:
         ("exercises, in minutes", (main or "in the notebook itself")
          + f"; another day {later}" * bool(later)),
         ("guesses", ", ".join(f"`{name}`" for name in book.guesses) or "in the notebook itself"),
-        ("parameters", ", ".join(f"`{name}={one.default!r}`"
-                                 for name, one in book.parameters.items()))]
+        ("parameters", ", ".join(f"`{name}={parameter.default!r}`"
+                                 for name, parameter in book.parameters.items()))]
     return markdown_table(rows[0], rows[1:])
 
 
@@ -303,7 +305,7 @@ def clock(minutes: int) -> str:
 
 
 def route(name: str) -> str:
-    """A table for each day: when each part begins."""
+    """Returns a table for each day, with the time at which each part begins."""
     tables = []
     for number, day in enumerate(ROUTES[name], 1):
         rows, begun = [], 0
@@ -320,7 +322,7 @@ def route(name: str) -> str:
         tables.append(markdown_table(heads, rows))
         times = [run_times(books()[step.number]) for step in day.steps]
         if all(times):
-            alone, beside = (sum(one[how][0] for one in times) / 60 for how in (0, 1))
+            alone, beside = (sum(pair[how][0] for pair in times) / 60 for how in (0, 1))
             tables.append(f"Of these minutes, the computer needs {alone:.0f} for the runs on a "
                           f"quiet machine, "
                           f"and {beside:.0f} while four busy processes run.")
@@ -333,26 +335,27 @@ def minutes() -> str:
     rows.append(("together", sum(book.minutes for book in books().values()),
                  sum(book.of_exercises for book in books().values()), "", ""))
     heads = ("notebook", "minutes", "of exercises", "run time at tier cpu", "needs")
-    used = [one for book in books().values() for _, one in run_times(book) or ()]
-    sources = sorted({f"Measured {one['date'][:10]} at commit {one['commit']} on {one['cpu']}, "
-                      f"{one['cores']} cores: `{one['command']}`." for one in used})
+    used = [record for book in books().values() for _, record in run_times(book) or ()]
+    sources = sorted({f"Measured {record['date'][:10]} at commit {record['commit']} on "
+                      f"{record['cpu']}, {record['cores']} cores: `{record['command']}`."
+                      for record in used})
     return "\n\n".join([markdown_table(heads, rows), *sources])
 
 
 def made(name: str) -> str:
-    """What stands between the marks of that name."""
+    """Returns the text between the marks with this name."""
     if name in ROUTES:
         return route(name)
     return minutes() if name == "minutes" else head(books()[name])
 
 
 def renewed(text: str) -> str:
-    return MADE.sub(lambda found: f"{found[1]}{made(found[2])}\n\n{found[3]}", text)
+    return MADE.sub(lambda match: f"{match[1]}{made(match[2])}\n\n{match[3]}", text)
 
 
 def files() -> dict[str, str]:
-    """The pages as they should be, by their place in docs/. Raises ConfigError for a notebook that
-    has none yet."""
+    """Returns the current texts of the pages by path below docs/. Raises ConfigError for a notebook
+    without a page."""
     names = ["syllabus", *books()]
     for name in names:
         if not (TEACH / f"{name}.md").exists():

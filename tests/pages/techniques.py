@@ -1,4 +1,4 @@
-"""docs/techniques.md: every family with its rows, and those of the lessons' modules."""
+"""Make docs/techniques.md: every family with its rows, and the rows of the lessons' modules."""
 
 from itertools import groupby
 
@@ -7,24 +7,23 @@ from lpkit.techniques.outside import TABLES
 
 HEAD = """# Techniques
 
-Every row that a Config can name, with its settings and their defaults. `--set FIELD=NAME` chooses
-one, and `--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD: {name: NAME,
-SETTING: VALUE}`. Rows that one lesson studies are in modules of `notebooks/lessons/rows/`. The line
-above them names the import that brings them: `--import lessons.rows.NAME` behind a command, or
-`imports` in a Config. A row of your own is in a module of yours: [A technique of one's
-own](own_technique.md). `lpkit techniques` prints this list, and `python -m tests.pages techniques`
+All rows that a Config can name, with their settings and defaults. `--set FIELD=NAME` chooses a row,
+and `--set FIELD.SETTING=VALUE` changes one of its settings. In a config file, write `FIELD: {name:
+NAME, SETTING: VALUE}`. Rows of the lessons need an import, which the line above them names: write
+`--import lessons.rows.NAME` behind a command, or `imports` in a Config. You can also [add your own
+rows](own_technique.md). `lpkit techniques` prints this list; `python -m tests.pages techniques`
 makes this page.
 """
-HEADS = "\n| name | what | settings | source |\n|---|---|---|---|\n"
+HEADS = "\n| name | meaning | settings | source |\n|---|---|---|---|\n"
 
 
 def page() -> str:
     parts = [HEAD]
     for field in TABLES:
         rows = kit_rows(field)
-        parts.append(f"\n## `{field}`\n" + "\nNone yet: rows come from outside.\n" * (not rows))
+        parts.append(f"\n## `{field}`\n" + "\nThe kit has no rows for this field.\n" * (not rows))
         for module, group in groupby(rows, lambda row: row["import"]):
-            parts += [f"\n`--import {module}` brings:\n" if module else "", HEADS]
+            parts += [f"\n`--import {module}` adds:\n" if module else "", HEADS]
             for row in group:
                 pairs = ["`{}`={}".format(*pair.split("=", 1)) for pair in settings_of(row)]
                 cells = (f"`{row['name']}`", row["why"], ", ".join(pairs), row["source"])

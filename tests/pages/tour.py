@@ -1,9 +1,9 @@
-"""docs/tour.md: every technique of the field's survey and of the kit with its notebook, its row or
+"""Make docs/tour.md: every technique of a survey and of the kit with its notebook, its row or
 command, a prediction, a measurement and a verdict.
 
-data/published/tour.toml lists the techniques and says where their numbers are. Predictions are
-computed here; what was measured is read from claims, verdict files, records of data/measured and
-the claims of executed notebooks (docs/executed.zip). `python -m tests.pages tour` makes the page.
+data/published/tour.toml lists the techniques and the origin of their numbers. Predictions are
+computed here. Measurements are read from claims, verdict files, records of data/measured and the
+claims of executed notebooks (docs/executed.zip). `python -m tests.pages tour` makes the page.
 """
 
 import functools
@@ -37,7 +37,7 @@ HEADS = ("technique", "notebook", "row or command", "prediction", "measured", "v
 
 @dataclass(frozen=True, kw_only=True)
 class Technique(Checked):
-    """A line of tour.toml, whose head says what the fields are."""
+    """A line of tour.toml; the comment at the top of that file explains the fields."""
 
     name: Text
     notebook: Text
@@ -52,50 +52,54 @@ class Technique(Checked):
 
 
 def techniques() -> dict[str, list[Technique]]:
-    """By area. Raises ConfigError for a line that is none."""
+    """Returns the techniques by area. Raises ConfigError for an invalid line."""
     text = (resource("data/published") / "tour.toml").read_text(encoding="utf-8")
     return {area: [Technique(**{**row, "rows": tuple(row.get("rows", ()))}) for row in rows]
             for area, rows in tomllib.loads(text).items()}
 
 
 def page() -> str:
-    found = {area: [cells(one) for one in rows] for area, rows in techniques().items()}
-    every = [one for rows in techniques().values() for one in rows]
-    counts = Counter(row[-1] for rows in found.values() for row in rows)
+    rows_by_area = {area: [cells(technique) for technique in rows]
+                    for area, rows in techniques().items()}
+    every = [technique for rows in techniques().values() for technique in rows]
+    counts = Counter(row[-1] for rows in rows_by_area.values() for row in rows)
     parts = [f"""# A tour of all techniques
 
-Every technique of [A Survey on Efficient Training of Transformers](https://arxiv.org/abs/2302.01107)
-and of this kit: {len(every)} rows. A + marks the {sum(one.own for one in every)} rows
-that are the kit's own. The list is `data/published/tour.toml`. `python -m tests.pages tour` makes
-this page from the catalogue, the claims and the records.
+All techniques of [A Survey on Efficient Training of
+Transformers](https://arxiv.org/abs/2302.01107) and of this kit: {len(every)} rows. A + marks
+{sum(technique.own for technique in every)} techniques that are not in the survey.
+`python -m tests.pages tour` makes this page from `data/published/tour.toml`, the claims and the
+records.
 
-- **Row or command**: `FIELD=NAME` goes behind `--set`; rows of a lesson need the `--import` that
-  [Techniques](techniques.md) names, and rows of an experiment that of its file.
-- **Prediction**: numbers of a claim are explained in [Claims of others](claims.md). Of other rows
-  they are seconds of an update and the peak of memory, over those of gpt2-124m without the row
-  (H100, 32 sequences of 1,024 tokens, bf16).
-- **Measured**: a record of `data/measured`, a verdict by protocol, or a claim that the notebook
-  holds with asserts while it runs.
-- **Verdict**: of claims by [their rule](claims.md); *holds* and *cannot tell* are those of the
-  notebook's own claim when the pages of this documentation were made; *met* and *short by* are
-  those of a benchmark with a target. *Not testable here* names the condition that is missing.
+- **Row or command**: write `FIELD=NAME` behind `--set`. The row of a lesson needs an `--import`,
+  which [Techniques](techniques.md) names; the row of an experiment needs the `--import` of its
+  file.
+- **Prediction**: for a claim, see [Claims of others](claims.md). For other rows, the seconds of an
+  update and the peak memory, relative to gpt2-124m without the row (H100, 32 sequences of 1,024
+  tokens, bf16).
+- **Measured**: a record of `data/measured`, a verdict by protocol, or a claim that asserts in the
+  notebook check.
+- **Verdict**: claims have [a rule](claims.md). *Holds* and *cannot tell* are results of the
+  notebook's claim when this documentation was built. *Met* and *short by* are results of a
+  benchmark with a target. For *not testable here*, the column Measured names the missing condition.
 
 | verdict | rows |
 |---|---|
 {chr(10).join(f"| {verdict} | {count} |" for verdict, count in counts.most_common())}
 """]
-    for area, rows in found.items():
+    for area, rows in rows_by_area.items():
         parts += [f"## {area}", "", markdown_table(HEADS, rows), ""]
     return "\n".join(parts)
 
 
-def cells(one: Technique) -> tuple[str, ...]:
-    """Returns the line of the table. Raises KeyError where a name of it does not exist."""
-    claim = claims_by_name()[one.claim] if one.claim else None
-    shown = [f"`{row}`" for row in one.rows] + [f"`{one.command}`"] * bool(one.command)
-    name = f"[{one.name}](claims.md#{one.claim})" if claim else one.name
-    row = (name + " +" * one.own, linked(one.notebook), ", ".join(shown) or "none",
-           prediction(one, claim), measurement(one, claim), verdict(one, claim))
+def cells(technique: Technique) -> tuple[str, ...]:
+    """Returns a row of the table. Raises KeyError for a name that does not exist."""
+    claim = claims_by_name()[technique.claim] if technique.claim else None
+    shown = [f"`{row}`" for row in technique.rows]
+    shown += [f"`{technique.command}`"] * bool(technique.command)
+    name = f"[{technique.name}](claims.md#{technique.claim})" if claim else technique.name
+    row = (name + " +" * technique.own, linked(technique.notebook), ", ".join(shown) or "none",
+           prediction(technique, claim), measurement(technique, claim), verdict(technique, claim))
     return tuple(cell.replace("|", "\\|") for cell in row)
 
 
@@ -119,24 +123,25 @@ def notebook_path(notebook: str) -> str:
 
 # Predictions.
 
-def prediction(one: Technique, claim: Claim | None) -> str:
+def prediction(technique: Technique, claim: Claim | None) -> str:
     if claim and claim.numbers.kit:
         return line(claim.to_dict())[2]
-    found: dict[str, list[str]] = {}
-    for row in one.rows:
-        if ratios := predicted(row, one.settings):
-            found.setdefault(ratios, []).append(f"`{row}`")
-    if found:
-        return "; ".join(f"{', '.join(rows)}: {ratios}" if len(found) > 1 else ratios
-                         for ratios, rows in found.items())
-    if one.missing or (claim and claim.missing):
+    rows_by_ratio: dict[str, list[str]] = {}
+    for row in technique.rows:
+        if ratios := predicted(row, technique.settings):
+            rows_by_ratio.setdefault(ratios, []).append(f"`{row}`")
+    if rows_by_ratio:
+        return "; ".join(f"{', '.join(rows)}: {ratios}" if len(rows_by_ratio) > 1 else ratios
+                         for ratios, rows in rows_by_ratio.items())
+    if technique.missing or (claim and claim.missing):
         return "none"
     return "in the notebook, section Predict"
 
 
 @functools.cache
 def predicted(row: str, settings: str) -> str:
-    """Returns seconds and peak over those without the row; "" for a row outside the catalogue."""
+    """Returns seconds and peak relative to a step without the row; "" for a row outside the
+    catalogue."""
     if named(row) not in imports():
         return ""
     base = with_settings(BASE, settings)
@@ -156,7 +161,8 @@ def named(row: str) -> tuple[str, str]:
 
 
 def with_settings(config: Config, settings: str) -> Config:
-    """Returns the Config with FIELD=NAME pairs and the imports of their rows; a list grows."""
+    """Returns the Config with these FIELD=NAME pairs and the imports of their rows. A pair for
+    `model.changes` is added to the list."""
     new: dict[str, Any] = {"imports": list(config.imports)}
     for pair in settings.split():
         field, _, value = pair.partition("=")
@@ -175,43 +181,44 @@ def costs(config: Config) -> tuple[float, float]:
 
 @functools.cache
 def imports() -> Mapping[tuple[str, str], str]:
-    """The import of each row of the catalogue."""
+    """Returns the import of each row of the catalogue, by field and name."""
     return {(field, row["name"]): row["import"] for field in TABLES for row in kit_rows(field)}
 
 
 # Measurements.
 
-def measurement(one: Technique, claim: Claim | None) -> str:
+def measurement(technique: Technique, claim: Claim | None) -> str:
     if claim and claim.numbers.measured:
         return line(claim.to_dict())[3]
-    if one.missing or (claim and claim.missing):
-        return "missing: " + (one.missing or claim.missing)
-    if one.protocol:
-        [found] = settled()[one.protocol]["verdicts"]
-        low, high = found["interval"]
-        return (f"gain of {found['arm']} over {found['against']} {found['gain']:+.1%} "
-                f"({low:+.1%} to {high:+.1%}, {found['seeds']} seeds)")
-    if one.record:
-        case = recorded(one.record)
+    if technique.missing or (claim and claim.missing):
+        return "missing: " + (technique.missing or claim.missing)
+    if technique.protocol:
+        [claim_verdict] = settled()[technique.protocol]["verdicts"]
+        low, high = claim_verdict["interval"]
+        return (f"gain of {claim_verdict['arm']} over {claim_verdict['against']} "
+                f"{claim_verdict['gain']:+.1%} ({low:+.1%} to {high:+.1%}, "
+                f"{claim_verdict['seeds']} seeds)")
+    if technique.record:
+        case = recorded(technique.record)
         return (f"{case['ratio']:.3g} times, {case['better']} is better: {case['case']}, "
                 f"compared with {case['peer']} (`{case['name']}`)")
     if claim:
         return "nothing: the verdict is by formula"
-    return f"\"{run_of(one.notebook)['claim']}\""
+    return f"\"{run_of(technique.notebook)['claim']}\""
 
 
-def verdict(one: Technique, claim: Claim | None) -> str:
-    if one.missing:
+def verdict(technique: Technique, claim: Claim | None) -> str:
+    if technique.missing:
         return NOT_TESTABLE
     if claim:
         return claim.verdict
-    if one.protocol:
-        found = settled()[one.protocol]
-        return protocol.word(protocol.published()[one.protocol]["expects"], found["verdicts"][0],
-                             found["effect"])
-    if one.record and (word := recorded(one.record)["verdict"]) != "no target":
+    if technique.protocol:
+        claim_result = settled()[technique.protocol]
+        return protocol.word(protocol.published()[technique.protocol]["expects"],
+                             claim_result["verdicts"][0], claim_result["effect"])
+    if technique.record and (word := recorded(technique.record)["verdict"]) != "no target":
         return re.sub(r" \(.*", "", word)
-    return run_of(one.notebook)["result"]
+    return run_of(technique.notebook)["result"]
 
 
 @functools.cache
@@ -225,12 +232,12 @@ def settled() -> Mapping[str, Any]:
 
 
 def recorded(record: str) -> Mapping[str, Any]:
-    """Returns a case of the newest record of its name. Raises KeyError."""
+    """Returns the case of the newest record of this name. Raises KeyError."""
     name, _, case = record.partition(": ")
-    found = [json.loads(path.read_text())
+    records = [json.loads(path.read_text())
              for path in resource("data/measured").glob(f"{name}-*.json")]
-    for one in sorted(found, key=lambda one: one["date"], reverse=True):
-        for row in one.get("cases", ()):
+    for newest in sorted(records, key=lambda record: record["date"], reverse=True):
+        for row in newest.get("cases", ()):
             if row["case"] == case and row["name"] == name:
                 return row
     raise KeyError(f"data/measured has no case {record!r}")

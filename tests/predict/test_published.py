@@ -282,7 +282,7 @@ def test_the_page_is_made_from_the_record(record):
     assert page == bench.page()
     held = next(line for line in record["breakdown"] if line[:3] == ["held out", "", "all"])
     assert f"predicts {held[4]} times the published speed" in " ".join(page.split())
-    for line in (*record["peaks"], *record["later"]):
+    for line in (*record["peaks"], *record["later"][1:]):
         assert f"| {' | '.join(line)} |" in page, line
 
 
