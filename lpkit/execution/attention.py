@@ -111,10 +111,10 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
         if m.T <= m.E:          # then scores have no more numbers than q
             may = (*may, "plain")
         offered = {name: offered[name] for name in may if name in offered}
-    found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
+    chosen = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
                   raced=[drawn(given, device, batch=batch, groups=groups, T=T)],
                   within_seconds=within, setting=WHERE)
-    choice = found.choice
+    choice = chosen.choice
     return replace(choice, why=choice.why + ran(choice.used, given, device))
 
 
@@ -126,17 +126,17 @@ def verified(name: str, given: Attending, batch: int, device: torch.device) -> N
     m, on_gpu = given.model, given.device == "gpu"
     whole = [drawn(given, device, batch=batch, groups=m.G, T=m.T)] if on_gpu else None
     raced(_name(given), of_backends(given), name, at_hand(given, device), raced=whole,
-          offered=candidates(given) | {name: _told(name, given.rule)}, setting=WHERE)
+          offered=candidates(given) | {name: _with_rule(name, given.rule)}, setting=WHERE)
 
 
 def candidates(given: Attending) -> dict[str, Any]:
     """Returns the definition and all backends that may be the fastest."""
     rows = {name: row for name, row in ATTENTION.items()
             if name == "plain" or not why_not(name, given)}
-    return {name: _told(name, given.rule) for name in rows}
+    return {name: _with_rule(name, given.rule) for name in rows}
 
 
-def _told(name: str, rule: Rule) -> Any:
+def _with_rule(name: str, rule: Rule) -> Any:
     call = ATTENTION[name].load()
     return call if rule == Rule() else partial(call, rule=rule)
 
@@ -149,7 +149,7 @@ def of_backends(given: Attending) -> Kernel:
     """Returns attention under a rule as a Kernel with arguments q, k, v, documents, sinks."""
     from lpkit.kernels.kernel import Kernel
 
-    return Kernel(definition=_told("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
+    return Kernel(definition=_with_rule("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
                   grain=GRAIN, examples=lambda draw, device: examples(given, draw, device))
 
 
@@ -164,7 +164,7 @@ def examples(given: Attending, draw: torch.Generator, device: torch.device) -> I
     """
     most, groups = min(given.model.T, AT_HAND[given.device]), min(given.model.G, 2)
     few, edge = {"cpu": 1, "gpu": 3}[given.device], (given.rule.window or 1) + 1
-    for T in sorted({min(one, most) for one in (few, 65, 130, edge)}):
+    for T in sorted({min(tokens, most) for tokens in (few, 65, 130, edge)}):
         for scale in (1.0, 1.0, 8.0)[:3 if T == 65 else 2]:
             q, *others = drawn(given, device, batch=3, groups=groups, T=T, draw=draw)
             yield q * scale, *others
@@ -199,7 +199,8 @@ def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = Fal
     m, rule = given.model, given.rule
     if used != "sdpa":
         return ""
-    q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G, T=min(m.T, AT_HAND[given.device]))
+    q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G,
+                                  T=min(m.T, AT_HAND[given.device]))
     mask = None
     if rule not in (Rule(), EVERY_KEY):
         places = torch.arange(q.shape[2], device=device)

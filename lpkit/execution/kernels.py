@@ -77,15 +77,15 @@ class Kernels(Transform):
     def _raced(self, at_hand: Mapping[str, tuple[list, list]], on_cpu: bool) -> dict[str, dict]:
         choices = {}
         for name, (few, many) in at_hand.items():
-            asked, there = self.before.get(name, asked_of(self.asked, name)), offered(name)
+            asked, versions = self.before.get(name, asked_of(self.asked, name)), offered(name)
             if on_cpu and asked == "auto":
                 continue
-            known = asked == "auto" or asked in there or name in by_name(self.asked)
+            known = asked == "auto" or asked in versions or name in by_name(self.asked)
             choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
-                            offered=there, in_block=self.in_block and name != LOSS,
+                            offered=versions, in_block=self.in_block and name != LOSS,
                             captured=self.captured).choice
-            said = "" if known else f"it has no version {asked}; "
-            choices[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
+            note = "" if known else f"it has no version {asked}; "
+            choices[name] = asdict(replace(choice, asked=self.asked, why=note + choice.why))
         return choices
 
     def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
@@ -93,11 +93,11 @@ class Kernels(Transform):
         a few tokens, for which float64 has room, and for a micro-batch."""
         B, T = self.batch
         (few, some), (many, logits) = self._seen(model, 1, min(T, FEW)), self._seen(model, B, T)
-        found = {name: (list(few[name].values()), list(calls.values()))
+        arguments = {name: (list(few[name].values()), list(calls.values()))
                  for name, calls in many.items()}
         if self.piece:
-            found[LOSS] = _of_loss(some[:LOGITS]), _of_loss(logits)
-        return found
+            arguments[LOSS] = _of_loss(some[:LOGITS]), _of_loss(logits)
+        return arguments
 
     def _seen(self, model: nn.Module, B: int, T: int
               ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
@@ -107,9 +107,10 @@ class Kernels(Transform):
         everywhere: dict[str, dict[tuple, tuple]] = {}
         trained: dict[str, dict[tuple, tuple]] = {}
         tokens = torch.arange(B * T, device=next(model.parameters()).device) % model.config.V
-        state = [(one, one.clone()) for one in model.buffers()]
+        state = [(buffer, buffer.clone()) for buffer in model.buffers()]
         block, given = model.blocks[0], []
-        hook = block.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
+        hook = block.register_forward_pre_hook(lambda _, *call: given.append(call),
+                                               with_kwargs=True)
         model.eval()        # does not change the state of recipes
         with self.autocast, hook, watched(model, everywhere), torch.no_grad():
             h = model.hidden(tokens.view(B, T)).flatten(0, 1)
@@ -124,8 +125,8 @@ class Kernels(Transform):
             wanted = [x, *(p for p in block.parameters() if p.requires_grad)]
             torch.autograd.grad(out, wanted, g.to(out.dtype), allow_unused=True)
         model.train()
-        for one, before in state:
-            one.copy_(before)
+        for buffer, before in state:
+            buffer.copy_(before)
         return everywhere | trained, logits
 
 

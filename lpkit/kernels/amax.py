@@ -29,7 +29,7 @@ def definition(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
+def _amax(x, history, stats, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
     if HISTORY:     # a history that is not empty decides the scale, and no maximum is needed
         blocks = tl.where(tl.load(history) > 0, 0, blocks)
     most = tl.zeros((BLOCK,), tl.int32)
@@ -40,45 +40,45 @@ def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constex
         most = tl.maximum(most, magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
     top = tl.max(most, 0)
     # one atomic for each program, not for each element
-    tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
+    tl.atomic_max(stats.to(tl.pointer_type(tl.int32)), top)
     if top >= 0x7F800000:
         bad = tl.zeros((BLOCK,), tl.int32)
         for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
             at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             v = magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
             bad += tl.where(v >= 0x7F800000, 1, 0)
-        tl.atomic_add(found + 1, tl.sum(bad, 0).to(tl.int64))
+        tl.atomic_add(stats + 1, tl.sum(bad, 0).to(tl.int64))
 
 
-def launch(x: Tensor, found: Tensor, history: Tensor | None = None) -> None:
-    """found: `nothing_found()`. history: () float32; if it is above 0, nothing is computed."""
+def launch(x: Tensor, stats: Tensor, history: Tensor | None = None) -> None:
+    """found: `empty_stats()`. history: () float32; if it is above 0, nothing is computed."""
     blocks = triton.cdiv(x.numel(), BLOCK)
-    _amax[(min(blocks, PROGRAMS),)](x, history, found, x.numel(), blocks,
+    _amax[(min(blocks, PROGRAMS),)](x, history, stats, x.numel(), blocks,
                                     HISTORY=history is not None, BLOCK=BLOCK, num_warps=WARPS)
 
 
-def nothing_found(x: Tensor) -> Tensor:
+def empty_stats(x: Tensor) -> Tensor:
     """(64,) int64: the largest magnitude's bits; a count; and in the second half a scale, at an
     address that cuBLASLt 13.0 accepts."""
     return x.new_zeros(64, dtype=torch.int64)
 
 
-def numbers(found: Tensor) -> Tensor:
+def numbers(stats: Tensor) -> Tensor:
     """Returns the largest magnitude and the scale, (2,) float32."""
-    return found.view(torch.float32)[::64]
+    return stats.view(torch.float32)[::64]
 
 
-@operator("amax_found(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=nothing_found)
+@operator("amax_found(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=empty_stats)
 def operation(x: Tensor) -> Tensor:
     check(x)
-    found = nothing_found(x)
-    launch(x, found)
-    return found
+    stats = empty_stats(x)
+    launch(x, stats)
+    return stats
 
 
 def in_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    found = operation(x)
-    return numbers(found)[0], found[1]
+    stats = operation(x)
+    return numbers(stats)[0], stats[1]
 
 
 def _examples(rng: torch.Generator, device: torch.device):

@@ -94,8 +94,11 @@ def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
     any order of `ids` (T,)."""
     if not _known(ids):
         return blocks
-    (found, which), places = ids.unique(return_inverse=True), torch.arange(len(ids)).to(ids.device)
-    firsts = places.new_full(found.shape, len(ids)).scatter_reduce(0, which, places, "amin")[which]
+    distinct, which = ids.unique(return_inverse=True)
+    places = torch.arange(len(ids)).to(ids.device)
+    # the first place of each token's document
+    firsts = places.new_full(distinct.shape, len(ids))
+    firsts = firsts.scatter_reduce(0, which, places, "amin")[which]
     starts = [int(firsts[first:last].min()) for first, last, _ in blocks]
     return [(first, last, [(max(a, start), b) for a, b in spans if b > start])
             for start, (first, last, spans) in zip(starts, blocks)]

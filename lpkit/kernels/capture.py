@@ -21,5 +21,5 @@ def captured(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
     graph = torch.cuda.CUDAGraph()
     # only this thread is captured; other threads prepare batches meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = function()
-    return graph.replay, found
+        outputs = function()
+    return graph.replay, outputs

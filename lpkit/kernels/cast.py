@@ -208,7 +208,7 @@ def reference_mx(x: Tensor, rows: int, columns: int, added: int, exponent: int, 
     top = tiles.abs().amax((1, 3), keepdim=True).float()
     code = ((top.view(torch.int32) + added) >> 23) - exponent
     code = torch.where(top.isfinite(), code.clamp(0, 254), 255)
-    inverse, scale = (_power(one).where(code < 255, torch.nan) for one in (254 - code, code))
+    inverse, scale = (_power(biased).where(code < 255, torch.nan) for biased in (254 - code, code))
     y = _round(tiles.float() * inverse, grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)

@@ -147,7 +147,8 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     if len(seconds) == 1:
         why = "no other version runs here"
     if record["refused"]:
-        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
+        why += "; not " + "; not ".join(
+            f"{key}: {reason}" for key, reason in record["refused"].items())
     return Chosen(refused=record["refused"],
                   choice=Choice(asked=asked, used=used, why=why + passed_over))
 
@@ -184,8 +185,9 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
         step = functools.partial(_step, kernel, call, raced)
         runners[key] = functools.partial(_waited, step, _device(raced))
         try:
-            if said := next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), ""):
-                refused[key] = f"{WRONG[0]}: {said}"
+            problems = (_unlike(kernel, call, known, arguments) for arguments in raced)
+            if problem := next(filter(None, problems), ""):
+                refused[key] = f"{WRONG[0]}: {problem}"
                 continue
             if captured:
                 runners[key]()      # compiles
@@ -201,7 +203,8 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
                 f"{key}: {why}" for key, why in refused.items()))
         del refused[first := COMPILE if in_block and COMPILE in usable else usable[0]]
         return {"seconds": {first: 0.0}, "refused": refused}
-    close = [key for key, one in seconds.items() if one <= HOPELESS * min(seconds.values())]
+    close = [key for key, duration in seconds.items()
+             if duration <= HOPELESS * min(seconds.values())]
     times = interleaved_seconds([runners[key] for key in close], rounds=ROUNDS, warm_up=WARM_UP,
                                 shuffle=True, within_seconds=within_seconds)
     seconds |= dict(zip(close, map(statistics.median, times), strict=True))
@@ -223,8 +226,9 @@ def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, V
 
     def whole(call: Version) -> Version:
         def calls(*given: Any) -> tuple[torch.Tensor, ...]:
-            found = [call(*given[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-            return tuple(t for one in found for t in (one if isinstance(one, tuple) else (one,)))
+            results = [call(*given[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+            return tuple(t for outputs in results
+                         for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
 
         return calls
 
@@ -264,10 +268,11 @@ def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
         return why
     known = (kernel.definition, *(offered[peer] for peer in PEERS if peer in offered))
     try:
-        said = next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), "")
+        problems = (_unlike(kernel, call, known, arguments) for arguments in raced)
+        problem = next(filter(None, problems), "")
     except Exception as error:
         return "" if out_of_memory(error) else _failed(error)
-    return f"{WRONG[0]}: {said}" if said else ""
+    return f"{WRONG[0]}: {problem}" if problem else ""
 
 
 def why_not(version: str, at_hand: Sequence[tuple]) -> str:
@@ -298,8 +303,8 @@ def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
     for times, some in ((1, itertools.islice(drawn, examples)), (calls, at_hand)):
         for arguments in some:
             try:
-                if said := difference(kernel, call, arguments, times):
-                    return f"{WRONG[0]}: {said}"
+                if problem := difference(kernel, call, arguments, times):
+                    return f"{WRONG[0]}: {problem}"
             except Exception as error:
                 if some is at_hand or not isinstance(error, ConfigError):
                     return _failed(error)
@@ -341,10 +346,10 @@ def _kept(path: Path) -> dict:
     return record
 
 
-def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
+def _check(record: dict, kernel: Kernel, offered: Mapping[str, Version],
            at_hand: Sequence[tuple], raced: Sequence[tuple]) -> None:
     """Raises DamagedError for a record that this machine would not write today."""
-    seconds, refused = found["seconds"], found["refused"]
+    seconds, refused = record["seconds"], record["refused"]
     if not seconds or sorted([*seconds, *refused]) != sorted(offered):
         raise DamagedError(f"it is of {shown(', '.join([*seconds, *refused]))}, and the candidates "
                            f"are {', '.join(offered)}")
@@ -376,9 +381,9 @@ def refused_here() -> dict[str, dict[str, str]]:
 
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
          raced: Sequence[tuple], in_block: bool, captured: bool = False) -> str:
-    said = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
+    facts = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
             torch.get_num_threads(), in_block, captured)
-    return f"{name}-{_machine()}-{_short(said)}"
+    return f"{name}-{_machine()}-{_short(facts)}"
 
 
 def shapes(arguments: tuple) -> tuple:
@@ -396,8 +401,8 @@ def _machine() -> str:
     return _short((machine, versions(LIBRARIES)))
 
 
-def _short(said: object) -> str:
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
+def _short(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 @functools.cache
@@ -410,7 +415,7 @@ def _driver() -> str:
 
 def _source(*calls: Callable) -> str:
     """Returns digests of the files that define these functions, and their keyword arguments."""
-    files = {inspect.getsourcefile(inspect.unwrap(getattr(one, "func", one))) for one in calls}
-    told = repr([getattr(one, "keywords", {}) for one in calls])
-    return told + "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest()
-                          for one in sorted(files))
+    files = {inspect.getsourcefile(inspect.unwrap(getattr(call, "func", call))) for call in calls}
+    keywords = repr([getattr(call, "keywords", {}) for call in calls])
+    return keywords + "".join(hashlib.sha256(Path(file).read_bytes()).hexdigest()
+                          for file in sorted(files))

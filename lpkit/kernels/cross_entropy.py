@@ -65,8 +65,8 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
         top = higher
     known = (target >= 0) & (target < V)
     log_sum = tl.where(known, top + tl.log(total), float("nan"))
-    found = log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32)
-    tl.store(nats + row, tl.where(target == IGNORED, 0.0, found))
+    row_nats = log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32)
+    tl.store(nats + row, tl.where(target == IGNORED, 0.0, row_nats))
     weight = tl.where(target == IGNORED, 0.0, 1.0)
     if WEIGHTED:
         weight *= tl.load(weights + row)
@@ -133,9 +133,9 @@ def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = Non
     BY; empty for this device's default. Raises ConfigError if there is not one target and one
     weight for each row."""
     M, V = logits.shape
-    each = [one for one in (targets, weights) if one is not None]
-    if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
-        got = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in each)
+    vectors = [v for v in (targets, weights) if v is not None]
+    if any(v.shape != (M,) for v in vectors) or targets.is_floating_point() or (M and not V):
+        got = ", ".join(f"{tuple(v.shape)} in {v.dtype}" for v in vectors)
         raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, and "
                           f"rows of at least one entry; got {got}")
     kernel = BY.get(by) or _kernel_for(logits)

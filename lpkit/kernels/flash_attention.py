@@ -67,7 +67,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 # ---- the kernels
 
 # Facts that decide which pairs of a sequence b count, and how they score. None: not in this rule.
-Told = namedtuple("Told", "b T documents window global_tokens table block across scale cap")
+TileRule = namedtuple("TileRule", "b T documents window global_tokens table block across scale cap")
 
 
 @jit
@@ -97,12 +97,12 @@ def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 
 @jit
-def _places(place, told, ROWS: tl.constexpr):
+def _places(place, rule, ROWS: tl.constexpr):
     """Returns the places of a tile's tokens, and the document of each."""
     places = place + tl.arange(0, ROWS)
     ids = places
-    if told.documents is not None:
-        ids = tl.load(told.documents + told.b * told.T + places, mask=places < told.T, other=-1)
+    if rule.documents is not None:
+        ids = tl.load(rule.documents + rule.b * rule.T + places, mask=places < rule.T, other=-1)
     return places, ids
 
 
@@ -113,45 +113,45 @@ def _sums(lse, rows, T):
 
 
 @jit
-def _seen(rows, columns, row_ids, column_ids, told, MASKED: tl.constexpr):
+def _seen(rows, columns, row_ids, column_ids, rule, MASKED: tl.constexpr):
     """`Rule.sees`, for queries and keys that broadcast."""
     seen = columns <= rows
-    if MASKED and told.window is not None:
-        seen = seen & ((rows - columns < told.window) | (columns < told.global_tokens))
-    if MASKED and told.table is not None:
-        at = (rows // told.block) * told.across + columns // told.block
-        seen = seen & (tl.load(told.table + at, mask=seen & (rows < told.T), other=0) != 0)
-    if MASKED and told.documents is not None:
+    if MASKED and rule.window is not None:
+        seen = seen & ((rows - columns < rule.window) | (columns < rule.global_tokens))
+    if MASKED and rule.table is not None:
+        at = (rows // rule.block) * rule.across + columns // rule.block
+        seen = seen & (tl.load(rule.table + at, mask=seen & (rows < rule.T), other=0) != 0)
+    if MASKED and rule.documents is not None:
         seen = seen & (row_ids == column_ids)
     return seen
 
 
 @jit
-def _score(products, told):
+def _score(products, rule):
     """Returns the scores times log2(e), and their tanh if the rule caps them."""
-    scores = products * told.scale
+    scores = products * rule.scale
     reached = scores
-    if told.cap is not None:
+    if rule.cap is not None:
         reached = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)       # tanh
-        scores = told.cap * reached
+        scores = rule.cap * reached
     return scores, reached
 
 
 @jit
-def _slope(products, sums, values, deltas, seen, told, MASKED: tl.constexpr):
+def _slope(products, sums, values, deltas, seen, rule, MASKED: tl.constexpr):
     """Returns (p, ds) from q k^T and d_out v^T, or from their transposes."""
-    scores, reached = _score(products, told)
+    scores, reached = _score(products, rule)
     p = tl.exp2(scores - sums)
     if MASKED:
         p = tl.where(seen, p, 0.0)
     ds = p * (values - deltas)
-    if told.cap is not None:
+    if rule.cap is not None:
         ds *= 1.0 - reached * reached
     return p, ds
 
 
 @jit
-def _met(tile, told, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr,
+def _tile_bounds(tile, rule, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr,
          BLOCK_K: tl.constexpr):
     """Returns which tiles of keys a tile of queries is computed with (BY_KEYS: which tiles of
     queries a tile of keys), as five bounds. Tiles before `far` (global tokens), from `low` to
@@ -162,39 +162,39 @@ def _met(tile, told, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr
         low, near, whole = far, far, end
     elif BY_KEYS:
         start = tile * BLOCK_K
-        end = tl.cdiv(told.T, BLOCK_Q)
+        end = tl.cdiv(rule.T, BLOCK_Q)
         far, low = start * 0, start // BLOCK_Q
         near = tl.minimum(tl.cdiv(start + BLOCK_K - 1, BLOCK_Q), end)
         whole = end
-        if told.window is not None:
-            reach = (start + BLOCK_K + told.window - 2) // BLOCK_Q + 1
-            end = tl.where(start < told.global_tokens, end, tl.minimum(end, reach))
+        if rule.window is not None:
+            reach = (start + BLOCK_K + rule.window - 2) // BLOCK_Q + 1
+            end = tl.where(start < rule.global_tokens, end, tl.minimum(end, reach))
             near = tl.minimum(near, end)
-            whole = tl.maximum(tl.minimum((start + told.window) // BLOCK_Q, end), near)
-        if told.documents is not None:
-            end = tl.minimum(end, tl.load(bound + told.b * tl.num_programs(1) + tile) + 1)
+            whole = tl.maximum(tl.minimum((start + rule.window) // BLOCK_Q, end), near)
+        if rule.documents is not None:
+            end = tl.minimum(end, tl.load(bound + rule.b * tl.num_programs(1) + tile) + 1)
             near, whole = end, end
     else:
         start = tile * BLOCK_Q
-        end = tl.cdiv(tl.minimum(start + BLOCK_Q, told.T), BLOCK_K)
+        end = tl.cdiv(tl.minimum(start + BLOCK_Q, rule.T), BLOCK_K)
         far, low, near, whole = start * 0, start * 0, start * 0, start // BLOCK_K
-        if told.window is not None:
-            low = tl.maximum(start - told.window + 1, 0) // BLOCK_K
-            near = tl.cdiv(tl.maximum(start + BLOCK_Q - told.window, 0), BLOCK_K)
+        if rule.window is not None:
+            low = tl.maximum(start - rule.window + 1, 0) // BLOCK_K
+            near = tl.cdiv(tl.maximum(start + BLOCK_Q - rule.window, 0), BLOCK_K)
             near = tl.minimum(near, whole)
-        if told.documents is not None:
-            low = tl.maximum(low, tl.load(bound + told.b * tl.num_programs(1) + tile))
+        if rule.documents is not None:
+            low = tl.maximum(low, tl.load(bound + rule.b * tl.num_programs(1) + tile))
             near, whole = end, end
-        if told.window is not None:
-            far = tl.minimum(tl.cdiv(told.global_tokens, BLOCK_K), low)
+        if rule.window is not None:
+            far = tl.minimum(tl.cdiv(rule.global_tokens, BLOCK_K), low)
     return far, low, near, whole, end
 
 
 @jit
-def _part(step: tl.constexpr, state, own, met, tile, repeats, told, tiles, listed,
+def _part(step: tl.constexpr, state, operands, bounds, tile, repeats, rule, tiles, listed,
           MASKED: tl.constexpr, BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
           BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    far, low, near, whole, end = met
+    far, low, near, whole, end = bounds
     count = far + near - low + end - whole if MASKED else whole - near
     # all heads of a group in one loop, so that loads of the next head overlap with the current one
     for n in range(repeats * count):
@@ -206,36 +206,36 @@ def _part(step: tl.constexpr, state, own, met, tile, repeats, told, tiles, liste
             at = tl.where(second < 0, i, tl.where(third < 0, low + second, whole + third))
         if tiles is not None:
             at = tl.load(tiles + tile * listed + at)
-        state = step(state, own, at, h, told, MASKED, E, BLOCK_E, BLOCK_Q, BLOCK_K)
+        state = step(state, operands, at, h, rule, MASKED, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     return state
 
 
 @jit
-def _over(step: tl.constexpr, state, own, tile, repeats, told, bound, tiles, counts, listed,
+def _over(step: tl.constexpr, state, operands, tile, repeats, rule, bound, tiles, counts, listed,
           BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
           BLOCK_K: tl.constexpr):
     """Returns `state` after all tiles that this tile is computed with: first those with a mask."""
     # MASKED is a constant of the kernel: the loop without a mask has no code for one
-    met = _met(tile, told, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
-    state = _part(step, state, own, met, tile, repeats, told, tiles, listed, True, BY_KEYS, E,
-                  BLOCK_E, BLOCK_Q, BLOCK_K)
-    if told.documents is None:
-        state = _part(step, state, own, met, tile, repeats, told, tiles, listed, False, BY_KEYS, E,
-                      BLOCK_E, BLOCK_Q, BLOCK_K)
+    bounds = _tile_bounds(tile, rule, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
+    state = _part(step, state, operands, bounds, tile, repeats, rule, tiles, listed, True, BY_KEYS,
+                  E, BLOCK_E, BLOCK_Q, BLOCK_K)
+    if rule.documents is None:
+        state = _part(step, state, operands, bounds, tile, repeats, rule, tiles, listed, False,
+                      BY_KEYS, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     return state
 
 
 @jit
-def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-            BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def _attend(state, operands, at, h, rule, MASKED: tl.constexpr, E: tl.constexpr,
+            BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Adds one tile of keys to the online softmax of a tile of queries."""
     total, top, weight = state
-    queries, rows, ids, k, v, k_t, v_t = own
+    queries, rows, ids, k, v, k_t, v_t = operands
     place = at * BLOCK_K
-    columns, column_ids = _places(place, told, BLOCK_K)
-    keys = _tile(k, place, k_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
-    scores, _ = _score(tl.dot(queries, keys.T, input_precision="ieee"), told)
-    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], told, MASKED)
+    columns, column_ids = _places(place, rule, BLOCK_K)
+    keys = _tile(k, place, k_t, rule.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    scores, _ = _score(tl.dot(queries, keys.T, input_precision="ieee"), rule)
+    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], rule, MASKED)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
@@ -244,7 +244,7 @@ def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOC
     p = tl.exp2(scores - shift[:, None])
     # what was summed under the old maximum is rescaled to the new one: the online softmax
     before = tl.exp2(top - shift)
-    values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, rule.T, E, BLOCK_E, BLOCK_K, not MASKED)
     total = tl.dot(p.to(values.dtype), values, total * before[:, None], input_precision="ieee")
     return total, higher, weight * before + tl.sum(p, 1)
 
@@ -258,8 +258,8 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place = h // repeats, tile * BLOCK_Q
-    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
-    rows, ids = _places(place, told, BLOCK_Q)
+    rule = TileRule(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    rows, ids = _places(place, rule, BLOCK_Q)
     queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
     total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
@@ -267,8 +267,8 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
     if sinks is not None:       # a sink acts as a key without a value
         top = tl.zeros_like(top) + tl.load(sinks + h).to(tl.float32) * 1.4426950408889634
         weight += 1.0
-    own = queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t
-    total, top, weight = _over(_attend, (total, top, weight), own, tile, 1, told, bound, tiles,
+    operands = queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t
+    total, top, weight = _over(_attend, (total, top, weight), operands, tile, 1, rule, bound, tiles,
                                counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
     _put(total, out + (b * T * H + h) * E, place, H * E, T, E, BLOCK_E, BLOCK_Q)
@@ -277,17 +277,17 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
 
 
 @jit
-def _to_queries(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr,
+def _to_queries(state, operands, at, h, rule, MASKED: tl.constexpr, E: tl.constexpr,
                 BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Adds the share of one tile of keys to dq."""
-    queries, rows, ids, k, v, k_t, v_t, grads, sums, deltas = own
+    queries, rows, ids, k, v, k_t, v_t, grads, sums, deltas = operands
     place = at * BLOCK_K
-    columns, column_ids = _places(place, told, BLOCK_K)
-    keys = _tile(k, place, k_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
-    values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
-    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], told, MASKED)
+    columns, column_ids = _places(place, rule, BLOCK_K)
+    keys = _tile(k, place, k_t, rule.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, rule.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], rule, MASKED)
     _, ds = _slope(tl.dot(queries, keys.T, input_precision="ieee"), sums[:, None],
-                   tl.dot(grads, values.T, input_precision="ieee"), deltas[:, None], seen, told,
+                   tl.dot(grads, values.T, input_precision="ieee"), deltas[:, None], seen, rule,
                    MASKED)
     return tl.dot(ds.to(keys.dtype), keys, state, input_precision="ieee")
 
@@ -301,38 +301,38 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place, at_head = h // repeats, tile * BLOCK_Q, (b * T * H + h) * E
-    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
-    rows, ids = _places(place, told, BLOCK_Q)
+    rule = TileRule(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    rows, ids = _places(place, rule, BLOCK_Q)
     grads = _tile(d_out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
-    made = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    output = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
     # D = sum(d_out out) is sum(p dp) over all keys, known before the first key (Dao et al.
     # 2022, appendix B.2)
-    delta = tl.sum(grads.to(tl.float32) * made.to(tl.float32), 1)
+    delta = tl.sum(grads.to(tl.float32) * output.to(tl.float32), 1)
     tl.store(deltas + head * T + rows, delta, mask=rows < T)
     sums = _sums(lse + head * T, rows, T)
     queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
-    own = (queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t, grads, sums,
-           delta)
-    total = _over(_to_queries, tl.zeros((BLOCK_Q, BLOCK_E), tl.float32), own, tile, 1, told, bound,
-                  tiles, counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
+    operands = (queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t, grads,
+                sums, delta)
+    total = _over(_to_queries, tl.zeros((BLOCK_Q, BLOCK_E), tl.float32), operands, tile, 1, rule,
+                  bound, tiles, counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     _put(total * slope, dq + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q)
 
 
 @jit
-def _to_keys(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def _to_keys(state, operands, at, h, rule, MASKED: tl.constexpr, E: tl.constexpr,
+             BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Adds one tile of queries to dk and dv. Scores are transposed, (keys, queries)."""
     dk, dv = state
-    keys, values, columns, ids, q, d_out, lse, deltas, q_h, q_t, out_t = own
+    keys, values, columns, ids, q, d_out, lse, deltas, q_h, q_t, out_t = operands
     place, h = at * BLOCK_Q, tl.cast(h, tl.int64)
-    rows, row_ids = _places(place, told, BLOCK_Q)
-    queries = _tile(q + h * q_h, place, q_t, told.T, E, BLOCK_E, BLOCK_Q, False)
-    grads = _tile(d_out + h * E, place, out_t, told.T, E, BLOCK_E, BLOCK_Q, False)
-    sums = _sums(lse + h * told.T, rows, told.T)
-    delta = tl.load(deltas + h * told.T + rows, mask=rows < told.T, other=0.0)
-    seen = _seen(rows[None, :], columns[:, None], row_ids[None, :], ids[:, None], told, MASKED)
+    rows, row_ids = _places(place, rule, BLOCK_Q)
+    queries = _tile(q + h * q_h, place, q_t, rule.T, E, BLOCK_E, BLOCK_Q, False)
+    grads = _tile(d_out + h * E, place, out_t, rule.T, E, BLOCK_E, BLOCK_Q, False)
+    sums = _sums(lse + h * rule.T, rows, rule.T)
+    delta = tl.load(deltas + h * rule.T + rows, mask=rows < rule.T, other=0.0)
+    seen = _seen(rows[None, :], columns[:, None], row_ids[None, :], ids[:, None], rule, MASKED)
     p, ds = _slope(tl.dot(keys, queries.T, input_precision="ieee"), sums[None, :],
-                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], seen, told,
+                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], seen, rule,
                    MASKED)
     dv = tl.dot(p.to(grads.dtype), grads, dv, input_precision="ieee")
     return tl.dot(ds.to(queries.dtype), queries, dk, input_precision="ieee"), dv
@@ -347,14 +347,14 @@ def _backward_keys(q, k, v, documents, bound, tiles, counts, table, lse, d_out, 
     groups = H // repeats
     b, g = head // groups, head % groups
     h, place, at_head = g * repeats, tile * BLOCK_K, (b * T * groups + g) * E
-    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
-    columns, ids = _places(place, told, BLOCK_K)
+    rule = TileRule(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    columns, ids = _places(place, rule, BLOCK_K)
     keys = _tile(k + b * k_b + g * k_h, place, k_t, T, E, BLOCK_E, BLOCK_K, False)
     values = _tile(v + b * v_b + g * v_h, place, v_t, T, E, BLOCK_E, BLOCK_K, False)
-    own = (keys, values, columns, ids, q + b * q_b + h * q_h, d_out + (b * T * H + h) * E,
+    operands = (keys, values, columns, ids, q + b * q_b + h * q_h, d_out + (b * T * H + h) * E,
            lse + (b * H + h) * T, deltas + (b * H + h) * T, q_h, q_t, H * E)
     none = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
-    of_keys, of_values = _over(_to_keys, (none, none), own, tile, repeats, told, bound, tiles,
+    of_keys, of_values = _over(_to_keys, (none, none), operands, tile, repeats, rule, bound, tiles,
                                counts, listed, True, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     _put(of_keys * slope, dk + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
     _put(of_values, dv + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
@@ -390,17 +390,17 @@ def _lists(rule: Rule, T: int, queries: int, keys: int, by_keys: bool,
     """Returns the tiles that each tile of queries (by_keys: of keys) is computed with, (tiles,
     listed), those with a mask first; and the counts (tiles, 2): with a mask, and in all."""
     down, over = -(-T // queries), -(-T // keys)
-    found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
+    lists: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
     for i in range(down):
         first = i * queries
         spans = rule.spans(first, min(first + queries, T), T)
         for j in sorted({j for begin, end in spans for j in range(begin // keys, -(-end // keys))}):
             whole = not rule.documents and not rule.hides(first, first + queries, j * keys,
                                                           (j + 1) * keys)
-            found[j if by_keys else i][whole].append(i if by_keys else j)
-    listed = max(1, *(len(masked) + len(whole) for masked, whole in found))
-    tiles = [(masked + whole + listed * [0])[:listed] for masked, whole in found]
-    counts = [(len(masked), len(masked) + len(whole)) for masked, whole in found]
+            lists[j if by_keys else i][whole].append(i if by_keys else j)
+    listed = max(1, *(len(masked) + len(whole) for masked, whole in lists))
+    tiles = [(masked + whole + listed * [0])[:listed] for masked, whole in lists]
+    counts = [(len(masked), len(masked) + len(whole)) for masked, whole in lists]
     tiles, counts = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, counts))
     table = torch.tensor(rule.blocks, dtype=torch.uint8, device=device)
     return {"tiles": tiles, "counts": counts, "table": table, "listed": listed,

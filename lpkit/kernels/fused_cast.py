@@ -86,14 +86,14 @@ def definition(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     """
     _check(x, cast, rows, columns)
 
-    def made(operand: Tensor) -> scales.Scaled:
+    def scaled(operand: Tensor) -> scales.Scaled:
         mixed = operand if cast.transform == "none" else reference_hadamard(operand, False)
         return scales.cast(mixed, format_of(cast.format), cast.block, cast.scale, history=history,
                            noise=noise)
 
-    ways = [made(x)] if rows or cast.transposes else []
+    ways = [scaled(x)] if rows or cast.transposes else []
     if columns:
-        ways.append(ways[0].transposed() if cast.transposes else made(x.T.contiguous()))
+        ways.append(ways[0].transposed() if cast.transposes else scaled(x.T.contiguous()))
     results = [part for way in ways[-(rows + columns):]
                for part in (scales.packed(way.data) if cast.bits == 4 else way.data,
                             _scales(way.scale, cast, swizzled))]
@@ -138,12 +138,12 @@ def _load(x, m, n, M, N):
 
 
 @jit
-def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+def _cast(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
           TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Casts a tile under the tensor's one scale. With a history, the scale follows from it, and the
     cast itself computes the new amax. Only while the history is still empty has the pass for the
     amax read the tensor. A NaN or an Inf makes the scale NaN, and so all values that use it."""
-    tile, bits = tl.program_id(0), found.to(tl.pointer_type(tl.int32))
+    tile, bits = tl.program_id(0), stats.to(tl.pointer_type(tl.int32))
     top = tl.load(bits)
     if TO.history:      # other programs may already be writing to it, unless the history is empty
         past = tl.load(history)
@@ -157,13 +157,13 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
     v, at, inside = _load(x, m, n, M, N)
     v = v.to(tl.float32)
     if TO.history:
-        met = tl.max(tl.max(magnitude(v), 1), 0)
-        tl.atomic_max(bits, met)
-        if met >= 0x7F800000:
+        tile_top = tl.max(tl.max(magnitude(v), 1), 0)
+        tl.atomic_max(bits, tile_top)
+        if tile_top >= 0x7F800000:
             tl.atomic_max(bits + 64, 0x7FC00000)
             bad = nonfinite(tl.load(x + at, mask=inside, other=0.0))
             # otherwise the pass for the amax has counted them
-            tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))
+            tl.atomic_add(stats + 1, tl.where(past > 0, bad, 0))
     q = rounded(v, s, at, words, TO)
     # the tile was read once, and is stored both ways
     if TO.rows:
@@ -184,7 +184,7 @@ def _write(read, s, data, at, inside, words, TO: tl.constexpr):
 
 
 @jit
-def _rows(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+def _rows(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
           TO: tl.constexpr, HOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.arange(0, BN)
@@ -199,7 +199,7 @@ def _rows(x, rows, row_scale, columns, column_scale, found, history, words, M, N
     if tl.max(top, 0) >= 0x7F800000:
         for start in range(0, BN if HOLD else N, BN):
             more = tl.load(x + at + start, mask=inside & (start + n < N)[None, :], other=0.0)
-            tl.atomic_add(found + 1, nonfinite(more))
+            tl.atomic_add(stats + 1, nonfinite(more))
     s = scale_of(top, TO)
     tl.store(row_scale + m, s, mask=m < M)
     if HOLD:
@@ -215,7 +215,7 @@ def _rows(x, rows, row_scale, columns, column_scale, found, history, words, M, N
 # pass computes their amaxes, and a second one casts and transposes.
 
 @jit
-def _column_amax(x, rows, row_scale, columns, column_scale, found, tops, words, M, N,
+def _column_amax(x, rows, row_scale, columns, column_scale, stats, tops, words, M, N,
                  TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -223,11 +223,11 @@ def _column_amax(x, rows, row_scale, columns, column_scale, found, tops, words, 
     top = tl.max(magnitude(v.to(tl.float32)), 0)
     tl.atomic_max(tops + n, top, mask=n < N)
     if tl.max(top, 0) >= 0x7F800000:
-        tl.atomic_add(found + 1, nonfinite(tl.load(x + at, mask=inside, other=0.0)))
+        tl.atomic_add(stats + 1, nonfinite(tl.load(x + at, mask=inside, other=0.0)))
 
 
 @jit
-def _columns(x, rows, row_scale, columns, column_scale, found, tops, words, M, N,
+def _columns(x, rows, row_scale, columns, column_scale, stats, tops, words, M, N,
              TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -270,7 +270,7 @@ def _operand(v, data, scale, words, r, c, R, C, TO: tl.constexpr, BR: tl.constex
 
 
 @jit
-def _blocks(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+def _blocks(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
             TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -285,11 +285,11 @@ def _blocks(x, rows, row_scale, columns, column_scale, found, history, words, M,
             v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         top = _operand(v, rows, row_scale, words, m, n, M, N, TO, BM, BN)
     if tl.max(tl.max(top, 1), 0) >= 0x7F800000:
-        tl.atomic_add(found + 1, nonfinite(tl.load(x + at, mask=inside, other=0.0)))
+        tl.atomic_add(stats + 1, nonfinite(tl.load(x + at, mask=inside, other=0.0)))
 
 
 @jit
-def _square(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+def _square(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
             TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Casts one block per program. The sides of x are multiples of the block's."""
     i, j = tl.program_id(0), tl.program_id(1)
@@ -298,7 +298,7 @@ def _square(x, rows, row_scale, columns, column_scale, found, history, words, M,
     v = tl.load(x + at).to(tl.float32)
     top = tl.max(tl.max(magnitude(v), 1), 0)
     if top >= 0x7F800000:
-        tl.atomic_add(found + 1, nonfinite(tl.load(x + at)))
+        tl.atomic_add(stats + 1, nonfinite(tl.load(x + at)))
     s = scale_of(top, TO)
     q = rounded(v, s, at, words, TO)
     if TO.rows:
@@ -335,10 +335,10 @@ def _operand4(code, s, data, scale, r0, c0, R, C, TO: tl.constexpr, BR: tl.const
 
 
 @jit
-def _tiles(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+def _tiles(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
            TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     m0, n0 = tl.program_id(0) * BM, tl.program_id(1) * BN
-    bits = found.to(tl.pointer_type(tl.int32))
+    bits = stats.to(tl.pointer_type(tl.int32))
     v, at, _ = _load(x, m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), M, N)
     w = tl.reshape(v.to(tl.float32), (BM, BN // 16, 16))
     top = tl.max(magnitude(w), 2)
@@ -377,23 +377,23 @@ def _sixteen(x, g, n, G, N, TO: tl.constexpr):
     at = g[:, None].to(tl.int64) * (16 * N) + n[None, :]
     v = ()
     for j in tl.static_range(16):
-        one = tl.load(x + at + j * N, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(x + at + j * N, mask=inside, other=0.0).to(tl.float32)
         if TO.mix and (TO.negative >> j) & 1:
-            one = one * -1.0
-        v += (one,)
+            row = row * -1.0
+        v += (row,)
     if TO.mix:
         for stage in tl.static_range(4):
-            made = ()
+            mixed = ()
             for j in tl.static_range(16):
                 if (j >> stage) & 1:
-                    made += (v[j - (1 << stage)] - v[j],)
+                    mixed += (v[j - (1 << stage)] - v[j],)
                 else:
-                    made += (v[j] + v[j + (1 << stage)],)
-            v = made
-        made = ()
+                    mixed += (v[j] + v[j + (1 << stage)],)
+            v = mixed
+        mixed = ()
         for j in tl.static_range(16):
-            made += (v[j] * 0.25,)
-        v = made
+            mixed += (v[j] * 0.25,)
+        v = mixed
     most = magnitude(v[0])
     for j in tl.static_range(1, 16):
         most = tl.maximum(most, magnitude(v[j]))
@@ -401,27 +401,27 @@ def _sixteen(x, g, n, G, N, TO: tl.constexpr):
 
 
 @jit
-def _mixed_amax(x, rows, row_scale, columns, column_scale, found, history, words, G, N,
+def _mixed_amax(x, rows, row_scale, columns, column_scale, stats, history, words, G, N,
                 TO: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     v, most, _ = _sixteen(x, g, n, G, N, TO)
     top = tl.max(tl.max(most, 1), 0)
-    tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
+    tl.atomic_max(stats.to(tl.pointer_type(tl.int32)), top)
     if top >= 0x7F800000:
         bad = tl.zeros((BG, BN), tl.int32)
         for j in tl.static_range(16):
             bad += tl.where(magnitude(v[j]) >= 0x7F800000, 1, 0)
-        tl.atomic_add(found + 1, tl.sum(tl.sum(bad, 1), 0).to(tl.int64))
+        tl.atomic_add(stats + 1, tl.sum(tl.sum(bad, 1), 0).to(tl.int64))
 
 
 @jit
-def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, words, G, N,
+def _sixteen_columns(x, rows, row_scale, columns, column_scale, stats, history, words, G, N,
                      TO: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
     """Casts 1 x 16 blocks of x.T (N, 16 G). The 16 codes of a block are stored as one word."""
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    bits = found.to(tl.pointer_type(tl.int32))
+    bits = stats.to(tl.pointer_type(tl.int32))
     v, most, inside = _sixteen(x, g, n, G, N, TO)
     s, both, whole = two_levels(most.to(tl.float32, bitcast=True), tl.load(bits), TO)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -446,7 +446,7 @@ def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, 
 
 class Launch(NamedTuple):
     """A cast of x (M, N). `ways`: tensors for values and scales of x, and of x.T; None if they are
-    not requested. found: `amax.nothing_found`."""
+    not requested. found: `amax.empty_stats`."""
 
     x: Tensor
     # M and N; or M in groups of the rows that a kernel processes as one, and N
@@ -463,20 +463,20 @@ class Launch(NamedTuple):
             self.x, *self.ways, self.found, tops, self.noise, *self.sides, TO=self.to, **shape)
 
 
-def _cast_whole(one: Launch) -> None:
-    kernel.launch(one.x, one.found, one.history)
-    one.run(_cast, TILE, one.history, (math.prod(tiles(*one.sides, TILE)),))
+def _cast_whole(launch: Launch) -> None:
+    kernel.launch(launch.x, launch.found, launch.history)
+    launch.run(_cast, TILE, launch.history, (math.prod(tiles(*launch.sides, TILE)),))
 
 
-def _cast_rows(one: Launch) -> None:
-    M, N = one.sides
-    if one.to.rows:
+def _cast_rows(launch: Launch) -> None:
+    M, N = launch.sides
+    if launch.to.rows:
         shape = row_shape(N)
-        one.run(_rows, shape, programs=(triton.cdiv(M, shape["BM"]),))
-    if one.to.columns:
-        tops = one.x.new_zeros(N, dtype=torch.int32)
-        one.run(_column_amax, TALL, tops)
-        one.run(_columns, TILE, tops)
+        launch.run(_rows, shape, programs=(triton.cdiv(M, shape["BM"]),))
+    if launch.to.columns:
+        tops = launch.x.new_zeros(N, dtype=torch.int32)
+        launch.run(_column_amax, TALL, tops)
+        launch.run(_columns, TILE, tops)
 
 
 @functools.cache
@@ -487,27 +487,27 @@ def row_shape(N: int) -> dict[str, int]:
             "num_warps": max(4, block // 1024)}
 
 
-def _cast_blocks(one: Launch) -> None:
-    shape = WIDE if one.to.rows else NARROW
-    if one.to.rows and one.to.columns:
-        shape = SMALL if one.to.mx else BOTH
-    one.run(_blocks, shape)
+def _cast_blocks(launch: Launch) -> None:
+    shape = WIDE if launch.to.rows else NARROW
+    if launch.to.rows and launch.to.columns:
+        shape = SMALL if launch.to.mx else BOTH
+    launch.run(_blocks, shape)
 
 
-def _cast_squares(one: Launch) -> None:
-    one.run(_square, BOTH)
+def _cast_squares(launch: Launch) -> None:
+    launch.run(_square, BOTH)
 
 
-def _cast_nvfp4(one: Launch) -> None:
-    (M, N), (rows, row_scale, columns, column_scale) = one.sides, one.ways
-    sixteens = one._replace(sides=(M // 16, N))
-    if one.to.mix:
+def _cast_nvfp4(launch: Launch) -> None:
+    (M, N), (rows, row_scale, columns, column_scale) = launch.sides, launch.ways
+    sixteens = launch._replace(sides=(M // 16, N))
+    if launch.to.mix:
         sixteens.run(_mixed_amax, SIXTEENS)
     else:
-        kernel.launch(one.x, one.found, one.history)
-    if one.to.rows or one.to.square:
-        one.run(_tiles, SMALL if one.to.square else WIDE)
-    if one.to.columns and not one.to.square:
+        kernel.launch(launch.x, launch.found, launch.history)
+    if launch.to.rows or launch.to.square:
+        launch.run(_tiles, SMALL if launch.to.square else WIDE)
+    if launch.to.columns and not launch.to.square:
         ways = rows, row_scale, columns.view(torch.int64), column_scale
         sixteens._replace(ways=ways).run(_sixteen_columns, SIXTEENS_CAST)
 
@@ -564,7 +564,7 @@ def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
         else:
             scale = x.new_empty(down, across, dtype=kind)
         results += [x.new_empty(R, C * cast.bits // 8, dtype=values), scale]
-    return [*results, kernel.nothing_found(x)]
+    return [*results, kernel.empty_stats(x)]
 
 
 @operator("cast_matrix(Tensor x, str cast, bool rows, bool columns, bool swizzled, "
@@ -573,24 +573,24 @@ def operation(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
               history: Tensor | None, noise: Tensor | None) -> list[Tensor]:
     to = plan(words, rows, columns, swizzled, history is not None, noise is not None)
     _check(x, to.cast, rows, columns)
-    *made, found = results = _results(x, words, rows, columns, swizzled)
+    *parts, stats = results = _results(x, words, rows, columns, swizzled)
     if to.mx:       # Triton has no E8M0
-        made[1::2] = [scale.view(torch.uint8) for scale in made[1::2]]
-    ways = [*(made[:2] if rows else [None] * 2), *(made[-2:] if columns else [None] * 2)]
-    FUSED[to.cast.block].launch(Launch(x, x.shape, ways, found, history, noise, to))
+        parts[1::2] = [scale.view(torch.uint8) for scale in parts[1::2]]
+    ways = [*(parts[:2] if rows else [None] * 2), *(parts[-2:] if columns else [None] * 2)]
+    FUSED[to.cast.block].launch(Launch(x, x.shape, ways, stats, history, noise, to))
     return results
 
 
 def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
               history: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
-    *made, found = operation(x, cast.words, rows, columns, swizzled, history, noise)
+    *parts, stats = operation(x, cast.words, rows, columns, swizzled, history, noise)
     if cast.block == WHOLE:
-        top, scale = kernel.numbers(found)
-        pairs = [part for values in made[::2] for part in (values, scale.view(1, 1))]
-        return *pairs, top, found[1]
+        top, scale = kernel.numbers(stats)
+        pairs = [part for values in parts[::2] for part in (values, scale.view(1, 1))]
+        return *pairs, top, stats[1]
     if SCALES[cast.scale].levels == 2:
-        return *made, kernel.numbers(found)[1], found[1]
-    return *made, found[1]
+        return *parts, kernel.numbers(stats)[1], stats[1]
+    return *parts, stats[1]
 
 
 # ---- operands of a recipe's product
@@ -687,8 +687,8 @@ def _whole_examples(rng: torch.Generator, device: torch.device) -> Examples:
         yield _given(x[:7] * scale, e5m2)
     yield _given(x[:1, :1], e4m3)
     whole = torch.randn(256, 192, generator=rng).to(device)         # tiles without a mask
-    for one, drawn_by in itertools.product((whole, whole.bfloat16()), (None, noise)):
-        yield _given(one, e4m3, noise=drawn_by)
+    for matrix, drawn_by in itertools.product((whole, whole.bfloat16()), (None, noise)):
+        yield _given(matrix, e4m3, noise=drawn_by)
 
 
 def _rows_examples(rng: torch.Generator, device: torch.device) -> Examples:

@@ -66,22 +66,22 @@ def mend() -> None:
         else:
             values = tensor(source.data, ours)
         if theirs is None:
-            made = values.double().nan_to_num(0.0).numpy().astype(numpy_dtype(kind))
+            converted = values.double().nan_to_num(0.0).numpy().astype(numpy_dtype(kind))
         else:
             if theirs.itemsize == 1:
                 values = values.float().clamp(-torch.finfo(theirs).max, torch.finfo(theirs).max)
                 values[values.isnan()] = torch.nan      # a GPU's NaN has no sign
             whole = {1: torch.uint8, 2: torch.int16}.get(theirs.itemsize, theirs)
-            made = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
-        return interpreter.TensorHandle(made.reshape(np.shape(source.data)), kind.scalar)
+            converted = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
+        return interpreter.TensorHandle(converted.reshape(np.shape(source.data)), kind.scalar)
 
     def dot(self, a, b, total, *how):
-        return plain_dot(self, *(cast(self, one, tl.float32) for one in (a, b)), total, *how)
+        return plain_dot(self, *(cast(self, matrix, tl.float32) for matrix in (a, b)), total, *how)
 
     def fma(self, x, y, z):     # float64 holds the product of two float32 exactly
         with np.errstate(all="ignore"):
-            made = np.asarray(x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
-        return interpreter.TensorHandle(np.where(np.isnan(made), np.float32(np.nan), made),
+            total = np.asarray(x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
+        return interpreter.TensorHandle(np.where(np.isnan(total), np.float32(np.nan), total),
                                         z.dtype.scalar)
 
     builder.cast_impl = builder.create_fp_to_fp = cast

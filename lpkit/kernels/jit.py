@@ -68,11 +68,11 @@ def compiled(function: Callable, **how: Any) -> Callable:
 def fresh(function: Callable) -> Callable:
     """Returns a function that calls `function`, with its own code object. PyTorch compiles a code
     object for eight shapes, and silently runs the ninth eagerly, so each shape needs its own."""
-    def one(*given: Any, **how: Any) -> Any:
+    def call(*given: Any, **how: Any) -> Any:
         return function(*given, **how)
 
-    one.__code__ = one.__code__.replace()
-    return one
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def jit(function: Callable) -> Callable:

@@ -56,12 +56,12 @@ class Kernel:
 def floats(*tensors: Tensor) -> None:
     """Checks the tensors of an element-wise kernel. Raises ConfigError for a dtype other than
     float32, bf16 or fp16, and for a tensor that is not contiguous."""
-    for one in tensors:
-        if one.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {one.dtype}")
-        if not one.is_contiguous():
-            raise ConfigError(f"a kernel takes contiguous tensors, not strides {one.stride()} of "
-                              f"{tuple(one.shape)}; call .contiguous()")
+    for tensor in tensors:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ConfigError(f"a kernel takes contiguous tensors, not strides {tensor.stride()} "
+                              f"of {tuple(tensor.shape)}; call .contiguous()")
 
 
 def wide(x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 
     want = gradients_of(kernel, kernel.definition, arguments)
     # compare with float64, because a gradient may be the small difference of large terms
     true = [] if kernel.exact else gradients_of(kernel, kernel.definition, _wide(arguments))
-    scale, right = max((_farthest(one) for one in true), default=0.0), None
+    scale, right = max((_farthest(tensor) for tensor in true), default=0.0), None
     until = time.monotonic() + CALL_SECONDS
     for i in range(calls):
         if i and time.monotonic() > until:
@@ -114,10 +114,11 @@ def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 
             continue
         if len(got) != len(want):
             return f"{len(got)} results and gradients where the definition has {len(want)}"
-        said = ([_bits_differ(*pair) for pair in zip(got, want)] if kernel.exact else
+        problems = ([_bits_differ(*pair) for pair in zip(got, want)] if kernel.exact else
                 [_differs(kernel, *three, scale) for three in zip(got, want, true)])
-        if wrong := [f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one]:
-            return wrong[0]
+        for i, problem in enumerate(problems, 1):
+            if problem:
+                return f"result {i} of {len(want)}: {problem}"
         right = got
     return ""
 
@@ -128,16 +129,16 @@ def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
     version may sum in another order, and may round in between. A version that forgets a tile, a
     head or a sequence has rows that are wrong altogether."""
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
-        said = _bits_differ(ours, theirs) if kernel.exact else _unlike(ours, theirs)
-        if not said and not kernel.exact and ours.numel():
-            off, length = (torch.linalg.vector_norm(one, dim=-1, dtype=torch.float32).flatten()
-                           for one in (torch.atleast_1d(ours - theirs), torch.atleast_1d(theirs)))
+        problem = _bits_differ(ours, theirs) if kernel.exact else _unlike(ours, theirs)
+        if not problem and not kernel.exact and ours.numel():
+            off, length = (torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).flatten()
+                           for rows in (torch.atleast_1d(ours - theirs), torch.atleast_1d(theirs)))
             share = off / length.clamp(min=length.nanmean().clamp(min=1e-30))
             finite = theirs.isfinite().all()
             if (finite and not (share <= ROW).all()) or (share > ROW).any():
-                said = f"a row is off by {share.nan_to_num(torch.inf).max():.3g} of its length"
-        if said:
-            return f"result {i} of {len(want)}, at the run's size: {said}"
+                problem = f"a row is off by {share.nan_to_num(torch.inf).max():.3g} of its length"
+        if problem:
+            return f"result {i} of {len(want)}, at the run's size: {problem}"
     return ""
 
 
@@ -149,7 +150,7 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
                       for i, a in enumerate(arguments))
     out = version(*arguments)
     out = out if isinstance(out, (tuple, list)) else (out,)
-    results = [one.detach() for one in out]
+    results = [tensor.detach() for tensor in out]
     if wanted := [arguments[i] for i in kernel.gradients if arguments[i] is not None]:
         weights = weights_of(out) if weights is None else weights
         results += torch.autograd.grad(out, wanted, weights)
@@ -158,8 +159,8 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
 
 def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
     """Returns numbers without a pattern, equal each time and in every dtype: -1, -0.75 ... 1."""
-    return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
-            .to(one.dtype) for one in results]
+    return [((torch.arange(t.numel(), device=t.device) * 7 % 9 - 4) / 4).view(t.shape).to(t.dtype)
+            for t in results]
 
 
 def _wide(arguments: tuple) -> tuple:

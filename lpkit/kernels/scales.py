@@ -135,12 +135,12 @@ class Scaled:
         return values if self.tensor is None else values.mul_(self.tensor.to(dtype))
 
 
-def decide(found: Tensor, amax: Tensor | None, rule: str,
+def decide(amaxes: Tensor, amax: Tensor | None, rule: str,
            to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the divisor of blocks with the largest magnitudes `found`, and its two levels. amax:
     () of a history. While the history is empty (0), `found` is used. A NaN in the current blocks
     makes the scale NaN, whatever the history."""
-    used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
+    used = amaxes if amax is None else torch.where(amaxes.isfinite() & (amax > 0), amax, amaxes)
     scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # this makes an infinity NaN
     if tensor is None:
         return scale, scale, None
@@ -159,8 +159,8 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
     the whole axis. noise: `Noise.words`. history: () float32, the amax that decides the scale
     unless it is 0. With a history, a non-finite x is noticed too late for the values, so only the
     scale becomes NaN."""
-    found, nonfinite = kernel.amax(x, block)
-    used = found if history is None else torch.where(history > 0, history, found)
+    amaxes, nonfinite = kernel.amax(x, block)
+    used = amaxes if history is None else torch.where(history > 0, history, amaxes)
     both, scale, tensor = decide(used, None, rule, to)
     dtype = stored_dtype(to)
     # PyTorch's own casts, which torch.compile can fuse
@@ -174,8 +174,8 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
         if to.nan is None:
             data = data.masked_fill(spread(both, x.shape).isnan(), 0)
         data = data.view(dtype)
-    return Scaled(data=data, scale=scale if history is None else scale + found * 0, tensor=tensor,
-                  amax=found, nonfinite=nonfinite)
+    return Scaled(data=data, scale=scale if history is None else scale + amaxes * 0, tensor=tensor,
+                  amax=amaxes, nonfinite=nonfinite)
 
 
 def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:

@@ -76,8 +76,8 @@ def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
 def labels(logits: Tensor, at: Tensor) -> Tensor:
     """Draws tokens from the model's logits (..., V), by quantiles (...) in [0, 1)."""
     sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
-    found = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
-    return found.clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
+    return tokens.clamp_(max=logits.shape[-1] - 1)
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
@@ -184,9 +184,9 @@ def _nats(h: Tensor) -> Tensor:
     return h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
 
 
-def _pieces(*of_tokens: Tensor | int | None) -> zip:
-    *of_tokens, chunk = of_tokens
-    return zip(*(repeat(None) if one is None else one.split(chunk) for one in of_tokens))
+def _pieces(*tensors: Tensor | int | None) -> zip:
+    *tensors, chunk = tensors
+    return zip(*(repeat(None) if tensor is None else tensor.split(chunk) for tensor in tensors))
 
 
 def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:

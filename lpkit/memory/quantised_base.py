@@ -24,8 +24,8 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """(blocks, numbers) float32 -> codes (uint8), and the scale of each block (float32)."""
     if fmt := FORMATS.get(format):
-        found = cast(blocks, fmt, (1, 0), "float32")
-        return found.data.view(torch.uint8), found.scale.flatten()
+        scaled = cast(blocks, fmt, (1, 0), "float32")
+        return scaled.data.view(torch.uint8), scaled.scale.flatten()
     book = torch.tensor(NF4, device=blocks.device)
     return nearest(blocks, (book[:-1] + book[1:]) / 2)
 
@@ -68,9 +68,9 @@ class QuantisedLinear(nn.Module):
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = from_blocks(scales, self.scales_scale, signed=True).add_(self.scales_mean)
-        made = self.table.index_select(0, self.codes.int()).view(-1, self.block)
-        made.mul_(scales[:, None])
-        return made.flatten()[:self.shape.numel()].view(self.shape).to(dtype)
+        numbers = self.table.index_select(0, self.codes.int()).view(-1, self.block)
+        numbers.mul_(scales[:, None])
+        return numbers.flatten()[:self.shape.numel()].view(self.shape).to(dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -99,7 +99,7 @@ def quantise_base(model: nn.Module, settings: QuantisedBaseSettings) -> None:
     table = values(fmt) if fmt else torch.tensor(NF4)
     if len(table) == 16:
         table = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)
-    for name, one in list(model.blocks.named_modules()):
-        if isinstance(one, nn.Linear) and not one.weight.requires_grad:
-            new = QuantisedLinear(one, settings, table.view(256, -1).to(one.weight.device))
+    for name, module in list(model.blocks.named_modules()):
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            new = QuantisedLinear(module, settings, table.view(256, -1).to(module.weight.device))
             model.blocks.set_submodule(name, new)

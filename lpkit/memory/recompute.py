@@ -71,18 +71,18 @@ class Recompute(Transform):
 def draws(model: nn.Module) -> dict[str, Any]:
     """Returns arguments that restore the generator's state for the second forward, if the model has
     dropout."""
-    return {"preserve_rng_state": any(isinstance(one, nn.Dropout) for one in model.modules())}
+    return {"preserve_rng_state": any(isinstance(module, nn.Dropout) for module in model.modules())}
 
 
 def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], x: Tensor | None = None,
                  *rest, **named) -> Any:
     # transformers' caches; Dynamo would make a graph for each layer's number that it looks at
     looked = named.values() if torch.compiler.is_compiling() else (*rest, *named.values())
-    if torch.is_grad_enabled() and any(hasattr(one, "get_seq_length") for one in looked):
+    if torch.is_grad_enabled() and any(hasattr(argument, "get_seq_length") for argument in looked):
         raise ConfigError("a block that runs again in backward would fill its cache of keys and "
                           "values twice; call the model with use_cache=False")
     if x is None:       # checkpoint finds the device from a tensor argument
-        key = next(key for key, one in named.items() if isinstance(one, Tensor))
+        key = next(key for key, argument in named.items() if isinstance(argument, Tensor))
         return _twice(lambda x: forward(**named, **{key: x}), contexts, named.pop(key))
     # if checkpoint received a layer's number, torch 2.11 would compile two graphs: for 0 and others
     return _twice(lambda x: forward(x, *rest, **named), contexts, x)

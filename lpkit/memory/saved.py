@@ -114,7 +114,7 @@ class SavedTensorOffloader(Transform):
     def _forward(self, forward: Callable[..., Any], *given, **named) -> Any:
         if not torch.is_grad_enabled():
             return forward(*given, **named)
-        x = next(one for one in (*given, *named.values()) if isinstance(one, Tensor))
+        x = next(argument for argument in (*given, *named.values()) if isinstance(argument, Tensor))
         # a new generator: draws here must not change the block's random draws
         if self.kind.rounds:
             seed = int(torch.randint(2**62, ()))

@@ -38,8 +38,8 @@ class Lora(Adapter):
         like = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
         self.A = nn.Linear(base.in_features, len(rows) * rank, **like)
         self.B = nn.ModuleList(nn.Linear(rank, self.groups * n, **like) for n in rows)
-        for one in self.B:
-            nn.init.zeros_(one.weight)      # at the start the model is unchanged
+        for linear in self.B:
+            nn.init.zeros_(linear.weight)      # at the start the model is unchanged
 
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
         thin = self.A(self.drop(x)) * self.scale
@@ -79,6 +79,7 @@ def around(model: nn.Module, settings: AdapterSettings,
             new: Callable[[nn.Linear, Sequence[int]], Adapter]) -> None:
     model.requires_grad_(False)
     for block in model.blocks:
-        bases = {name: one for name, one in block.named_modules() if isinstance(one, nn.Linear)}
+        bases = {name: module for name, module in block.named_modules()
+                 if isinstance(module, nn.Linear)}
         for name in adapted(bases, settings):
             block.set_submodule(name, new(bases[name], fused(model.config, f"{name}.weight")))

@@ -107,9 +107,9 @@ def backend(name: str, model: ModelConfig) -> Attend:
         raise ConfigError(f"system.attention={name} {problem}")
     if rule is None:
         return getattr(KINDS[model.attention.name].load(), name)
-    for one in (rule, CAUSAL, EVERY_KEY):
+    for used_rule in (rule, CAUSAL, EVERY_KEY):
         # computed now, because a compiled graph cannot compute this cached property
-        _ = one.words
+        _ = used_rule.words
     # without the check of the rule, since every backend computes full attention
     call = row.load()
     return getattr(call, "__wrapped__", call) if rule == CAUSAL else partial(call, rule=rule)
@@ -118,7 +118,7 @@ def backend(name: str, model: ModelConfig) -> Attend:
 def able_backend(model: ModelConfig) -> Attend:
     """Returns PyTorch's attention, or else the first backend that supports `model`."""
     asked = Attending(model=model)
-    return backend(next(one for one in ("sdpa", *ATTENTION) if not why_not(one, asked)), model)
+    return backend(next(name for name in ("sdpa", *ATTENTION) if not why_not(name, asked)), model)
 
 
 def partial_of(name: str) -> Partial:

@@ -128,14 +128,14 @@ class KeysValues(Cache):
             self.kept = torch.tensor(list(held.values()), device=self.device)
             self.places[:, self.at[2]] = self.kept
             return
-        taken, ends = [self.slots.of(n) for n in lengths], [min(n + 1, count) for n in lengths]
+        used_slots, ends = [self.slots.of(n) for n in lengths], [min(n + 1, count) for n in lengths]
         self.filled = max(ends)
-        if len(set(taken)) == 1:
-            self.at = whole, whole, slice(taken[0], taken[0] + 1)
-            self.places[:, taken[0]] = torch.tensor(lengths, device=self.device)
+        if len(set(used_slots)) == 1:
+            self.at = whole, whole, slice(used_slots[0], used_slots[0] + 1)
+            self.places[:, used_slots[0]] = torch.tensor(lengths, device=self.device)
         else:
-            rows, groups = torch.arange(len(taken)), torch.arange(self.config.G)
-            at = torch.tensor(taken)
+            rows, groups = torch.arange(len(used_slots)), torch.arange(self.config.G)
+            at = torch.tensor(used_slots)
             self.at = tuple(t.to(self.device)
                             for t in (rows[:, None, None], groups[:, None], at[:, None, None]))
             self.places[rows, at] = torch.tensor(lengths, device=self.device)
@@ -165,10 +165,10 @@ class KeysValues(Cache):
         return last_token(q, keys, values, mask, own, self.rule)
 
     def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.lengths, one.places = self.lengths[b:b + 1], self.places[b:b + 1]
-        one.layers = [(k.row(b), v.row(b)) for k, v in self.layers]
-        return one
+        view = copy.copy(self)
+        view.lengths, view.places = self.lengths[b:b + 1], self.places[b:b + 1]
+        view.layers = [(k.row(b), v.row(b)) for k, v in self.layers]
+        return view
 
     def clear(self) -> None:
         super().clear()
@@ -218,8 +218,8 @@ class Stored:
     def __init__(self, format: CacheFormat, shape: tuple[int, ...], dtype: torch.dtype,
                  device: torch.device | str):
         self.format, self.dtype, self.E = format, dtype, shape[-1]
-        one = self.encode(torch.zeros(self.E, dtype=dtype, device=device))
-        self.parts = [t.new_zeros(*shape[:-1], *t.shape) for t in one]
+        encoded = self.encode(torch.zeros(self.E, dtype=dtype, device=device))
+        self.parts = [t.new_zeros(*shape[:-1], *t.shape) for t in encoded]
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         return (x,)
@@ -237,9 +237,9 @@ class Stored:
         return self.decode(*(part[:, :, :slots] for part in self.parts))
 
     def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.parts = [part[b:b + 1] for part in self.parts]
-        return one
+        view = copy.copy(self)
+        view.parts = [part[b:b + 1] for part in self.parts]
+        return view
 
     @property
     def nbytes(self) -> int:

@@ -86,11 +86,11 @@ class _OfRow(torch.optim.Optimizer):
                 w, g, state = p, p.grad.to_dense(), self.state[p]
                 w, g = (w.mT, g.mT) if layout == "transposed" else (w, g)
                 thirds = (p.shape[0] // 3,) * 3 if layout == "thirds" else ()
-                told = Parameter("a parameter", tuple(w.shape), fused=thirds)
+                parameter = Parameter("a parameter", tuple(w.shape), fused=thirds)
                 for slot in () if state else of.row.slots:
-                    shape = slot.shape(told.shape, settings)
+                    shape = slot.shape(parameter.shape, settings)
                     state[slot.name] = w.new_zeros(w.shape if shape is None else shape)
                 state["step"] = int(state.get("step", 0)) + 1
                 slots = [state[slot.name] for slot in of.row.slots]
-                of.rule(w, g, slots, settings, state["step"], *[told] * of.row.told)
+                of.rule(w, g, slots, settings, state["step"], *[parameter] * of.row.told)
         return loss

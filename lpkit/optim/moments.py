@@ -94,12 +94,12 @@ def nearest(blocks: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
 def levels(signed: bool) -> Tensor:
     """Returns the 256 values, ascending, in float32: 0, 1, and for each decade the midpoints of
     equal parts of (0.1, 1). Each decade has twice as many parts as the decade below."""
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for i in range(DECADES):
         edges = torch.linspace(0.1, 1, 2**(i + (not signed)) + 1, dtype=torch.float32)
         middles = ((edges[:-1] + edges[1:]) / 2 * 10.0**(i - DECADES + 1)).tolist()
-        found += middles + ([-x for x in middles] if signed else [])
-    return torch.tensor(sorted(found))
+        values += middles + ([-x for x in middles] if signed else [])
+    return torch.tensor(sorted(values))
 
 
 @cache

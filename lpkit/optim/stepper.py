@@ -196,11 +196,11 @@ class Stepper(torch.optim.Optimizer):
             return
         slots = self._decoded(tensors, rule)
         w = p.detach() if drawing is None else p.float()
-        told = (self.told[p],) if rule.row.told else ()
+        parameter = (self.told[p],) if rule.row.told else ()
         if self.instead:
             self.instead[rule.settings](p.grad.float(), slots, now)
         else:
-            rule.function(w, p.grad.float(), slots, now, update, *told)
+            rule.function(w, p.grad.float(), slots, now, update, *parameter)
         for part, moment, slot in zip(self._by_slot(tensors), slots, rule.row.slots):
             self.codec.encode(part, moment, signed=slot.signed)
         if drawing is not None and not self.instead:

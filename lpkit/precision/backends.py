@@ -32,9 +32,9 @@ class Backend(ABC):
         """Returns this backend with the products that a run has chosen."""
         if products is None:
             return self
-        made = copy(self)
-        made.wide = products.used == "float32"
-        return made
+        backend = copy(self)
+        backend.wide = products.used == "float32"
+        return backend
 
     def plain(self, linear: nn.Linear) -> nn.Linear:
         """Returns the module that replaces a Linear whose operands are not cast."""

@@ -136,7 +136,7 @@ class Arithmetic(Backend):
                 fast: bool = False) -> Tensor: ...
 
     @abstractmethod
-    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *,
+    def taken(self, existing: Scaled, cast: Cast, dtype: torch.dtype, *,
               both: bool = False) -> Scaled:
         """Returns the operand that `cast` would return, from existing 8-bit values and scales."""
 
@@ -166,7 +166,8 @@ class Scaling(nn.Module):
             self.register_buffer("draws", zero((), dtype=torch.int64))
             keys = [[seed_words(seed << 32 | zlib.crc32(f"{name} {product} {role}".encode()))
                      for role in ROLES] for product in PRODUCTS]
-            self.register_buffer("keys", torch.tensor(keys).to(self.weight.device), persistent=False)
+            self.register_buffer("keys", torch.tensor(keys).to(self.weight.device),
+                                 persistent=False)
         for role in ROLES:
             self.register_buffer(f"nonfinite_{role}", zero((), dtype=torch.int64), persistent=False)
             if recipe.delayed:
@@ -240,8 +241,8 @@ class Scaling(nn.Module):
         if role == "w" and self.gathered is not None:
             operand = self.cast(product, role, x, dtype, first=True)
             return operand, lambda: self.cast(product, role, x, dtype, both=True).T
-        one, two = self.recipe.cast_of[product, role], self.recipe.cast_of[other, role]
-        shared = both and one is not None and one == two and self.arithmetic.shares(one)
+        cast, other_cast = self.recipe.cast_of[product, role], self.recipe.cast_of[other, role]
+        shared = both and cast is not None and cast == other_cast and self.arithmetic.shares(cast)
         operand = self.cast(product, role, x, dtype, first=True, both=shared)
         return operand, lambda: operand.T if shared else self.cast(other, role, x.T, dtype)
 

@@ -55,8 +55,8 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     x = TRANSFORMS[cast.transform](x)
     to, rule = format_of(cast.format), SCALES[cast.scale]
     if fold and rule.fused and ALL not in cast.block and x.device.type == "cpu":
-        made = kernel.mx(x, to, rule=rule.fused, block=cast.block, dtype=dtype, noise=noise)
-        return Scaled(data=made.values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
+        blocks = kernel.mx(x, to, rule=rule.fused, block=cast.block, dtype=dtype, noise=noise)
+        return Scaled(data=blocks.values, scale=torch.ones(1, 1), nonfinite=blocks.nonfinite)
     largest, nonfinite = kernel.amax(x, cast.block)
     both, scale, tensor = decide(largest, amax, cast.scale, to)
     if rule.identity:
@@ -141,13 +141,14 @@ class Emulated(Arithmetic):
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
 
-    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
+    def taken(self, existing: Scaled, cast: Cast, dtype: torch.dtype, *,
+              both: bool = False) -> Scaled:
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        values, scale = made.data.to(held), made.scale
+        values, scale = existing.data.to(held), existing.scale
         if SCALES[cast.scale].folds:
             values = Scaled(data=values, scale=scale).dequantise(held)
             scale = scale.new_ones(1, 1)
-        return Scaled(data=values, scale=scale, amax=made.amax, nonfinite=made.nonfinite)
+        return Scaled(data=values, scale=scale, amax=existing.amax, nonfinite=existing.nonfinite)
 
     def shares(self, cast: Cast) -> bool:
         return cast.transposes

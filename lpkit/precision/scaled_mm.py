@@ -59,11 +59,11 @@ class ScaledMM(Arithmetic):
         for product, (a, b) in recipe.products.items():
             if a is None or b is None:
                 return f"{product} has one operand in {recipe.compute}, and both must be cast"
-            found = HARDWARE.get(a.format, {}).get((a.block, b.block))
-            if found is None or (a.format, b.format) == ("e5m2", "e5m2"):
+            support = HARDWARE.get(a.format, {}).get((a.block, b.block))
+            if support is None or (a.format, b.format) == ("e5m2", "e5m2"):
                 return (f"there is no product of {a.format} {a.block} and {b.format} {b.block} "
                         f"blocks, as {product} needs")
-            needed, cpu, what = found
+            needed, cpu, what = support
             if a.block == (1, 128) and (a.format, b.format) != ("e4m3fn", "e4m3fn"):
                 return (f"PyTorch multiplies {what} in E4M3 alone, and {product} has {a.format} "
                         f"and {b.format}")
@@ -105,8 +105,9 @@ class ScaledMM(Arithmetic):
         return cast_operand(x, cast, amax=amax, noise=noise, both=both,
                             by=lambda name: getattr(self, name.replace("-", "_")))
 
-    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
-        return replace(made, turned=made.transposed()) if both else made
+    def taken(self, existing: Scaled, cast: Cast, dtype: torch.dtype, *,
+              both: bool = False) -> Scaled:
+        return replace(existing, turned=existing.transposed()) if both else existing
 
     def shares(self, cast: Cast) -> bool:
         # products draw different noise, unless the cast is its own transpose

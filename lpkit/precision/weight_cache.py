@@ -86,8 +86,8 @@ class WeightCache:
         """Returns `make()`, or its earlier result for the same key. One cast per product is kept.
         """
         if product not in self.casts or self.casts[product][0] != key:
-            made = make()
-            self.casts[product] = key, made if with_amax else replace(made, amax=None)
+            scaled = make()
+            self.casts[product] = key, scaled if with_amax else replace(scaled, amax=None)
         return self.casts[product][1]
 
 

@@ -90,7 +90,7 @@ def raced_attention(**model):
 def test_attention_is_compiled_for_two_shapes(graphs, flex, monkeypatch):
     """At hand, where float64 has room, and at the step's size."""
     monkeypatch.setattr(attention, "candidates",
-                        lambda given: {"plain": attention._told("plain", given.rule), "sdpa": plain,
+                        lambda given: {"plain": attention._with_rule("plain", given.rule), "sdpa": plain,
                                        "flex": flex})
     raced_attention()
     assert {one[0][2] for one in flex.made if isinstance(one, tuple)} == {1024, 1100}
@@ -107,7 +107,7 @@ def test_what_is_compiled_for_a_shape_is_still_verified(graphs, flex, monkeypatc
 
     off.by_shape = off_at_work.by_shape = True
     monkeypatch.setattr(attention, "candidates", lambda given: {
-        "plain": attention._told("plain", given.rule), "sdpa": plain, "flex": off,
+        "plain": attention._with_rule("plain", given.rule), "sdpa": plain, "flex": off,
         "flex-2": off_at_work})
     why = raced_attention().why
     assert "not flex: differs" in why

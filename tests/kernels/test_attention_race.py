@@ -111,7 +111,7 @@ def test_planted_backends_are_refused_and_right_ones_pass():
         assert why.startswith("differs from its definition"), (name, kind, given, why)
         for right in attention.candidates(given) if i % 4 == 0 else ():
             passed[right] = passed.get(right, "") or wrong(kernel,
-                                                           attention._told(right, given.rule), hand)
+                                                           attention._with_rule(right, given.rule), hand)
     assert set(passed) >= {"plain", "sdpa", "tiled"} and not any(passed.values()), passed
 
 

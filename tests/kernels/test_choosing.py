@@ -362,8 +362,8 @@ def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
     given = dataclasses.replace(asked(context=70), device="gpu")
     monkeypatch.setitem(attention.AT_HAND, "gpu", 33)
     monkeypatch.setattr(attention, "candidates",
-                        lambda given: {"plain": attention._told("plain", given.rule)})
-    monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads
+                        lambda given: {"plain": attention._with_rule("plain", given.rule)})
+    monkeypatch.setattr(attention, "_with_rule", lambda name, rule, told=attention._with_rule: few_heads
                         if name == "sdpa-cudnn" else told(name, rule))
     with pytest.raises(ConfigError,
                        match=r"^system.attention=sdpa-cudnn: attention-\w+ differs from its "
