@@ -91,14 +91,14 @@ def _norm_bytes(x: Tensor, *others: Tensor | float | None) -> int:
 
 
 def _norm_builds(centred: bool, bias: bool, add: bool) -> tuple[Build, ...]:
-    said = {"CENTRED": centred, "BIAS": bias, "ADD": add, "BLOCK": 4096}
+    flags = {"CENTRED": centred, "BIAS": bias, "ADD": add, "BLOCK": 4096}
     forward = dict.fromkeys(("x", "s", "y", "delta"), "*bf16") | dict.fromkeys(
         ("w", "b", "mean", "r"), "*fp32") | {"N": "i32", "eps": "fp32"}
     backward = dict.fromkeys(("s", "dy", "ds", "dx"), "*bf16") | dict.fromkeys(
         ("w", "mean", "r", "dw", "db"), "*fp32") | {"M": "i32", "N": "i32"}
-    return (Build(kernel=norm._forward, signature=forward, constants=said, warps=8,
+    return (Build(kernel=norm._forward, signature=forward, constants=flags, warps=8,
                   unaligned=("eps",)),
-            Build(kernel=norm._backward, signature=backward, constants=said, warps=8,
+            Build(kernel=norm._backward, signature=backward, constants=flags, warps=8,
                   unaligned=("M",)))
 
 
