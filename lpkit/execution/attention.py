@@ -55,7 +55,7 @@ WHERE = "system.attention"
 
 
 def of_parts(config: Config) -> Choice | None:
-    """Returns the choice for ranks that attend to parts of the keys; None if ranks do not."""
+    """Return the choice for ranks that attend to parts of the keys; None if ranks do not."""
     layout, asked = config.parallel, config.system.attention
     if layout.context == 1 or not CONTEXT[layout.attention].partial:
         return None
@@ -65,7 +65,7 @@ def of_parts(config: Config) -> Choice | None:
 
 def choose(asked: str, config: Config, device: torch.device, *, compute: str | None,
            before: str | None = None) -> Choice:
-    """Chooses the attention backend. `compute`: the dtype of autocast. `before`: the backend that a
+    """Choose the attention backend. `compute`: the dtype of autocast. `before`: the backend that a
     resumed run began with. Raises ConfigError for a backend that cannot run."""
     if combines := of_parts(config):
         return combines
@@ -91,12 +91,12 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
 
 
 def flops(model: ModelConfig) -> float:
-    """Returns the FLOPs of causal attention to one sequence, forward and backward."""
+    """Return the FLOPs of causal attention to one sequence, forward and backward."""
     return 6 * model.L * model.H * model.E * model.T**2
 
 
 def race(given: Attending, batch: int, device: torch.device) -> Choice:
-    """Returns the fastest correct backend, forward and backward, at the run's shapes. On a CPU the
+    """Return the fastest correct backend, forward and backward, at the run's shapes. On a CPU the
     race uses fewer sequences, then fewer groups of heads, then fewer tokens, for RACED_FLOPS."""
     from lpkit.kernels.choose import choose as raced
 
@@ -119,7 +119,7 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
 
 
 def verified(name: str, given: Attending, batch: int, device: torch.device) -> None:
-    """Raises ConfigError if the backend `name` fails or differs from the definition. On a GPU it is
+    """Raise ConfigError if the backend `name` fails or differs from the definition. On a GPU it is
     also tried at the run's shapes."""
     from lpkit.kernels.choose import choose as raced
 
@@ -130,7 +130,7 @@ def verified(name: str, given: Attending, batch: int, device: torch.device) -> N
 
 
 def candidates(given: Attending) -> dict[str, Any]:
-    """Returns the definition and all backends that may be the fastest."""
+    """Return the definition and all backends that may be the fastest."""
     rows = {name: row for name, row in ATTENTION.items()
             if name == "plain" or not why_not(name, given)}
     return {name: _with_rule(name, given.rule) for name in rows}
@@ -146,7 +146,7 @@ def _name(given: Attending) -> str:
 
 
 def of_backends(given: Attending) -> Kernel:
-    """Returns attention under a rule as a Kernel with arguments q, k, v, documents, sinks."""
+    """Return attention under a rule as a Kernel with arguments q, k, v, documents, sinks."""
     from lpkit.kernels.kernel import Kernel
 
     return Kernel(definition=_with_rule("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
@@ -154,7 +154,7 @@ def of_backends(given: Attending) -> Kernel:
 
 
 def examples(given: Attending, draw: torch.Generator, device: torch.device) -> Iterator[tuple]:
-    """Yields inputs that expose wrong backends.
+    """Yield inputs that expose wrong backends.
 
     Their sizes are a few tokens, some more tokens than a kernel's tile, and as many as reach the
     edge of the rule's window. Each size comes twice with different numbers, so that a stale result
@@ -177,7 +177,7 @@ def at_hand(given: Attending, device: torch.device) -> list[tuple]:
 
 def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T: int,
           draw: torch.Generator | None = None) -> tuple:
-    """Draws q, k, v with the strides that a model gives them, and documents and sinks if the rule
+    """Draw q, k, v with the strides that a model gives them, and documents and sinks if the rule
     has them."""
     m, rule = given.model, given.rule
     draw = draw or torch.Generator().manual_seed(1)
@@ -193,7 +193,7 @@ def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T:
 
 
 def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = False) -> str:
-    """Returns which of PyTorch's kernels computes `used`, if that is sdpa; otherwise "". Raises
+    """Return which of PyTorch's kernels computes `used`, if that is sdpa; otherwise "". Raises
     ConfigError if `refuse`, and sdpa would use PyTorch's formula, which stores all scores, instead
     of a fused kernel."""
     m, rule = given.model, given.rule

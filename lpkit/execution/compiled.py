@@ -31,7 +31,7 @@ HOW = {BLOCKS: "each block is compiled once for all of them, and head and loss t
 
 
 def choose(asked: bool | str, device: torch.device) -> Choice:
-    """Chooses what is compiled. Raises ConfigError if compiling was requested and cannot work here.
+    """Choose what is compiled. Raises ConfigError if compiling was requested and cannot work here.
     """
     if asked == "auto" and device.type != "cuda":
         return Choice(asked="auto", used=OFF,
@@ -51,7 +51,7 @@ def choose(asked: bool | str, device: torch.device) -> Choice:
 
 
 def compiled(function: Callable[..., Any], backend: str | Callable = "inductor") -> Callable:
-    """Returns `function`, compiled for this caller alone. PyTorch stores compiled code by code
+    """Return `function`, compiled for this caller alone. PyTorch stores compiled code by code
     object, and runs a function's ninth variant eagerly. It also remembers sizes by file, line and
     name, and makes them dynamic if a second model has other sizes. So each call gets a new code
     object with a new name."""
@@ -104,7 +104,7 @@ class _HiddenKnown:
 
 def with_head(loss: Loss, autocast: AbstractContextManager,
               backend: str | Callable = "inductor") -> Loss:
-    """Returns `loss`, compiled together with the head of the model that it is given."""
+    """Return `loss`, compiled together with the head of the model that it is given."""
     def tail(h: Tensor, head: nn.Module, batch: Batch) -> Tensor:
         return loss(_HiddenKnown(h, head), batch)
 

@@ -89,7 +89,7 @@ class Kernels(Transform):
         return choices
 
     def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
-        """Returns the arguments of each kernel in a training forward and backward, by its name: for
+        """Return the arguments of each kernel in a training forward and backward, by its name: for
         a few tokens, for which float64 has room, and for a micro-batch."""
         B, T = self.batch
         (few, some), (many, logits) = self._seen(model, 1, min(T, FEW)), self._seen(model, B, T)
@@ -101,7 +101,7 @@ class Kernels(Transform):
 
     def _seen(self, model: nn.Module, B: int, T: int
               ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
-        """Returns the calls by kernel and by kind (all but tensor sizes), and the logits. The calls
+        """Return the calls by kernel and by kind (all but tensor sizes), and the logits. The calls
         come from the first block's forward and backward, and from the model's forward without
         gradients."""
         everywhere: dict[str, dict[tuple, tuple]] = {}
@@ -131,7 +131,7 @@ class Kernels(Transform):
 
 
 def _of_loss(logits: Tensor) -> list[tuple]:
-    """Returns arguments of the loss for these logits, without and with weights of tokens."""
+    """Return arguments of the loss for these logits, without and with weights of tokens."""
     rows = torch.arange(len(logits), device=logits.device)
     targets = rows * 7 % logits.shape[1]
     return [(logits, targets), (logits, targets, (rows % 3).float())]
@@ -144,7 +144,7 @@ def offered(name: str) -> Mapping[str, Callable[..., Any]]:
 
 @contextmanager
 def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[None]:
-    """Fills `seen` with the first call of each kind in the block."""
+    """Fill `seen` with the first call of each kind in the block."""
     all_sites = list(sites(model))
     for module, attribute, name in all_sites:
         call = partial(_watched, getattr(module, attribute), seen.setdefault(name, {}))

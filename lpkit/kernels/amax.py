@@ -64,7 +64,7 @@ def empty_stats(x: Tensor) -> Tensor:
 
 
 def numbers(stats: Tensor) -> Tensor:
-    """Returns the largest magnitude and the scale, (2,) float32."""
+    """Return the largest magnitude and the scale, (2,) float32."""
     return stats.view(torch.float32)[::64]
 
 

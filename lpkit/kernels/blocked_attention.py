@@ -49,7 +49,7 @@ class _Pieces:
         self.masks: dict[int, Tensor | None] = {}
 
     def own(self, t: Tensor, groups: int) -> Tensor:
-        """Copies (b, heads, rows, E) to (b * groups, rows of all heads of a group, E)."""
+        """Copy (b, heads, rows, E) to (b * groups, rows of all heads of a group, E)."""
         copy = torch.empty(t.shape, dtype=self.work, device=t.device).copy_(t)
         return copy.view(len(t) * groups, -1, t.shape[-1])
 
@@ -58,7 +58,7 @@ class _Pieces:
         return scores.unflatten(1, (self.repeats, -1)).flatten(0, 1)
 
     def blocks(self, sequence: int) -> Iterator[tuple[slice, list[tuple[int, int]], Tensor | None]]:
-        """Yields slices of queries, the spans of keys that they see, and a mask (None: all keys are
+        """Yield slices of queries, the spans of keys that they see, and a mask (None: all keys are
         seen). A mask covers the keys from the first hidden one on."""
         if self.rule.documents and sequence != self.sequence:
             self.sequence, self.masks = sequence, {}
@@ -83,14 +83,14 @@ class _Pieces:
 
 
 def _known(ids: Tensor) -> bool:
-    """Returns whether the ids have values. If only shapes are computed, all tokens count as one
+    """Return whether the ids have values. If only shapes are computed, all tokens count as one
     document."""
     return not (ids.is_meta or isinstance(ids, FakeTensor))
 
 
 def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
           ids: Tensor) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Returns the blocks without the keys that are before every document of a block's queries, for
+    """Return the blocks without the keys that are before every document of a block's queries, for
     any order of `ids` (T,)."""
     if not _known(ids):
         return blocks
@@ -105,12 +105,12 @@ def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
 
 
 def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:
-    """Returns whether all tokens of these spans are of one document."""
+    """Return whether all tokens of these spans are of one document."""
     return not _known(ids) or all(bool((ids[a:b] == ids[spans[0][0]]).all()) for a, b in spans)
 
 
 def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """Returns the keys of all spans, joined along dimension 1."""
+    """Return the keys of all spans, joined along dimension 1."""
     if len(spans) == 1:
         [(a, b)] = spans
         return t[:, a:b]
@@ -118,7 +118,7 @@ def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
 
 
 def _shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Returns fake results, for symbolic sizes, too: the sizes of blocks must be known."""
+    """Return fake results, for symbolic sizes, too: the sizes of blocks must be known."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -135,7 +135,7 @@ def _shapes_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: 
 @torch.autocast("cpu", enabled=False)
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: str, wide: bool) -> tuple[Tensor, Tensor]:
-    """Returns the output, and log-sums (B, H, T) of the exponentials of each query's scores."""
+    """Return the output, and log-sums (B, H, T) of the exponentials of each query's scores."""
     p = _Pieces(q, k, documents, in_words(rule), wide)
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
@@ -163,7 +163,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
               sinks: Tensor | None, sums: Tensor,
               rule: str, wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k, v and sinks; the last one is empty without sinks."""
+    """Return the gradients of q, k, v and sinks; the last one is empty without sinks."""
     p = _Pieces(q, k, documents, in_words(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def captured(function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """Captures the kernels that `function` queues, without running them. Returns a function that
+    """Capture the kernels that `function` queues, without running them. Returns a function that
     runs them, and the result of `function`, whose tensors each run fills. Raises RuntimeError if
     `function` waits for the GPU."""
     graph = torch.cuda.CUDAGraph()

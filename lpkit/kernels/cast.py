@@ -74,7 +74,7 @@ class Noise:
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """Returns two 32-bit words that depend on all bits of a seed (splitmix64)."""
+    """Return two 32-bit words that depend on all bits of a seed (splitmix64)."""
     z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -109,7 +109,7 @@ SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits to add
 # ---- public operations ---------------------------------------------------------------------------
 
 def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
-    """Returns largest magnitudes. Raises ConfigError when the blocks do not tile."""
+    """Return largest magnitudes. Raises ConfigError when the blocks do not tile."""
     _check_input(x)
     on_cpu = x.device.type == "cpu"
     matrix, *tiles, turned = in_tiles(x, block)
@@ -122,7 +122,7 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
 def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
         block: tuple[int, int] | None = None, rescale: Tensor | bool = True,
         dtype: torch.dtype | None = None, noise: Noise | None = None) -> Tensor:
-    """Returns round(x / scale) on the grid of `fmt`, multiplied by the scale again, like x.
+    """Return round(x / scale) on the grid of `fmt`, multiplied by the scale again, like x.
 
     scale:   a number or a 0-dim tensor, not negative; with `block`, float32 (R / r, C / c). A scale
              of 0 makes every element 0
@@ -145,7 +145,7 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
 
 def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None = None,
        noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK) -> Blocks:
-    """Casts blocks whose elements share a scale that is a power of two (E8M0, in `scales`).
+    """Cast blocks whose elements share a scale that is a power of two (E8M0, in `scales`).
 
     Bit-equal to torchao's to_mx and to_dtype (0.18), except for three kinds of blocks: scales of
     2^-127 (torchao quantises and dequantises with different numbers), "rceil" close to a power of
@@ -168,7 +168,7 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Multiplies every 16 elements of the last axis, with SIGNS, by a Hadamard matrix / 4, in
+    """Multiply every 16 elements of the last axis, with SIGNS, by a Hadamard matrix / 4, in
     float32. This spreads outliers (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
     _check_input(x)
     matrix, *_, turned = in_tiles(x, (1, HADAMARD))
@@ -183,7 +183,7 @@ def hadamard(x: Tensor) -> Tensor:
 # name, noise is `Noise.words`. If x is `turned`, its elements are numbered down its columns.
 
 def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns the largest magnitude of each block."""
+    """Return the largest magnitude of each block."""
     return _blocks(x, rows, columns).abs().amax((1, 3)).float(), (~x.isfinite()).sum()
 
 
@@ -236,12 +236,12 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _power(code: Tensor) -> Tensor:
-    """Returns 2^(code - 127) for codes from 0 on; at 0 it is a subnormal float32."""
+    """Return 2^(code - 127) for codes from 0 on; at 0 it is a subnormal float32."""
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
 def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tensor:
-    """Rounds float32 to the grid and saturates; see the top of this file."""
+    """Round float32 to the grid, and saturate; see the top of this file."""
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
     exponent = (size.view(torch.int32) & 0x7F800000).clamp(min=(grid.min_exponent + 127) << 23)
@@ -259,7 +259,7 @@ def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tenso
 
 
 def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
-    """Returns numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
+    """Return numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
     word, (counter, k0, k1) = 0xFFFFFFFF, noise
     i = torch.arange(like.numel(), device=like.device)
     if turned:
@@ -275,7 +275,7 @@ def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
 
 
 def _codes(y: Tensor, grid: Format) -> Tensor:
-    """Returns the bit patterns of values on the grid, uint8."""
+    """Return the bit patterns of values on the grid, uint8."""
     size, m = y.abs(), grid.mantissa_bits
     normal = (size.view(torch.int32) >> (23 - m)) - ((127 - grid.bias) << m)
     subnormal = (size * 2.0**(m - grid.min_exponent)).int()
@@ -308,7 +308,7 @@ def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_plain(x: Tensor) -> None:
-    """Refuses wrappers such as DTensor, which have no memory of their own."""
+    """Refuse wrappers such as DTensor, which have no memory of their own."""
     # traced tensors were checked before, and their layout may not be available
     if torch.compiler.is_compiling():
         return
@@ -335,7 +335,7 @@ def _check_input(x: Tensor) -> None:
 
 
 def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
-    """Returns x as a contiguous matrix (R, C), how many blocks its axes have, and whether the
+    """Return x as a contiguous matrix (R, C), how many blocks its axes have, and whether the
     matrix is x's transpose (the transpose of a transposed view is contiguous)."""
     x = x.detach() if x.requires_grad else x
     turned = x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
@@ -407,7 +407,7 @@ def _library() -> ctypes.CDLL | None:
 # may have lost its storage (FSDP frees it), so operators check again before C reads an address.
 
 def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
-    """Returns the address of x's `count` elements for C, and their kind."""
+    """Return the address of x's `count` elements for C, and their kind."""
     address = x.data_ptr()
     if not address or x.numel() != count or x.dtype not in dtypes or not x.is_contiguous():
         raise TypeError(f"a cast needs {count} elements that lie together in memory, got "

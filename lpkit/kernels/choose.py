@@ -73,7 +73,7 @@ def candidates(kernel: Kernel) -> dict[str, Version]:
 
 
 def compiled(definition: Version, *arguments: Any, only: Collection[tuple] = ()) -> Any:
-    """Calls the definition, compiled for these shapes. With `only`, other shapes run uncompiled,
+    """Call the definition, compiled for these shapes. With `only`, other shapes run uncompiled,
     because each compilation takes seconds. Inside of another compiled function, the definition
     becomes a part of that function's graph."""
     if torch.compiler.is_compiling():
@@ -95,7 +95,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
            within_seconds: float = math.inf, setting: str = "system.kernels",
            definition: str = "", in_block: bool = False, captured: bool = False,
            cache: Path | None = None) -> Chosen:
-    """Chooses the version for calls like those `at_hand`, each a tuple of arguments. asked: "auto"
+    """Choose the version for calls like those `at_hand`, each a tuple of arguments. asked: "auto"
     or a version's name. Errors name the option `setting`, and call the definition `definition`.
 
     offered:  the candidates, the definition first; None: the kernel's
@@ -154,7 +154,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
 
 
 def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -> Version:
-    """Returns the version `used`. If it is the compiled one, it is compiled only for calls like
+    """Return the version `used`. If it is the compiled one, it is compiled only for calls like
     `raced`."""
     call = offered[used]
     return functools.partial(call, only=frozenset(map(shapes, raced))) if used == COMPILE else call
@@ -219,7 +219,7 @@ def _winner(seconds: Mapping[str, float], in_block: bool) -> str:
 
 def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
                    ) -> tuple[Kernel, list[tuple], dict[str, Version]]:
-    """Joins all calls into one function, and compiles each version of it into one graph, which may
+    """Join all calls into one function,, and compile each version of it into one graph, which may
     not break. A kernel then needs two or three graphs, for which a first start has time."""
     ends = list(itertools.accumulate(map(len, raced)))
     begins = [0, *ends[:-1]]
@@ -240,7 +240,7 @@ def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, V
 
 
 def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: tuple) -> str:
-    """Returns how a version differs, at a step's size, from the first of `known` for which this
+    """Return how a version differs, at a step's size, from the first of `known` for which this
     device has room; "" if it does not."""
     for other in known:
         if other is call:
@@ -258,7 +258,7 @@ def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: 
 def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
                     at_hand: Sequence[tuple], raced: Sequence[tuple],
                     examples: int | None = None) -> str:
-    """Returns why a candidate that is not trusted is `wrong`, at hand or at a step's size, if there
+    """Return why a candidate that is not trusted is `wrong`, at hand or at a step's size, if there
     is room to see it. Triton's interpreter is not tried at a step's size: it would take minutes."""
     call = offered[key]
     if key in TRUSTED or call is kernel.definition:
@@ -276,7 +276,7 @@ def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
 
 
 def why_not(version: str, at_hand: Sequence[tuple]) -> str:
-    """Returns why `version` is no candidate on this device, in one clause, or ""."""
+    """Return why `version` is no candidate on this device, in one clause, or ""."""
     on_cpu = _device(at_hand).type == "cpu"
     if version == "triton" and (why := why_no_triton()):
         return why
@@ -291,7 +291,7 @@ def why_not(version: str, at_hand: Sequence[tuple]) -> str:
 
 def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
           examples: int | None = None) -> str:
-    """Returns why `call` is wrong, or "". Tries `examples` examples (None: all of them, and CALLS
+    """Return why `call` is wrong, or "". Tries `examples` examples (None: all of them, and CALLS
     calls of each call at hand). An example that a version refuses by a ConfigError is skipped. A
     version that compiles by shape is another program for each shape, so it is tried only at hand.
     """
@@ -335,7 +335,7 @@ def _device(calls: Sequence[tuple]) -> torch.device:
 
 
 def _kept(path: Path) -> dict:
-    """Returns a stored record, if it has the form that this module writes. Raises ConfigError,
+    """Return a stored record, if it has the form that this module writes. Raises ConfigError,
     OSError."""
     record = records.unsealed(read_private(path, MOST_BYTES), path)
     forms = {"seconds": lambda s: isinstance(s, float) and 0 <= s < math.inf,
@@ -348,7 +348,7 @@ def _kept(path: Path) -> dict:
 
 def _check(record: dict, kernel: Kernel, offered: Mapping[str, Version],
            at_hand: Sequence[tuple], raced: Sequence[tuple]) -> None:
-    """Raises DamagedError for a record that this machine would not write today."""
+    """Raise DamagedError for a record that this machine would not write today."""
     seconds, refused = record["seconds"], record["refused"]
     if not seconds or sorted([*seconds, *refused]) != sorted(offered):
         raise DamagedError(f"it is of {shown(', '.join([*seconds, *refused]))}, and the candidates "
@@ -392,7 +392,7 @@ def shapes(arguments: tuple) -> tuple:
 
 
 def _machine() -> str:
-    """Returns a digest of the machine, its libraries, and whether it can compile for a GPU."""
+    """Return a digest of the machine, its libraries, and whether it can compile for a GPU."""
     machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *cpu_limits()]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties()
@@ -414,7 +414,7 @@ def _driver() -> str:
 
 
 def _source(*calls: Callable) -> str:
-    """Returns digests of the files that define these functions, and their keyword arguments."""
+    """Return digests of the files that define these functions, and their keyword arguments."""
     files = {inspect.getsourcefile(inspect.unwrap(getattr(call, "func", call))) for call in calls}
     keywords = repr([getattr(call, "keywords", {}) for call in calls])
     return keywords + "".join(hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -54,7 +54,7 @@ MOST_SAID = 2**24                   # bytes; a process that writes more is stopp
 
 
 def load(name: str, arguments: Mapping[str, Sequence[Any]] | None = None) -> ctypes.CDLL | None:
-    """Returns the library of `name`.c in this folder, or None. `arguments`: the argument types of
+    """Return the library of `name`.c in this folder, or None. `arguments`: the argument types of
     its functions, as the source declares them."""
     library = _opened(name)[0]
     for function, types in (arguments or {}).items() if library else ():
@@ -73,7 +73,7 @@ def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
 
 def open_library(source: Path, cache: Path,
                  compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
-    """Opens the library of `source`, from `cache` or newly compiled."""
+    """Open the library of `source`, from `cache` or newly compiled."""
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, "
@@ -104,7 +104,7 @@ def _torch(why: str) -> Choice:
 # ---- which library may be loaded
 
 def _trusted(cache: Path, stem: str) -> ctypes.CDLL | None:
-    """Returns the library of that name if its content matches its name. Raises ConfigError for a
+    """Return the library of that name if its content matches its name. Raises ConfigError for a
     library that may not be loaded, and OSError."""
     for path in sorted(cache.glob(f"{stem}-*")):
         with open_own(path, "rb") as file:
@@ -127,7 +127,7 @@ def _loaded(file: IO, path: Path) -> ctypes.CDLL:
 # ---- compiling
 
 def _compile(command: list[str], cache: Path, stem: str) -> str:
-    """Stores a library that passed its check in `cache`; otherwise returns one line with the
+    """Store a library that passed its check in `cache`; otherwise return one line with the
     reason. Raises OSError."""
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         library = Path(scratch, "made.so")
@@ -154,7 +154,7 @@ def _version(compiler: str) -> str:
 
 def _ran(command: list[str], limit: float, *,
          stderr: int = subprocess.STDOUT) -> tuple[str, list[str]]:
-    """Runs a command. Returns how it failed, or "", and the first lines of its output.
+    """Run a command. Returns how it failed, or "", and the first lines of its output.
 
     The output goes to a file: a pipe would stay open as long as any process that the command
     started. Raises OSError for a command that takes more than `limit` seconds or writes too much.
@@ -182,7 +182,7 @@ def _ran(command: list[str], limit: float, *,
 
 
 def _processor() -> str:
-    """Returns the facts on which -march=native depends."""
+    """Return the facts on which -march=native depends."""
     facts = cpu_facts()
     keys = ("model name", "flags", "Features", "CPU part")
     known = (facts.get(key, "") for key in keys)

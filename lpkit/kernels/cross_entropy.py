@@ -129,7 +129,7 @@ BY = {"reference": _by_definition, "cpu": _by_c, "triton": _by_triton}
           "-> Tensor", key=EVERY_DEVICE, fake=_nats)
 def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
                    by: str = "") -> Tensor:
-    """Returns the nats of `cross_entropy`, and overwrites `logits` by the gradient. `by`: a key of
+    """Return the nats of `cross_entropy`, and overwrites `logits` by the gradient. `by`: a key of
     BY; empty for this device's default. Raises ConfigError if there is not one target and one
     weight for each row."""
     M, V = logits.shape

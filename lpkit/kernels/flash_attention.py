@@ -73,7 +73,7 @@ TileRule = namedtuple("TileRule", "b T documents window global_tokens table bloc
 @jit
 def _tile(start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
           INSIDE: tl.constexpr):
-    """Loads rows `place`, place + 1, ... of a matrix (T, E), and zeros outside of it. INSIDE: no
+    """Load rows `place`, place + 1, ... of a matrix (T, E), and zeros outside of it. INSIDE: no
     row is below the matrix."""
     row, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
     where = start + tl.cast(place, tl.int64) * stride + (row[:, None] * stride + e[None, :])
@@ -98,7 +98,7 @@ def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 @jit
 def _places(place, rule, ROWS: tl.constexpr):
-    """Returns the places of a tile's tokens, and the document of each."""
+    """Return the places of a tile's tokens, and the document of each."""
     places = place + tl.arange(0, ROWS)
     ids = places
     if rule.documents is not None:
@@ -108,7 +108,7 @@ def _places(place, rule, ROWS: tl.constexpr):
 
 @jit
 def _sums(lse, rows, T):
-    """Loads log-sums, to base 2. Outside of the matrix they are inf, so that exp(s - inf) is 0."""
+    """Load log-sums, to base 2. Outside of the matrix they are inf, so that exp(s - inf) is 0."""
     return tl.load(lse + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
 
 
@@ -128,7 +128,7 @@ def _seen(rows, columns, row_ids, column_ids, rule, MASKED: tl.constexpr):
 
 @jit
 def _score(products, rule):
-    """Returns the scores times log2(e), and their tanh if the rule caps them."""
+    """Return the scores times log2(e), and their tanh if the rule caps them."""
     scores = products * rule.scale
     reached = scores
     if rule.cap is not None:
@@ -139,7 +139,7 @@ def _score(products, rule):
 
 @jit
 def _slope(products, sums, values, deltas, seen, rule, MASKED: tl.constexpr):
-    """Returns (p, ds) from q k^T and d_out v^T, or from their transposes."""
+    """Return (p, ds) from q k^T and d_out v^T, or from their transposes."""
     scores, reached = _score(products, rule)
     p = tl.exp2(scores - sums)
     if MASKED:
@@ -153,7 +153,7 @@ def _slope(products, sums, values, deltas, seen, rule, MASKED: tl.constexpr):
 @jit
 def _tile_bounds(tile, rule, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr,
          BLOCK_K: tl.constexpr):
-    """Returns which tiles of keys a tile of queries is computed with (BY_KEYS: which tiles of
+    """Return which tiles of keys a tile of queries is computed with (BY_KEYS: which tiles of
     queries a tile of keys), as five bounds. Tiles before `far` (global tokens), from `low` to
     `near`, and from `whole` to `end` have hidden pairs and need a mask. Tiles from `near` to
     `whole` have none. With lists, the bounds are places in the lists."""
@@ -214,7 +214,7 @@ def _part(step: tl.constexpr, state, operands, bounds, tile, repeats, rule, tile
 def _over(step: tl.constexpr, state, operands, tile, repeats, rule, bound, tiles, counts, listed,
           BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
           BLOCK_K: tl.constexpr):
-    """Returns `state` after all tiles that this tile is computed with: first those with a mask."""
+    """Return `state` after all tiles that this tile is computed with: first those with a mask."""
     # MASKED is a constant of the kernel: the loop without a mask has no code for one
     bounds = _tile_bounds(tile, rule, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
     state = _part(step, state, operands, bounds, tile, repeats, rule, tiles, listed, True, BY_KEYS,
@@ -228,7 +228,7 @@ def _over(step: tl.constexpr, state, operands, tile, repeats, rule, bound, tiles
 @jit
 def _attend(state, operands, at, h, rule, MASKED: tl.constexpr, E: tl.constexpr,
             BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Adds one tile of keys to the online softmax of a tile of queries."""
+    """Add one tile of keys to the online softmax of a tile of queries."""
     total, top, weight = state
     queries, rows, ids, k, v, k_t, v_t = operands
     place = at * BLOCK_K
@@ -279,7 +279,7 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
 @jit
 def _to_queries(state, operands, at, h, rule, MASKED: tl.constexpr, E: tl.constexpr,
                 BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Adds the share of one tile of keys to dq."""
+    """Add the share of one tile of keys to dq."""
     queries, rows, ids, k, v, k_t, v_t, grads, sums, deltas = operands
     place = at * BLOCK_K
     columns, column_ids = _places(place, rule, BLOCK_K)
@@ -297,7 +297,7 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
                       q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, T, H, repeats, window,
                       global_tokens, block, across, listed, scale, cap, slope, E: tl.constexpr,
                       BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Computes dq. Also stores D, which the other kernel reads."""
+    """Compute dq. Also stores D, which the other kernel reads."""
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place, at_head = h // repeats, tile * BLOCK_Q, (b * T * H + h) * E
@@ -321,7 +321,7 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
 @jit
 def _to_keys(state, operands, at, h, rule, MASKED: tl.constexpr, E: tl.constexpr,
              BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Adds one tile of queries to dk and dv. Scores are transposed, (keys, queries)."""
+    """Add one tile of queries to dk and dv. Scores are transposed, (keys, queries)."""
     dk, dv = state
     keys, values, columns, ids, q, d_out, lse, deltas, q_h, q_t, out_t = operands
     place, h = at * BLOCK_Q, tl.cast(h, tl.int64)
@@ -376,7 +376,7 @@ NARROWER = {"forward": {128: (128, 32, 8, 1)}, "keys": {64: (32, 64, 4, 2)}}
 
 
 def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, int]:
-    """Returns the tile sizes, warps and stages of a program."""
+    """Return the tile sizes, warps and stages of a program."""
     block = max(16, triton.next_power_of_2(E))
     at = max(64, block * itemsize // 2)
     shape = (narrower and NARROWER.get(which, {}).get(at)) or SHAPES[which][at]
@@ -387,7 +387,7 @@ def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, i
 @functools.lru_cache(maxsize=64)
 def _lists(rule: Rule, T: int, queries: int, keys: int, by_keys: bool,
            device: torch.device) -> dict[str, Any]:
-    """Returns the tiles that each tile of queries (by_keys: of keys) is computed with, (tiles,
+    """Return the tiles that each tile of queries (by_keys: of keys) is computed with, (tiles,
     listed), those with a mask first; and the counts (tiles, 2): with a mask, and in all."""
     down, over = -(-T // queries), -(-T // keys)
     lists: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
@@ -408,7 +408,7 @@ def _lists(rule: Rule, T: int, queries: int, keys: int, by_keys: bool,
 
 
 def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
-    """Returns whether tiles of queries and keys may share a document, (B, down, over)."""
+    """Return whether tiles of queries and keys may share a document, (B, down, over)."""
     def ends(size: int) -> tuple[Tensor, Tensor]:
         T = documents.shape[1]
         places = torch.arange(-(-T // size) * size, device=documents.device).clamp(max=T - 1)
@@ -419,7 +419,7 @@ def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
 
 def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rule: Rule,
            which: str) -> dict[str, Any]:
-    """Returns the arguments that all kernels have in common."""
+    """Return the arguments that all kernels have in common."""
     (_, H, T, E), G, by_keys = q.shape, k.shape[1], which == "keys"
     shape = _shape(which, E, rule.documents or rule.blocks is not None, q.itemsize)
     queries, keys = shape["BLOCK_Q"], shape["BLOCK_K"]
@@ -481,7 +481,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
           flops=over_pairs(2))
 def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
             rule: str) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse). lse (B, H, T) float32: the logarithm of the sum of exponentials of a
+    """Return (out, lse). lse (B, H, T) float32: the logarithm of the sum of exponentials of a
     query's scores, -inf for a query that sees nothing. Raises ConfigError (`_check`)."""
     _check(q, k, v)
     out, lse = _results(q)
@@ -499,7 +499,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Te
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
              sinks: Tensor | None, out: Tensor, lse: Tensor,
              rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (dq, dk, dv, dsinks); dsinks is empty without sinks."""
+    """Return (dq, dk, dv, dsinks); dsinks is empty without sinks."""
     _check(q, k, v)
     (B, H, T, E), G = q.shape, k.shape[1]
     dq, dk, dv, dsinks = _gradients(d_out, q, k, v, documents, sinks)
@@ -539,7 +539,7 @@ class _Flash(torch.autograd.Function):
 @limited("triton")
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                     sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
-    """Computes `attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""
+    """Compute `attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     documents = documents.contiguous() if rule.documents else None
     return _Flash.apply(q, k, v, documents, sinks, rule.words)

@@ -105,7 +105,7 @@ def definition(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
 
 
 def _scales(scale: Tensor, cast: Cast, swizzled: bool) -> Tensor:
-    """Returns the scales as the product reads them. A 16 x 16 block's scale is repeated for each of
+    """Return the scales as the product reads them. A 16 x 16 block's scale is repeated for each of
     its rows."""
     dtype = _scale_dtype(cast)
     if dtype == torch.float8_e4m3fn:
@@ -121,7 +121,7 @@ def _scale_dtype(cast: Cast) -> torch.dtype:
 
 
 def _check(x: Tensor, cast: Cast, rows: bool, columns: bool) -> None:
-    """Raises ConfigError if x, or x.T, does not tile."""
+    """Raise ConfigError if x, or x.T, does not tile."""
     (down, across) = cast.block
     scales.check(x, (max(rows * down, columns * across), max(rows * across, columns * down)))
 
@@ -130,7 +130,7 @@ def _check(x: Tensor, cast: Cast, rows: bool, columns: bool) -> None:
 
 @jit
 def _load(x, m, n, M, N):
-    """Loads x (M, N) at rows m and columns n. Also returns offsets, and a mask of what is inside.
+    """Load x (M, N) at rows m and columns n. Also returns offsets, and a mask of what is inside.
     """
     inside = (m < M)[:, None] & (n < N)[None, :]
     at = m[:, None].to(tl.int64) * N + n[None, :]
@@ -140,7 +140,7 @@ def _load(x, m, n, M, N):
 @jit
 def _cast(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
           TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Casts a tile under the tensor's one scale. With a history, the scale follows from it, and the
+    """Cast a tile under the tensor's one scale. With a history, the scale follows from it, and the
     cast itself computes the new amax. Only while the history is still empty has the pass for the
     amax read the tensor. A NaN or an Inf makes the scale NaN, and so all values that use it."""
     tile, bits = tl.program_id(0), stats.to(tl.pointer_type(tl.int32))
@@ -245,7 +245,7 @@ def _columns(x, rows, row_scale, columns, column_scale, stats, tops, words, M, N
 @jit
 def _operand(v, data, scale, words, r, c, R, C, TO: tl.constexpr, BR: tl.constexpr,
              BC: tl.constexpr):
-    """Casts v (BR, BC), rows r and columns c of an operand (R, C). Returns the bits of the largest
+    """Cast v (BR, BC), rows r and columns c of an operand (R, C). Returns the bits of the largest
     magnitude in each block."""
     SIDE: tl.constexpr = TO.side
     w = tl.reshape(v, (BR, BC // SIDE, SIDE))
@@ -291,7 +291,7 @@ def _blocks(x, rows, row_scale, columns, column_scale, stats, history, words, M,
 @jit
 def _square(x, rows, row_scale, columns, column_scale, stats, history, words, M, N,
             TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Casts one block per program. The sides of x are multiples of the block's."""
+    """Cast one block per program. The sides of x are multiples of the block's."""
     i, j = tl.program_id(0), tl.program_id(1)
     m, n = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
     at = m[:, None].to(tl.int64) * N + n[None, :]
@@ -314,7 +314,7 @@ def _square(x, rows, row_scale, columns, column_scale, stats, history, words, M,
 
 @jit
 def _pack(code, R: tl.constexpr, C: tl.constexpr):
-    """Packs codes: (R, C) -> (R, C / 2) bytes."""
+    """Pack codes: (R, C) -> (R, C / 2) bytes."""
     low, high = tl.split(tl.reshape(code.to(tl.uint8), (R, C // 2, 2)))
     return low | (high << 4)
 
@@ -322,7 +322,7 @@ def _pack(code, R: tl.constexpr, C: tl.constexpr):
 @jit
 def _operand4(code, s, data, scale, r0, c0, R, C, TO: tl.constexpr, BR: tl.constexpr,
               BC: tl.constexpr):
-    """Stores codes (BR, BC) and scales (BR, BC / 16) of an operand (R, C) at r0, c0."""
+    """Store codes (BR, BC) and scales (BR, BC / 16) of an operand (R, C) at r0, c0."""
     r = r0 + tl.arange(0, BR)
     half = c0 // 2 + tl.arange(0, BC // 2)
     tl.store(data + r[:, None].to(tl.int64) * (C // 2) + half[None, :], _pack(code, BR, BC),
@@ -371,7 +371,7 @@ def _tiles(x, rows, row_scale, columns, column_scale, stats, history, words, M, 
 
 @jit
 def _sixteen(x, g, n, G, N, TO: tl.constexpr):
-    """Loads rows 16 g to 16 g + 15 of x as 16 tensors, and transforms them. Also returns the bits
+    """Load rows 16 g to 16 g + 15 of x as 16 tensors,, and transform them. Also returns the bits
     of the largest magnitude of each 16."""
     inside = (g < G)[:, None] & (n < N)[None, :]
     at = g[:, None].to(tl.int64) * (16 * N) + n[None, :]
@@ -418,7 +418,7 @@ def _mixed_amax(x, rows, row_scale, columns, column_scale, stats, history, words
 @jit
 def _sixteen_columns(x, rows, row_scale, columns, column_scale, stats, history, words, G, N,
                      TO: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
-    """Casts 1 x 16 blocks of x.T (N, 16 G). The 16 codes of a block are stored as one word."""
+    """Cast 1 x 16 blocks of x.T (N, 16 G). The 16 codes of a block are stored as one word."""
     g = tl.program_id(0) * BG + tl.arange(0, BG)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     bits = stats.to(tl.pointer_type(tl.int32))
@@ -481,7 +481,7 @@ def _cast_rows(launch: Launch) -> None:
 
 @functools.cache
 def row_shape(N: int) -> dict[str, int]:
-    """Returns the tile of a program, for rows of N elements."""
+    """Return the tile of a program, for rows of N elements."""
     block = PIECE if N > HOLDS else triton.next_power_of_2(N)
     return {"BM": max(1, HELD // block), "BN": block, "HOLD": block >= N,
             "num_warps": max(4, block // 1024)}
@@ -540,14 +540,14 @@ FUSED: dict[tuple[int, int], OfBlock] = {
 
 @functools.cache
 def _dtypes(words: str) -> tuple[Cast, torch.dtype, torch.dtype]:
-    """Returns a cast, and the dtypes of its values and of its scales."""
+    """Return a cast, and the dtypes of its values and of its scales."""
     cast = named(words)
     return cast, scales.stored_dtype(format_of(cast.format)), _scale_dtype(cast)
 
 
 def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
              *_: object) -> list[Tensor]:
-    """Returns empty values and scales for each way, and `Launch.found`, which contains the scale of
+    """Return empty values and scales for each way, and `Launch.found`, which contains the scale of
     a whole tensor."""
     (cast, values, kind), results = _dtypes(words), []
     for R, C in [x.shape] * rows + [x.shape[::-1]] * columns:
@@ -596,7 +596,7 @@ def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
 # ---- operands of a recipe's product
 
 def why_not(cast: Cast, *, both: bool = False) -> str:
-    """Returns the reason why no kernel does this cast, or ""."""
+    """Return the reason why no kernel does this cast, or ""."""
     row = FUSED.get(cast.block)
     if row is None or cast.format not in row.formats or cast.scale not in row.scales:
         return (f"no kernel casts to {cast.format} in blocks of {cast.block} with scales "
@@ -609,7 +609,7 @@ def why_not(cast: Cast, *, both: bool = False) -> str:
 def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
                  noise: Noise | None = None, both: bool = False, swizzled: bool = True,
                  by: Callable[[str], Version]) -> scales.Scaled:
-    """Casts x (M, K), whose contracted axis is last. A transposed view x.T is not copied.
+    """Cast x (M, K), whose contracted axis is last. A transposed view x.T is not copied.
 
     both:     the result's `.T` is the operand of x.T, from the same read
     amax:     () float32, for delayed scaling of a whole tensor
@@ -650,7 +650,7 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
 # ---- examples, with which versions are verified
 
 def _x(rng: torch.Generator, device: torch.device, M: int, N: int) -> Tensor:
-    """Returns magnitudes from 2^-40 to 2^40, with blocks that are hard to cast."""
+    """Return magnitudes from 2^-40 to 2^40, with blocks that are hard to cast."""
     x = torch.randn(M, N, generator=rng) * torch.exp2(torch.randint(-40, 40, (M, 1), generator=rng))
     x[:, :16] *= 1e-4
     x[1] = 0
@@ -664,7 +664,7 @@ Examples = Iterator[tuple]
 
 def _given(x: Tensor, cast: Cast, ways: str = "both", *, swizzled: bool = False,
            history: Tensor | None = None, noise: Tensor | None = None) -> tuple:
-    """Returns the arguments of a cast by rows, by columns or both ways."""
+    """Return the arguments of a cast by rows, by columns or both ways."""
     return x, cast, ways != "columns", ways != "rows", swizzled, history, noise
 
 

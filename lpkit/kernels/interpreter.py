@@ -17,7 +17,7 @@ import triton.language as tl
 
 @cache
 def mend_calls() -> None:
-    """Mends loops and calls, once for this process. This changes no number."""
+    """Mend loops and calls, once for this process. This changes no number."""
     from triton.runtime import interpreter
 
     builtins: dict[object, list[str]] = {}
@@ -41,7 +41,7 @@ def mend_calls() -> None:
 
 @cache
 def mend() -> None:
-    """Mends everything, once for this process. A conversion to FP8 then saturates, as
+    """Mend everything, once for this process. A conversion to FP8 then saturates, as
     `cvt.rn.satfinite` does."""
     from triton.runtime import interpreter
 

@@ -38,7 +38,7 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
 
 
 def keep_privately() -> None:
-    """Makes PyTorch and Triton store compiled code in folders that only this user can write to, in
+    """Make PyTorch and Triton store compiled code in folders that only this user can write to, in
     this process and in processes that it starts. Raises ConfigError if the user chose a folder in
     which another user could have planted code; OSError."""
     # PyTorch sets this value when it is imported
@@ -53,7 +53,7 @@ def keep_privately() -> None:
 
 
 def compiled(function: Callable, **how: Any) -> Callable:
-    """Returns torch.compile(function, **how), with caches that only this user can write to."""
+    """Return torch.compile(function, **how), with caches that only this user can write to."""
     keep_privately()
     import torch
     from torch._inductor import codecache
@@ -66,7 +66,7 @@ def compiled(function: Callable, **how: Any) -> Callable:
 
 
 def fresh(function: Callable) -> Callable:
-    """Returns a function that calls `function`, with its own code object. PyTorch compiles a code
+    """Return a function that calls `function`, with its own code object. PyTorch compiles a code
     object for eight shapes, and silently runs the ninth eagerly, so each shape needs its own."""
     def call(*given: Any, **how: Any) -> Any:
         return function(*given, **how)
@@ -76,7 +76,7 @@ def fresh(function: Callable) -> Callable:
 
 
 def jit(function: Callable) -> Callable:
-    """Returns triton.jit(function). Its first launch secures the cache, or mends the interpreter.
+    """Return triton.jit(function). Its first launch secures the cache, or mends the interpreter.
     """
     if triton is None:
         return function
@@ -96,21 +96,21 @@ def jit(function: Callable) -> Callable:
 
 
 def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the number of programs along both axes, if a program takes the first two sides of
+    """Return the number of programs along both axes, if a program takes the first two sides of
     `shape`."""
     down, across = list(shape.values())[:2]
     return triton.cdiv(M, down), triton.cdiv(N, across)
 
 
 def why_no_triton() -> str:
-    """Returns the reason why Triton is missing, in one clause, or ""."""
+    """Return the reason why Triton is missing, in one clause, or ""."""
     if triton is None:
         return "Triton is not installed (pip install 'triton>=3.6', on Linux)"
     return ""
 
 
 def why_no_compiler(device: str) -> str:
-    """Returns the reason why there is no compiler, in one clause, or "". Triton's launchers for a
+    """Return the reason why there is no compiler, in one clause, or "". Triton's launchers for a
     GPU, and all code that is generated for a CPU, are compiled on this machine."""
     variable, *names = COMPILERS[device]
     names = os.environ.get(variable, "").split()[:1] or names

@@ -54,7 +54,7 @@ class Kernel:
 
 
 def floats(*tensors: Tensor) -> None:
-    """Checks the tensors of an element-wise kernel. Raises ConfigError for a dtype other than
+    """Check the tensors of an element-wise kernel. Raises ConfigError for a dtype other than
     float32, bf16 or fp16, and for a tensor that is not contiguous."""
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -65,12 +65,12 @@ def floats(*tensors: Tensor) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in the dtype in which definitions compute: float64 for float64, else float32."""
+    """Return x in the dtype in which definitions compute: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a definition that calls `version` with wide numbers, and rounds its result once to
+    """Return a definition that calls `version` with wide numbers, and rounds its result once to
     the dtype of the first argument."""
     @functools.wraps(version)
     def definition(x: Tensor, *others: Any) -> Tensor:
@@ -81,7 +81,7 @@ def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def row_length(x: Tensor, *others: Tensor) -> int:
-    """Returns the length of the last axis of x (..., N), for a kernel whose program holds a row.
+    """Return the length of the last axis of x (..., N), for a kernel whose program holds a row.
     Raises ConfigError as `floats` does, and for a row that no program can hold."""
     floats(x, *others)
     if x.shape[-1] > LONGEST_ROW:
@@ -91,14 +91,14 @@ def row_length(x: Tensor, *others: Tensor) -> int:
 
 
 def spoiled(x: Tensor, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Tensor:
-    """Returns an example: a copy of x with a NaN and an infinity at these places."""
+    """Return an example: a copy of x with a NaN and an infinity at these places."""
     bad = x.clone()
     bad[nan], bad[infinite] = torch.nan, torch.inf
     return bad
 
 
 def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 1) -> str:
-    """Returns the first difference between `version` and the definition on these arguments, forward
+    """Return the first difference between `version` and the definition on these arguments, forward
     or backward, in one clause; "" if there is none. Calls the version up to `calls` times, for at
     most CALL_SECONDS."""
     want = gradients_of(kernel, kernel.definition, arguments)
@@ -144,7 +144,7 @@ def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
 
 def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
                  weights: list[Tensor] | None = None) -> list[Tensor]:
-    """Returns the results of forward, then the gradients of their sum weighted by `weights` (None:
+    """Return the results of forward, then the gradients of their sum weighted by `weights` (None:
     `weights_of`)."""
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
@@ -158,7 +158,7 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
 
 
 def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """Returns numbers without a pattern, equal each time and in every dtype: -1, -0.75 ... 1."""
+    """Return numbers without a pattern, equal each time and in every dtype: -1, -0.75 ... 1."""
     return [((torch.arange(t.numel(), device=t.device) * 7 % 9 - 4) / 4).view(t.shape).to(t.dtype)
             for t in results]
 

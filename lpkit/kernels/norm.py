@@ -112,7 +112,7 @@ def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BI
 
 
 def _shape(N: int, *, backward: bool = False) -> dict[str, int]:
-    """Returns the shape of a program: the fastest of those in docs/log.md on an H200."""
+    """Return the shape of a program: the fastest of those in docs/log.md on an H200."""
     block = triton.next_power_of_2(max(N, 1))
     shape = {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
     if backward or block < 8192:
@@ -134,7 +134,7 @@ def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: flo
           "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_like)
 def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
             centred: bool) -> tuple[Tensor, ...]:
-    """Returns (s, y, mean, r). s is empty without delta, and mean is empty unless `centred`."""
+    """Return (s, y, mean, r). s is empty without delta, and mean is empty unless `centred`."""
     N = row_length(*(t for t in (x, delta, w, b) if t is not None))
     s, y, mean, r = _like(x, delta, w, b, eps, centred)
     _forward[(r.numel(),)](x, delta, w, b, s, y, mean, r, N, eps, CENTRED=centred,
@@ -148,7 +148,7 @@ def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: f
               torch.empty_like(s), torch.empty_like(w), w.new_empty(w.shape[0] if bias else 0)))
 def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, r: Tensor,
              centred: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dx, dw, db); db is empty without a bias."""
+    """Return (dx, dw, db); db is empty without a bias."""
     N, M = row_length(*(t for t in (s, w, dy, ds) if t is not None)), r.numel()
     programs = max(1, min(M, PROGRAMS if N > 2048 else 4 * PROGRAMS))
     dx = torch.empty_like(s)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def after_addition(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns a function: x, delta -> x + delta, and its norm."""
+    """Return a function: x, delta -> x + delta, and its norm."""
     def add_norm(x: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         s = x + delta
         return s, norm(s, *others)
@@ -31,7 +31,7 @@ add_layer_norm_pytorch = after_addition(layer_norm_pytorch)
 
 
 def product_pytorch(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Returns alpha * a @ b.T + bias, (M, N), for a (M, K) and b (N, K), rounded once."""
+    """Return alpha * a @ b.T + bias, (M, N), for a (M, K) and b (N, K), rounded once."""
     start = a.new_zeros(()) if bias is None else bias
     return torch.addmm(start, a, b.T, beta=float(bias is not None),
                        alpha=1.0 if alpha is None else alpha.item())

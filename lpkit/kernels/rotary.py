@@ -42,7 +42,7 @@ def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: 
 @operator("rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", key=EVERY_DEVICE,
           fake=lambda x, *_: torch.empty_like(x))
 def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotates x; `sign` -1 rotates back."""
+    """Rotate x; `sign` -1 rotates back."""
     floats(x, cos, sin)
     T, E = x.shape[-2:]
     if E % 2 or any(t.shape != (T, E) for t in (cos, sin)):

@@ -64,20 +64,20 @@ def words(noise: Noise | None, device: torch.device) -> Tensor | None:
 
 @jit
 def magnitude(v):
-    """Returns the bits of |v|, int32."""
+    """Return the bits of |v|, int32."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def nonfinite(v):
-    """Returns how many elements of v (M, N) are NaN or Inf, int64."""
+    """Return how many elements of v (M, N) are NaN or Inf, int64."""
     bad = tl.where(magnitude(v.to(tl.float32)) >= 0x7F800000, 1, 0)
     return tl.sum(tl.sum(bad, 1), 0).to(tl.int64)
 
 
 @jit
 def quotient(v, m, y):
-    """Returns v / m, rounded once, if y is 1 / m rounded once. The remainder is negated, and v is
+    """Return v / m, rounded once, if y is 1 / m rounded once. The remainder is negated, and v is
     multiplied by -1, because Triton computes -v as 0 - v, which would lose -0."""
     # each fma computes the remainder exactly, and corrects q by it
     q = v * y
@@ -87,7 +87,7 @@ def quotient(v, m, y):
 
 @jit
 def divisor(s):
-    """Splits s > 0 into m * 2^e, 1 <= m < 2, and returns 2^-e, m, 1 / m. v / s is then
+    """Split s > 0 into m * 2^e, 1 <= m < 2,, and return 2^-e, m, 1 / m. v / s is then
     quotient(v * 2^-e, m, 1 / m), which neither overflows nor loses bits. NaN stays NaN, and a
     division by infinity gives 0."""
     bits = s.to(tl.int32, bitcast=True)
@@ -102,7 +102,7 @@ def divisor(s):
 
 @jit
 def divided(v, s, TO: tl.constexpr):
-    """Returns v / s, rounded once, for s > 0 whose shape broadcasts over v's."""
+    """Return v / s, rounded once, for s > 0 whose shape broadcasts over v's."""
     turn, m, y = divisor(s)
     v = v * turn
     if TO.history:      # a history's scale may be far too small: then a remainder would overflow
@@ -114,7 +114,7 @@ def divided(v, s, TO: tl.constexpr):
 
 @jit
 def rounded(v, s, at, words, TO: tl.constexpr):
-    """Returns v / s, rounded to the grid if there is noise; otherwise `stored` rounds."""
+    """Return v / s, rounded to the grid if there is noise; otherwise `stored` rounds."""
     v = divided(v, s, TO)
     if TO.noise:
         v = drawn(v, at, words, TO)
@@ -123,7 +123,7 @@ def rounded(v, s, at, words, TO: tl.constexpr):
 
 @jit
 def code_of(top, TO: tl.constexpr):
-    """Returns the E8M0 code for an amax with the bits `top`, without division or logarithm."""
+    """Return the E8M0 code for an amax with the bits `top`, without division or logarithm."""
     if TO.rule == "power-of-two":
         code = tl.where(top == 0, 127, tl.maximum(((top + TO.up) >> 23) - TO.max_exponent, 0))
     else:
@@ -134,7 +134,7 @@ def code_of(top, TO: tl.constexpr):
 
 @jit
 def scale_of(top, TO: tl.constexpr):
-    """Returns the scale for an amax with the bits `top`, float32; NaN if the amax is not finite."""
+    """Return the scale for an amax with the bits `top`, float32; NaN if the amax is not finite."""
     if TO.divides:
         amax = tl.maximum(top.to(tl.float32, bitcast=True), 2.0**-100)
         s = quotient(amax, TO.largest, 1.0 / TO.largest)
@@ -160,7 +160,7 @@ def uniform(at, words):
 
 @jit
 def drawn(q, at, words, TO: tl.constexpr):
-    """Rounds q to the grid, up with the probability of the remainder. Steps are powers of two."""
+    """Round q to the grid, up with the probability of the remainder. Steps are powers of two."""
     exponent = tl.maximum(magnitude(q) & 0x7F800000, (TO.min_exponent + 127) << 23)
     step = (exponent - (TO.mantissa << 23)).to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - exponent + (TO.mantissa << 23)).to(tl.float32, bitcast=True)
@@ -173,7 +173,7 @@ def drawn(q, at, words, TO: tl.constexpr):
 
 @jit
 def stored(q, TO: tl.constexpr):
-    """Rounds q to nearest-even, and saturates. Uses the hardware's conversion if there is one."""
+    """Round q to nearest-even, and saturate. Uses the hardware's conversion if there is one."""
     if TO.kind == tl.int8:
         # 1.5 * 2^23: the addition itself rounds to an integer
         q = (q + 12582912.0) - 12582912.0
@@ -183,7 +183,7 @@ def stored(q, TO: tl.constexpr):
 
 @jit
 def swizzle(r, c, C):
-    """Returns the offset of the scale in row r, column c of C; see
+    """Return the offset of the scale in row r, column c of C; see
     `lpkit.kernels.scales.swizzled`."""
     tile = (r // 128).to(tl.int64) * tl.cdiv(C, 4) + c // 4
     return tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
@@ -191,7 +191,7 @@ def swizzle(r, c, C):
 
 @jit
 def two_levels(amax, top, TO: tl.constexpr):
-    """Returns the scale in E4M3, the divisor, and the tensor's scale, for blocks with the largest
+    """Return the scale in E4M3, the divisor, and the tensor's scale, for blocks with the largest
     magnitudes `amax` in a tensor whose largest magnitude has the bits `top`."""
     most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
     if TO.rule == "e4m3":
@@ -214,7 +214,7 @@ def two_levels(amax, top, TO: tl.constexpr):
 
 @jit
 def e2m1(q):
-    """Returns the 4-bit code of q, rounded to nearest-even and saturated. The code of NaN is 0,
+    """Return the 4-bit code of q, rounded to nearest-even and saturated. The code of NaN is 0,
     because E2M1 has no NaN."""
     size = tl.abs(q)
     code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0)

@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def served(*given: Tensor, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> bool:
-    """Returns whether C can read these tensors; otherwise the definition is used."""
+    """Return whether C can read these tensors; otherwise the definition is used."""
     for x in given:
         if x.dtype not in dtypes or not x.is_contiguous() or x.data_ptr() == 0:
             return False
@@ -110,7 +110,7 @@ def gelu(x: Tensor) -> Tensor:
 # is 0. `sinks` (N,) float32 is one more score for each of the N.
 
 def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Returns the scores that enter softmax, in float32 or wider."""
+    """Return the scores that enter softmax, in float32 or wider."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if cap:
         s = cap * torch.tanh(s / cap)
@@ -120,7 +120,7 @@ def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Te
 
 
 def _weights(s: Tensor, sums: Tensor) -> Tensor:
-    """Returns the weights of scores. If nothing is seen, not even a sink, the sum is -inf and the
+    """Return the weights of scores. If nothing is seen, not even a sink, the sum is -inf and the
     weights are 0."""
     return (s - sums[..., None].clamp(min=torch.finfo(s.dtype).min)).exp()
 
@@ -186,7 +186,7 @@ def _sums_like(scores: Tensor) -> Tensor:
 
 def attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float = 0.0,
                sinks: Tensor | None = None) -> Tensor:
-    """Overwrites scores by softmax's weights of the keys that are seen; other keys, and rows that
+    """Overwrite scores by softmax's weights of the keys that are seen; other keys, and rows that
     see no key, get 0. Returns log-sums of exponentials (N, queries) in float32."""
     call = _attention if scores.device.type == "cpu" else reference_attention_
     return call(scores, seen, scale, cap, sinks)
@@ -194,7 +194,7 @@ def attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float = 0
 
 def attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None, scale: float,
                         cap: float = 0.0) -> Tensor:
-    """Overwrites scores by weights, and `d`, the weights' gradients, by the gradients of the
+    """Overwrite scores by weights, and `d`, the weights' gradients, by the gradients of the
     products. Returns sums (N, queries) of weight times gradient, from which a sink's gradient
     follows."""
     call = _attention_backward if scores.device.type == "cpu" else reference_attention_backward_

@@ -30,23 +30,23 @@ Scales = tuple[Tensor, Tensor | None]
 
 
 def _over(amax: Tensor, number: float) -> Tensor:
-    """Returns amax / number, rounded once. For a plain number CUDA would multiply by its reciprocal
+    """Return amax / number, rounded once. For a plain number CUDA would multiply by its reciprocal
     (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which can differ in the last bit."""
     return amax / torch.full_like(amax, number)
 
 
 def _float32(amax: Tensor, to: Format) -> Scales:
-    """Maps the block's largest magnitude to the format's."""
+    """Map the block's largest magnitude to the format's."""
     return _over(amax.clamp(min=TINY), to.largest), None
 
 
 def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
-    """Returns 2^exponent, clamped to E8M0's range, 2^-127 to 2^127. `amax * 0` passes NaN on."""
+    """Return 2^exponent, clamped to E8M0's range, 2^-127 to 2^127. `amax * 0` passes NaN on."""
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None
 
 
 def _up(amax: Tensor, to: Format) -> Scales:
-    """Returns the smallest power of two without overflow (Mishra et al. 2025,
+    """Return the smallest power of two without overflow (Mishra et al. 2025,
     https://arxiv.org/abs/2506.08027)."""
     mantissa, exponent = torch.frexp(amax)
     above = (mantissa > to.largest / 2.0**(to.max_exponent + 1)).int()
@@ -54,12 +54,12 @@ def _up(amax: Tensor, to: Format) -> Scales:
 
 
 def _floor(amax: Tensor, to: Format) -> Scales:
-    """Subtracts exponents (OCP Microscaling 1.0, section 6.3): the largest element may saturate."""
+    """Subtract exponents (OCP Microscaling 1.0, section 6.3): the largest element may saturate."""
     return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
 
 
 def _e4m3(amax: Tensor, to: Format) -> Scales:
-    """Returns E4M3 scales, which may be subnormal or 0, and a float32 scale of the tensor (NVIDIA
+    """Return E4M3 scales, which may be subnormal or 0, and a float32 scale of the tensor (NVIDIA
     2025, https://arxiv.org/abs/2509.25149, appendix B). Operations have the order of Transformer
     Engine's kernels, so the bits are the same."""
     largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
@@ -87,7 +87,7 @@ MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
 
 
 def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeats each scale over its block, so that it has the shape of the data."""
+    """Repeat each scale over its block, so that it has the shape of the data."""
     (M, K), (R, C) = shape, scale.shape
     return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
 
@@ -124,11 +124,11 @@ class Scaled:
                        amax=None if self.amax is None else self.amax.T)
 
     def transposed(self) -> Scaled:
-        """Returns `T` as a copy, in the layout that products on hardware read."""
+        """Return `T` as a copy, in the layout that products on hardware read."""
         return replace(self, data=self.data.T.contiguous(), scale=self.scale.T.contiguous())
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the values (M, K); exact in float64."""
+        """Return the values (M, K); exact in float64."""
         values, (R, C) = self.data.to(dtype, copy=True), self.scale.shape
         blocks = values.unflatten(0, (R, -1)).unflatten(2, (C, -1))
         blocks.mul_(self.scale.to(dtype)[:, None, :, None])
@@ -137,7 +137,7 @@ class Scaled:
 
 def decide(amaxes: Tensor, amax: Tensor | None, rule: str,
            to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divisor of blocks with the largest magnitudes `found`, and its two levels. amax:
+    """Return the divisor of blocks with the largest magnitudes `found`, and its two levels. amax:
     () of a history. While the history is empty (0), `found` is used. A NaN in the current blocks
     makes the scale NaN, whatever the history."""
     used = amaxes if amax is None else torch.where(amaxes.isfinite() & (amax > 0), amax, amaxes)
@@ -149,7 +149,7 @@ def decide(amaxes: Tensor, amax: Tensor | None, rule: str,
 
 
 def stored_dtype(to: Format) -> torch.dtype:
-    """Returns the dtype of a format's values; uint8 for two 4-bit values."""
+    """Return the dtype of a format's values; uint8 for two 4-bit values."""
     return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
 
 
@@ -179,7 +179,7 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
 
 
 def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:
-    """Raises ConfigError for a matrix that a fused cast does not accept."""
+    """Raise ConfigError for a matrix that a fused cast does not accept."""
     if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
                           f"not {x.dtype} {tuple(x.shape)}")

@@ -37,7 +37,7 @@ from lpkit.techniques.attention_backends import FULL, TILE, limited
 
 def tiles(rule: Rule, T: int, tile: int = TILE,
           keys: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
-    """Yields each tile of T queries, and the tiles of keys of which it sees any. `keys`: the number
+    """Yield each tile of T queries, and the tiles of keys of which it sees any. `keys`: the number
     of keys, if it is not T."""
     for first in range(0, T, tile):
         last = min(first + tile, T)
@@ -61,14 +61,14 @@ class Tiles:
         return t[:, :, queries].to(self.wide).unflatten(1, (self.G, -1)).flatten(2, 3)
 
     def heads(self, tile: Tensor, queries: slice) -> Tensor:
-        """Converts a tile back to heads: (B, H, queries, X)."""
+        """Convert a tile back to heads: (B, H, queries, X)."""
         return tile.unflatten(2, (-1, queries.stop - queries.start)).flatten(1, 2)
 
     def keys(self, t: Tensor, keys: slice) -> Tensor:
         return t[:, :, keys].to(self.wide)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Returns scores (B, G, H / G * queries, keys), capped, and -inf where a key is hidden."""
+        """Return scores (B, G, H / G * queries, keys), capped, and -inf where a key is hidden."""
         scores = q_tile @ k_tile.mT
         cap, rule = self.rule.soft_cap, self.rule
         if cap is not None:
@@ -87,7 +87,7 @@ class Tiles:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: Rule, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """Returns the output, like q, and the log-sum of each query, (B, H, T) in float32. A query that
+    """Return the output, like q, and the log-sum of each query, (B, H, T) in float32. A query that
     sees nothing has zeros and +inf."""
     B, H, T, E = q.shape
     at = Tiles(q, k, documents, rule)
@@ -121,7 +121,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
               documents: Tensor | None, sinks: Tensor | None, rule: Rule,
               d_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v and sinks. dk and dv are sums over tiles of queries, in
+    """Return the gradients of q, k, v and sinks. dk and dv are sums over tiles of queries, in
     float32. A gradient of lse adds p d_lse to ds."""
     at = Tiles(q, k, documents, rule)
     dq = torch.empty_like(q)

@@ -41,7 +41,7 @@ def multiply_now(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None
 
 
 def _operator(name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Registers alpha * a @ b.T + bias in the dtype of a, for a (M, K), b (N, K)."""
+    """Register alpha * a @ b.T + bias in the dtype of a, for a (M, K), b (N, K)."""
     return operator(f"{name}(Tensor a, Tensor b, Tensor? bias, Tensor? alpha) -> Tensor",
                     product=True, fake=lambda a, b, *_: a.new_empty(len(a), len(b)),
                     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0])(kernel)
@@ -71,19 +71,19 @@ class WideProduct(torch.autograd.Function):
 
 @functools.cache
 def in_a_loop() -> bool:
-    """Returns whether PyTorch multiplies bf16 number by number, because this CPU has only AVX2."""
+    """Return whether PyTorch multiplies bf16 number by number, because this CPU has only AVX2."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def large(M: int, K: int, N: int) -> bool:
-    """Returns whether a wide product of (M, K) and (K, N) saves more time than its casts take."""
+    """Return whether a wide product of (M, K) and (K, N) saves more time than its casts take."""
     if in_a_loop():
         return 2 * M * K * N >= LOOP_FLOPS
     return 2 * M * K * N >= SMALL_FLOPS and min(M, N) >= SMALL_SIDE
 
 
 def wins(a: Tensor, b: Tensor) -> bool:
-    """Returns whether a @ b.T has a device and a size for which a wide product may be faster."""
+    """Return whether a @ b.T has a device and a size for which a wide product may be faster."""
     return (a.device.type == "cpu" and not torch.compiler.is_compiling()
             and large(*a.shape, len(b)))
 
@@ -102,7 +102,7 @@ NAMES = {"bf16": REFERENCE, "float32": "float32"}
 
 
 def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = None) -> Choice:
-    """Chooses the products of a model whose largest product has these sizes, in any order.
+    """Choose the products of a model whose largest product has these sizes, in any order.
     `before`: the choice of a resumed run."""
     if asked == "auto" and before in NAMES:
         return Choice(asked=asked, used=before, why="as when this run began")
@@ -114,7 +114,7 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
 
 @functools.cache
 def choice(asked: str, threads: int) -> Choice:
-    """Chooses how bf16 operands are multiplied here, "bf16" or "float32": the faster correct one.
+    """Choose how bf16 operands are multiplied here, "bf16" or "float32": the faster correct one.
     Raises ConfigError if the requested one is wrong."""
     rng = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIZE, SIZE, generator=rng).bfloat16() for _ in range(2))

@@ -54,7 +54,7 @@ def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
                        autocast: AbstractContextManager) -> Tensor:
-    """Returns mean nats per token that counts, weighted if the batch has weights. If a token that
+    """Return mean nats per token that counts, weighted if the batch has weights. If a token that
     does not count has NaN logits, the gradient is NaN, because the model's activations are, too."""
     with autocast:
         logits = model(batch.tokens, **batch.beside)
@@ -74,7 +74,7 @@ def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def labels(logits: Tensor, at: Tensor) -> Tensor:
-    """Draws tokens from the model's logits (..., V), by quantiles (...) in [0, 1)."""
+    """Draw tokens from the model's logits (..., V), by quantiles (...) in [0, 1)."""
     sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
     tokens = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
     return tokens.clamp_(max=logits.shape[-1] - 1)
@@ -94,7 +94,7 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None, nats_: NatsOf = cross_entropy_) -> Tensor:
-    """Returns sum(weights x nats) / sum(weights) of head(h) over the targets that are not IGNORED,
+    """Return sum(weights x nats) / sum(weights) of head(h) over the targets that are not IGNORED,
     () float32 or float64; 0 if there are none. h (N, D), y and weights (N,)."""
     weights, total = counted(y, weights)
     if torch.is_grad_enabled():
@@ -136,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor], nats_: NatsOf) -> Tensor:
-    """Returns the gradient of `part`. Adds the gradients of the head to `dp`, and writes each
+    """Return the gradient of `part`. Adds the gradients of the head to `dp`, and writes each
     token's nats to `nats`."""
     with torch.enable_grad(), deferring(None):
         part = part.detach().requires_grad_()
@@ -166,7 +166,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
 
 
 def _adds_wide(g: Tensor) -> bool:
-    """Returns whether this device adds a 16-bit product to float32 without rounding it first, as
+    """Return whether this device adds a 16-bit product to float32 without rounding it first, as
     cuBLAS does."""
     sixteen = g.dtype in (torch.bfloat16, torch.float16)
     return g.device.type == "cuda" and sixteen and torch.version.hip is None
@@ -190,12 +190,12 @@ def _pieces(*tensors: Tensor | int | None) -> zip:
 
 
 def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
-    """Returns sum(weights x nats) / total. With a weight of 0 even NaN counts as 0."""
+    """Return sum(weights x nats) / total. With a weight of 0 even NaN counts as 0."""
     return (nats if weights is None else (nats * weights).where(weights != 0, 0)).sum() / total
 
 
 def counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Returns the weights (N,), 0 for IGNORED targets, and their sum, to divide by; without weights
+    """Return the weights (N,), 0 for IGNORED targets, and their sum, to divide by; without weights
     None and the number of targets that count. If none counts, the loss is 0, not 0 / 0."""
     counts = targets != IGNORED
     if weights is None:

@@ -64,7 +64,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def made(self, dtype: torch.dtype) -> Tensor:
-        """Returns the matrix (out, in), rounded once from float32."""
+        """Return the matrix (out, in), rounded once from float32."""
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = from_blocks(scales, self.scales_scale, signed=True).add_(self.scales_mean)
@@ -86,7 +86,7 @@ class QuantisedLinear(nn.Module):
 
 
 def values(fmt: Format) -> Tensor:
-    """Returns the value of each code, in float32."""
+    """Return the value of each code, in float32."""
     codes, half = torch.arange(2**fmt.bits), 2**(fmt.bits - 1)
     if fmt.exponent_bits:
         return codes.to(torch.uint8).view(stored_dtype(fmt)).float()

@@ -69,7 +69,7 @@ class Recompute(Transform):
 
 
 def draws(model: nn.Module) -> dict[str, Any]:
-    """Returns arguments that restore the generator's state for the second forward, if the model has
+    """Return arguments that restore the generator's state for the second forward, if the model has
     dropout."""
     return {"preserve_rng_state": any(isinstance(module, nn.Dropout) for module in model.modules())}
 

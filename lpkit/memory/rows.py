@@ -17,13 +17,13 @@ PLACED = ("activation_offload", "optimizer_state")
 
 
 def asked(config: Config) -> dict[str, Technique]:
-    """Returns the requested techniques that differ from PyTorch's default."""
+    """Return the requested techniques that differ from PyTorch's default."""
     return {key: row for key, row in rows_of(config).items()
             if getattr(config.memory, key).name != getattr(PLAIN, key).name}
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
-    """Returns the techniques that are used, with reasons. Raises ConfigError for techniques that
+    """Return the techniques that are used, with reasons. Raises ConfigError for techniques that
     exclude each other."""
     check(config, recipe)
     chosen = {}
@@ -38,7 +38,7 @@ def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Ch
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
-    """Returns `choice`, unless a technique cannot be compiled. Raises ConfigError if both were
+    """Return `choice`, unless a technique cannot be compiled. Raises ConfigError if both were
     requested."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"

@@ -144,7 +144,7 @@ class SavedTensorOffloader(Transform):
         return kept.parcel.get().view(kept.shape).permute(back)
 
     def _parcel(self, t: Tensor) -> Away:
-        """Returns one parcel for each dense view of a storage, as long as both exist."""
+        """Return one parcel for each dense view of a storage, as long as both exist."""
         storage = t.untyped_storage()
         at = storage._cdata
         if at not in self.parcels:
@@ -166,7 +166,7 @@ class SavedTensorOffloader(Transform):
 
 
 def _of_weight(t: Tensor) -> bool:
-    """Returns whether t is a parameter, or a view or a cast of a parameter."""
+    """Return whether t is a parameter, or a view or a cast of a parameter."""
     if isinstance(t, nn.Parameter) or getattr(t, "of_weight", False):
         return True
     node = t.grad_fn

@@ -25,7 +25,7 @@ OfAll = Callable[[Sequence[Tensor], Sequence[nn.Parameter]], Tensor]
 
 def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
           of_all: OfAll | None = None) -> OptimizerStep:
-    """Clips by the global norm, steps, and frees every gradient. clip=0: no clipping. Returns a
+    """Clip by the global norm, step, and free every gradient. clip=0: no clipping. Returns a
     partial, because deepcopy copies its parameters with a Training; a closure would keep the first
     Training's parameters."""
     return partial(_after, optimizer, parameters, clip or math.inf, of_all or global_norm)
@@ -43,7 +43,7 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
 
 
 def global_norm(norms: Sequence[Tensor], _: Sequence[nn.Parameter] = ()) -> Tensor:
-    """Returns the global norm from the norm of each gradient, float32 (); 0 if there are none.
+    """Return the global norm from the norm of each gradient, float32 (); 0 if there are none.
     clip_grad_norm_ would return bf16 for bf16 gradients."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 

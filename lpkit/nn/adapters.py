@@ -22,7 +22,7 @@ class Adapter(nn.Module):
         self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
 
     def merged(self) -> tuple[Tensor, Tensor | None] | None:
-        """Returns the weight, in float32, and the bias of the Linear that computes the same; None
+        """Return the weight, in float32, and the bias of the Linear that computes the same; None
         if there is no such Linear."""
         return None
 
@@ -60,7 +60,7 @@ class Lora(Adapter):
 
 
 def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
-    """Returns a tensor in which the groups of `parts` along `dim` are interleaved."""
+    """Return a tensor in which the groups of `parts` along `dim` are interleaved."""
     if len(parts) == 1:
         return parts[0]
     dim = dim % parts[0].ndim

@@ -23,7 +23,7 @@ CAUSAL = FULL       # the same object, because cached properties are computed fo
 
 
 def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
-    """Returns which of the keys at these places each query sees: bool, (Tq, Tk); with documents
+    """Return which of the keys at these places each query sees: bool, (Tq, Tk); with documents
     (B, T) int64, (B, 1, Tq, Tk)."""
     seen = rule.sees(queries[:, None], keys[None])
     if not rule.documents:
@@ -35,7 +35,7 @@ def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) ->
 @limited("plain")
 def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = CAUSAL, dropout: float = 0.0) -> Tensor:
-    """Returns softmax(q k^T / sqrt(E)) v over the tokens that the rule allows. Stores the
+    """Return softmax(q k^T / sqrt(E)) v over the tokens that the rule allows. Stores the
     (B, H, T, T) scores. A query that sees no token gets zeros. `dropout`: of the probabilities."""
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)    # grouped heads share k and v
     return F.dropout(probabilities(q, k, documents, sinks, rule=rule), dropout) @ v
@@ -43,7 +43,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
                   sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Returns softmax(q k^T / sqrt(E)), (B, H, T, T), over the tokens that the rule allows."""
+    """Return softmax(q k^T / sqrt(E)), (B, H, T, T), over the tokens that the rule allows."""
     T, E = q.shape[-2:]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     places = torch.arange(T, device=q.device)
@@ -101,7 +101,7 @@ class Softmax(nn.Module):
 
 
 def backend(name: str, model: ModelConfig) -> Attend:
-    """Returns the backend `name` for `model`. Raises ConfigError if it is unknown or cannot run."""
+    """Return the backend `name` for `model`. Raises ConfigError if it is unknown or cannot run."""
     row, rule = pick(ATTENTION, name, "system.attention"), model.attention.rule(model.T)
     if problem := why_not(name, Attending(model=model, dtype="bfloat16", device="gpu")):
         raise ConfigError(f"system.attention={name} {problem}")
@@ -116,13 +116,13 @@ def backend(name: str, model: ModelConfig) -> Attend:
 
 
 def able_backend(model: ModelConfig) -> Attend:
-    """Returns PyTorch's attention, or else the first backend that supports `model`."""
+    """Return PyTorch's attention, or else the first backend that supports `model`."""
     asked = Attending(model=model)
     return backend(next(name for name in ("sdpa", *ATTENTION) if not why_not(name, asked)), model)
 
 
 def partial_of(name: str) -> Partial:
-    """Returns a backend's `contracts.Partial`. Raises ConfigError if it has none."""
+    """Return a backend's `contracts.Partial`. Raises ConfigError if it has none."""
     row = pick(ATTENTION, name, "system.attention")
     if not row.partial:
         able = ", ".join(key for key, other in ATTENTION.items() if other.partial)

@@ -12,7 +12,7 @@ from lpkit.techniques.row import Settings
 
 @torch.no_grad()
 def _normal(model: nn.Module, std: Callable[[str, Tensor], float]) -> None:
-    """Sets biases to 0 and gains to 1, and draws matrices from N(0, std(name, matrix))."""
+    """Set biases to 0 and gains to 1,, and draw matrices from N(0, std(name, matrix))."""
     for name, p in model.named_parameters():
         if p.ndim < 2:
             nn.init.constant_(p, not name.endswith("bias"))
@@ -40,7 +40,7 @@ def fan_in(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, init: Settings) -> None:
-    """Fills `model` by the row that `init` names. Then each part that has `reset(init)` sets its
+    """Fill `model` by the row that `init` names. Then each part that has `reset(init)` sets its
     own starting values: an initialisation fills by name and shape, and does not know parts from
     outside."""
     INITS[init.name].load()(model)

@@ -31,7 +31,7 @@ from lpkit.techniques.operation import POSITIONS
 
 def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
               format: str = "same", dtype: torch.dtype, device: torch.device | str) -> Cache:
-    """Returns an empty cache for `batch` sequences of up to `tokens` tokens (None: the context).
+    """Return an empty cache for `batch` sequences of up to `tokens` tokens (None: the context).
     `dtype`: of the products. Raises ConfigError for an unknown format."""
     refuse_keys_to_come(config)
     kind = resolve_name(KINDS[config.attention.name].cache)
@@ -55,7 +55,7 @@ class Cache(ABC):
         return POSITIONS[self.config.position].turns
 
     def begin(self, T: int) -> int | Tensor:
-        """Announces the next T tokens of each sequence: a prompt, or one token. Returns the
+        """Announce the next T tokens of each sequence: a prompt, or one token. Returns the
         position of the first one: an int, or (B, 1) int64 if sequences differ. Raises ConfigError
         if they do not fit the context."""
         lengths = self.lengths.tolist()
@@ -77,20 +77,20 @@ class Cache(ABC):
     @abstractmethod
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
-        """Attends for the tokens that `begin` announced, (B, H, T, E). `own`: the argument `sinks`
+        """Attend for the tokens that `begin` announced, (B, H, T, E). `own`: the argument `sinks`
         of `contracts.Attend`."""
 
     @abstractmethod
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Attends for one token, if `stepping`: q (B, G, H / G, E), k, v (B, G, 1, E); like q."""
+        """Attend for one token, if `stepping`: q (B, G, H / G, E), k, v (B, G, 1, E); like q."""
 
     @abstractmethod
     def row(self, b: int) -> Self:
-        """Returns a view of sequence b, to give it its prompt or to clear it."""
+        """Return a view of sequence b, to give it its prompt or to clear it."""
 
     def clear(self) -> None:
-        """Forgets all tokens."""
+        """Forget all tokens."""
         self.lengths.zero_()
 
     @property
@@ -182,7 +182,7 @@ class KeysValues(Cache):
 
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
                rule: Rule) -> Tensor:
-    """Attends for one token. One product of a group's queries (B, G, H / G, E) with the group's
+    """Attend for one token. One product of a group's queries (B, G, H / G, E) with the group's
     keys (B, G, S, E) needs no repeated keys. On a CPU it computes in float32, because 16-bit
     products are slow on CPUs without instructions for them."""
     dtype = q.dtype
@@ -228,12 +228,12 @@ class Stored:
         return x
 
     def put(self, at: tuple, x: Tensor) -> None:
-        """Stores x (B, G, n, E) at an index of the first three dimensions."""
+        """Store x (B, G, n, E) at an index of the first three dimensions."""
         for part, t in zip(self.parts, self.encode(x)):
             part[at] = t.to(part.dtype)
 
     def read(self, slots: int) -> Tensor:
-        """Returns the first slots, (B, G, slots, E)."""
+        """Return the first slots, (B, G, slots, E)."""
         return self.decode(*(part[:, :, :slots] for part in self.parts))
 
     def row(self, b: int) -> Self:
@@ -247,7 +247,7 @@ class Stored:
 
 
 def _rounded(x: Tensor, scale: Tensor, least: float, most: float) -> Tensor:
-    """Returns x (..., n) in units of its scale (...), rounded; 0 where the scale is 0."""
+    """Return x (..., n) in units of its scale (...), rounded; 0 where the scale is 0."""
     units = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
     return units.round().clamp(least, most)
 

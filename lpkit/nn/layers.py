@@ -14,7 +14,7 @@ from lpkit.techniques.operation import FAST, SLOW, TRAINED, MicroBatch
 
 
 def linear(config: ModelConfig, name: str) -> nn.Linear:
-    """Returns the Linear of a block's operation, with the sizes and the bias of its row."""
+    """Return the Linear of a block's operation, with the sizes and the bias of its row."""
     unchanged = MicroBatch(model=replace(config, changes=()))       # changes are applied afterwards
     op = next(op for op in operations(unchanged).block if op.name == name)
     return nn.Linear(*op.matmul, bias=op.params > op.weights)
@@ -48,7 +48,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def add_norm(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x + delta, and its norm, by one kernel if the norm has one."""
+    """Return x + delta, and its norm, by one kernel if the norm has one."""
     if isinstance(norm, (LayerNorm, RMSNorm)):
         return norm(x, delta)
     x = x + delta
@@ -98,7 +98,7 @@ class RotaryPositions(nn.Module):
         return x
 
     def rotation(self, T: int, start: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, (T, E) each, like `like`; recomputing them is cheaper than keeping
+        """Return cos and sin, (T, E) each, like `like`; recomputing them is cheaper than keeping
         them. If positions differ by sequence, the shapes are (B, 1, T, E), which kernels refuse."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
         if isinstance(start, Tensor):

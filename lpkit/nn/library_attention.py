@@ -41,7 +41,7 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 @limited("flex")
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Attends by flex_attention. On a CPU it is uncompiled, only forward, and stores all scores: it
+    """Attend by flex_attention. On a CPU it is uncompiled, only forward, and stores all scores: it
     is there to check the arguments that a GPU would be given."""
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -66,7 +66,7 @@ flex.by_shape = True        # it is compiled for each shape
 
 @functools.cache
 def _compiled(name: str, key: Any) -> Callable[..., Any]:
-    """Returns a function of flex_attention, compiled for this key; uncompiled if key is None."""
+    """Return a function of flex_attention, compiled for this key; uncompiled if key is None."""
     from torch.nn.attention import flex_attention
 
     call = getattr(flex_attention, name)
@@ -80,7 +80,7 @@ def _block_mask(rule: Rule, T: int, device: torch.device) -> Any:
 
 def _masked(rule: Rule, T: int, documents: Tensor | None,
             device: torch.device | None = None) -> Any:
-    """Returns the block mask of a rule. A mask function may read only places and tensors that were
+    """Return the block mask of a rule. A mask function may read only places and tensors that were
     made before it."""
     device = device or documents.device
     near = replace(rule, blocks=None)
@@ -105,7 +105,7 @@ _KEPT = WeakTensorKeyDictionary()
 
 
 def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-    """Returns `make()`, computed once for the current contents of these documents."""
+    """Return `make()`, computed once for the current contents of these documents."""
     cached, key = _KEPT.setdefault(documents, {}), (key, documents._version)
     if key not in cached:
         cached[key] = make()
@@ -114,7 +114,7 @@ def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
 
 @torch.compiler.disable     # the number of documents is known only when the kernel runs
 def cuts(documents: Tensor) -> tuple[Tensor, int]:
-    """Returns where each of documents (B, T) begins in B x T, and the end, in int32; and the length
+    """Return where each of documents (B, T) begins in B x T, and the end, in int32; and the length
     of the longest."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
     # (B, 1, D) -> (B, G, H / G + 1, E), (B, G, 1, E)
     def step_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns one token's heads in groups: q and k together, which rotate together, and v."""
+        """Return one token's heads in groups: q and k together, which rotate together, and v."""
         groups = self.qkv(x).view(len(x), self.G, -1, self.E)
         return groups.split([self.queries + 1, 1], dim=2)
 
@@ -98,7 +98,7 @@ class Attention(nn.Module):
     # (B, G, H / G, E), twice (B, G, 1, E) -> (B, G, H / G, E)
     def read(self, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Returns the input of the output projection, for one token that attends to the cache."""
+        """Return the input of the output projection, for one token that attends to the cache."""
         return cache.step(layer, self, q, k, v, own)
 
 
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns mean nats per token that counts, in float32; NaN if none counts (`contracts.Batch.to`
+    """Return mean nats per token that counts, in float32; NaN if none counts (`contracts.Batch.to`
     gives such a batch weights of 0). logits (B, T, V) in any dtype; targets (B, T), where -100 is
     ignored."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -23,7 +23,7 @@ BETAS = ("beta1", "beta2")
 
 @cache
 def optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class of a row, for `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises
+    """Return the class of a row, for `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises
     ConfigError for an unknown name, and for a rule that needs more than gradients."""
     row = optimizers.find(name)
     if row.after or row.evaluated:
@@ -65,7 +65,7 @@ class _OfRow(torch.optim.Optimizer):
 
     @classmethod
     def _settings(cls, group: dict) -> SimpleNamespace:
-        """Returns the group's current settings, since schedulers change them."""
+        """Return the group's current settings, since schedulers change them."""
         if len(group.get("betas", BETAS)) != 2:
             raise ValueError(f"betas must be two numbers, got {shown(group['betas'])}")
         own = {**group, **dict(zip(BETAS, group["betas"]) if "betas" in group else ())}

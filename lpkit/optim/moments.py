@@ -26,15 +26,15 @@ class Float32:
     suffixes: tuple[str, ...] = ("",)
 
     def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:
-        """Returns the tensors of a slot of zeros, on the device of p."""
+        """Return the tensors of a slot of zeros, on the device of p."""
         return [torch.zeros_like(p, dtype=torch.float32)]
 
     def decode(self, tensors: list[Tensor], *, signed: bool) -> Tensor:
-        """Returns the moment in float32, to be updated in place."""
+        """Return the moment in float32, to be updated in place."""
         return tensors[0]
 
     def encode(self, tensors: list[Tensor], moment: Tensor, *, signed: bool) -> None:
-        """Writes the moment back into `tensors`. In float32 it is the stored tensor already."""
+        """Write the moment back into `tensors`. In float32 it is the stored tensor already."""
 
 
 class BFloat16(Float32):
@@ -83,7 +83,7 @@ def blocks_of(flat: Tensor, size: int) -> Tensor:
 
 
 def nearest(blocks: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides each block of (blocks, size) by its largest magnitude. Returns the codes (uint8) of
+    """Divide each block of (blocks, size) by its largest magnitude. Returns the codes (uint8) of
     the nearest values, and the magnitudes. `between`: the midpoints of the ascending values."""
     scale = blocks.abs().amax(1)
     ratio = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
@@ -92,7 +92,7 @@ def nearest(blocks: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def levels(signed: bool) -> Tensor:
-    """Returns the 256 values, ascending, in float32: 0, 1, and for each decade the midpoints of
+    """Return the 256 values, ascending, in float32: 0, 1, and for each decade the midpoints of
     equal parts of (0.1, 1). Each decade has twice as many parts as the decade below."""
     values = [0.0, 1.0]
     for i in range(DECADES):

@@ -16,7 +16,7 @@ LEAST = 1e-7                            # smallest norm of a matrix to divide by
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """Overwrites (m, n) and returns (m, n) with the same singular vectors and singular values near
+    """Overwrite (m, n) and return (m, n) with the same singular vectors and singular values near
     1: between 0.7 and 1.2, except for the smallest ones."""
     if x.shape[0] > x.shape[1]:
         return orthogonalised(x.mT).mT
@@ -29,7 +29,7 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 
 def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tuple[Tensor, ...]:
-    """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k
+    """Return views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k
     and v, or the gate and the values that it gates. Raises ConfigError for a parameter that is not
     a matrix."""
     if len(parameter.shape) != 2:
@@ -43,7 +43,7 @@ def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tu
 
 def muon(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int,
          parameter: Parameter) -> None:
-    """Orthogonalises Nesterov's momentum. If a matrix has more rows than columns, its step is
+    """Orthogonalise Nesterov's momentum. If a matrix has more rows than columns, its step is
     multiplied by the root of their ratio."""
     (m,) = slots
     m.lerp_(g, 1 - settings.momentum)

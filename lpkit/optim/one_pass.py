@@ -80,7 +80,7 @@ class OnePass:
     settings: OptimizerSettings     # of the examples
 
     def defined(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """Returns the new w and slots, by the definition. Arguments: w and g of one dtype, slots in
+        """Return the new w and slots, by the definition. Arguments: w and g of one dtype, slots in
         float32, bits in int32 (`rounding.noise`; None rounds to nearest), settings, update."""
         *slots, bits, settings, update = rest
         wide = w.clone() if w.dtype == torch.float64 else w.float().clone()
@@ -99,7 +99,7 @@ class OnePass:
 
     def launch(self, w: Tensor, g: Tensor, slots: Sequence[Tensor], bits: Tensor | None,
                settings: Any, update: int, new: Sequence[Tensor]) -> None:
-        """Launches the kernel on contiguous tensors. `new`: the outputs for w and slots, which may
+        """Launch the kernel on contiguous tensors. `new`: the outputs for w and slots, which may
         be the inputs themselves."""
         blocks = triton.cdiv(w.numel(), BLOCK)
         _pass[(blocks,)](
@@ -115,7 +115,7 @@ class OnePass:
             examples=self._examples)
 
     def arguments(self, w: Tensor, bits: Tensor | None = None, update: int = 3) -> tuple:
-        """Returns arguments that share no memory: shared tensors would be read only once, and the
+        """Return arguments that share no memory: shared tensors would be read only once, and the
         time would be wrong."""
         slots = [w.float().square() for _ in range(self.slots)]
         return w, w.clone(), *slots, bits, self.settings, update
@@ -155,7 +155,7 @@ ADAMW, LION = (rule.kernel for rule in RULES.values())
 
 def chosen(name: str, asked: str, parameters: Sequence[Tensor],
            by_first: Callable = operator.call) -> tuple[OnePass | None, dict[str, Choice]]:
-    """Returns the rule `name` as one kernel, if the kernel is correct on this machine and is the
+    """Return the rule `name` as one kernel, if the kernel is correct on this machine and is the
     fastest version or was requested; None to use the definition. Also returns the choice to record.
     `asked`: `system.kernels`. `by_first`: `Ranks.by_first`, so that one rank races for all."""
     p = max(parameters, key=Tensor.numel, default=None)

@@ -15,24 +15,24 @@ DROPPED = 16    # bits of float32 that bf16 lacks
 
 
 def to_bf16(w: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Rounds float32 to bf16 such that the expectation is exact: adds noise to the dropped bits."""
+    """Round float32 to bf16 such that the expectation is exact: adds noise to the dropped bits."""
     return drawn(w, noise(w, generator))
 
 
 def noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns random int32 noise for the bits that are dropped."""
+    """Return random int32 noise for the bits that are dropped."""
     return torch.randint(1 << DROPPED, like.shape, dtype=torch.int32, device=like.device,
                          generator=generator)
 
 
 def drawn(w: Tensor, bits: Tensor) -> Tensor:
-    """Rounds float32 to bf16 by noise, and overwrites the noise."""
+    """Round float32 to bf16 by noise,, and overwrite the noise."""
     bits.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED))
     return bits.view(torch.float32).bfloat16()
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
-    """Returns a generator that depends only on `key` (seed, parameter, update), so that a resumed
+    """Return a generator that depends only on `key` (seed, parameter, update), so that a resumed
     run draws the same numbers."""
     high, low = (zlib.crc32(repr((word, *key)).encode()) for word in ("high", "low"))
     return torch.Generator(device).manual_seed(high << 32 | low)

@@ -50,7 +50,7 @@ def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, up
 
 def adamw_fused(groups: list[dict], settings: AdamWSettings,
                 kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
-    """Returns the AdamW that updates all parameters in one call."""
+    """Return the AdamW that updates all parameters in one call."""
     return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
                 fused=True)
 

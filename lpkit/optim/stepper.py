@@ -35,7 +35,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
           moment_format: str = "float32", placement: StatePlacement | None = None, seed: int = 0,
           kernels: str = "auto", by_first: Callable = operator.call,
           told: Callable[[str], Parameter] | None = None) -> torch.optim.Optimizer:
-    """Returns the optimizer `settings.name` for trained parameters, by their names.
+    """Return the optimizer `settings.name` for trained parameters, by their names.
 
     placement: where state is stored; None for the device
     seed:      seed of stochastic rounding
@@ -128,7 +128,7 @@ class Stepper(torch.optim.Optimizer):
             self._update(p, group, tensors, self.state[p]["update"])
 
     def _fetch(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-        """Yields the tensors of each parameter on its device. While the caller uses them, the next
+        """Yield the tensors of each parameter on its device. While the caller uses them, the next
         ones travel. When the caller asks for those, the used ones are written back."""
         stored = [self._stored(p) for p in parameters]
         coming = []
@@ -142,7 +142,7 @@ class Stepper(torch.optim.Optimizer):
             self.placement.write_back(tensors, used)
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
-        """Returns whether a tensor of p's state has the rows of p; otherwise every rank has all of
+        """Return whether a tensor of p's state has the rows of p; otherwise every rank has all of
         it."""
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
                        and slot.shape(self.told[p].shape, self.rule_of[p].settings) is not None
@@ -150,7 +150,7 @@ class Stepper(torch.optim.Optimizer):
 
     @torch.no_grad()
     def evaluated(self, p: nn.Parameter) -> Tensor | None:
-        """Returns the weights that evaluation reads instead of p; None for p itself."""
+        """Return the weights that evaluation reads instead of p; None for p itself."""
         rule = self.rule_of[p]
         if not (rule.row.evaluated and self.state[p]):
             return None
@@ -167,7 +167,7 @@ class Stepper(torch.optim.Optimizer):
         return [tensors[i:i + each] for i in range(0, len(tensors), each)]
 
     def _stored(self, p: nn.Parameter) -> list[Tensor]:
-        """Returns the stored tensors of p, zeros before the first update. A checkpoint names them
+        """Return the stored tensors of p, zeros before the first update. A checkpoint names them
         slot + suffix."""
         slots = self.rule_of[p].row.slots
         names = [slot.name + suffix for slot in slots for suffix in self.codec.suffixes]
@@ -208,7 +208,7 @@ class Stepper(torch.optim.Optimizer):
 
 
 def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> dict[str, Choice]:
-    """Returns `chosen`, corrected by what the built `optimizer` does: where its state is, its
+    """Return `chosen`, corrected by what the built `optimizer` does: where its state is, its
     format, and how 16-bit weights are rounded."""
     does, rounding = {"optimizer_state": StatePlacement.name, "moment_format": "float32"}, "nearest"
     if isinstance(optimizer, Stepper):

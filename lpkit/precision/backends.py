@@ -29,7 +29,7 @@ class Backend(ABC):
     wide: bool | None = None
 
     def by(self, products: Choice | None) -> Backend:
-        """Returns this backend with the products that a run has chosen."""
+        """Return this backend with the products that a run has chosen."""
         if products is None:
             return self
         backend = copy(self)
@@ -37,7 +37,7 @@ class Backend(ABC):
         return backend
 
     def plain(self, linear: nn.Linear) -> nn.Linear:
-        """Returns the module that replaces a Linear whose operands are not cast."""
+        """Return the module that replaces a Linear whose operands are not cast."""
         if not self.wide:
             return linear
         from lpkit.kernels.wide_product import WideLinear
@@ -45,20 +45,20 @@ class Backend(ABC):
         return sharing(WideLinear, linear)
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
-        """Returns whether `auto` may choose this backend if it can run."""
+        """Return whether `auto` may choose this backend if it can run."""
         return False
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        """Returns the reason why this backend cannot run `recipe` here, or "". `name`: the row that
+        """Return the reason why this backend cannot run `recipe` here, or "". `name`: the row that
         `recipe` is, or changes."""
 
     @abstractmethod
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        """Returns the module that replaces `linear` and shares its parameters."""
+        """Return the module that replaces `linear` and shares its parameters."""
 
     def around(self, model: nn.Module) -> nn.Module:
-        """Returns `model`, after `wrap` has replaced its Linears."""
+        """Return `model`, after `wrap` has replaced its Linears."""
         return model
 
 
@@ -78,13 +78,13 @@ class PyTorch(Backend):
 
 
 def slow_float16(recipe: Recipe, device: torch.device) -> bool:
-    """Returns whether PyTorch's float16 is slow here: few CPUs multiply float16, and without such
+    """Return whether PyTorch's float16 is slow here: few CPUs multiply float16, and without such
     instructions PyTorch takes 15 times as long as for bf16."""
     return recipe.compute == "float16" and device.type == "cpu"
 
 
 def sharing(kind: type[nn.Linear], linear: nn.Linear, **settings: Any) -> Any:
-    """Returns a `kind` that shares the parameters of `linear`."""
+    """Return a `kind` that shares the parameters of `linear`."""
     new = kind(linear.in_features, linear.out_features, bias=False, device="meta", **settings)
     new.weight, new.bias = linear.weight, linear.bias
     return new.train(linear.training)
@@ -103,7 +103,7 @@ BACKENDS = _Table({}, recipes.BACKENDS)
 
 
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
-    """Chooses the backend of `recipe`, which is the row `name` or changes it. Raises ConfigError if
+    """Choose the backend of `recipe`, which is the row `name` or changes it. Raises ConfigError if
     the requested backend is unknown or cannot run it, and names a backend that can."""
     if asked != "auto":
         backend = pick_row(BACKENDS, asked, "precision.backend")
@@ -130,7 +130,7 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
 
 
 def tiles(name: str, recipe: Recipe, sizes: dict[str, int], alignment: int = 0) -> bool:
-    """Returns whether a Linear of these sizes tiles (`untiled`); if not, its operands are padded.
+    """Return whether a Linear of these sizes tiles (`untiled`); if not, its operands are padded.
     Raises ConfigError if the recipe does not pad, and names recipes that would fit."""
     problem = untiled(recipe, sizes, alignment)
     if problem and not recipe.pad:

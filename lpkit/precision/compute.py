@@ -19,12 +19,12 @@ CAST, CACHED = "cast", "cached"
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype | None:
-    """Returns the dtype of autocast; None for float32 throughout, without autocast."""
+    """Return the dtype of autocast; None for float32 throughout, without autocast."""
     return None if recipe.compute is None else getattr(torch, recipe.compute)
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
-    """Returns a context that can be entered many times."""
+    """Return a context that can be entered many times."""
     if recipe.compute is None:
         return nullcontext()
     return torch.autocast(device.type, compute_dtype(recipe))

@@ -54,14 +54,14 @@ def deferring(queue: Queue | None) -> Iterator[None]:
 
 
 def apart(t: Tensor | None) -> Tensor | None:
-    """Returns a leaf with the same numbers. A parameter that took part in the graph without getting
+    """Return a leaf with the same numbers. A parameter that took part in the graph without getting
     a gradient would still have its hooks called."""
     return t if t is None else t.detach().requires_grad_(t.requires_grad)
 
 
 def defer(queue: Queue, weight: Tensor, bias: Tensor | None, dw: Callable[[], Tensor] | None,
           db: Tensor | None) -> tuple[None, None]:
-    """Appends a W to the queue. `dw` computes the gradient of `weight`; None if `weight` is not
+    """Append a W to the queue. `dw` computes the gradient of `weight`; None if `weight` is not
     trained."""
     def w() -> None:
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):

@@ -55,7 +55,7 @@ class Library(Backend):
 
 
 def _casts_of(recipe: Recipe) -> tuple:
-    """Returns the facts in which two rows differ."""
+    """Return the facts in which two rows differ."""
     return *recipe.products.items(), recipe.delayed is None, recipe.fast_accumulation
 
 
@@ -129,7 +129,7 @@ def _under_autocast(forward: Callable[..., Tensor], recipe: Any, *args: Any) -> 
 
 class TransformerEngine(Library):
     def around(self, model: nn.Module) -> nn.Module:
-        """Puts one autocast around the whole forward. At its end the library advances the histories
+        """Put one autocast around the whole forward. At its end the library advances the histories
         of all Linears that ran, so they advance once per micro-batch."""
         recipe = next(module.recipe for module in model.modules()
                       if isinstance(module, TransformerEngineLinear))

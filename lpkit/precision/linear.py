@@ -125,11 +125,11 @@ class Arithmetic(Backend):
     @abstractmethod
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None, both: bool = False) -> Scaled:
-        """Returns the cast of x. both: the cast of x.T will be needed, as `.T` of the result."""
+        """Return the cast of x. both: the cast of x.T will be needed, as `.T` of the result."""
 
     @abstractmethod
     def shares(self, cast: Cast) -> bool:
-        """Returns whether one cast can serve x and x.T."""
+        """Return whether one cast can serve x and x.T."""
 
     @abstractmethod
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
@@ -138,7 +138,7 @@ class Arithmetic(Backend):
     @abstractmethod
     def taken(self, existing: Scaled, cast: Cast, dtype: torch.dtype, *,
               both: bool = False) -> Scaled:
-        """Returns the operand that `cast` would return, from existing 8-bit values and scales."""
+        """Return the operand that `cast` would return, from existing 8-bit values and scales."""
 
 
 class Scaling(nn.Module):
@@ -155,7 +155,7 @@ class Scaling(nn.Module):
     transposed = False          # whether `weight` is (in_features, out_features)
 
     def equip(self, recipe: Recipe, arithmetic: Arithmetic, *, name: str, seed: int = 0) -> Any:
-        """Allocates the recipe's state, and returns the module."""
+        """Allocate the recipe's state,, and return the module."""
         self.recipe, self.arithmetic, self.name = recipe, arithmetic, name
         # computed now, because a compiled graph cannot compute these cached properties
         _ = recipe.cast_of, recipe.tile
@@ -200,7 +200,7 @@ class Scaling(nn.Module):
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
              first: bool = False, both: bool = False) -> Scaled:
-        """Returns the operand `role` of `product`, (rows, contracted axis). `first`: this cast of
+        """Return the operand `role` of `product`, (rows, contracted axis). `first`: this cast of
         the tensor is counted, and its amax goes into the history. `both`: x.T is needed, too."""
         cast = self.recipe.cast_of[product, role]
         if cast is None:  # this product is not in low precision: a Scaled with a scale of one
@@ -234,7 +234,7 @@ class Scaling(nn.Module):
 
     def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
                  both: bool) -> tuple[Scaled, Callable[[], Scaled]]:
-        """Returns x as the operand `role` of `product`, and a function that returns x.T as that of
+        """Return x as the operand `role` of `product`, and a function that returns x.T as that of
         `other`. A separate second cast is made only when the function is called, to save memory
         during the first product. `both`: the function will be called."""
         # the cast exists already, and can be transposed
@@ -267,7 +267,7 @@ class ScaledLinear(Scaling, nn.Linear):
     @classmethod
     def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
              name: str = "linear", seed: int = 0) -> ScaledLinear:
-        """Returns a ScaledLinear that shares the parameters of `linear`, with new state."""
+        """Return a ScaledLinear that shares the parameters of `linear`, with new state."""
         return sharing(cls, linear).equip(recipe, arithmetic, name=name, seed=seed)
 
 
@@ -276,7 +276,7 @@ def scaled_linears(model: nn.Module) -> Iterator[Scaling]:
 
 
 def nonfinite_report(model: nn.Module) -> str:
-    """Returns a sentence that names the tensors that held a NaN or an Inf when they were cast, in
+    """Return a sentence that names the tensors that held a NaN or an Inf when they were cast, in
     the order of the model; "" if there are none."""
     words = dict(zip(ROLES, ("activations", "weights", "gradients")))
     places = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)

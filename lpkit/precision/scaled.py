@@ -44,7 +44,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadam
 
 def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
              amax: Tensor | None = None, noise: Noise | None = None, fold: bool = False) -> Scaled:
-    """Casts x (M, K), whose contracted axis is last, and returns the values in `dtype`.
+    """Cast x (M, K), whose contracted axis is last,, and return the values in `dtype`.
 
     amax:  () float32, to scale by instead of the tensor's largest magnitude (delayed scaling)
     noise: for stochastic rounding
@@ -70,13 +70,13 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
 
 
 def reference(a: Scaled, b: Scaled) -> Tensor:
-    """Returns a @ b.T by the definition: (M, N) float64."""
+    """Return a @ b.T by the definition: (M, N) float64."""
     return a.dequantise(torch.float64) @ b.dequantise(torch.float64).T
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
             wide: bool = False) -> Tensor:
-    """Returns a @ b.T + bias, (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). `wide`: compute
+    """Return a @ b.T + bias, (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). `wide`: compute
     large bf16 products in float32 (`kernels.wide_product`)."""
     # scales that vary within a sum and were not folded in
     if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:
@@ -98,7 +98,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None
 
 def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
             dtype: torch.dtype, wide: bool) -> Tensor:
-    """Returns alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
+    """Return alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
     if a.device.type == "cpu":  # alpha and bias are applied before the result is rounded
         if wide and a.dtype == torch.bfloat16 and wide_product.wins(a, b):
             return wide_product.multiply(a, b, bias, alpha).to(dtype)

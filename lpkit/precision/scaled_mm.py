@@ -24,7 +24,7 @@ from lpkit.techniques.recipes import Cast, Recipe
 
 
 def saturates(recipe: Recipe, device: torch.device) -> str:
-    """Returns the reason why torch._int_mm sums products wrongly on this device, or ""."""
+    """Return the reason why torch._int_mm sums products wrongly on this device, or ""."""
     if device.type != "cpu" or recipe.dtype != "int8":
         return ""
     x = torch.full((32, 64), 127, dtype=torch.int8)
@@ -35,7 +35,7 @@ def saturates(recipe: Recipe, device: torch.device) -> str:
 
 
 def too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
-    """Returns the reason why this GPU is too old, or "". Other devices are never too old."""
+    """Return the reason why this GPU is too old, or "". Other devices are never too old."""
     if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
         return ""
     return f"{needs} compute capability {dotted(capability)}, and this GPU has {dotted(has)}"
@@ -84,7 +84,7 @@ class ScaledMM(Arithmetic):
         return ScaledLinear.wrap(linear, recipe, copy(self), name=name, seed=seed)
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str:
-        """Returns the error of PyTorch or cuBLASLt for a small product of each kind, or "". Only
+        """Return the error of PyTorch or cuBLASLt for a small product of each kind, or "". Only
         trying tells: for example, row scales on Hopper need cuBLASLt of CUDA 12.9, or CUTLASS,
         which a build of PyTorch may lack; and on a CPU torch 2.11 has none."""
         # a second block shows scales of blocks of 128
@@ -137,7 +137,7 @@ class ScaledMM(Arithmetic):
 
 
 def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
-    """Returns t with rows of zeros appended. `torch._int_mm` refuses 16 rows or fewer. Columns of
+    """Return t with rows of zeros appended. `torch._int_mm` refuses 16 rows or fewer. Columns of
     scales must begin at multiples of 16 bytes, also for any number of tokens in sampling
     (Transformer Engine's Float8BlockQuantizer pads them, too)."""
     more = max(least - len(t), -len(t) % multiple)
@@ -145,7 +145,7 @@ def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
-    """Returns scales in shapes from which `torch._scaled_mm` infers their meaning: (1, 1) for
+    """Return scales in shapes from which `torch._scaled_mm` infers their meaning: (1, 1) for
     tensors (of a view without axes Inductor takes the whole), and (M, 1) and (1, N) for rows.
     Returns None for blocks of 128, which it may misread: if the sum is one block long, a 1x128
     scale looks like a row's scale, and a 128x128 scale like a tensor's."""
@@ -164,13 +164,13 @@ def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
 @operator("scaled_mm_128(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b) -> Tensor",
           key=EVERY_DEVICE, product=True, flops=lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0])
 def _blocks128(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """Multiplies a (M, K) by b (N, K). Scales are for 1x128 blocks; b's also for 128x128 blocks."""
+    """Multiply a (M, K) by b (N, K). Scales are for 1x128 blocks; b's also for 128x128 blocks."""
     return F.scaled_mm(a, b.T, *_outer_major(a, scale_a),
                        *_outer_major(b, scale_b), output_dtype=torch.bfloat16)
 
 
 def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
-    """Returns scales in the layout that the product reads, and their kind. 1x128 scales (R, C) are
+    """Return scales in the layout that the product reads, and their kind. 1x128 scales (R, C) are
     stored column by column. 128x128 scales (R, C) are too, and padded to (C rounded up to 4, R).
     Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
     if scale.shape[0] == t.shape[0]:

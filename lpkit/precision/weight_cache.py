@@ -29,7 +29,7 @@ from lpkit.techniques.recipes import Recipe
 
 def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool,
            forwards: int) -> Choice:
-    """Chooses whether casts are kept, for `recipe`, which is the row `name`. `forwards`: how often
+    """Choose whether casts are kept, for `recipe`, which is the row `name`. `forwards`: how often
     a layer runs forward in an update, with recomputation.
 
     Raises ConfigError if the recipe casts no weight.
@@ -83,7 +83,7 @@ class WeightCache:
 
     def get(self, product: str, key: Any, make: Callable[[], Scaled], *,
             with_amax: bool) -> Scaled:
-        """Returns `make()`, or its earlier result for the same key. One cast per product is kept.
+        """Return `make()`, or its earlier result for the same key. One cast per product is kept.
         """
         if product not in self.casts or self.casts[product][0] != key:
             scaled = make()

@@ -291,7 +291,8 @@ def run(corpus, tmp_path_factory):
 def test_a_run_answers_one_prompt_or_several(run, capsys):
     prompts = ["def ", "x", "return x + 1" * 9]
     texts = lpkit.sample(run, prompt=prompts, tokens=40, temperature=0)
-    assert texts == [lpkit.sample(run, prompt=prompt, tokens=40, temperature=0) for prompt in prompts]
+    assert texts == [lpkit.sample(run, prompt=prompt, tokens=40, temperature=0)
+                     for prompt in prompts]
     assert isinstance(texts, list) and all(text.startswith(prompt)
         for prompt, text in zip(prompts, texts))
     assert main(["sample", str(run.path), "--prompt", "def ", "--prompt", "x", "--tokens", "9",
