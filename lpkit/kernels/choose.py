@@ -392,8 +392,8 @@ def _check(record: dict, kernel: Kernel, offered: Mapping[str, Version],
 
 
 def refused_here() -> dict[str, dict[str, str]]:
-    """Returns, by kernel and version, why versions that were tried on this machine are wrong, or
-    why a record of a race is ignored."""
+    """Return the versions that were wrong on this machine: reasons by kernel and version. The
+    "version" `the record` has the reason why the stored result of a race is ignored."""
     reasons: dict[str, dict[str, str]] = {}
     for path in sorted(own_cache(RACED).glob(f"*-{_machine()}-*.json")):
         name = path.name.partition(f"-{_machine()}-")[0]

@@ -1,11 +1,12 @@
 """A kernel: a definition in PyTorch's operations, and other versions that compute the same.
 
-A file of this folder has one kernel, as `KERNEL`: its definition, its Triton version, the operator
-around that version, and the means to verify versions: examples, and how exact a version must be.
-`lpkit.techniques.kernels.KERNELS` lists all kernels.
+A file of this folder contains the definition of a kernel, its Triton version, the PyTorch operator
+that launches the Triton version, and a `Kernel` object. This object has all versions, examples on
+which versions are compared, and limits on their errors. `lpkit.techniques.kernels.KERNELS` lists
+all kernels.
 
-`difference` verifies a version. It is used by tests, by the bench, and by the choice of a version
-on this machine.
+`difference` compares a version with the definition. It is used by tests, by the bench, and by the
+choice of a version on this machine.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
-LONGEST_ROW = 65536     # the most elements that one program holds
-SLACK = 2.0             # for rounding in another order
-CALL_SECONDS = 0.5      # limit of the repeated calls of `difference`
-# largest error of a row, as a share of its length; smaller errors average out
+LONGEST_ROW = 65536     # the most elements of a row that one Triton program holds
+SLACK = 2.0             # default of `Kernel.slack`: versions may add in another order
+CALL_SECONDS = 0.5      # time limit of the repeated calls of `difference`
+# `apart`: largest error of a row, as a share of the norm of the row
 ROW = 0.1
-GRAIN = 2.0**-24        # precision of float32, in which sums are computed, in any order
+GRAIN = 2.0**-24        # default of `Kernel.grain`: the rounding error of float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """`definition` and all `versions` take the same arguments and return the same results.
 
-    examples:  yields arguments, for a generator and a device: random, awkward and adversarial ones
+    examples:  a function of a generator and a device. It yields argument tuples: random inputs and
+               inputs on which a version is likely to fail
     gradients: positions of the arguments that have a gradient
-    slack:     a version's error from float64 may be this many times the definition's: the norm of
-               all errors, and the largest error
-    grain:     errors below this share of the largest result are ignored, since terms may cancel
+    slack:     limits on a version's error, as multiples of the definition's error, both compared
+               with float64: a limit on the norm of all errors, and a limit on the largest error
+    grain:     an error below this share of the largest result is ignored, because a result may be
+               the small difference of large terms
     exact:     whether a version must be bit-equal to the definition
-    offered:   the candidates of a race, the definition first; empty: it and `versions`
+    offered:   the candidates of a race, the definition first; empty: `choose.candidates`
     """
 
     definition: Version
@@ -54,7 +57,7 @@ class Kernel:
 
 
 def floats(*tensors: Tensor) -> None:
-    """Check the tensors of an element-wise kernel. Raises ConfigError for a dtype other than
+    """Check the arguments of an element-wise kernel. Raises ConfigError for a dtype other than
     float32, bf16 or fp16, and for a tensor that is not contiguous."""
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -70,8 +73,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a definition that calls `version` with wide numbers, and rounds its result once to
-    the dtype of the first argument."""
+    """Return a definition that converts its arguments with `wide`, calls `version`, and rounds the
+    result once, to the dtype of the first argument."""
     @functools.wraps(version)
     def definition(x: Tensor, *others: Any) -> Tensor:
         v = wide(x)
@@ -91,7 +94,7 @@ def row_length(x: Tensor, *others: Tensor) -> int:
 
 
 def spoiled(x: Tensor, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Tensor:
-    """Return an example: a copy of x with a NaN and an infinity at these places."""
+    """Return a copy of x with a NaN at index `nan` and an infinity at index `infinite`."""
     bad = x.clone()
     bad[nan], bad[infinite] = torch.nan, torch.inf
     return bad
@@ -100,9 +103,10 @@ def spoiled(x: Tensor, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Tenso
 def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 1) -> str:
     """Return the first difference between `version` and the definition on these arguments, forward
     or backward, in one clause; "" if there is none. Calls the version up to `calls` times, for at
-    most CALL_SECONDS."""
+    most CALL_SECONDS, because some versions are wrong only sometimes."""
     want = gradients_of(kernel, kernel.definition, arguments)
-    # compare with float64, because a gradient may be the small difference of large terms
+    # Float64 is the reference for both. A gradient may be the small difference of large terms, and
+    # then also the definition has a large relative error, which a version may have, too.
     true = [] if kernel.exact else gradients_of(kernel, kernel.definition, _wide(arguments))
     scale, right = max((_farthest(tensor) for tensor in true), default=0.0), None
     until = time.monotonic() + CALL_SECONDS
@@ -110,6 +114,7 @@ def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 
         if i and time.monotonic() > until:
             break
         got = gradients_of(kernel, version, arguments)
+        # the same bits as in the first call, which was correct
         if right is not None and all(map(same_bits, got, right)):
             continue
         if len(got) != len(want):
@@ -124,10 +129,14 @@ def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 
 
 
 def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
-    """`difference` for results that are too large for float64. The error of each row (..., N) must
-    be at most ROW of the row's length, or of the mean row's length if that is larger. A correct
-    version may sum in another order, and may round in between. A version that forgets a tile, a
-    head or a sequence has rows that are wrong altogether."""
+    """Return the first difference between the results `got` and `want` in one clause, or "": a
+    coarse comparison for a step's size, where float64 would need too much memory.
+
+    The norm of the error of each row (..., N) must be at most ROW times the norm of the row, or
+    ROW times the mean norm of all rows, whichever is larger. A correct version may sum in another
+    order and may round in between. A version that omits a tile, a head or a sequence has completely
+    wrong rows.
+    """
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
         problem = _bits_differ(ours, theirs) if kernel.exact else _unlike(ours, theirs)
         if not problem and not kernel.exact and ours.numel():
@@ -144,8 +153,8 @@ def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
 
 def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
                  weights: list[Tensor] | None = None) -> list[Tensor]:
-    """Return the results of forward, then the gradients of their sum weighted by `weights` (None:
-    `weights_of`)."""
+    """Return the results of version(*arguments), then the gradients of the arguments at
+    `kernel.gradients`. The gradients are of sum(weights * results); weights None: `weights_of`."""
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
@@ -158,7 +167,8 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
 
 
 def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """Return numbers without a pattern, equal each time and in every dtype: -1, -0.75 ... 1."""
+    """Return a weight for each element of the results: multiples of 1/4 from -1 to 1, without a
+    visible pattern, and the same on every call and in every dtype."""
     return [((torch.arange(t.numel(), device=t.device) * 7 % 9 - 4) / 4).view(t.shape).to(t.dtype)
             for t in results]
 
@@ -185,6 +195,11 @@ def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _differs(kernel: Kernel, ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
+    """Return how `ours` (of a version) is less exact than `theirs` (of the definition), or "".
+
+    true:  the result in float64
+    scale: the largest magnitude of all results and gradients in float64
+    """
     if unlike := _unlike(ours, theirs):
         return unlike
     wrong = ours.isnan() != theirs.isnan()
@@ -218,6 +233,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _first(ours: Tensor, theirs: Tensor, wrong: Tensor) -> str:
+    """Return the index and both values of the first element at which `wrong` is True, or ""."""
     if not wrong.any():
         return ""
     at = tuple(wrong.nonzero()[0].tolist())
