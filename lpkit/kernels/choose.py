@@ -242,8 +242,9 @@ def _winner(seconds: Mapping[str, float], in_block: bool) -> str:
 
 def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
                    ) -> tuple[Kernel, list[tuple], dict[str, Version]]:
-    """Join all calls into one function,, and compile each version of it into one graph, which may
-    not break. A kernel then needs two or three graphs, for which a first start has time."""
+    """Return a kernel, one argument tuple and compiled versions that make all calls of `raced` at
+    once. Each version is compiled into one graph without graph breaks. So a kernel needs only two
+    or three compilations, however many calls are raced; more would make a first start too slow."""
     ends = list(itertools.accumulate(map(len, raced)))
     begins = [0, *ends[:-1]]
 

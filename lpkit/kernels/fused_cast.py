@@ -371,7 +371,7 @@ def _tiles(x, rows, row_scale, columns, column_scale, stats, history, words, M, 
 
 @jit
 def _sixteen(x, g, n, G, N, TO: tl.constexpr):
-    """Load rows 16 g to 16 g + 15 of x as 16 tensors,, and transform them. Also returns the bits
+    """Load rows 16 g to 16 g + 15 of x as 16 tensors, and transform them. Also returns the bits
     of the largest magnitude of each 16."""
     inside = (g < G)[:, None] & (n < N)[None, :]
     at = g[:, None].to(tl.int64) * (16 * N) + n[None, :]

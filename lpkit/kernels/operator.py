@@ -36,7 +36,7 @@ def over_pairs(count: int) -> Callable[..., int]:
 def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
              flops: Callable[..., int] = lambda *_, **__: 0, product: bool = False,
              inside: bool = False) -> Callable[[Callable], OpOverload]:
-    """Register the decorated kernel under the name in `schema`,, and return the operator.
+    """Register the decorated kernel under the name in `schema`, and return the operator.
 
     key:     the dispatch key that the kernel serves
     fake:    None for a kernel that is made of PyTorch's operations, and so is its own fake

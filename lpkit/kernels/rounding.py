@@ -87,7 +87,7 @@ def quotient(v, m, y):
 
 @jit
 def divisor(s):
-    """Split s > 0 into m * 2^e, 1 <= m < 2,, and return 2^-e, m, 1 / m. v / s is then
+    """Split s > 0 into m * 2^e, 1 <= m < 2, and return 2^-e, m, 1 / m. v / s is then
     quotient(v * 2^-e, m, 1 / m), which neither overflows nor loses bits. NaN stays NaN, and a
     division by infinity gives 0."""
     bits = s.to(tl.int32, bitcast=True)

@@ -191,9 +191,8 @@ def _sums_like(scores: Tensor) -> Tensor:
 
 def attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float = 0.0,
                sinks: Tensor | None = None) -> Tensor:
-    """Overwrite `scores` (N, queries, keys) by the softmax weights of the keys that are seen. Hidden
-    keys, and all keys of a query that sees none, get 0. Returns the log-sums of exponentials
-    (N, queries) in float32."""
+    """Overwrite `scores` (N, queries, keys) by softmax weights. Hidden keys, and all keys of a
+    query that sees no key, get 0. Returns the log-sums of exponentials (N, queries) in float32."""
     call = _attention if scores.device.type == "cpu" else reference_attention_
     return call(scores, seen, scale, cap, sinks)
 

@@ -1,4 +1,4 @@
-"""Matmuls of 16-bit matrices computed in float32 ("wide" products), for CPUs on which this is faster.
+"""Matmuls of 16-bit matrices computed in float32 ("wide" products), for CPUs where this is faster.
 
 A bf16 matmul multiplies exactly, adds in float32, and rounds each result once. A float32 matmul of
 the same operands, rounded once at the end, gives the same numbers up to the order of additions.
@@ -62,12 +62,12 @@ addmm = _operator("addmm", product_pytorch)
 
 class WideProduct(torch.autograd.Function):
     """x @ w.T + bias (M, N), for 16-bit x (M, K), w (N, K) and bias (N,). The matmuls of forward
-    and backward are computed in float32. It is a custom Function, because autograd would otherwise
-    save the float32 copies."""
+    and backward are computed in float32. This is a custom Function, because the operator `multiply`
+    has no derivative."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        # The gradient of w needs x, and the gradient of x needs w: save neither for a frozen other.
+        # The gradient of w needs x, and the gradient of x needs w. Save only what will be needed.
         needs_x, needs_w, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         return multiply(x, w, bias, None)

@@ -12,7 +12,7 @@ from lpkit.techniques.row import Settings
 
 @torch.no_grad()
 def _normal(model: nn.Module, std: Callable[[str, Tensor], float]) -> None:
-    """Set biases to 0 and gains to 1,, and draw matrices from N(0, std(name, matrix))."""
+    """Set biases to 0 and gains to 1, and draw matrices from N(0, std(name, matrix))."""
     for name, p in model.named_parameters():
         if p.ndim < 2:
             nn.init.constant_(p, not name.endswith("bias"))

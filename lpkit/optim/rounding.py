@@ -26,7 +26,7 @@ def noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def drawn(w: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 to bf16 by noise,, and overwrite the noise."""
+    """Round float32 to bf16 by noise, and overwrite the noise."""
     bits.add_(w.view(torch.int32)).bitwise_and_(-(1 << DROPPED))
     return bits.view(torch.float32).bfloat16()
 

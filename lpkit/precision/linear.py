@@ -155,7 +155,7 @@ class Scaling(nn.Module):
     transposed = False          # whether `weight` is (in_features, out_features)
 
     def equip(self, recipe: Recipe, arithmetic: Arithmetic, *, name: str, seed: int = 0) -> Any:
-        """Allocate the recipe's state,, and return the module."""
+        """Allocate the recipe's state, and return the module."""
         self.recipe, self.arithmetic, self.name = recipe, arithmetic, name
         # computed now, because a compiled graph cannot compute these cached properties
         _ = recipe.cast_of, recipe.tile

@@ -44,7 +44,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "hadam
 
 def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
              amax: Tensor | None = None, noise: Noise | None = None, fold: bool = False) -> Scaled:
-    """Cast x (M, K), whose contracted axis is last,, and return the values in `dtype`.
+    """Cast x (M, K), whose contracted axis is last, and return the values in `dtype`.
 
     amax:  () float32, to scale by instead of the tensor's largest magnitude (delayed scaling)
     noise: for stochastic rounding
