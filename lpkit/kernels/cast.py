@@ -109,7 +109,8 @@ SCALE_RULES: dict[str, Callable[[Format], int]] = {
     "ceil": lambda fmt: 0x7FFFFF,
     "even": lambda fmt: 1 << (22 - fmt.mantissa_bits),  # half of an element's last mantissa bit
     # rounds up if the mantissa is larger than the mantissa of the format's largest value: the
-    # smallest scale without overflow, cuBLAS's 1D block scaling, https://docs.nvidia.com/cuda/cublas
+    # smallest scale without overflow, as in cuBLAS's 1D block scaling
+    # (https://docs.nvidia.com/cuda/cublas)
     "rceil": lambda fmt: (1 << 24) - 1 - int(math.ldexp(fmt.largest, 23 - fmt.max_exponent)),
 }
 
@@ -260,7 +261,8 @@ def _power(code: Tensor) -> Tensor:
 
 
 def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tensor:
-    """Round float32 to the grid, and saturate; see the top of this file."""
+    """Return float32 y, saturated and rounded to the grid of the format; see the top of this file.
+    """
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
     exponent = (size.view(torch.int32) & 0x7F800000).clamp(min=(grid.min_exponent + 127) << 23)
@@ -357,8 +359,8 @@ def _check_input(x: Tensor) -> None:
 
 
 def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
-    """Return x as a contiguous matrix (R, C), the numbers of blocks along R and along C, and whether
-    the matrix is the transpose of x. (It is if x is a transposed view: then x.T is contiguous.)"""
+    """Return x as a contiguous matrix (R, C), the numbers of blocks along R and along C, and
+    whether the matrix is x.T. (It is if x is a transposed view, because x.T is then contiguous.)"""
     x = x.detach() if x.requires_grad else x
     turned = x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
     x = x.T if turned else x.contiguous()

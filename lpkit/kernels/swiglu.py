@@ -1,8 +1,8 @@
-"""SwiGLU: silu(gate) * up, with gate and up side by side in one tensor (Shazeer 2020,
-https://arxiv.org/abs/2002.05202).
+"""SwiGLU: silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202). The input x (..., 2 N)
+has gate (..., N) and up (..., N) side by side; the result is (..., N).
 
-Forward reads 2 N numbers per row and writes N. Backward recomputes sigmoid(gate), reads the input
-and dy, and writes both gradients, so only the input is kept. With s = sigmoid(gate),
+Forward reads 2 N numbers per row, writes N, and saves only its input. Backward recomputes
+s = sigmoid(gate), reads the input and dy, and writes the gradients of gate and up:
 
     d up = dy gate s        d gate = dy up s (1 + gate (1 - s))
 """
@@ -92,7 +92,7 @@ def _examples(rng: torch.Generator, device: torch.device):
         for shape in ((5, 246), (2, 3, 64), (1, 2), (0, 8), (3, 2100)):
             yield (torch.randn(shape, generator=rng).to(device, dtype),)
     x = torch.randn(4, 48, generator=rng).to(device)
-    yield (x.T.contiguous().T,)
+    yield (x.T.contiguous().T,)     # not contiguous
     yield (x * 40,)                 # the sigmoid is 0 or 1
     yield (spoiled(x, (1, 3), (2, 30)),)
 
