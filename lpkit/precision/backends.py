@@ -84,8 +84,8 @@ class PyTorch(Backend):
 
 
 def slow_float16(recipe: Recipe, device: torch.device) -> bool:
-    """Return whether a recipe uses float16 on a CPU. Few CPUs have instructions for float16; without
-    them a float16 matmul of PyTorch takes 15 times as long as a bf16 matmul."""
+    """Return whether a recipe uses float16 on a CPU. Few CPUs have instructions for float16.
+    Without them a float16 matmul of PyTorch takes 15 times as long as a bf16 matmul."""
     return recipe.compute == "float16" and device.type == "cpu"
 
 

@@ -81,8 +81,9 @@ def defer(queue: Queue, weight: Tensor, bias: Tensor | None, dw: Callable[[], Te
 
 
 class _Keep(torch.autograd.Function):
-    """Returns x, and saves it for `_wait`. It is a custom Function, because recomputation only
-    restores tensors that a Function of the graph has saved, and stops at the last of them."""
+    """Returns x, and saves it for `_wait`. F.linear does not save x, because its weight is
+    detached. A recomputed block restores only saved tensors, and stops at the last of them, so the
+    graph must save x."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
