@@ -223,6 +223,6 @@ def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
     assert attention.ran("sdpa", given, CPU) == "; here flash"
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: 0)
     with pytest.raises(ConfigError,
-                       match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; "
-                             r"tiled|blocked"):
+                       match=r"system\.attention=sdpa would use PyTorch's formula here, .*; use "
+                             r"(tiled|blocked)"):
         attention.ran("sdpa", given, CPU, refuse=True)
