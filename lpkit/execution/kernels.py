@@ -110,7 +110,7 @@ class Kernels(Transform):
         (`_watched`), and the logits of the first tokens.
 
         The calls come from the forward of the whole model without gradients, and from a forward and
-        backward of the first block. Where both make the same kind of call, the second is used.
+        backward of the first block. If both call a kernel, the calls of the second are used.
         """
         everywhere: dict[str, dict[tuple, tuple]] = {}
         trained: dict[str, dict[tuple, tuple]] = {}
