@@ -1,5 +1,5 @@
-"""Stores the weights of a frozen base model in few bits, for training adapters (QLoRA): codes, and a
-scale for each block of numbers.
+"""Stores the weights of a frozen base model in few bits, for training adapters (QLoRA): a code for
+each weight, and a scale for each block of weights.
 
 A matrix is decoded for its matmul in forward, and again in backward; autograd does not save the
 decoded matrix. The 16 values of NF4 are quantiles of a normal distribution, one of them zero, so
@@ -54,8 +54,8 @@ class Product(torch.autograd.Function):
 class QuantisedLinear(nn.Module):
     """Replaces a frozen Linear. Its weight is stored in buffers:
 
-    codes:  uint8; a byte has one 8-bit code, or two 4-bit codes, the first in the low half. The last
-            block is padded with zeros
+    codes:  uint8; a byte has one 8-bit code, or two 4-bit codes, the first in the low half. The
+            last block is padded with zeros
     scales: one number for each block, float32, or uint8 with `double`
     table:  (256, codes in a byte) float32: the values of the codes in a byte
     """
