@@ -1,10 +1,13 @@
-"""Rows as classes like those of torch.optim: parameters, groups, closures, schedulers and
-state_dict work in the same way. Settings are the row's, with beta1 and beta2 as `betas`. All
-parameters of a group decay.
+"""Optimizers as classes like those of torch.optim: parameters, groups, closures, schedulers and
+state_dict work in the same way.
 
-A group may name another row as its `rule`, and then has that row's defaults. For a rule of
-matrices, a group may give the `layout` of its weights: "transposed" for (in, out), or "thirds" for
-three matrices in each weight."""
+Each class is made from a row of `lpkit.techniques.optimizers`, with the row's settings and
+defaults; beta1 and beta2 are given as `betas`. Weight decay applies to all parameters of a group.
+
+A group may have `rule`, the name of another row, and then has the defaults of that row. If a rule
+updates matrices, a group may have `layout`: "transposed" if its weights are (in, out), or "thirds"
+if each weight is three matrices, one below the other.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -23,8 +26,9 @@ BETAS = ("beta1", "beta2")
 
 @cache
 def optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class of a row, for `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises
-    ConfigError for an unknown name, and for a rule that needs more than gradients."""
+    """Return the optimizer class of the row `name`, to be used like
+    `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises ConfigError for an unknown name, and
+    for a rule that needs more than gradients."""
     row = optimizers.find(name)
     if row.after or row.evaluated:
         raise ConfigError(f"optimizer {name} needs more than gradients (more passes, or other "
@@ -40,6 +44,9 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 class _OfRow(torch.optim.Optimizer):
+    """The base class. Class attributes of a subclass: `name` and `row`; `of_row`, the default
+    settings; `rule`, the function that updates a parameter (`lpkit.optim.rules`)."""
+
     def __init__(self, params, lr=None, **settings):
         for key in settings.keys() - self.of_row:
             raise TypeError(f"{self.name} has no setting {shown(key)}; {nearest(key, self.of_row)}")
@@ -70,7 +77,7 @@ class _OfRow(torch.optim.Optimizer):
             raise ValueError(f"betas must be two numbers, got {shown(group['betas'])}")
         own = {**group, **dict(zip(BETAS, group["betas"]) if "betas" in group else ())}
         own = {key: own[key] for key in own.keys() & vars(cls.row.settings)}
-        # settings refuse 0, which a scheduler may set
+        # The check of settings refuses a learning rate of 0, which a scheduler may set.
         rate = {"name": cls.name, "lr": group["lr"] or 1.0}
         checked = replace(cls.row.settings, **own | rate)
         return SimpleNamespace(**vars(checked) | {"lr": group["lr"]})
