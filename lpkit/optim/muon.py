@@ -1,6 +1,6 @@
-"""Muon: an update of a matrix with singular values that are all about 1, so that it moves the
-matrix equally far in all directions (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-The constants come from
+"""Muon: the update of a matrix has singular values that are all about 1, so it moves the matrix
+equally far in all directions (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). The
+constants come from
 https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py.
 """
 
