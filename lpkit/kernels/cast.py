@@ -317,6 +317,7 @@ _PLAIN = (FakeTensor, FunctionalTensor)     # PyTorch unwraps these before a ker
 
 
 def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the result. Raises ConfigError for arguments that are not supported."""
     _check_input(x)
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
@@ -379,6 +380,8 @@ def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int
 
 
 def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int], turned: bool) -> Tensor:
+    """Return the scales as a contiguous float32 tensor of the shape `tiles`, the numbers of blocks.
+    Raises ConfigError if there is not one scale for each block."""
     if not isinstance(scale, Tensor):
         return x.new_full(tiles, scale, dtype=torch.float32)
     _check_plain(scale)

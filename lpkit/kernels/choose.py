@@ -186,9 +186,9 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
     for key, call in offered.items():
         why = why_not(key, at_hand)
         if not why and in_block and key in TRUSTED and not why_not(COMPILE, at_hand):
-            why = "a compiled block makes of it what it makes of compile"
+            why = "in a compiled block it becomes the same code as compile"
         if not why and key == COMPILE and kernel.exact and not in_block:
-            why = "takes seconds for each operand, and so is taken by name alone"
+            why = "compiling takes seconds for each operand, so it is used only by name"
         if not why and key not in (*TRUSTED, COMPILE) and call is not kernel.definition:
             why = wrong(kernel, call, at_hand)
         if why:

@@ -141,7 +141,7 @@ def _compile(command: list[str], cache: Path, stem: str) -> str:
         if wrong:
             return next(iter(output), wrong)
         if not library.is_file():
-            return "it said that it was done, and wrote no library"
+            return "it reported success, but wrote no library"
         check = [sys.executable, "-I", "-S", "-c", CHECK, str(library)]
         wrong, output = _ran(check, SECONDS_TO_ANSWER)
         if wrong:

@@ -527,9 +527,10 @@ def _gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ConfigError for a device, a dtype or shapes that the kernels do not support."""
     problem = why_no_triton()
     if not problem and not q.is_cuda and not INTERPRETED:
-        problem = f"needs a GPU, or TRITON_INTERPRET=1, and tensors are on {q.device}"
+        problem = f"needs a GPU, or TRITON_INTERPRET=1, but tensors are on {q.device}"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         problem = (f"takes float32, bfloat16 or float16, the same for all, not "
                    f"{', '.join(str(t.dtype) for t in (q, k, v))}")
@@ -591,6 +592,9 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
 
 
 class _Flash(torch.autograd.Function):
+    """Flash attention by the kernels. A custom Function, because the operators have no
+    derivative. It saves lse (B, H, T) instead of the scores (B, H, T, T)."""
+
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
                 sinks: Tensor | None, rule: str) -> Tensor:

@@ -516,11 +516,13 @@ class Launch(NamedTuple):
 
 
 def _cast_whole(launch: Launch) -> None:
+    """Cast under one scale: compute the amax, unless a history has it, then cast."""
     kernel.launch(launch.x, launch.found, launch.history)
     launch.run(_cast, TILE, launch.history, (math.prod(tiles(*launch.sides, TILE)),))
 
 
 def _cast_rows(launch: Launch) -> None:
+    """Cast with a scale for each row: x in one pass, and x.T in two passes over x."""
     M, N = launch.sides
     if launch.to.rows:
         shape = row_shape(N)
@@ -551,6 +553,8 @@ def _cast_squares(launch: Launch) -> None:
 
 
 def _cast_nvfp4(launch: Launch) -> None:
+    """Cast to 4 bits under two levels of scales: first the amax of the whole tensor (after the
+    Hadamard transform, if there is one), then the cast."""
     (M, N), (rows, row_scale, columns, column_scale) = launch.sides, launch.ways
     sixteens = launch._replace(sides=(M // 16, N))
     if launch.to.mix:
@@ -625,6 +629,7 @@ def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
           "Tensor? history, Tensor? noise) -> Tensor[]", key=EVERY_DEVICE, fake=_results)
 def operation(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
               history: Tensor | None, noise: Tensor | None) -> list[Tensor]:
+    """Launch the kernel for the cast `words`, and return the results of `_results`, filled."""
     to = plan(words, rows, columns, swizzled, history is not None, noise is not None)
     _check(x, to.cast, rows, columns)
     *parts, stats = results = _results(x, words, rows, columns, swizzled)
@@ -637,6 +642,7 @@ def operation(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
 
 def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
               history: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the same as `definition`, by the kernels."""
     *parts, stats = operation(x, cast.words, rows, columns, swizzled, history, noise)
     if cast.block == WHOLE:
         top, scale = kernel.numbers(stats)

@@ -169,6 +169,9 @@ def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, 
 
 
 class _Norm(torch.autograd.Function):
+    """A norm by the kernels, alone or after a residual addition. A custom Function, because
+    the operators have no derivative."""
+
     @staticmethod
     def forward(ctx, x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
                 centred: bool):

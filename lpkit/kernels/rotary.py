@@ -25,6 +25,8 @@ ROWS = 16           # rows of E numbers per program
 @jit
 def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
             ROWS: tl.constexpr):
+    """Write y, the rotation of x, for ROWS rows of E numbers. SIGN 1 rotates by the angles, -1 by
+    the opposite angles."""
     # 32-bit integers, because a 64-bit remainder is a slow function call on a GPU
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, HALF)
@@ -57,6 +59,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
+    """Rotation by the kernel. A custom Function, because the operators have no derivative;
+    backward needs only cos and sin, not x."""
+
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)

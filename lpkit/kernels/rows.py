@@ -85,6 +85,8 @@ def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class _Gelu(torch.autograd.Function):
+    """GELU by C. A custom Function, because the operators have no derivative."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -132,6 +134,7 @@ def _weights(s: Tensor, sums: Tensor) -> Tensor:
 
 def reference_attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float,
                          sinks: Tensor | None) -> Tensor:
+    """`attention_`, by PyTorch's operations."""
     s = _scores(scores, seen, scale, cap)
     sums = s.logsumexp(-1)
     if sinks is not None:
@@ -142,6 +145,7 @@ def reference_attention_(scores: Tensor, seen: Tensor | None, scale: float, cap:
 
 def reference_attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None,
                                   scale: float, cap: float) -> Tensor:
+    """`attention_backward_`, by PyTorch's operations."""
     s = _scores(scores, seen, scale, cap)
     p = _weights(s, sums)
     dots = (p * d).sum(-1)

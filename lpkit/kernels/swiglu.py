@@ -23,6 +23,7 @@ BLOCK, WARPS = 1024, 4
 
 @jit
 def _forward(x, y, N, BLOCK: tl.constexpr):
+    """Write y (rows, N) for x (rows, 2 N). A program computes BLOCK numbers of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
@@ -33,6 +34,7 @@ def _forward(x, y, N, BLOCK: tl.constexpr):
 
 @jit
 def _backward(x, dy, dx, N, BLOCK: tl.constexpr):
+    """Write dx (rows, 2 N), the gradients of gate and up, for dy (rows, N)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
@@ -53,7 +55,7 @@ def _grid(y: Tensor) -> tuple[int, int]:
 
 def _like(x: Tensor) -> Tensor:
     if x.shape[-1] % 2:
-        raise ConfigError(f"gate and up lie side by side, so that the last axis is even; got "
+        raise ConfigError(f"x has gate and up side by side, so its last axis must be even; got "
                           f"{tuple(x.shape)}")
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -76,6 +78,9 @@ def backward(x: Tensor, dy: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
+    """SwiGLU by the kernels. A custom Function, because the operators have no derivative,
+    and because only x is saved for backward."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         x = x.contiguous()

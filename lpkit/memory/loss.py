@@ -122,6 +122,10 @@ def _trained(head: nn.Module) -> list[nn.Parameter]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of `linear_cross_entropy`. A custom Function, because forward already computes the
+    gradients, so that autograd saves no logits. h (N, D) hidden states, y (N,) targets, total ():
+    the sum of weights."""
+
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, total: Tensor, head: nn.Module,
                 chunk: int, nats_: NatsOf, *parameters: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ class InBackward:
             p.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, p: nn.Parameter) -> None:
+        """Update p and free its gradient. Autograd calls this hook when the gradient is complete.
+        """
         self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         all_groups = self.optimizer.param_groups
         # For this call the optimizer has only this parameter, with the settings of its group.

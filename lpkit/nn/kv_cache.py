@@ -147,6 +147,8 @@ class KeysValues(Cache):
             self.kept = torch.tensor(list(held.values()), device=self.device)
             self.places[:, self.at[2]] = self.kept
             return
+        # A step: `used_slots` has the slot of each sequence's new token, and `ends` the numbers of
+        # slots in use.
         used_slots, ends = [self.slots.of(n) for n in lengths], [min(n + 1, count) for n in lengths]
         self.filled = max(ends)
         if len(set(used_slots)) == 1:
@@ -219,6 +221,7 @@ def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tens
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
               rule: Rule) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v for one token, with the arguments of `last_token`."""
     if rule.soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask)
     scores = capped(q @ k.mT / math.sqrt(q.shape[-1]), rule)

@@ -90,6 +90,8 @@ class Attention(nn.Module):
 
     # (B, 1, D) -> (B, 1, D)
     def step(self, x: Tensor, rotation, cache: Cache, layer: int) -> Tensor:
+        """Return the attention output for one token of each sequence, which attends to the cache.
+        """
         qk, v = self.step_heads(x)
         if self.q_norm is not None:
             q, k = qk.split([self.queries, 1], dim=2)

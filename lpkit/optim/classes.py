@@ -53,6 +53,8 @@ class _OfRow(torch.optim.Optimizer):
         super().__init__(params, self.of_row | settings | ({} if lr is None else {"lr": lr}))
 
     def add_param_group(self, param_group: dict) -> None:
+        """Add a group, as torch.optim does. Raises an error for settings, shapes and dtypes that
+        the group's rule does not support."""
         of = optimizer(param_group.get("rule", self.name))
         super().add_param_group({**(of.of_row if of.name != self.name else {}), **param_group})
         group = self.param_groups.pop()     # appended again below if the group is valid

@@ -54,6 +54,8 @@ class BFloat16(Float32):
 
 
 class BlockwiseInt8(Float32):
+    """A code of 8 bits for each number, and a float32 scale for each block of 256 numbers."""
+
     suffixes = ("", "_scale")
 
     def zeros(self, p: Tensor, *, signed: bool) -> list[Tensor]:

@@ -105,6 +105,8 @@ class _Linears(TorchFunctionMode):
 
 
 def _linear(function: Callable, input: Tensor, weight: Tensor, bias=None) -> Tensor:
+    """Return function(input, weight, bias). If backward can be split, its backward computes dx and
+    appends the W to the queue."""
     trained = input.requires_grad and weight.requires_grad and torch.is_grad_enabled()
     leaves = weight.is_leaf and (bias is None or bias.is_leaf)
     # For other shapes and strides, F.linear with a weight that needs no gradient adds in another
