@@ -40,7 +40,8 @@ def test_what_the_page_says_of_them_is_what_they_give():
     on_page = re.search(r"off by ([\d.]+)% at the median of LoRA and by ([\d.]+)% of QLoRA, "
                         r"([\d.]+)% and ([\d.]+)% at most", text)
     errors = [f(map(off, runs)) for f in (median, max) for runs in kinds.values()]
-    assert [float(number) for number in on_page.groups()] == [round(100 * error, 1) for error in errors]
+    assert ([float(number) for number in on_page.groups()]
+            == [round(100 * error, 1) for error in errors])
     without = re.search(r"median error is ([\d.]+)% and ([\d.]+)%", text)
     assert ([float(number) for number in without.groups()]
             == [round(100 * median(off(run, False) for run in runs), 1) for runs in kinds.values()])
