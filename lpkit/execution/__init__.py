@@ -1,1 +1,1 @@
-"""Choices that are made on the machine: a run's kernels, its attention, and what is compiled."""
+"""Chooses, on the machine of a run, its kernels, its attention, and what is compiled."""

@@ -1,11 +1,11 @@
-"""`system.attention` chooses the attention backend of a run.
+"""Chooses the attention backend of a run, for `system.attention`.
 
-A backend that is requested by name and comes from a library is compared with the definition before
-it is used. With auto, backends are verified, and the correct ones are raced
-(`lpkit.kernels.choose`): on a GPU all backends that can run, on a CPU the backends in IN_16_BITS,
-and only if the run's attention takes half a minute or more. A race takes about a second, once per
-machine. A shorter run uses the rule of predictions (`choose_attention`), and so has the same
-numbers on every machine of its kind.
+If a backend of a library is requested by name, it is compared with the definition before it is
+used. With "auto", all candidates are compared with the definition, and the correct candidates are
+raced (`lpkit.kernels.choose`). On a GPU the candidates are all backends that can run. On a CPU they
+are the backends in IN_16_BITS, and there is a race only if the run's attention takes about half a
+minute or more. A race on a CPU takes about a second, once per machine. A shorter run uses the same
+rule as predictions (`choose_attention`), so it has the same numbers on all machines of its kind.
 """
 
 from __future__ import annotations
@@ -40,22 +40,26 @@ from lpkit.techniques.layouts import CONTEXT
 if TYPE_CHECKING:   # imported only for a race, which a short run on a CPU does not need
     from lpkit.kernels.kernel import Kernel
 
-ON_A_CPU = ("sdpa", "blocked")      # backends that are raced on a CPU; neither keeps scores
-IN_16_BITS = (*ON_A_CPU, "blocked-wide")
-RACE_FLOPS = 1e12       # of a run's attention: about half a minute on a CPU
-RACED_FLOPS = 4e9       # of one call, forward and backward, in a race on a CPU (approximate)
-# 1 s is seven rounds, of which half reverse a difference of 5%
+ON_A_CPU = ("sdpa", "blocked")      # candidates on a CPU; neither stores the scores for backward
+IN_16_BITS = (*ON_A_CPU, "blocked-wide")    # candidates on a CPU for 16-bit inputs
+RACE_FLOPS = 1e12       # a run with fewer FLOPs of attention has no race; half a minute on a CPU
+RACED_FLOPS = 4e9       # FLOPs of one call, forward and backward, in a race on a CPU (approximate)
+# Time limits of a race. In 1 s there are about seven rounds. Half of the rounds show the opposite
+# order of two backends that differ by 5%.
 CPU_SECONDS, GPU_SECONDS = 1.0, 10.0
-# most tokens of two groups of heads; the scores of this check in float64 must fit
+# Most tokens of the comparison with the definition, which stores scores in float64 for two groups
+# of heads.
 AT_HAND = {"cpu": 256, "gpu": 1024}
-# online softmax rounds other sums; correct backends had up to 1.6 and 2.5 times the error
+# `Kernel.slack`. An online softmax rounds other sums than the definition. Correct backends had up
+# to 1.6 times the norm of the definition's errors, and 2.5 times its largest error.
 SLACK = 3.0, 6.0
-GRAIN = 2.0**-19        # the exp of PyTorch's CPU flash kernel has 20 bits
+GRAIN = 2.0**-19        # `Kernel.grain`: the exp of PyTorch's CPU flash kernel has 20 bits
 WHERE = "system.attention"
 
 
 def of_parts(config: Config) -> Choice | None:
-    """Returns the choice for ranks that attend to parts of the keys; None if ranks do not."""
+    """Return the choice if each rank attends to a part of the keys (context parallelism), which not
+    all backends support; otherwise None."""
     layout, asked = config.parallel, config.system.attention
     if layout.context == 1 or not CONTEXT[layout.attention].partial:
         return None
@@ -65,8 +69,13 @@ def of_parts(config: Config) -> Choice | None:
 
 def choose(asked: str, config: Config, device: torch.device, *, compute: str | None,
            before: str | None = None) -> Choice:
-    """Chooses the attention backend. `compute`: the dtype of autocast. `before`: the backend that a
-    resumed run began with. Raises ConfigError for a backend that cannot run."""
+    """Choose the attention backend of a run.
+
+    asked:   `system.attention`
+    compute: the dtype of autocast, for example "bfloat16"; None: float32 without autocast
+    before:  the backend with which a resumed run began
+    Raises ConfigError for a requested backend that cannot run here.
+    """
     if combines := of_parts(config):
         return combines
     model, on_gpu = attended(config.model), device.type != "cpu"
@@ -91,52 +100,56 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
 
 
 def flops(model: ModelConfig) -> float:
-    """Returns the FLOPs of causal attention to one sequence, forward and backward."""
+    """Return the FLOPs of causal attention for one sequence in all L layers, forward and backward:
+    2 matmuls forward and 4 backward, each of 2 H E T^2 FLOPs, halved by causality."""
     return 6 * model.L * model.H * model.E * model.T**2
 
 
 def race(given: Attending, batch: int, device: torch.device) -> Choice:
-    """Returns the fastest correct backend, forward and backward, at the run's shapes. On a CPU the
-    race uses fewer sequences, then fewer groups of heads, then fewer tokens, for RACED_FLOPS."""
+    """Return the fastest correct backend, forward and backward, at the run's shapes. On a CPU the
+    shapes are reduced until one call has about RACED_FLOPS: first fewer sequences, then fewer
+    groups of heads, then fewer tokens."""
     from lpkit.kernels.choose import choose as raced
 
     m, within = given.model, GPU_SECONDS
     kernel, offered, groups, T = of_backends(given), candidates(given), m.G, m.T
     if given.device == "cpu":
-        # RACED_FLOPS, in units of one layer's attention to one sequence
+        # RACED_FLOPS, in units of the FLOPs of one layer for one sequence
         share = RACED_FLOPS * m.L / flops(m)
         batch, groups = min(batch, max(1, round(share))), min(m.G, max(1, round(share * m.G)))
         T = min(T, max(1, math.isqrt(int(share * m.G * T**2))))
         within, may = CPU_SECONDS, ON_A_CPU if given.dtype == "float32" else IN_16_BITS
-        if m.T <= m.E:          # then scores have no more numbers than q
+        if m.T <= m.E:          # then the scores (T, T) are not larger than q (T, E)
             may = (*may, "plain")
         offered = {name: offered[name] for name in may if name in offered}
-    found = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
+    chosen = raced(_name(given), kernel, "auto", at_hand(given, device), offered=offered,
                   raced=[drawn(given, device, batch=batch, groups=groups, T=T)],
                   within_seconds=within, setting=WHERE)
-    choice = found.choice
+    choice = chosen.choice
     return replace(choice, why=choice.why + ran(choice.used, given, device))
 
 
 def verified(name: str, given: Attending, batch: int, device: torch.device) -> None:
-    """Raises ConfigError if the backend `name` fails or differs from the definition. On a GPU it is
-    also tried at the run's shapes."""
+    """Raise ConfigError if the backend `name` fails or differs from the definition. On a GPU it is
+    also compared at the run's shapes."""
     from lpkit.kernels.choose import choose as raced
 
     m, on_gpu = given.model, given.device == "gpu"
     whole = [drawn(given, device, batch=batch, groups=m.G, T=m.T)] if on_gpu else None
     raced(_name(given), of_backends(given), name, at_hand(given, device), raced=whole,
-          offered=candidates(given) | {name: _told(name, given.rule)}, setting=WHERE)
+          offered=candidates(given) | {name: _with_rule(name, given.rule)}, setting=WHERE)
 
 
 def candidates(given: Attending) -> dict[str, Any]:
-    """Returns the definition and all backends that may be the fastest."""
+    """Return the candidates of a race by name: the definition `plain`, and all backends that can
+    run."""
     rows = {name: row for name, row in ATTENTION.items()
             if name == "plain" or not why_not(name, given)}
-    return {name: _told(name, given.rule) for name in rows}
+    return {name: _with_rule(name, given.rule) for name in rows}
 
 
-def _told(name: str, rule: Rule) -> Any:
+def _with_rule(name: str, rule: Rule) -> Any:
+    """Return the backend `name` as a function of q, k, v, documents and sinks, under `rule`."""
     call = ATTENTION[name].load()
     return call if rule == Rule() else partial(call, rule=rule)
 
@@ -146,39 +159,41 @@ def _name(given: Attending) -> str:
 
 
 def of_backends(given: Attending) -> Kernel:
-    """Returns attention under a rule as a Kernel with arguments q, k, v, documents, sinks."""
+    """Return attention under a rule as a Kernel with arguments q, k, v, documents, sinks."""
     from lpkit.kernels.kernel import Kernel
 
-    return Kernel(definition=_told("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
+    return Kernel(definition=_with_rule("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
                   grain=GRAIN, examples=lambda draw, device: examples(given, draw, device))
 
 
 def examples(given: Attending, draw: torch.Generator, device: torch.device) -> Iterator[tuple]:
-    """Yields inputs that expose wrong backends.
+    """Yield arguments on which wrong backends are likely to fail.
 
-    Their sizes are a few tokens, some more tokens than a kernel's tile, and as many as reach the
-    edge of the rule's window. Each size comes twice with different numbers, so that a stale result
-    is wrong, and one size also with large scores. There are two groups of heads, if possible, and
-    three sequences, so that a mixed-up index shows. On a GPU the fewest tokens are three: for one
-    token Triton would compile each kernel again, which takes seconds.
+    The numbers of tokens are 1 (on a GPU 3), a few more than a kernel's tile, and just more than
+    the rule's window. Each size comes twice with different numbers, so that a result that was
+    cached by shape is wrong. One size also comes with large scores. There are three sequences and,
+    if possible, two groups of heads, so that a wrong index gives wrong results. On a GPU the
+    smallest size is not 1, because Triton would compile each kernel again for it, which takes
+    seconds.
     """
     most, groups = min(given.model.T, AT_HAND[given.device]), min(given.model.G, 2)
     few, edge = {"cpu": 1, "gpu": 3}[given.device], (given.rule.window or 1) + 1
-    for T in sorted({min(one, most) for one in (few, 65, 130, edge)}):
+    for T in sorted({min(tokens, most) for tokens in (few, 65, 130, edge)}):
         for scale in (1.0, 1.0, 8.0)[:3 if T == 65 else 2]:
             q, *others = drawn(given, device, batch=3, groups=groups, T=T, draw=draw)
             yield q * scale, *others
 
 
 def at_hand(given: Attending, device: torch.device) -> list[tuple]:
+    """Return arguments with few tokens, on which candidates are compared with the definition."""
     return [drawn(given, device, batch=1, groups=min(given.model.G, 2),
                   T=min(given.model.T, AT_HAND[given.device]))]
 
 
 def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T: int,
           draw: torch.Generator | None = None) -> tuple:
-    """Draws q, k, v with the strides that a model gives them, and documents and sinks if the rule
-    has them."""
+    """Return random q (batch, heads, T, E), k and v (batch, groups, T, E), with the strides that a
+    model gives them; documents (batch, T) or None; and sinks (heads,) or None."""
     m, rule = given.model, given.rule
     draw = draw or torch.Generator().manual_seed(1)
 
@@ -193,13 +208,17 @@ def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T:
 
 
 def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = False) -> str:
-    """Returns which of PyTorch's kernels computes `used`, if that is sdpa; otherwise "". Raises
-    ConfigError if `refuse`, and sdpa would use PyTorch's formula, which stores all scores, instead
-    of a fused kernel."""
+    """Return a clause with the name of the kernel that PyTorch's sdpa uses here; "" if `used` is
+    another backend.
+
+    refuse: raise ConfigError if sdpa has no fused kernel here and would use PyTorch's formula,
+            which stores all scores
+    """
     m, rule = given.model, given.rule
     if used != "sdpa":
         return ""
-    q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G, T=min(m.T, AT_HAND[given.device]))
+    q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G,
+                                  T=min(m.T, AT_HAND[given.device]))
     mask = None
     if rule not in (Rule(), EVERY_KEY):
         places = torch.arange(q.shape[2], device=device)
@@ -209,7 +228,7 @@ def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = Fal
     name = kernel.name.lower().removesuffix("_attention")
     if refuse and kernel == SDPBackend.MATH:
         able = [key for key in candidates(given) if key not in ("plain", "sdpa")]
-        raise ConfigError(f"{WHERE}=sdpa would fall to PyTorch's formula here, which holds all "
-                          f"scores; {', '.join(able) or 'plain'} can, by name")
+        raise ConfigError(f"{WHERE}=sdpa would use PyTorch's formula here, which stores all "
+                          f"scores; use {', '.join(able) or 'plain'}")
     return f"; here {name}"
 

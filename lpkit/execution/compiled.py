@@ -1,11 +1,12 @@
 """Chooses whether a run uses torch.compile, and on which parts of the model.
 
-    blocks  each block, by one compiled function. Its graph takes parameters as inputs, so the graph
-            of the first block serves all blocks, and a deep model compiles as fast as a shallow one
-    model   the whole `model.hidden`, which also fuses operations across blocks
+    blocks  each block, by one compiled function. Its graph takes the parameters as inputs, so all
+            blocks use the graph of the first block, and a deep model compiles as fast as a shallow
+            model
+    model   `model.hidden`, all blocks in one graph, which also fuses operations across blocks
 
-In both cases head and loss are one more graph, so that logits do not leave it: a logit then moves 8
-bytes, instead of 36 to 44 with a loss outside of the graph.
+In both cases head and loss are together in one more graph. Then the GPU moves 8 bytes per logit; if
+the loss is outside of the graph, it moves 36 to 44 bytes per logit.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from lpkit.contracts import Batch, Choice, Loss, Stage, Transform
 from lpkit.errors import ConfigError
 
 BLOCKS, MODEL, OFF = "blocks", "model", "off"
-NUMBERS = count()       # number of compiled functions
+NUMBERS = count()       # numbers for the names of compiled functions
 HOW = {BLOCKS: "each block is compiled once for all of them, and head and loss together",
        MODEL: "all blocks in one graph, head and loss in another"}
 
 
 def choose(asked: bool | str, device: torch.device) -> Choice:
-    """Chooses what is compiled. Raises ConfigError if compiling was requested and cannot work here.
-    """
+    """Choose BLOCKS, MODEL or OFF. asked: `system.compile`: "auto", True, False, or the name.
+    Raises ConfigError if compiling was requested and this machine has no compiler."""
     if asked == "auto" and device.type != "cuda":
         return Choice(asked="auto", used=OFF,
                       why="on a CPU, compiling takes longer than a short run")
@@ -51,14 +52,16 @@ def choose(asked: bool | str, device: torch.device) -> Choice:
 
 
 def compiled(function: Callable[..., Any], backend: str | Callable = "inductor") -> Callable:
-    """Returns `function`, compiled for this caller alone. PyTorch stores compiled code by code
-    object, and runs a function's ninth variant eagerly. It also remembers sizes by file, line and
-    name, and makes them dynamic if a second model has other sizes. So each call gets a new code
-    object with a new name."""
+    """Return `function`, compiled, with a new code object and a new name.
+
+    PyTorch stores compiled variants by code object, and runs a function eagerly after eight
+    variants. It also stores sizes by file, line and name, and makes them dynamic if a second model
+    has other sizes. With its own code object and name, a function is not affected by other models.
+    """
     from lpkit.kernels import jit
 
-    # PyTorch's cache on disk does not record for which vector instructions a graph was generated:
-    # code from a processor with AVX-512 computes NaN on a processor without it.
+    # The keys of PyTorch's cache on disk do not contain the vector instructions of the processor.
+    # Code that was compiled for AVX-512 computes NaN on a processor without it. So they are added.
     caches = torch.compiler.config
     caches.cache_key_tag = caches.cache_key_tag or torch.backends.cpu.get_cpu_capability()
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(NUMBERS)}")
@@ -90,7 +93,8 @@ class Compile(Transform):
 
 
 class _HiddenKnown:
-    """Replaces a model whose hidden states are already computed, for a loss to call."""
+    """Stands for the model in a call of a loss, if the hidden states `h` are already computed: then
+    the loss only computes the head."""
 
     def __init__(self, h: Tensor, head: nn.Module):
         self.h, self.head = h, head
@@ -104,7 +108,8 @@ class _HiddenKnown:
 
 def with_head(loss: Loss, autocast: AbstractContextManager,
               backend: str | Callable = "inductor") -> Loss:
-    """Returns `loss`, compiled together with the head of the model that it is given."""
+    """Return `loss`, compiled together with the model's head. The returned function first runs
+    `model.hidden` under `autocast`, outside of this graph."""
     def tail(h: Tensor, head: nn.Module, batch: Batch) -> Tensor:
         return loss(_HiddenKnown(h, head), batch)
 

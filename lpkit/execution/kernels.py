@@ -1,10 +1,12 @@
-"""`system.kernels` chooses the version of each kernel that a model runs.
+"""Chooses the version of each kernel that a model runs, for `system.kernels`.
 
-A layer lists the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does the object
-that casts for it (`lpkit.precision.scaled_mm.ScaledMM`). On a GPU, all versions of a kernel are
-verified and raced on the tensors that its first layer receives (`lpkit.kernels.choose`). If blocks
-are compiled, versions are raced as a compiled block runs them. The winner is set in every layer. On
-a CPU PyTorch's kernels stay, unless the config requests others.
+A layer has a dictionary `kernels`, from its attributes to the kernels that it calls through them
+(`lpkit.nn.layers`). The object that casts for a Linear has one, too
+(`lpkit.precision.scaled_mm.ScaledMM`). On a GPU, all versions of a kernel are compared with the
+definition and raced, on the tensors that the first layer with this kernel receives
+(`lpkit.kernels.choose`). If blocks are compiled, each version is compiled before it is timed. The
+fastest version becomes the attribute of every layer. On a CPU, layers keep PyTorch's versions,
+unless the config requests others.
 """
 
 from __future__ import annotations
@@ -25,23 +27,26 @@ from lpkit.kernels.choose import candidates, choose, version
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.kernels import KERNELS, LOSS, OF_KERNEL, asked_of, by_name
 
-FEW = 256                   # tokens: a definition in float64 takes 50 times the memory of its input
-LOGITS = 32                 # tokens of them whose loss in chunks is compared with the definition
+# Tokens in the comparison with the definition, which takes 50 times the memory of its input in
+# float64; and tokens of these for the loss in chunks.
+FEW = 256
+LOGITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Transform):
-    """Chooses the kernels of a model. The first of `ranks` chooses for all ranks. Raises
-    ConfigError for a kernel that no layer calls.
+    """Chooses the kernels of a model and sets them. The first rank of `ranks` chooses for all
+    ranks. Raises ConfigError if `system.kernels` names a kernel that no layer calls.
 
     asked:    `system.kernels`
-    besides:  a kernel that is chosen elsewhere: the optimizer's
-    batch:    sequences and tokens of a micro-batch
+    besides:  the name of the optimizer's kernel, which is chosen elsewhere
+    batch:    (B, T), sequences and tokens per sequence of a micro-batch
     piece:    tokens of a chunk of the loss; 0: the loss calls no kernel
-    before:   the kernels that a resumed run began with, by name
-    in_block: whether blocks are compiled (a loss in chunks is not)
+    autocast: the context in which the model runs
+    before:   the versions with which a resumed run began, by kernel
+    in_block: whether blocks are compiled (a loss in chunks is never compiled)
     captured: whether a CUDA graph launches the kernels
-    choices:  filled when the transform is called
+    choices:  the choices to record, filled when the transform is called
     """
 
     asked: str
@@ -52,7 +57,7 @@ class Kernels(Transform):
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
     in_block: bool = False
-    captured: bool = False      # also whatever launches them
+    captured: bool = False
     choices: dict[str, Choice] = field(default_factory=dict)
     stage = Stage.KERNELS
 
@@ -77,39 +82,43 @@ class Kernels(Transform):
     def _raced(self, at_hand: Mapping[str, tuple[list, list]], on_cpu: bool) -> dict[str, dict]:
         choices = {}
         for name, (few, many) in at_hand.items():
-            asked, there = self.before.get(name, asked_of(self.asked, name)), offered(name)
+            asked, versions = self.before.get(name, asked_of(self.asked, name)), offered(name)
             if on_cpu and asked == "auto":
                 continue
-            known = asked == "auto" or asked in there or name in by_name(self.asked)
+            known = asked == "auto" or asked in versions or name in by_name(self.asked)
             choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
-                            offered=there, in_block=self.in_block and name != LOSS,
+                            offered=versions, in_block=self.in_block and name != LOSS,
                             captured=self.captured).choice
-            said = "" if known else f"it has no version {asked}; "
-            choices[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
+            note = "" if known else f"it has no version {asked}; "
+            choices[name] = asdict(replace(choice, asked=self.asked, why=note + choice.why))
         return choices
 
     def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
-        """Returns the arguments of each kernel in a training forward and backward, by its name: for
-        a few tokens, for which float64 has room, and for a micro-batch."""
+        """Return two lists of argument tuples for each kernel, by its name: with at most FEW
+        tokens, for the comparison with the definition, and with a micro-batch, for the race."""
         B, T = self.batch
         (few, some), (many, logits) = self._seen(model, 1, min(T, FEW)), self._seen(model, B, T)
-        found = {name: (list(few[name].values()), list(calls.values()))
+        arguments = {name: (list(few[name].values()), list(calls.values()))
                  for name, calls in many.items()}
         if self.piece:
-            found[LOSS] = _of_loss(some[:LOGITS]), _of_loss(logits)
-        return found
+            arguments[LOSS] = _of_loss(some[:LOGITS]), _of_loss(logits)
+        return arguments
 
     def _seen(self, model: nn.Module, B: int, T: int
               ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
-        """Returns the calls by kernel and by kind (all but tensor sizes), and the logits. The calls
-        come from the first block's forward and backward, and from the model's forward without
-        gradients."""
+        """Return the arguments of kernel calls for (B, T) tokens, by kernel and by kind of call
+        (`_watched`), and the logits of the first tokens.
+
+        The calls come from the forward of the whole model without gradients, and from a forward and
+        backward of the first block. If both call a kernel, the calls of the second are used.
+        """
         everywhere: dict[str, dict[tuple, tuple]] = {}
         trained: dict[str, dict[tuple, tuple]] = {}
         tokens = torch.arange(B * T, device=next(model.parameters()).device) % model.config.V
-        state = [(one, one.clone()) for one in model.buffers()]
+        state = [(buffer, buffer.clone()) for buffer in model.buffers()]
         block, given = model.blocks[0], []
-        hook = block.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
+        hook = block.register_forward_pre_hook(lambda _, *call: given.append(call),
+                                               with_kwargs=True)
         model.eval()        # does not change the state of recipes
         with self.autocast, hook, watched(model, everywhere), torch.no_grad():
             h = model.hidden(tokens.view(B, T)).flatten(0, 1)
@@ -124,38 +133,43 @@ class Kernels(Transform):
             wanted = [x, *(p for p in block.parameters() if p.requires_grad)]
             torch.autograd.grad(out, wanted, g.to(out.dtype), allow_unused=True)
         model.train()
-        for one, before in state:
-            one.copy_(before)
+        for buffer, before in state:
+            buffer.copy_(before)
         return everywhere | trained, logits
 
 
 def _of_loss(logits: Tensor) -> list[tuple]:
-    """Returns arguments of the loss for these logits, without and with weights of tokens."""
+    """Return two argument tuples of the loss kernel, for logits (n, V): without weights of tokens
+    and with weights."""
     rows = torch.arange(len(logits), device=logits.device)
     targets = rows * 7 % logits.shape[1]
     return [(logits, targets), (logits, targets, (rows % 3).float())]
 
 
 def offered(name: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the candidates of the kernel `name`, the definition first."""
     kernel = KERNELS[name].load()
     return kernel.offered or candidates(kernel)
 
 
 @contextmanager
 def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[None]:
-    """Fills `seen` with the first call of each kind in the block."""
+    """Record kernel calls in this context: `seen` gets the arguments of the first call of each
+    kind, by kernel."""
     all_sites = list(sites(model))
     for module, attribute, name in all_sites:
         call = partial(_watched, getattr(module, attribute), seen.setdefault(name, {}))
         setattr(module, attribute, call)
     yield
     for module, attribute, name in all_sites:
-        delattr(module, attribute)      # uncovers the class's attribute
+        delattr(module, attribute)      # makes the attribute of the class visible again
         if not seen.get(name, True):
             del seen[name]
 
 
 def sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
+    """Yield each place where a model calls a kernel: an object, the attribute that it calls, and
+    the kernel's name."""
     for module in model.modules():
         for holder in (module, getattr(module, "arithmetic", None)):
             for attribute, name in getattr(holder, "kernels", {}).items():
@@ -163,6 +177,9 @@ def sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
 
 
 def _watched(call: Callable[..., Any], seen: dict[tuple, tuple], *arguments: Any) -> Any:
+    """Return call(*arguments). If this is the first call of its kind, record copies of the
+    arguments. Calls are of the same kind if their tensors agree in dtype, number of dimensions and
+    contiguity, and if their other arguments are equal."""
     kind = tuple((a.dtype, a.ndim, a.is_contiguous()) if isinstance(a, Tensor) else
                  type(a) if isinstance(a, tuple) else a for a in arguments)
     if kind not in seen:

@@ -21,64 +21,73 @@ BLOCK, WARPS = 8192, 8
 
 
 def definition(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, N) -> () float32, which is not finite if any element is not; and their count, () int64.
-    """
+    """Return the largest magnitude of x (M, N), () float32, which is not finite if any element is
+    not finite; and the number of elements that are not finite, () int64."""
     check(x)
     values, nonfinite = reference_amax(x, 1, 1)
     return values.view(()), nonfinite
 
 
 @jit
-def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
-    if HISTORY:     # a history that is not empty decides the scale, and no maximum is needed
+def _amax(x, history, stats, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the bits of the largest magnitude to stats[0] and the number of non-finite elements to
+    stats[1]. x has n elements, in `blocks` blocks of BLOCK elements."""
+    # Delayed scaling: a history that is not empty (above 0) determines the scale, so the maximum is
+    # not needed, and no block is read.
+    if HISTORY:
         blocks = tl.where(tl.load(history) > 0, 0, blocks)
     most = tl.zeros((BLOCK,), tl.int32)
-    # The bits of non-negative floats, read as integers, have the order of the floats; the bits of
-    # Inf and NaN are above all others, so that one integer maximum finds both.
+    # The bits of non-negative floats, read as integers, have the order of the floats. The bits of
+    # Inf and NaN are larger than all others, so an integer maximum also finds Inf and NaN.
     for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         most = tl.maximum(most, magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
     top = tl.max(most, 0)
     # one atomic for each program, not for each element
-    tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
-    if top >= 0x7F800000:
+    tl.atomic_max(stats.to(tl.pointer_type(tl.int32)), top)
+    if top >= 0x7F800000:       # Inf or NaN: count them in a second pass
         bad = tl.zeros((BLOCK,), tl.int32)
         for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
             at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             v = magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
             bad += tl.where(v >= 0x7F800000, 1, 0)
-        tl.atomic_add(found + 1, tl.sum(bad, 0).to(tl.int64))
+        tl.atomic_add(stats + 1, tl.sum(bad, 0).to(tl.int64))
 
 
-def launch(x: Tensor, found: Tensor, history: Tensor | None = None) -> None:
-    """found: `nothing_found()`. history: () float32; if it is above 0, nothing is computed."""
+def launch(x: Tensor, stats: Tensor, history: Tensor | None = None) -> None:
+    """Launch the kernel on x. stats: a new `empty_stats(x)`, which is filled. history: () float32;
+    if it is above 0, nothing is computed."""
     blocks = triton.cdiv(x.numel(), BLOCK)
-    _amax[(min(blocks, PROGRAMS),)](x, history, found, x.numel(), blocks,
+    _amax[(min(blocks, PROGRAMS),)](x, history, stats, x.numel(), blocks,
                                     HISTORY=history is not None, BLOCK=BLOCK, num_warps=WARPS)
 
 
-def nothing_found(x: Tensor) -> Tensor:
-    """(64,) int64: the largest magnitude's bits; a count; and in the second half a scale, at an
-    address that cuBLASLt 13.0 accepts."""
+def empty_stats(x: Tensor) -> Tensor:
+    """Return zeros (64,) int64 for the results of the kernels.
+
+    Bytes 0 to 3 are the bits of the largest magnitude. Element 1 is the number of non-finite
+    elements. Byte 256 begins the float32 scale, because cuBLASLt 13.0 requires such an aligned
+    address.
+    """
     return x.new_zeros(64, dtype=torch.int64)
 
 
-def numbers(found: Tensor) -> Tensor:
-    """Returns the largest magnitude and the scale, (2,) float32."""
-    return found.view(torch.float32)[::64]
+def numbers(stats: Tensor) -> Tensor:
+    """Return a view of the largest magnitude and the scale, (2,) float32: bytes 0 and 256."""
+    return stats.view(torch.float32)[::64]
 
 
-@operator("amax_found(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=nothing_found)
+@operator("amax_found(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=empty_stats)
 def operation(x: Tensor) -> Tensor:
     check(x)
-    found = nothing_found(x)
-    launch(x, found)
-    return found
+    stats = empty_stats(x)
+    launch(x, stats)
+    return stats
 
 
 def in_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    found = operation(x)
-    return numbers(found)[0], found[1]
+    stats = operation(x)
+    return numbers(stats)[0], stats[1]
 
 
 def _examples(rng: torch.Generator, device: torch.device):

@@ -1,12 +1,13 @@
 """Attention for CPUs by blocks of queries, which skips hidden keys instead of masking them.
 
-PyTorch's CPU flash kernel also computes masked blocks. Here a block of queries is multiplied only
-with the keys that it may see, as whole batched products. The products are in the inputs' dtype, to
-use bf16 hardware, or, if `wide`, in float32, which is faster on CPUs without bf16 products. CPUs
-that would multiply in a loop (`wide_product.in_a_loop`) always use float32. All scores of a query
-are in memory at once, so their softmax is one pass (`rows.attention_`). Like a flash kernel (Dao et
-al. 2022, https://arxiv.org/abs/2205.14135), it keeps one log-sum per query and recomputes the
-scores in backward, so memory is linear in T.
+PyTorch's flash kernel for CPUs also computes blocks that are masked completely. Here a block of
+queries is multiplied only with the keys that its queries may see, by batched matmuls. The matmuls
+run in the dtype of the inputs, to use bf16 instructions, or with `wide` in float32, which is faster
+on CPUs without such instructions. CPUs that would multiply bf16 in a loop
+(`wide_product.in_a_loop`) always use float32. All scores of a block of queries are in memory at
+once, so their softmax takes one pass (`rows.attention_`). As in a flash kernel (Dao et al. 2022,
+https://arxiv.org/abs/2205.14135), forward saves one log-sum per query, and backward recomputes the
+scores. So saved memory is linear in T.
 
 Shapes: q and the output (B, H, T, E), k and v (B, G, T, E). The queries of the H / G heads that
 share a key are rows of one product. FLOPs are counted as PyTorch counts its own attention, and as
@@ -29,7 +30,15 @@ from lpkit.techniques.attention_backends import FULL, at_once, limited, masked, 
 
 
 class _Pieces:
-    """Slices of sequences and heads whose scores fit a core's cache, and their blocks of queries.
+    """How the work is divided: slices of sequences and heads, whose scores fit into a core's cache,
+    and for each slice the blocks of queries.
+
+    repeats: query heads that share a key/value head, H / G
+    near:    for each block of queries: its first position, the position after its last, and spans
+             (begin, end) of the keys that it may see
+    slices:  (sequences, key/value heads, query heads), each a slice
+    work:    dtype of the matmuls
+    masks:   masks by the first query of a block, so that each is computed once
     """
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule, wide: bool):
@@ -49,17 +58,20 @@ class _Pieces:
         self.masks: dict[int, Tensor | None] = {}
 
     def own(self, t: Tensor, groups: int) -> Tensor:
-        """Copies (b, heads, rows, E) to (b * groups, rows of all heads of a group, E)."""
+        """Return a copy of t (b, heads, rows, E) in the dtype `work`, as (b * groups, rows of all
+        heads of a group, E): one batch entry for each key/value head."""
         copy = torch.empty(t.shape, dtype=self.work, device=t.device).copy_(t)
         return copy.view(len(t) * groups, -1, t.shape[-1])
 
     def by_head(self, scores: Tensor) -> Tensor:
-        """(groups, rows of all heads of a group, keys) -> (heads, rows, keys)."""
+        """Return a view (heads, rows, keys) of scores (groups, rows of all heads of a group, keys).
+        """
         return scores.unflatten(1, (self.repeats, -1)).flatten(0, 1)
 
     def blocks(self, sequence: int) -> Iterator[tuple[slice, list[tuple[int, int]], Tensor | None]]:
-        """Yields slices of queries, the spans of keys that they see, and a mask (None: all keys are
-        seen). A mask covers the keys from the first hidden one on."""
+        """Yield for each block of queries: its slice, the spans of keys that it may see, and a mask
+        (queries, last keys), or None if all keys in the spans are seen. A mask covers only the last
+        keys of the spans, from the first key that some query does not see."""
         if self.rule.documents and sequence != self.sequence:
             self.sequence, self.masks = sequence, {}
             self.near = _near(query_blocks(self.rule, self.T), self.documents[sequence])
@@ -83,31 +95,34 @@ class _Pieces:
 
 
 def _known(ids: Tensor) -> bool:
-    """Returns whether the ids have values. If only shapes are computed, all tokens count as one
-    document."""
+    """Return whether the ids have values. Meta and fake tensors have only shapes; then all tokens
+    count as one document."""
     return not (ids.is_meta or isinstance(ids, FakeTensor))
 
 
 def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
           ids: Tensor) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Returns the blocks without the keys that are before every document of a block's queries, for
-    any order of `ids` (T,)."""
+    """Return `blocks` without the keys that come before the first token of every document in the
+    block of queries. The document ids (T,) may have any order."""
     if not _known(ids):
         return blocks
-    (found, which), places = ids.unique(return_inverse=True), torch.arange(len(ids)).to(ids.device)
-    firsts = places.new_full(found.shape, len(ids)).scatter_reduce(0, which, places, "amin")[which]
+    distinct, which = ids.unique(return_inverse=True)
+    places = torch.arange(len(ids)).to(ids.device)
+    # the first place of each token's document
+    firsts = places.new_full(distinct.shape, len(ids))
+    firsts = firsts.scatter_reduce(0, which, places, "amin")[which]
     starts = [int(firsts[first:last].min()) for first, last, _ in blocks]
     return [(first, last, [(max(a, start), b) for a, b in spans if b > start])
             for start, (first, last, spans) in zip(starts, blocks)]
 
 
 def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:
-    """Returns whether all tokens of these spans are of one document."""
+    """Return whether all tokens of these spans belong to the same document."""
     return not _known(ids) or all(bool((ids[a:b] == ids[spans[0][0]]).all()) for a, b in spans)
 
 
 def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
-    """Returns the keys of all spans, joined along dimension 1."""
+    """Return the rows of t (batch, T, ...) in all spans, joined along dimension 1."""
     if len(spans) == 1:
         [(a, b)] = spans
         return t[:, a:b]
@@ -115,7 +130,8 @@ def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
 
 
 def _shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Returns fake results, for symbolic sizes, too: the sizes of blocks must be known."""
+    """Return empty results of `attend`. This fake also works for symbolic sizes; `attend` itself
+    does not, because its loop needs the number of blocks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -132,7 +148,7 @@ def _shapes_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: 
 @torch.autocast("cpu", enabled=False)
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: str, wide: bool) -> tuple[Tensor, Tensor]:
-    """Returns the output, and log-sums (B, H, T) of the exponentials of each query's scores."""
+    """Return the output, and log-sums (B, H, T) of the exponentials of each query's scores."""
     p = _Pieces(q, k, documents, in_words(rule), wide)
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
@@ -148,7 +164,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
                                .repeat(len(queries)))
             sums[b, h, rows] = total.view(queries.shape[:3])
             out[b, h, rows] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
-            del weights     # before the next block allocates: these take the most memory
+            del weights     # the largest tensor: freed before the next block allocates its own
     return out, sums
 
 
@@ -160,7 +176,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
               sinks: Tensor | None, sums: Tensor,
               rule: str, wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k, v and sinks; the last one is empty without sinks."""
+    """Return the gradients of q, k, v and sinks; the last one is empty without sinks."""
     p = _Pieces(q, k, documents, in_words(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])
@@ -178,7 +194,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
                                        p.cap)
             dq[place] = torch.bmm(d, near).view(q[place].shape)
             start = 0
-            # a key belongs to several blocks of queries, so its gradients are sums
+            # Several blocks of queries see the same key, so its gradients are summed over blocks.
             for begin, end in spans:
                 some = slice(start, start := start + end - begin)
                 d_keys[:, begin:end].baddbmm_(d[:, :, some].mT, queries)
@@ -195,8 +211,8 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
 class BlockedAttention(torch.autograd.Function):
     """`BlockedAttention.apply(q, k, v, documents, sinks, rule, wide)`.
 
-    It does not use `torch.library.register_autograd`, which would make the log-sums an output that
-    needs a gradient of its own.
+    This is a custom Function, because `torch.library.register_autograd` would make the log-sums a
+    differentiable output of the operator, with a gradient of their own.
     """
 
     @staticmethod
@@ -217,8 +233,8 @@ class BlockedAttention(torch.autograd.Function):
 @limited("blocked")
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             sinks: Tensor | None = None, *, rule: Rule = FULL, wide: bool = False) -> Tensor:
-    """The backend `blocked`: blocks of queries, and the keys that they see. `wide`: products are
-    computed in float32 and rounded once."""
+    """Return the attention output, like q: the backend `blocked`. `wide`: matmuls are computed in
+    float32, and each result is rounded once."""
     return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, wide)
 
 

@@ -1,32 +1,38 @@
-"""Quantise and dequantise on low-precision grids: a fast C kernel, and its definition in PyTorch.
+"""Quantise to low-precision formats and back: a fast C kernel for CPUs, and its definition in
+PyTorch.
 
     amax(x, block=None)            -> Amax(values, nonfinite)            largest magnitudes
     qdq(x, fmt, scale, block=None) -> Tensor                             round(x / scale) * scale
     mx(x, fmt, rule="floor")       -> Blocks(values, scales, nonfinite)  32 share a power of two
     hadamard(x)                    -> Tensor                             mixes every 16 elements
 
-Why a cast is fast: it adds a number so large that the last bit of the sum is the grid's spacing,
-and subtracts it again. The addition itself rounds to nearest-even, for every format and without a
-branch. `_round` does this in PyTorch, `rounded` in cast.c does the same in C.
+The grid of a format is the set of its values. To round to the grid, the code adds a number so large
+that the last bit of the sum is the spacing of the grid, and subtracts the number again. The
+addition itself rounds to nearest-even, for every format and without a branch. `_round` does this in
+PyTorch, and `rounded` in cast.c does the same in C.
 
-x is float32 or bf16, of any shape and strides. A transposed matrix is read in place, and its
-results are transposed, too. Any other view that is not contiguous is copied first. x counts as a
-matrix (R, C): its last axis, and all others. `fmt` has a sign and at most 8 bits. `block=(r, c)`:
-which elements share a scale or an amax. 0 stands for the whole axis, so (1, 0) is per row, and None
-is the whole tensor. Values have the dtype `dtype`: None for x's own, float32, bf16, or torch.uint8
-for the bit patterns before rescaling.
+x is float32 or bf16, of any shape and strides. The functions treat it as a matrix (R, C): C is the
+last axis, and R is all other axes. A transposed matrix is read in place, and its results are also
+transposed. Any other view that is not contiguous is copied first.
 
-Rounding is to nearest-even and saturates. With `noise=Noise(seed=..., counter=...)` it is
-stochastic. The random generator is a pure function of seed and element: if the counter advances by
-x.numel(), a run can be repeated and resumed. NaN stays NaN, with any payload. The bit patterns of a
-format without NaN cannot show one, so check `nonfinite`, the count of what is not finite (elements
-for amax, blocks for mx; a 0-dim int64 tensor).
+fmt:   a format with a sign and at most 8 bits
+block: (r, c), the rows and columns of a block, whose elements share a scale or an amax. 0 stands
+       for the whole axis, so (1, 0) is a block per row. None: the whole tensor
+dtype: of the returned values: None for the dtype of x, float32, bf16, or torch.uint8 for the bit
+       patterns of the format, without rescaling
+noise: None: round to nearest-even. A `Noise`: round stochastically. Its random numbers are a
+       function of the seed and of the element's number only, so a run can be repeated and resumed
+       if the counter advances by x.numel()
+
+Rounding saturates. NaN stays NaN, with any payload. A format without a NaN cannot represent a NaN
+as a bit pattern, so check `nonfinite`, () int64: the number of elements (amax) or blocks (mx) that
+are not finite.
 
 Each function checks its arguments and calls an operator (`lpkit.kernels.operator`), so fake tensors
-and torch.compile see one operation. Its kernel is C, compiled on first use (`compile_c`); without a
-compiler it is the definition. On other devices the definition runs instead of the operator, so that
-torch.compile can fuse it. `compile_c.choice("cast")` reports which of the two is used here, and
-why. Nothing here is differentiable.
+and torch.compile see one operation. On a CPU the operator calls C, compiled on first use
+(`compile_c`), or the definition if there is no C compiler. `compile_c.choice("cast")` reports which
+of the two is used, and why. On other devices the definition runs instead of the operator, so that
+torch.compile can fuse it. No function is differentiable.
 """
 
 from __future__ import annotations
@@ -49,18 +55,19 @@ from lpkit.kernels.operator import operator
 from lpkit.techniques.formats import FORMATS, Format, format_of
 from lpkit.techniques.recipes import HADAMARD, MX_BLOCK
 
-# the signs of Transformer Engine
+# signs of the 16 elements before the Hadamard transform, as in Transformer Engine
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-MAX_BLOCK = 2048    # consecutive elements: a tile of the C kernel
+MAX_BLOCK = 2048    # most consecutive elements in a block of `mx`: a tile of the C kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Stochastic rounding: element i of the tensor uses number `counter + i` of the stream `seed`.
+    """The random numbers of stochastic rounding: element i of the tensor uses number `counter + i`
+    of the stream `seed`.
 
-    24 random bits decide, so the probability of rounding up is exact to 2^-25. If the counter ()
-    and the `seed_words` (2,) of a seed are tensors on x's device, they are not constants of a
-    compiled graph.
+    A number has 24 random bits, so the probability of rounding up is exact to 2^-25. `counter` and
+    `seed` may be tensors on the device of x: the counter (), and the `seed_words` (2,). A compiled
+    graph then reads them, and does not contain them as constants.
     """
 
     seed: int | Tensor
@@ -74,7 +81,7 @@ class Noise:
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """Returns two 32-bit words that depend on all bits of a seed (splitmix64)."""
+    """Return two 32-bit words that depend on all bits of a seed (splitmix64)."""
     z = (seed + 0x9E3779B97F4A7C15) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -83,25 +90,27 @@ def seed_words(seed: int) -> tuple[int, int]:
 
 
 class Amax(NamedTuple):
-    values: Tensor      # float32: 0-dim, or (R / r, C / c); not finite if the block is not
-    nonfinite: Tensor
+    values: Tensor      # float32, (), or (R / r, C / c); not finite if an element is not finite
+    nonfinite: Tensor   # () int64: elements that are not finite
 
 
 class Blocks(NamedTuple):
     values: Tensor      # like x, or its bit patterns
     scales: Tensor      # uint8, the E8M0 code of each block along the last axis
-    nonfinite: Tensor
+    nonfinite: Tensor   # () int64: blocks that have an element that is not finite
 
 
-# How an amax becomes a power of two: add some bits to its float32, drop the mantissa, and subtract
-# the exponent of the format's largest value.
-SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits to add
+# How an amax becomes a power of two: add a number to the bits of its float32, which may carry into
+# the exponent, drop the mantissa, and subtract the exponent of the format's largest value. A rule
+# returns the number to add.
+SCALE_RULES: dict[str, Callable[[Format], int]] = {
     "floor": lambda fmt: 0,             # OCP MX 1.0, section 6.3; the largest element may saturate
-    # rounds up unless the mantissa is zero, so that nothing saturates
+    # rounds up unless the mantissa is zero, so that no element saturates
     "ceil": lambda fmt: 0x7FFFFF,
-    "even": lambda fmt: 1 << (22 - fmt.mantissa_bits),  # half of an element's last bit
-    # rounds up if the mantissa is above the largest value's: the smallest scale without overflow,
-    # cuBLAS's 1D block scaling, https://docs.nvidia.com/cuda/cublas
+    "even": lambda fmt: 1 << (22 - fmt.mantissa_bits),  # half of an element's last mantissa bit
+    # rounds up if the mantissa is larger than the mantissa of the format's largest value: the
+    # smallest scale without overflow, as in cuBLAS's 1D block scaling
+    # (https://docs.nvidia.com/cuda/cublas)
     "rceil": lambda fmt: (1 << 24) - 1 - int(math.ldexp(fmt.largest, 23 - fmt.max_exponent)),
 }
 
@@ -109,7 +118,8 @@ SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits to add
 # ---- public operations ---------------------------------------------------------------------------
 
 def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
-    """Returns largest magnitudes. Raises ConfigError when the blocks do not tile."""
+    """Return the largest magnitude of each block, and the number of elements that are not finite.
+    Raises ConfigError if the sides of x are not multiples of the block's sides."""
     _check_input(x)
     on_cpu = x.device.type == "cpu"
     matrix, *tiles, turned = in_tiles(x, block)
@@ -122,12 +132,13 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
 def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
         block: tuple[int, int] | None = None, rescale: Tensor | bool = True,
         dtype: torch.dtype | None = None, noise: Noise | None = None) -> Tensor:
-    """Returns round(x / scale) on the grid of `fmt`, multiplied by the scale again, like x.
+    """Return x / scale, rounded to the values of `fmt`, times scale; in the shape of x.
 
     scale:   a number or a 0-dim tensor, not negative; with `block`, float32 (R / r, C / c). A scale
              of 0 makes every element 0
-    rescale: False leaves the values on the grid; a tensor like `scale` replaces it as the factor
-    Raises ConfigError.
+    rescale: True: multiply by `scale`; False: do not multiply, so the result has values of `fmt`;
+             a tensor like `scale`: multiply by this tensor instead
+    Raises ConfigError for arguments that the top of this file does not allow.
     """
     dtype = _check(x, fmt, dtype)
     matrix, *tiles, turned = in_tiles(x, block)
@@ -145,12 +156,15 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
 
 def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None = None,
        noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK) -> Blocks:
-    """Casts blocks whose elements share a scale that is a power of two (E8M0, in `scales`).
+    """Return the cast of x in blocks whose elements share a scale that is a power of two.
 
-    Bit-equal to torchao's to_mx and to_dtype (0.18), except for three kinds of blocks: scales of
-    2^-127 (torchao quantises and dequantises with different numbers), "rceil" close to a power of
-    two (torchao rounds a quotient and a logarithm to float32, this is exact), and infinities. A
-    block with a NaN or an infinity has the scale 255 and is NaN.
+    rule: how the scale follows from the amax, a key of SCALE_RULES. A block with a NaN or an
+          infinity has the E8M0 code 255, and all its values are NaN
+
+    The results are bit-equal to torchao's to_mx and to_dtype (0.18), except for three kinds of
+    blocks: blocks with a scale of 2^-127, which torchao quantises and dequantises with different
+    numbers; blocks under "rceil" whose amax is close to a power of two, because torchao rounds a
+    quotient and a logarithm to float32, and this function is exact; and blocks with an infinity.
     """
     added, dtype = pick(SCALE_RULES, rule, "rule of the scale")(fmt), _check(x, fmt, dtype)
     matrix, *tiles, turned = in_tiles(x, block)
@@ -168,8 +182,9 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Multiplies every 16 elements of the last axis, with SIGNS, by a Hadamard matrix / 4, in
-    float32. This spreads outliers (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
+    """Return every 16 elements of the last axis times SIGNS, times a 16 x 16 Hadamard matrix / 4,
+    in float32. This spreads an outlier over 16 elements (Tseng et al. 2024, arXiv:2402.04396).
+    Raises ConfigError if the last axis is not a multiple of 16."""
     _check_input(x)
     matrix, *_, turned = in_tiles(x, (1, HADAMARD))
     on_cpu = x.device.type == "cpu"
@@ -179,17 +194,20 @@ def hadamard(x: Tensor) -> Tensor:
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
 #
-# Arguments are as in the operators: x is a matrix (R, C) of rows x columns blocks, `fmt` is a
-# name, noise is `Noise.words`. If x is `turned`, its elements are numbered down its columns.
+# These functions take the same arguments as the operators: x is a matrix (R, C), divided into
+# (rows, columns) blocks; `fmt` is the name of a format; noise is `Noise.words`. `turned`: x is the
+# transpose of the caller's tensor, so its elements are numbered down its columns.
 
 def reference_amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns the largest magnitude of each block."""
+    """Return the largest magnitude of each block, (rows, columns) float32, and the number of
+    elements that are not finite, () int64."""
     return _blocks(x, rows, columns).abs().amax((1, 3)).float(), (~x.isfinite()).sum()
 
 
 def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor | None,
               turned: bool, dtype: torch.dtype) -> Tensor:
-    """`qdq` with `scales` and `back` of the shape (rows, columns)."""
+    """Return the same as `qdq`. scales: (rows, columns), the divisors; back: (rows, columns), the
+    factors after rounding, or None for 1."""
     grid = format_of(fmt)
     divisors = torch.where(scales == 0, torch.inf, scales)[:, None, :, None]
     y = _round(_blocks(x, *scales.shape).float() / divisors, grid, noise, turned)
@@ -203,12 +221,14 @@ def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: T
 def reference_mx(x: Tensor, rows: int, columns: int, added: int, exponent: int, fmt: str,
                  noise: Tensor | None, turned: bool,
                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`mx` with scales (rows, columns)."""
+    """Return the same as `mx`: values, scales (rows, columns) uint8, and the number of blocks that
+    are not finite. added: the number of SCALE_RULES; exponent: the exponent of the format's largest
+    value."""
     grid, tiles = format_of(fmt), _blocks(x, rows, columns)
     top = tiles.abs().amax((1, 3), keepdim=True).float()
     code = ((top.view(torch.int32) + added) >> 23) - exponent
     code = torch.where(top.isfinite(), code.clamp(0, 254), 255)
-    inverse, scale = (_power(one).where(code < 255, torch.nan) for one in (254 - code, code))
+    inverse, scale = (_power(biased).where(code < 255, torch.nan) for biased in (254 - code, code))
     y = _round(tiles.float() * inverse, grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)
@@ -219,9 +239,9 @@ def reference_mx(x: Tensor, rows: int, columns: int, added: int, exponent: int, 
 
 
 def reference_hadamard(x: Tensor, turned: bool) -> Tensor:
-    """`hadamard`, of the columns if `turned`, in float32. Four stages of sums and differences need
-    4 additions per element instead of a product's 16, and have a fixed order, so that all machines
-    compute the same bits."""
+    """Return the same as `hadamard`, along the columns if `turned`, in float32. Four stages of sums
+    and differences need 4 additions per element, where a matmul needs 16. Their order is fixed, so
+    all machines compute the same bits."""
     v = (x.T if turned else x).float().unflatten(-1, (-1, HADAMARD))
     v = v * x.new_tensor(SIGNS, dtype=torch.float32)
     for half in (1, 2, 4, 8):
@@ -236,17 +256,18 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _power(code: Tensor) -> Tensor:
-    """Returns 2^(code - 127) for codes from 0 on; at 0 it is a subnormal float32."""
+    """Return 2^(code - 127) in float32, for codes from 0 on. Code 0 gives a subnormal number."""
     return torch.where(code > 0, code << 23, 1 << 22).int().view(torch.float32)
 
 
 def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tensor:
-    """Rounds float32 to the grid and saturates; see the top of this file."""
+    """Return float32 y, saturated and rounded to the grid of the format; see the top of this file.
+    """
     y = y.clamp(grid.lowest, grid.largest)
     size = y.abs()
     exponent = (size.view(torch.int32) & 0x7F800000).clamp(min=(grid.min_exponent + 127) << 23)
     if noise is None:
-        # the last bit of size + magic is worth one step of the grid
+        # The last bit of size + magic equals the spacing of the grid, so the addition rounds.
         magic = (exponent + ((23 - grid.mantissa_bits) << 23)).view(torch.float32)
         size = torch.where(y.isnan(), y, (size + magic) - magic)
     else:
@@ -259,7 +280,9 @@ def _round(y: Tensor, grid: Format, noise: Tensor | None, turned: bool) -> Tenso
 
 
 def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
-    """Returns numbers in (0, 1), multiples of 2^-25, one for each element of `_blocks`; float32."""
+    """Return random numbers in (0, 1), float32, odd multiples of 2^-25: one for each element of
+    `like`, a result of `_blocks`. They are a hash of the element's number and of noise (counter,
+    k0, k1)."""
     word, (counter, k0, k1) = 0xFFFFFFFF, noise
     i = torch.arange(like.numel(), device=like.device)
     if turned:
@@ -275,7 +298,7 @@ def _uniform(like: Tensor, noise: Tensor, turned: bool) -> Tensor:
 
 
 def _codes(y: Tensor, grid: Format) -> Tensor:
-    """Returns the bit patterns of values on the grid, uint8."""
+    """Return the bit patterns of values on the grid, uint8."""
     size, m = y.abs(), grid.mantissa_bits
     normal = (size.view(torch.int32) >> (23 - m)) - ((127 - grid.bias) << m)
     subnormal = (size * 2.0**(m - grid.min_exponent)).int()
@@ -294,6 +317,7 @@ _PLAIN = (FakeTensor, FunctionalTensor)     # PyTorch unwraps these before a ker
 
 
 def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the result. Raises ConfigError for arguments that are not supported."""
     _check_input(x)
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
@@ -308,11 +332,12 @@ def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check_plain(x: Tensor) -> None:
-    """Refuses wrappers such as DTensor, which have no memory of their own."""
-    # traced tensors were checked before, and their layout may not be available
+    """Raise ConfigError for a tensor whose memory C cannot read: a wrapper such as DTensor, which
+    has no memory of its own, or a tensor that is not dense."""
+    # During tracing, the layout of a tensor may not be available. It was checked before.
     if torch.compiler.is_compiling():
         return
-    # the usual case, first
+    # the most frequent case first, because it is the fastest to check
     if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
         return
     kind = type(x).__name__
@@ -335,8 +360,8 @@ def _check_input(x: Tensor) -> None:
 
 
 def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
-    """Returns x as a contiguous matrix (R, C), how many blocks its axes have, and whether the
-    matrix is x's transpose (the transpose of a transposed view is contiguous)."""
+    """Return x as a contiguous matrix (R, C), the numbers of blocks along R and along C, and
+    whether the matrix is x.T. (It is if x is a transposed view, because x.T is then contiguous.)"""
     x = x.detach() if x.requires_grad else x
     turned = x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
     x = x.T if turned else x.contiguous()
@@ -355,6 +380,8 @@ def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int
 
 
 def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int], turned: bool) -> Tensor:
+    """Return the scales as a contiguous float32 tensor of the shape `tiles`, the numbers of blocks.
+    Raises ConfigError if there is not one scale for each block."""
     if not isinstance(scale, Tensor):
         return x.new_full(tiles, scale, dtype=torch.float32)
     _check_plain(scale)
@@ -403,11 +430,13 @@ def _library() -> ctypes.CDLL | None:
     return compile_c.load("cast", _ARGUMENTS)
 
 
-# The functions above check their arguments. But anybody may call `torch.ops.lpkit`, and a tensor
-# may have lost its storage (FSDP frees it), so operators check again before C reads an address.
+# The functions above check their arguments. The operators check again before C reads an address,
+# because anybody may call `torch.ops.lpkit`, and because a tensor may have lost its storage (FSDP
+# frees storages).
 
 def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
-    """Returns the address of x's `count` elements for C, and their kind."""
+    """Return the address of x's `count` elements, and the number of its dtype in cast.c. Raises
+    TypeError if x is not contiguous or has another size or dtype."""
     address = x.data_ptr()
     if not address or x.numel() != count or x.dtype not in dtypes or not x.is_contiguous():
         raise TypeError(f"a cast needs {count} elements that lie together in memory, got "
@@ -450,7 +479,7 @@ def _qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor
     _check_tiles(x, rows, columns)
     shape = (R, C, R // rows, C // columns)
     if scales.numel() == 1 and not (noise is not None and turned):
-        # the shape does not matter here, and threads then get equal parts
+        # With one scale the shape does not matter. As a single row, threads get equal parts.
         shape = (1, size, 1, size)
     scales_at, _ = _address(scales, rows * columns, (torch.float32,))
     back_at = None if back is None else _address(back, rows * columns, (torch.float32,))[0]

@@ -1,19 +1,20 @@
-"""Chooses which version of a kernel runs: versions that compute the same are raced, once per
-machine.
+"""Choose which version of a kernel runs: time all correct versions once per machine, and take the
+fastest. Such a comparison of times is called a race.
 
-First each candidate is compared with the definition on this machine, forward and backward, on the
-kernel's examples and on the current run's tensors ("at hand"). A candidate that differs is refused,
-and named. The other candidates and the definition are raced, forward and backward. If the blocks of a
-training are compiled, each candidate is raced inside of a compiled function. The result is stored
-in a folder that only this user can write to. Its key is the machine, the limits of its processor,
-its driver, the versions of PyTorch and Triton, the kernel's source, the shapes, and whether blocks
-are compiled; another key needs another race. A race takes up to a minute on a GPU, so few shapes
-are compiled.
+1. Each candidate is compared with the definition on this machine, forward and backward, on the
+   kernel's examples and on small tensors of the current run (`at_hand`). A candidate that differs
+   is refused, and the choice names it.
+2. The other candidates and the definition are raced, forward and backward. If the blocks of the
+   model are compiled, each candidate is raced inside of a compiled function.
+3. The result is stored in a folder that only this user can write to. Its key consists of the
+   machine, the limits of its processor, its driver, the versions of PyTorch and Triton, the
+   kernel's source, the shapes, and whether blocks are compiled. If any of these changes, a new race
+   is run. A race takes up to a minute on a GPU, so only few shapes are compiled.
 
-A wrong backend is worse than a slow one, because wrong numbers look like numbers. So a stored
-result is used only if this machine could produce it today: it names the current candidates, and its
-winner is correct on an example, at hand and at the run's size. Otherwise it is ignored, and the
-choice says why.
+A wrong kernel is worse than a slow kernel, because nobody sees that its numbers are wrong. So a
+stored result is used only if this machine could produce it today: it must name the current
+candidates, and its winner must be correct on an example, on `at_hand` and at the run's size.
+Otherwise the result is ignored, and the choice gives the reason.
 """
 
 from __future__ import annotations
@@ -44,38 +45,47 @@ from lpkit.machine_facts import cpu_flags, cpu_limits, cpu_name, versions
 from lpkit.timing import interleaved_seconds
 
 REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
-# widely used in training, and rounded in between, so not compared with the definition
+# Not compared with the definition: PyTorch's versions are widely used, but they round between
+# operations, so they may differ from it.
 TRUSTED = (REFERENCE, PYTORCH)
-PEERS = (PYTORCH, "sdpa")         # replace a definition for whose memory the device has no room
+# Candidates are compared with these versions if the device has no memory for the definition.
+PEERS = (PYTORCH, "sdpa")
 ROUNDS, WARM_UP = 7, 1
-# a version must be this many times as fast as the compiled one, which fuses with its neighbours
+# In a compiled block, a version must be this many times as fast as the compiled definition, which
+# the compiler also fuses with neighbouring operations.
 FUSES = 1.25
-# candidates that take this many times the fastest's first call are raced no further
+# If the first call of a candidate takes this many times as long as the fastest first call, the
+# candidate is not timed again.
 HOPELESS = 3.0
 LIBRARIES = ("torch", "triton", "flash-attn")
 RACED, MOST_BYTES = "raced", 1 << 20
 WRONG = ("differs from its definition", "fails")
-LACKS = "lacks memory now"      # it depends on the moment, so it is not stored
-CALLS = 32          # of a version at hand: some versions are wrong only now and then
+LACKS = "lacks memory now"      # free memory changes, so this reason is never stored
+CALLS = 32          # calls of a version on `at_hand`: some versions are wrong only sometimes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """A choice. `refused`: the reasons, by candidate, of those that differ or cannot run here."""
+    """A choice. `refused`: the candidates that differ or cannot run here, each with its reason."""
 
     choice: Choice
     refused: Mapping[str, str]
 
 
 def candidates(kernel: Kernel) -> dict[str, Version]:
+    """Return the versions that are raced, by name: the definition, `kernel.versions`, and the
+    definition compiled by torch.compile."""
     return {REFERENCE: kernel.definition, **kernel.versions,
             COMPILE: functools.partial(compiled, kernel.definition)}
 
 
 def compiled(definition: Version, *arguments: Any, only: Collection[tuple] = ()) -> Any:
-    """Calls the definition, compiled for these shapes. With `only`, other shapes run uncompiled,
-    because each compilation takes seconds. Inside of another compiled function, the definition
-    becomes a part of that function's graph."""
+    """Return definition(*arguments), compiled for the shapes of these arguments.
+
+    only: keys (`shapes`) that are compiled; empty: all. Other shapes run uncompiled, because each
+    compilation takes seconds. Inside of another compiled function, the definition becomes a part of
+    that function's graph.
+    """
     if torch.compiler.is_compiling():
         return definition(*arguments)
     key = shapes(arguments)
@@ -95,16 +105,20 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
            within_seconds: float = math.inf, setting: str = "system.kernels",
            definition: str = "", in_block: bool = False, captured: bool = False,
            cache: Path | None = None) -> Chosen:
-    """Chooses the version for calls like those `at_hand`, each a tuple of arguments. asked: "auto"
-    or a version's name. Errors name the option `setting`, and call the definition `definition`.
+    """Choose the version of a kernel. Errors name the option `setting`, and call the definition
+    `definition`.
 
-    offered:  the candidates, the definition first; None: the kernel's
-    raced:    the calls of the race, at a step's size; None: those at hand. The race takes
-              `within_seconds` or one round
-    in_block: a compiled block calls the kernel, so each candidate is raced as a compiled block runs
-              it
-    captured: a CUDA graph contains the kernel, so the host's time to launch it does not count
-    Raises ConfigError for an unknown version, and for a version that differs or cannot run here.
+    name:     the kernel's name
+    asked:    "auto", or the name of a version
+    at_hand:  argument tuples with few tokens, on which candidates are compared with the definition
+    offered:  the candidates by name, the definition first; None: `candidates(kernel)`
+    raced:    argument tuples of a training step's size, which are timed; None: `at_hand`
+    within_seconds: time limit of the race, which has at least one round
+    in_block: a compiled block calls the kernel, so each candidate is compiled before it is timed
+    captured: a CUDA graph contains the kernel, so the host's time to launch it is not measured
+    cache:    folder of stored results; None: the user's cache
+    Raises ConfigError for an unknown version, and for a requested version that differs or cannot
+    run here.
     """
     offered = offered or candidates(kernel)
     raced = at_hand if raced is None else raced
@@ -114,6 +128,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
                    or _wrong_anywhere(kernel, asked, offered, at_hand, raced)):
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{definition or next(iter(offered))}")
+        # no race: the requested version was compared with the definition just now
         return Chosen(refused={}, choice=Choice(asked=asked, used=asked,
                                                 why="requested, and verified here"))
     key = _key(name, kernel, offered, raced, in_block, captured)
@@ -132,7 +147,8 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
             print(f"lpkit: {name}: verifies and times {', '.join(offered)}, once for this "
                   f"machine", file=sys.stderr, flush=True)
         record = _find(kernel, offered, at_hand, raced, within_seconds, in_block, captured)
-        # lack of memory may be over, and a record that cannot be written is made again, next time
+        # If a candidate lacked memory, the record is not stored, because memory may be free next
+        # time. If the record cannot be written, the next run races again.
         if not any(why.startswith(LACKS) for why in record["refused"].values()):
             with contextlib.suppress(OSError, ConfigError):
                 private_folder(path.parent)
@@ -147,14 +163,15 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     if len(seconds) == 1:
         why = "no other version runs here"
     if record["refused"]:
-        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
+        why += "; not " + "; not ".join(
+            f"{key}: {reason}" for key, reason in record["refused"].items())
     return Chosen(refused=record["refused"],
                   choice=Choice(asked=asked, used=used, why=why + passed_over))
 
 
 def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -> Version:
-    """Returns the version `used`. If it is the compiled one, it is compiled only for calls like
-    `raced`."""
+    """Return the version `used` of `offered`. The version COMPILE is compiled only for the shapes
+    of `raced`; other shapes run uncompiled."""
     call = offered[used]
     return functools.partial(call, only=frozenset(map(shapes, raced))) if used == COMPILE else call
 
@@ -162,13 +179,16 @@ def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -
 def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tuple],
           raced: Sequence[tuple], within_seconds: float, in_block: bool = False,
           captured: bool = False) -> dict:
+    """Compare all candidates with the definition, and time the correct candidates. Return a record:
+    "seconds" by candidate, and "refused", the reason for each other candidate. Raises ConfigError
+    if no candidate is correct."""
     refused, right = {}, {}
     for key, call in offered.items():
         why = why_not(key, at_hand)
         if not why and in_block and key in TRUSTED and not why_not(COMPILE, at_hand):
-            why = "a compiled block makes of it what it makes of compile"
+            why = "in a compiled block it becomes the same code as compile"
         if not why and key == COMPILE and kernel.exact and not in_block:
-            why = "takes seconds for each operand, and so is taken by name alone"
+            why = "compiling takes seconds for each operand, so it is used only by name"
         if not why and key not in (*TRUSTED, COMPILE) and call is not kernel.definition:
             why = wrong(kernel, call, at_hand)
         if why:
@@ -184,24 +204,28 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
         step = functools.partial(_step, kernel, call, raced)
         runners[key] = functools.partial(_waited, step, _device(raced))
         try:
-            if said := next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), ""):
-                refused[key] = f"{WRONG[0]}: {said}"
+            problems = (_unlike(kernel, call, known, arguments) for arguments in raced)
+            if problem := next(filter(None, problems), ""):
+                refused[key] = f"{WRONG[0]}: {problem}"
                 continue
             if captured:
-                runners[key]()      # compiles
+                runners[key]()      # compiles, which must not happen during capture
                 run, _ = capture.captured(step)
                 runners[key] = functools.partial(_waited, run, _device(raced))
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
             refused[key] = _failed(error, "cannot be compiled with a block" if in_block else "")
-    if not seconds:     # none could be timed, but a correct version may still run
+    # No candidate could be timed (for example, each lacked memory). Use the first candidate that
+    # does not differ from the definition.
+    if not seconds:
         usable = [key for key in right if not refused[key].startswith(WRONG[0])]
         if not usable:
             raise ConfigError("no version is right on this machine: " + "; ".join(
                 f"{key}: {why}" for key, why in refused.items()))
         del refused[first := COMPILE if in_block and COMPILE in usable else usable[0]]
         return {"seconds": {first: 0.0}, "refused": refused}
-    close = [key for key, one in seconds.items() if one <= HOPELESS * min(seconds.values())]
+    close = [key for key, duration in seconds.items()
+             if duration <= HOPELESS * min(seconds.values())]
     times = interleaved_seconds([runners[key] for key in close], rounds=ROUNDS, warm_up=WARM_UP,
                                 shuffle=True, within_seconds=within_seconds)
     seconds |= dict(zip(close, map(statistics.median, times), strict=True))
@@ -209,6 +233,8 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
 
 
 def _winner(seconds: Mapping[str, float], in_block: bool) -> str:
+    """Return the fastest candidate, or in a compiled block COMPILE, unless the fastest candidate is
+    FUSES times as fast."""
     fastest = min(seconds, key=seconds.__getitem__)
     close = in_block and seconds.get(COMPILE, math.inf) <= FUSES * seconds[fastest]
     return COMPILE if close else fastest
@@ -216,15 +242,17 @@ def _winner(seconds: Mapping[str, float], in_block: bool) -> str:
 
 def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
                    ) -> tuple[Kernel, list[tuple], dict[str, Version]]:
-    """Joins all calls into one function, and compiles each version of it into one graph, which may
-    not break. A kernel then needs two or three graphs, for which a first start has time."""
+    """Return a kernel, one argument tuple and compiled versions that make all calls of `raced` at
+    once. Each version is compiled into one graph without graph breaks. So a kernel needs only two
+    or three compilations, however many calls are raced; more would make a first start too slow."""
     ends = list(itertools.accumulate(map(len, raced)))
     begins = [0, *ends[:-1]]
 
     def whole(call: Version) -> Version:
         def calls(*given: Any) -> tuple[torch.Tensor, ...]:
-            found = [call(*given[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-            return tuple(t for one in found for t in (one if isinstance(one, tuple) else (one,)))
+            results = [call(*given[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+            return tuple(t for outputs in results
+                         for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
 
         return calls
 
@@ -236,8 +264,8 @@ def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, V
 
 
 def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: tuple) -> str:
-    """Returns how a version differs, at a step's size, from the first of `known` for which this
-    device has room; "" if it does not."""
+    """Return how `call` differs, at a step's size, from the first version of `known` for which this
+    device has enough memory; "" if it does not differ."""
     for other in known:
         if other is call:
             break
@@ -254,8 +282,9 @@ def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: 
 def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
                     at_hand: Sequence[tuple], raced: Sequence[tuple],
                     examples: int | None = None) -> str:
-    """Returns why a candidate that is not trusted is `wrong`, at hand or at a step's size, if there
-    is room to see it. Triton's interpreter is not tried at a step's size: it would take minutes."""
+    """Return why the candidate `key` is wrong on `at_hand` or on `raced`, or "". The versions in
+    TRUSTED are not compared. A candidate is not compared on `raced` if the device has too little
+    memory, or in Triton's interpreter, which would take minutes."""
     call = offered[key]
     if key in TRUSTED or call is kernel.definition:
         return ""
@@ -264,14 +293,15 @@ def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
         return why
     known = (kernel.definition, *(offered[peer] for peer in PEERS if peer in offered))
     try:
-        said = next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), "")
+        problems = (_unlike(kernel, call, known, arguments) for arguments in raced)
+        problem = next(filter(None, problems), "")
     except Exception as error:
         return "" if out_of_memory(error) else _failed(error)
-    return f"{WRONG[0]}: {said}" if said else ""
+    return f"{WRONG[0]}: {problem}" if problem else ""
 
 
 def why_not(version: str, at_hand: Sequence[tuple]) -> str:
-    """Returns why `version` is no candidate on this device, in one clause, or ""."""
+    """Return why `version` is no candidate on this device, in one clause, or ""."""
     on_cpu = _device(at_hand).type == "cpu"
     if version == "triton" and (why := why_no_triton()):
         return why
@@ -286,9 +316,12 @@ def why_not(version: str, at_hand: Sequence[tuple]) -> str:
 
 def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
           examples: int | None = None) -> str:
-    """Returns why `call` is wrong, or "". Tries `examples` examples (None: all of them, and CALLS
-    calls of each call at hand). An example that a version refuses by a ConfigError is skipped. A
-    version that compiles by shape is another program for each shape, so it is tried only at hand.
+    """Return why `call` is wrong, or "".
+
+    examples: how many of the kernel's examples are tried; None: all examples, and CALLS calls for
+    each argument tuple of `at_hand`. An example is skipped if the version refuses it by a
+    ConfigError. A version that is compiled for each shape is another program for each shape, so it
+    is tried only on `at_hand`.
     """
     draw = torch.Generator().manual_seed(0)
     drawn: Iterable[tuple] = kernel.examples(draw, _device(at_hand))
@@ -298,8 +331,8 @@ def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
     for times, some in ((1, itertools.islice(drawn, examples)), (calls, at_hand)):
         for arguments in some:
             try:
-                if said := difference(kernel, call, arguments, times):
-                    return f"{WRONG[0]}: {said}"
+                if problem := difference(kernel, call, arguments, times):
+                    return f"{WRONG[0]}: {problem}"
             except Exception as error:
                 if some is at_hand or not isinstance(error, ConfigError):
                     return _failed(error)
@@ -307,6 +340,7 @@ def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
 
 
 def _failed(error: Exception, cannot: str = "") -> str:
+    """Return the reason that is recorded for an error: its kind, and its first line."""
     what = str(error).partition("\n")[0][:200]
     if isinstance(error, ConfigError):
         return f"cannot: {what}"
@@ -330,8 +364,8 @@ def _device(calls: Sequence[tuple]) -> torch.device:
 
 
 def _kept(path: Path) -> dict:
-    """Returns a stored record, if it has the form that this module writes. Raises ConfigError,
-    OSError."""
+    """Return a stored record. Raises DamagedError, a ConfigError, if it does not have the form that
+    this module writes, and OSError if it cannot be read."""
     record = records.unsealed(read_private(path, MOST_BYTES), path)
     forms = {"seconds": lambda s: isinstance(s, float) and 0 <= s < math.inf,
              "refused": lambda why: isinstance(why, str) and why == printable(why)}
@@ -341,17 +375,17 @@ def _kept(path: Path) -> dict:
     return record
 
 
-def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
+def _check(record: dict, kernel: Kernel, offered: Mapping[str, Version],
            at_hand: Sequence[tuple], raced: Sequence[tuple]) -> None:
-    """Raises DamagedError for a record that this machine would not write today."""
-    seconds, refused = found["seconds"], found["refused"]
+    """Raise DamagedError for a record that this machine would not write today."""
+    seconds, refused = record["seconds"], record["refused"]
     if not seconds or sorted([*seconds, *refused]) != sorted(offered):
         raise DamagedError(f"it is of {shown(', '.join([*seconds, *refused]))}, and the candidates "
                            f"are {', '.join(offered)}")
     for key in seconds:
         if why := why_not(key, at_hand):
             raise DamagedError(f"it has raced {key}, which {why}")
-    # under either rule of `_winner`, it had to be correct
+    # The fastest candidate had to be correct, whether or not blocks are compiled.
     winner = min(seconds, key=seconds.__getitem__)
     if winner != COMPILE and (
             why := _wrong_anywhere(kernel, winner, offered, at_hand, raced, examples=1)):
@@ -359,8 +393,8 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
 
 
 def refused_here() -> dict[str, dict[str, str]]:
-    """Returns, by kernel and version, why versions that were tried on this machine are wrong, or
-    why a record of a race is ignored."""
+    """Return the versions that were wrong on this machine: reasons by kernel and version. The
+    "version" `the record` has the reason why the stored result of a race is ignored."""
     reasons: dict[str, dict[str, str]] = {}
     for path in sorted(own_cache(RACED).glob(f"*-{_machine()}-*.json")):
         name = path.name.partition(f"-{_machine()}-")[0]
@@ -376,18 +410,20 @@ def refused_here() -> dict[str, dict[str, str]]:
 
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
          raced: Sequence[tuple], in_block: bool, captured: bool = False) -> str:
-    said = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
+    facts = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
             torch.get_num_threads(), in_block, captured)
-    return f"{name}-{_machine()}-{_short(said)}"
+    return f"{name}-{_machine()}-{_short(facts)}"
 
 
 def shapes(arguments: tuple) -> tuple:
+    """Return a key of arguments: shape, dtype, strides and device of tensors; other arguments as
+    they are."""
     return tuple((tuple(a.shape), str(a.dtype), a.stride(), a.device.type) if torch.is_tensor(a)
                  else shapes(a) if isinstance(a, tuple) else a for a in arguments)
 
 
 def _machine() -> str:
-    """Returns a digest of the machine, its libraries, and whether it can compile for a GPU."""
+    """Return a digest of the machine, its libraries, and whether it can compile for a GPU."""
     machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *cpu_limits()]
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties()
@@ -396,8 +432,8 @@ def _machine() -> str:
     return _short((machine, versions(LIBRARIES)))
 
 
-def _short(said: object) -> str:
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
+def _short(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 @functools.cache
@@ -409,8 +445,8 @@ def _driver() -> str:
 
 
 def _source(*calls: Callable) -> str:
-    """Returns digests of the files that define these functions, and their keyword arguments."""
-    files = {inspect.getsourcefile(inspect.unwrap(getattr(one, "func", one))) for one in calls}
-    told = repr([getattr(one, "keywords", {}) for one in calls])
-    return told + "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest()
-                          for one in sorted(files))
+    """Return digests of the files that define these functions, and their keyword arguments."""
+    files = {inspect.getsourcefile(inspect.unwrap(getattr(call, "func", call))) for call in calls}
+    keywords = repr([getattr(call, "keywords", {}) for call in calls])
+    return keywords + "".join(hashlib.sha256(Path(file).read_bytes()).hexdigest()
+                          for file in sorted(files))

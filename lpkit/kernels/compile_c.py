@@ -1,19 +1,19 @@
 """C kernels, compiled on first use by the system's compiler, and stored in the user's cache.
 
-`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes. If that
-fails it returns None, and `choice("cast")` has the reason. It never raises: the caller computes the
-same numbers in PyTorch.
+`load("cast")` compiles lpkit/kernels/cast.c into a shared library and opens it with ctypes. If the
+compilation fails, `load` returns None, and `choice("cast")` has the reason. `load` never raises,
+because the caller can compute the same numbers in PyTorch.
 
-A library's name contains two hashes. The first one is of its source, the flags, the compiler's
-version and the processor, so an outdated library is never found. The second one is of its content:
-a truncated or changed library no longer matches its name, and is compiled again. A library gets its
-name only after `lp_check`, a function of every kernel, has returned 0 in a process of its own,
-where a crash does no harm.
+The file name of a library contains two hashes. The first is the hash of the source, the flags, the
+compiler's version and the processor. So an outdated library is never loaded. The second is the hash
+of the library's content. So a truncated or changed library does not match its name, and is compiled
+again. Each C file has a function `lp_check`, which tests the kernels. A library gets its name only
+after `lp_check` has returned 0 in a separate process, where a crash does no harm.
 
-Loading a library runs its code, so a library that another user could have written is refused. The
-file and its folder must belong to this user, and nobody else may write there or replace it. Each
-user has a folder of their own, so that many users can share a cache. The file that was checked is
-the file that is loaded, because it stays open.
+Loading a library executes its code. So a library is refused if another user could have written it:
+the file and its folder must belong to this user, and nobody else may be able to write or replace
+them. Each user has a folder of their own, also if many users share a cache. The file stays open
+between the check and the load, so that nobody can replace it in between.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ from lpkit.files import open_own, own_cache, private_folder, refuse_others, sha2
 from lpkit.machine_facts import cpu_facts
 
 COMPILERS = ("cc", "gcc", "clang")
-# No contraction to a fused multiply-add: it rounds once where the definition rounds twice.
+# No contraction to fused multiply-adds: such an instruction rounds once, but the definition, a
+# multiplication and an addition, rounds twice.
 FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-shared", "-fPIC")
-ATTEMPTS = {    # the first that compiles is used; not every compiler supports every flag
+# The first of these sets of flags that compiles is used. Not every compiler supports every flag.
+ATTEMPTS = {
     "for this processor, with OpenMP": ("-march=native", "-fopenmp"),
     "for this processor, without OpenMP and so on one thread": ("-march=native",),
     "for this kind of processor, without OpenMP and so on one thread": (),
@@ -50,12 +52,12 @@ ATTEMPTS = {    # the first that compiles is used; not every compiler supports e
 CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).lp_check())"
 SECONDS = 120                       # limit of one compilation
 SECONDS_TO_ANSWER = 20              # limit of a version query, and of a library's check
-MOST_SAID = 2**24                   # bytes; a process that writes more is stopped
+MOST_SAID = 2**24                   # most bytes of output; a process that writes more is killed
 
 
 def load(name: str, arguments: Mapping[str, Sequence[Any]] | None = None) -> ctypes.CDLL | None:
-    """Returns the library of `name`.c in this folder, or None. `arguments`: the argument types of
-    its functions, as the source declares them."""
+    """Return the library of `name`.c in this folder, or None if it cannot be compiled. `arguments`:
+    the ctypes argument types of each function, as the C source declares them."""
     library = _opened(name)[0]
     for function, types in (arguments or {}).items() if library else ():
         getattr(library, function).argtypes, getattr(library, function).restype = types, None
@@ -63,6 +65,8 @@ def load(name: str, arguments: Mapping[str, Sequence[Any]] | None = None) -> cty
 
 
 def choice(name: str) -> Choice:
+    """Return whether C ("native") or PyTorch ("torch") computes the kernels of `name`.c, and why.
+    """
     return _opened(name)[1]
 
 
@@ -73,7 +77,8 @@ def _opened(name: str) -> tuple[ctypes.CDLL | None, Choice]:
 
 def open_library(source: Path, cache: Path,
                  compilers: tuple[str, ...] = COMPILERS) -> tuple[ctypes.CDLL | None, Choice]:
-    """Opens the library of `source`, from `cache` or newly compiled."""
+    """Return the library of `source`, from the folder `cache` or newly compiled, and the choice to
+    record; None if it cannot be compiled."""
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         return None, _torch(f"there is no C compiler here ({', '.join(compilers)}); install one, "
@@ -104,7 +109,7 @@ def _torch(why: str) -> Choice:
 # ---- which library may be loaded
 
 def _trusted(cache: Path, stem: str) -> ctypes.CDLL | None:
-    """Returns the library of that name if its content matches its name. Raises ConfigError for a
+    """Return the library of that name if its content matches its name. Raises ConfigError for a
     library that may not be loaded, and OSError."""
     for path in sorted(cache.glob(f"{stem}-*")):
         with open_own(path, "rb") as file:
@@ -119,7 +124,8 @@ def _named(stem: str, digest: str) -> str:
 
 
 def _loaded(file: IO, path: Path) -> ctypes.CDLL:
-    # never closed: for a known name, the loader returns the library that it loaded under that name
+    # The descriptor is never closed. Otherwise its number could be reused, and for a name that it
+    # knows, the loader returns the library that it loaded first.
     name = f"/proc/self/fd/{os.dup(file.fileno())}"
     return ctypes.CDLL(name if os.path.exists(name) else str(path))
 
@@ -127,7 +133,7 @@ def _loaded(file: IO, path: Path) -> ctypes.CDLL:
 # ---- compiling
 
 def _compile(command: list[str], cache: Path, stem: str) -> str:
-    """Stores a library that passed its check in `cache`; otherwise returns one line with the
+    """Store a library that passed its check in `cache`; otherwise return one line with the
     reason. Raises OSError."""
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         library = Path(scratch, "made.so")
@@ -135,12 +141,13 @@ def _compile(command: list[str], cache: Path, stem: str) -> str:
         if wrong:
             return next(iter(output), wrong)
         if not library.is_file():
-            return "it said that it was done, and wrote no library"
+            return "it reported success, but wrote no library"
         check = [sys.executable, "-I", "-S", "-c", CHECK, str(library)]
         wrong, output = _ran(check, SECONDS_TO_ANSWER)
         if wrong:
             return f"its library fails its check: {' '.join([wrong, *output[-1:]])}"
-        # written under a temporary name and renamed: another process finds a whole file or none
+        # `whole_file` writes a temporary file and renames it, so another process sees the complete
+        # file or no file.
         with whole_file(cache / _named(stem, sha256(library)), 0o600) as temporary:
             shutil.copyfile(library, temporary)
     return ""
@@ -154,10 +161,11 @@ def _version(compiler: str) -> str:
 
 def _ran(command: list[str], limit: float, *,
          stderr: int = subprocess.STDOUT) -> tuple[str, list[str]]:
-    """Runs a command. Returns how it failed, or "", and the first lines of its output.
+    """Run a command. Return how it failed, or "", and the first lines of its output.
 
-    The output goes to a file: a pipe would stay open as long as any process that the command
-    started. Raises OSError for a command that takes more than `limit` seconds or writes too much.
+    The output goes to a file, not to a pipe: a pipe stays open until all child processes of the
+    command have ended. Raises OSError for a command that takes more than `limit` seconds, or writes
+    more than MOST_SAID bytes.
     """
     code, end, name = None, time.monotonic() + limit, Path(command[0]).name
     with tempfile.TemporaryFile() as out:
@@ -172,7 +180,7 @@ def _ran(command: list[str], limit: float, *,
                 if code is None and time.monotonic() > end:
                     raise TimeoutError(f"{name} did not end in {limit} seconds")
         finally:
-            if code is None:        # kill also the processes that it started
+            if code is None:        # kill the command and the processes that it started
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         out.seek(0)
@@ -182,7 +190,7 @@ def _ran(command: list[str], limit: float, *,
 
 
 def _processor() -> str:
-    """Returns the facts on which -march=native depends."""
+    """Return the facts on which -march=native depends."""
     facts = cpu_facts()
     keys = ("model name", "flags", "Features", "CPU part")
     known = (facts.get(key, "") for key in keys)

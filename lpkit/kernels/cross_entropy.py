@@ -3,15 +3,17 @@
     nats = logsumexp(logits) - logits[target]           for each row, float32
     logits <- (softmax(logits) - onehot(target)) * weight
 
-Triton's program processes a row in pieces. Its first pass computes the largest logit and the sum of
-exponentials together (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). Its second
-pass writes the gradient over the logits. So a row is read twice and written once, and no tensor of
-its size is allocated (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). On a CPU, C does the same
+A row has the V logits of one token. A Triton program processes one row, in pieces of up to PIECE
+logits, in two passes. The first pass computes the largest logit and the sum of exponentials
+together (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). The second pass writes the
+gradient over the logits. So a row is read twice and written once, and no tensor of the size of the
+logits is allocated (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). On a CPU, C does the same
 (rows.c).
 
-A target of IGNORED has nats and a gradient of 0. Any other target outside of the vocabulary makes
-the row's nats and gradient NaN: to raise an error, the host would have to wait for the GPU. With a
-weight of 0 the gradient is 0, even if the row contains a NaN or an infinity.
+A row with the target IGNORED has 0 nats and a gradient of 0. A row with any other target outside of
+the vocabulary has NaN nats and a NaN gradient: to raise an error instead, the host would have to
+wait for the GPU. With a weight of 0 the gradient is 0, even if the row contains a NaN or an
+infinity.
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ PIECE, WARPS = 8192, 16
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
                   ) -> tuple[Tensor, Tensor]:
-    """logits (M, V), targets (M,) integers, weights (M,) -> nats (M,) float32 without the weights,
-    and the gradient of the weighted sum of nats, like logits."""
+    """Return the nats (M,) of each row in float32, not weighted, and the gradient (M, V) of
+    sum(weights * nats) in the dtype of the logits: the definition.
+
+    logits: (M, V); targets: (M,) integers; weights: (M,), or None for weights of 1
+    """
     targets, entries = targets[:, None], torch.arange(logits.shape[1], device=logits.device)
     counts, known = targets != IGNORED, (targets >= 0) & (targets < len(entries))
     log_probabilities = torch.where(known, torch.log_softmax(wide(logits), -1), torch.nan)
     nats = -log_probabilities.gather(1, torch.where(known, targets, 0).long())
-    # a comparison, because torch.compile fuses it, and does not fuse a scatter
+    # one-hot targets by a comparison, because torch.compile fuses comparisons, but not scatters
     gradient = log_probabilities.exp() - (entries == targets).to(nats.dtype)
     weight = counts.to(nats.dtype) if weights is None else weights[:, None].to(nats.dtype) * counts
     gradient = gradient.mul_(weight).masked_fill_(weight == 0, 0.0)
@@ -50,6 +55,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
 @jit
 def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr,
               PIECE: tl.constexpr):
+    """Store the nats of one row, and overwrite its V logits by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     target = tl.load(targets + row)
@@ -58,20 +64,20 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
         at = first + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(v, 0))
-        # while all logits were -inf, a shift by -inf would give NaN
+        # If all logits so far are -inf, the maximum is -inf, and -inf - (-inf) would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        # rescale the sum so far to the new maximum, so that no exponential overflows
+        # Rescale the sum so far from the old maximum to the new one. So no exponential overflows.
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(v - shift), 0)
         top = higher
     known = (target >= 0) & (target < V)
     log_sum = tl.where(known, top + tl.log(total), float("nan"))
-    found = log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32)
-    tl.store(nats + row, tl.where(target == IGNORED, 0.0, found))
+    row_nats = log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32)
+    tl.store(nats + row, tl.where(target == IGNORED, 0.0, row_nats))
     weight = tl.where(target == IGNORED, 0.0, 1.0)
     if WEIGHTED:
         weight *= tl.load(weights + row)
     pieces = tl.cdiv(V, PIECE)
-    # in reverse, because the last piece was read last and may still be in a cache
+    # The pieces are read in reverse order, because the last piece may still be in a cache.
     for piece in range(pieces):
         at = (pieces - 1 - piece) * PIECE + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -80,7 +86,8 @@ def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED
         tl.store(start + at, g.to(logits.dtype.element_ty), mask=at < V)
 
 
-# ---- in place: nats = f(logits, targets, weights), and logits become the gradient
+# ---- versions that work in place: nats = f(logits, targets, weights), which also overwrites the
+# logits by their gradient
 
 def _by_definition(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     nats, gradient = cross_entropy(logits, targets, weights)
@@ -129,13 +136,13 @@ BY = {"reference": _by_definition, "cpu": _by_c, "triton": _by_triton}
           "-> Tensor", key=EVERY_DEVICE, fake=_nats)
 def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
                    by: str = "") -> Tensor:
-    """Returns the nats of `cross_entropy`, and overwrites `logits` by the gradient. `by`: a key of
+    """Return the nats of `cross_entropy`, and overwrites `logits` by the gradient. `by`: a key of
     BY; empty for this device's default. Raises ConfigError if there is not one target and one
     weight for each row."""
     M, V = logits.shape
-    each = [one for one in (targets, weights) if one is not None]
-    if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
-        got = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in each)
+    vectors = [v for v in (targets, weights) if v is not None]
+    if any(v.shape != (M,) for v in vectors) or targets.is_floating_point() or (M and not V):
+        got = ", ".join(f"{tuple(v.shape)} in {v.dtype}" for v in vectors)
         raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, and "
                           f"rows of at least one entry; got {got}")
     kernel = BY.get(by) or _kernel_for(logits)
@@ -145,6 +152,8 @@ def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = Non
 
 def of_a_copy(by: str, logits: Tensor, targets: Tensor, weights: Tensor | None = None
               ) -> tuple[Tensor, Tensor]:
+    """Return the same as the definition `cross_entropy`, by the version `by`, without overwriting
+    the logits."""
     gradient = logits.contiguous().clone()
     return cross_entropy_(gradient, targets, weights, by), gradient
 

@@ -1,11 +1,15 @@
-"""Replaces the conversions of Triton's interpreter by PyTorch's.
+"""Corrects Triton's interpreter (3.6 to 3.9), which runs kernels on a CPU in tests.
 
-The interpreter (3.6 to 3.9) truncates where hardware rounds to nearest-even: float32 to bf16 loses
-half a bit, and FP8 loses a carry, so that 127.4 becomes 64 in E4M3. It also multiplies and adds the
-bit patterns of bf16 in `tl.dot`, and rounds `tl.fma` twice. It does not detect stores out of
-bounds. At every function call in a kernel, it searches for functions to replace, which is slow. And
-from numpy 2.4 on, 3.6 does not accept a kernel's number as a loop's bound
-(triton-lang/triton#9171).
+What the interpreter does wrong:
+- Conversions truncate where hardware rounds to nearest-even. float32 to bf16 loses half a bit. FP8
+  loses a carry, so that 127.4 becomes 64 in E4M3. `mend` replaces its conversions by PyTorch's.
+- `tl.dot` multiplies and adds the bit patterns of bf16 numbers. `mend` converts them first.
+- `tl.fma` rounds twice. `mend` computes it in float64.
+- At every function call in a kernel, it searches for functions to replace, which is slow.
+  `mend_calls` searches once.
+- From numpy 2.4 on, Triton 3.6 does not accept a number of a kernel as the bound of a loop
+  (triton-lang/triton#9171). `mend_calls` makes it accept such numbers.
+- It does not detect stores out of bounds. This is not corrected.
 """
 
 from functools import cache
@@ -17,7 +21,7 @@ import triton.language as tl
 
 @cache
 def mend_calls() -> None:
-    """Mends loops and calls, once for this process. This changes no number."""
+    """Correct the interpreter's loops and calls, once in this process. This changes no result."""
     from triton.runtime import interpreter
 
     builtins: dict[object, list[str]] = {}
@@ -41,8 +45,8 @@ def mend_calls() -> None:
 
 @cache
 def mend() -> None:
-    """Mends everything, once for this process. A conversion to FP8 then saturates, as
-    `cvt.rn.satfinite` does."""
+    """Correct everything, once in this process. A conversion to FP8 then saturates, like the
+    hardware's instruction `cvt.rn.satfinite`."""
     from triton.runtime import interpreter
 
     mend_calls()
@@ -66,22 +70,22 @@ def mend() -> None:
         else:
             values = tensor(source.data, ours)
         if theirs is None:
-            made = values.double().nan_to_num(0.0).numpy().astype(numpy_dtype(kind))
+            converted = values.double().nan_to_num(0.0).numpy().astype(numpy_dtype(kind))
         else:
             if theirs.itemsize == 1:
                 values = values.float().clamp(-torch.finfo(theirs).max, torch.finfo(theirs).max)
                 values[values.isnan()] = torch.nan      # a GPU's NaN has no sign
             whole = {1: torch.uint8, 2: torch.int16}.get(theirs.itemsize, theirs)
-            made = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
-        return interpreter.TensorHandle(made.reshape(np.shape(source.data)), kind.scalar)
+            converted = values.to(theirs).view(whole).numpy().view(numpy_dtype(kind))
+        return interpreter.TensorHandle(converted.reshape(np.shape(source.data)), kind.scalar)
 
     def dot(self, a, b, total, *how):
-        return plain_dot(self, *(cast(self, one, tl.float32) for one in (a, b)), total, *how)
+        return plain_dot(self, *(cast(self, matrix, tl.float32) for matrix in (a, b)), total, *how)
 
-    def fma(self, x, y, z):     # float64 holds the product of two float32 exactly
+    def fma(self, x, y, z):     # float64 represents the product of two float32 numbers exactly
         with np.errstate(all="ignore"):
-            made = np.asarray(x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
-        return interpreter.TensorHandle(np.where(np.isnan(made), np.float32(np.nan), made),
+            total = np.asarray(x.data.astype(np.float64) * y.data + z.data).astype(z.data.dtype)
+        return interpreter.TensorHandle(np.where(np.isnan(total), np.float32(np.nan), total),
                                         z.dtype.scalar)
 
     builder.cast_impl = builder.create_fp_to_fp = cast

@@ -1,14 +1,15 @@
-"""Triton, if it is installed. It exists only for Linux, and the file of a kernel also contains its
-definition, which everybody imports.
+"""Triton, if it is installed, and private folders for compiled code.
 
-`jit` marks a kernel; without Triton the kernel stays a function that is never launched.
+Triton exists only for Linux. The file of a kernel also contains its definition, so it must import
+without Triton. `triton` and `tl` are then None, and a function under `@jit` is never launched.
+
 `INTERPRETED`: kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors.
-`lpkit.kernels.interpreter` mends its wrong conversions, so kernels are written for a GPU.
+`lpkit.kernels.interpreter` corrects its errors, so kernels need no code for the interpreter.
 
-PyTorch and Triton execute code that they compiled earlier, from folders in /tmp whose names
-everybody knows. So all code that compiles goes through `compiled`, `jit` or `keep_privately`, which
-use folders that only this user can write to. If the user chose another folder, it must be such a
-folder, or it is refused.
+PyTorch and Triton execute code that they compiled earlier. By default they store it in folders in
+/tmp with known names, where another user could plant code. So all code that compiles goes through
+`compiled`, `jit` or `keep_privately`, which use folders that only this user can write to. A folder
+that the user chose is refused if others can write to it.
 """
 
 import os
@@ -30,18 +31,20 @@ except ImportError:     # the definition is used
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 
 
-# by device: a variable that names the compiler, and compilers
+# by device: the environment variable that names the compiler, and the compilers that are tried
 COMPILERS = {"cuda": ("CC", "gcc", "clang"), "cpu": ("CXX", "g++", "clang++")}
-# Caches whose content libraries execute, by default in folders with known names, also in /tmp.
+# Environment variables of the folders whose content PyTorch and Triton execute, and the names of
+# the private folders.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
           "CUTE_DSL_CACHE_DIR": "cute"}
 
 
 def keep_privately() -> None:
-    """Makes PyTorch and Triton store compiled code in folders that only this user can write to, in
+    """Make PyTorch and Triton store compiled code in folders that only this user can write to, in
     this process and in processes that it starts. Raises ConfigError if the user chose a folder in
     which another user could have planted code; OSError."""
-    # PyTorch sets this value when it is imported
+    # PyTorch sets TORCHINDUCTOR_CACHE_DIR to this prefix and the user's name when it is imported.
+    # Such a value is not a choice of the user.
     by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")
     for variable, room in CACHES.items():
         chosen = os.environ.get(variable)
@@ -53,31 +56,32 @@ def keep_privately() -> None:
 
 
 def compiled(function: Callable, **how: Any) -> Callable:
-    """Returns torch.compile(function, **how), with caches that only this user can write to."""
+    """Return torch.compile(function, **how), with caches that only this user can write to."""
     keep_privately()
     import torch
     from torch._inductor import codecache
 
-    # Headers are the one thing that PyTorch keeps in /tmp whatever the variable says. It includes
-    # them when it compiles for a CPU.
+    # PyTorch always stores precompiled headers in /tmp, and includes them when it compiles for a
+    # CPU. So their folder is replaced, too.
     codecache._HEADER_DIR = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "headers")
     codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
     return torch.compile(function, **how)
 
 
 def fresh(function: Callable) -> Callable:
-    """Returns a function that calls `function`, with its own code object. PyTorch compiles a code
-    object for eight shapes, and silently runs the ninth eagerly, so each shape needs its own."""
-    def one(*given: Any, **how: Any) -> Any:
+    """Return a function that calls `function` and has a new code object. torch.compile compiles a
+    code object for at most eight shapes, and silently runs other shapes eagerly. So each shape
+    gets its own code object."""
+    def call(*given: Any, **how: Any) -> Any:
         return function(*given, **how)
 
-    one.__code__ = one.__code__.replace()
-    return one
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def jit(function: Callable) -> Callable:
-    """Returns triton.jit(function). Its first launch secures the cache, or mends the interpreter.
-    """
+    """Return triton.jit(function), or `function` without Triton. The first launch of the kernel
+    moves the caches to private folders, or corrects the interpreter."""
     if triton is None:
         return function
     kernel = triton.jit(function)
@@ -96,21 +100,21 @@ def jit(function: Callable) -> Callable:
 
 
 def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
-    """Returns the number of programs along both axes, if a program takes the first two sides of
-    `shape`."""
+    """Return the grid for a matrix (M, N): the numbers of programs along both axes. A program
+    processes a tile whose sides are the first two values of `shape`."""
     down, across = list(shape.values())[:2]
     return triton.cdiv(M, down), triton.cdiv(N, across)
 
 
 def why_no_triton() -> str:
-    """Returns the reason why Triton is missing, in one clause, or ""."""
+    """Return the reason why Triton is not available, in one clause, or ""."""
     if triton is None:
         return "Triton is not installed (pip install 'triton>=3.6', on Linux)"
     return ""
 
 
 def why_no_compiler(device: str) -> str:
-    """Returns the reason why there is no compiler, in one clause, or "". Triton's launchers for a
+    """Return the reason why there is no compiler, in one clause, or "". Triton's launchers for a
     GPU, and all code that is generated for a CPU, are compiled on this machine."""
     variable, *names = COMPILERS[device]
     names = os.environ.get(variable, "").split()[:1] or names

@@ -1,11 +1,12 @@
 """A kernel: a definition in PyTorch's operations, and other versions that compute the same.
 
-A file of this folder has one kernel, as `KERNEL`: its definition, its Triton version, the operator
-around that version, and the means to verify versions: examples, and how exact a version must be.
-`lpkit.techniques.kernels.KERNELS` lists all kernels.
+A file of this folder contains the definition of a kernel, its Triton version, the PyTorch operator
+that launches the Triton version, and a `Kernel` object. This object has all versions, examples on
+which versions are compared, and limits on their errors. `lpkit.techniques.kernels.KERNELS` lists
+all kernels.
 
-`difference` verifies a version. It is used by tests, by the bench, and by the choice of a version
-on this machine.
+`difference` compares a version with the definition. It is used by tests, by the bench, and by the
+choice of a version on this machine.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
-LONGEST_ROW = 65536     # the most elements that one program holds
-SLACK = 2.0             # for rounding in another order
-CALL_SECONDS = 0.5      # limit of the repeated calls of `difference`
-# largest error of a row, as a share of its length; smaller errors average out
+LONGEST_ROW = 65536     # the most elements of a row that one Triton program holds
+SLACK = 2.0             # default of `Kernel.slack`: versions may add in another order
+CALL_SECONDS = 0.5      # time limit of the repeated calls of `difference`
+# `apart`: largest error of a row, as a share of the norm of the row
 ROW = 0.1
-GRAIN = 2.0**-24        # precision of float32, in which sums are computed, in any order
+GRAIN = 2.0**-24        # default of `Kernel.grain`: the rounding error of float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """`definition` and all `versions` take the same arguments and return the same results.
 
-    examples:  yields arguments, for a generator and a device: random, awkward and adversarial ones
+    examples:  a function of a generator and a device. It yields argument tuples: random inputs and
+               inputs on which a version is likely to fail
     gradients: positions of the arguments that have a gradient
-    slack:     a version's error from float64 may be this many times the definition's: the norm of
-               all errors, and the largest error
-    grain:     errors below this share of the largest result are ignored, since terms may cancel
+    slack:     limits on a version's error, as multiples of the definition's error, both compared
+               with float64: a limit on the norm of all errors, and a limit on the largest error
+    grain:     an error below this share of the largest result is ignored, because a result may be
+               the small difference of large terms
     exact:     whether a version must be bit-equal to the definition
-    offered:   the candidates of a race, the definition first; empty: it and `versions`
+    offered:   the candidates of a race, the definition first; empty: `choose.candidates`
     """
 
     definition: Version
@@ -54,24 +57,24 @@ class Kernel:
 
 
 def floats(*tensors: Tensor) -> None:
-    """Checks the tensors of an element-wise kernel. Raises ConfigError for a dtype other than
+    """Check the arguments of an element-wise kernel. Raises ConfigError for a dtype other than
     float32, bf16 or fp16, and for a tensor that is not contiguous."""
-    for one in tensors:
-        if one.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {one.dtype}")
-        if not one.is_contiguous():
-            raise ConfigError(f"a kernel takes contiguous tensors, not strides {one.stride()} of "
-                              f"{tuple(one.shape)}; call .contiguous()")
+    for tensor in tensors:
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ConfigError(f"a kernel takes contiguous tensors, not strides {tensor.stride()} "
+                              f"of {tuple(tensor.shape)}; call .contiguous()")
 
 
 def wide(x: Tensor) -> Tensor:
-    """Returns x in the dtype in which definitions compute: float64 for float64, else float32."""
+    """Return x in the dtype in which definitions compute: float64 for float64, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns a definition that calls `version` with wide numbers, and rounds its result once to
-    the dtype of the first argument."""
+    """Return a definition that converts its arguments with `wide`, calls `version`, and rounds the
+    result once, to the dtype of the first argument."""
     @functools.wraps(version)
     def definition(x: Tensor, *others: Any) -> Tensor:
         v = wide(x)
@@ -81,7 +84,7 @@ def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def row_length(x: Tensor, *others: Tensor) -> int:
-    """Returns the length of the last axis of x (..., N), for a kernel whose program holds a row.
+    """Return the length of the last axis of x (..., N), for a kernel whose program holds a row.
     Raises ConfigError as `floats` does, and for a row that no program can hold."""
     floats(x, *others)
     if x.shape[-1] > LONGEST_ROW:
@@ -91,65 +94,72 @@ def row_length(x: Tensor, *others: Tensor) -> int:
 
 
 def spoiled(x: Tensor, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Tensor:
-    """Returns an example: a copy of x with a NaN and an infinity at these places."""
+    """Return a copy of x with a NaN at index `nan` and an infinity at index `infinite`."""
     bad = x.clone()
     bad[nan], bad[infinite] = torch.nan, torch.inf
     return bad
 
 
 def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 1) -> str:
-    """Returns the first difference between `version` and the definition on these arguments, forward
+    """Return the first difference between `version` and the definition on these arguments, forward
     or backward, in one clause; "" if there is none. Calls the version up to `calls` times, for at
-    most CALL_SECONDS."""
+    most CALL_SECONDS, because some versions are wrong only sometimes."""
     want = gradients_of(kernel, kernel.definition, arguments)
-    # compare with float64, because a gradient may be the small difference of large terms
+    # Float64 is the reference for both. A gradient may be the small difference of large terms, and
+    # then also the definition has a large relative error, which a version may have, too.
     true = [] if kernel.exact else gradients_of(kernel, kernel.definition, _wide(arguments))
-    scale, right = max((_farthest(one) for one in true), default=0.0), None
+    scale, right = max((_farthest(tensor) for tensor in true), default=0.0), None
     until = time.monotonic() + CALL_SECONDS
     for i in range(calls):
         if i and time.monotonic() > until:
             break
         got = gradients_of(kernel, version, arguments)
+        # the same bits as in the first call, which was correct
         if right is not None and all(map(same_bits, got, right)):
             continue
         if len(got) != len(want):
             return f"{len(got)} results and gradients where the definition has {len(want)}"
-        said = ([_bits_differ(*pair) for pair in zip(got, want)] if kernel.exact else
+        problems = ([_bits_differ(*pair) for pair in zip(got, want)] if kernel.exact else
                 [_differs(kernel, *three, scale) for three in zip(got, want, true)])
-        if wrong := [f"result {i} of {len(want)}: {one}" for i, one in enumerate(said, 1) if one]:
-            return wrong[0]
+        for i, problem in enumerate(problems, 1):
+            if problem:
+                return f"result {i} of {len(want)}: {problem}"
         right = got
     return ""
 
 
 def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
-    """`difference` for results that are too large for float64. The error of each row (..., N) must
-    be at most ROW of the row's length, or of the mean row's length if that is larger. A correct
-    version may sum in another order, and may round in between. A version that forgets a tile, a
-    head or a sequence has rows that are wrong altogether."""
+    """Return the first difference between the results `got` and `want` in one clause, or "": a
+    coarse comparison for a step's size, where float64 would need too much memory.
+
+    The norm of the error of each row (..., N) must be at most ROW times the norm of the row, or
+    ROW times the mean norm of all rows, whichever is larger. A correct version may sum in another
+    order and may round in between. A version that omits a tile, a head or a sequence has completely
+    wrong rows.
+    """
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
-        said = _bits_differ(ours, theirs) if kernel.exact else _unlike(ours, theirs)
-        if not said and not kernel.exact and ours.numel():
-            off, length = (torch.linalg.vector_norm(one, dim=-1, dtype=torch.float32).flatten()
-                           for one in (torch.atleast_1d(ours - theirs), torch.atleast_1d(theirs)))
+        problem = _bits_differ(ours, theirs) if kernel.exact else _unlike(ours, theirs)
+        if not problem and not kernel.exact and ours.numel():
+            off, length = (torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).flatten()
+                           for rows in (torch.atleast_1d(ours - theirs), torch.atleast_1d(theirs)))
             share = off / length.clamp(min=length.nanmean().clamp(min=1e-30))
             finite = theirs.isfinite().all()
             if (finite and not (share <= ROW).all()) or (share > ROW).any():
-                said = f"a row is off by {share.nan_to_num(torch.inf).max():.3g} of its length"
-        if said:
-            return f"result {i} of {len(want)}, at the run's size: {said}"
+                problem = f"a row is off by {share.nan_to_num(torch.inf).max():.3g} of its length"
+        if problem:
+            return f"result {i} of {len(want)}, at the run's size: {problem}"
     return ""
 
 
 def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
                  weights: list[Tensor] | None = None) -> list[Tensor]:
-    """Returns the results of forward, then the gradients of their sum weighted by `weights` (None:
-    `weights_of`)."""
+    """Return the results of version(*arguments), then the gradients of the arguments at
+    `kernel.gradients`. The gradients are of sum(weights * results); weights None: `weights_of`."""
     arguments = tuple(a.detach().requires_grad_() if i in kernel.gradients and a is not None else a
                       for i, a in enumerate(arguments))
     out = version(*arguments)
     out = out if isinstance(out, (tuple, list)) else (out,)
-    results = [one.detach() for one in out]
+    results = [tensor.detach() for tensor in out]
     if wanted := [arguments[i] for i in kernel.gradients if arguments[i] is not None]:
         weights = weights_of(out) if weights is None else weights
         results += torch.autograd.grad(out, wanted, weights)
@@ -157,9 +167,10 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
 
 
 def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """Returns numbers without a pattern, equal each time and in every dtype: -1, -0.75 ... 1."""
-    return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
-            .to(one.dtype) for one in results]
+    """Return a weight for each element of the results: multiples of 1/4 from -1 to 1, without a
+    visible pattern, and the same on every call and in every dtype."""
+    return [((torch.arange(t.numel(), device=t.device) * 7 % 9 - 4) / 4).view(t.shape).to(t.dtype)
+            for t in results]
 
 
 def _wide(arguments: tuple) -> tuple:
@@ -184,6 +195,11 @@ def _bits_differ(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _differs(kernel: Kernel, ours: Tensor, theirs: Tensor, true: Tensor, scale: float) -> str:
+    """Return how `ours` (of a version) is less exact than `theirs` (of the definition), or "".
+
+    true:  the result in float64
+    scale: the largest magnitude of all results and gradients in float64
+    """
     if unlike := _unlike(ours, theirs):
         return unlike
     wrong = ours.isnan() != theirs.isnan()
@@ -217,6 +233,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _first(ours: Tensor, theirs: Tensor, wrong: Tensor) -> str:
+    """Return the index and both values of the first element at which `wrong` is True, or ""."""
     if not wrong.any():
         return ""
     at = tuple(wrong.nonzero()[0].tolist())

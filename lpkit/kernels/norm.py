@@ -1,19 +1,21 @@
 """RMSNorm and LayerNorm over the last axis, alone or after a residual addition.
 
-    rms_norm(x, w, eps)             x / sqrt(mean(x^2) + eps) * w       (arXiv:1910.07467)
-    layer_norm(x, w, b, eps)        the same of x - mean(x), + b        (arXiv:1607.06450)
+    rms_norm(x, w, eps)         x / sqrt(mean(x^2) + eps) * w           (arXiv:1910.07467)
+    layer_norm(x, w, b, eps)    c / sqrt(mean(c^2) + eps) * w + b       (arXiv:1607.06450)
+                                with c = x - mean(x)
     add_rms_norm(x, delta, w, eps), add_layer_norm(x, delta, w, b, eps)
-                                    s = x + delta, and the norm of s: both are results
+                                return s = x + delta and the norm of s
 
-A program holds a row in registers, so each number is read once and written once. Backward needs s,
-and for each row 1 / rms and the mean. With n = (s - mean) * r and g = w dy,
+Shapes: x and delta (..., N), w and b (N,). A program holds a row of N numbers in registers, so each
+number is read once and written once. Backward needs s, and for each row its mean and the factor
+r = 1 / sqrt(mean(c^2) + eps). With n = (s - mean) * r and g = w dy,
 
-    ds = r * (g - mean(g) - n * mean(g n)) + the gradient of the residual stream
-    dw, db = the sums over rows of dy n and dy
+    gradient of s = r * (g - mean(g) - n * mean(g n)) + the gradient of the residual stream
+    dw, db        = the sums over rows of dy n and dy
 
-RMSNorm has no term mean(g). A program of backward processes every P-th row and sums its own dw and
-db, (programs, N) float32; PyTorch sums over programs. Sums are in float32, in an order that does
-not depend on timing, so that the same input gives the same bits.
+RMSNorm has no mean, and so no term mean(g). Backward has P programs. Program p processes the rows
+p, p + P, p + 2 P, ... and sums dw and db of these rows, so the sums are (P, N) float32. PyTorch
+then adds the P rows. The order of all additions is fixed, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from lpkit.kernels.pytorch import (
 )
 
 SLACK = 2.0, 3.0    # a GPU's 1 / sqrt has an error of up to 2^-22.9 (PTX ISA 9.0, rsqrt.approx.f32)
-PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
+PROGRAMS = 264      # programs of backward: two for each multiprocessor of an H100
 
 
 # ---- the definitions
@@ -55,6 +57,8 @@ add_rms_norm, add_layer_norm = after_addition(rms_norm), after_addition(layer_no
 @jit
 def _forward(x, delta, w, b, s, y, mean, r, N, eps, CENTRED: tl.constexpr, BIAS: tl.constexpr,
              ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Write y, the norm of one row; r, and for LayerNorm (CENTRED) the mean of the row; and with
+    ADD the sum s = x + delta."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside, where = at < N, row * N + at
@@ -63,7 +67,7 @@ def _forward(x, delta, w, b, s, y, mean, r, N, eps, CENTRED: tl.constexpr, BIAS:
         v += tl.load(delta + where, mask=inside, other=0.0).to(tl.float32)
         rounded = v.to(s.dtype.element_ty)
         tl.store(s + where, rounded, mask=inside)
-        v = rounded.to(tl.float32)      # the norm is of the rounded sum, as in PyTorch
+        v = rounded.to(tl.float32)      # PyTorch also computes the norm of the rounded sum
     if CENTRED:
         middle = tl.sum(v, 0) / N
         tl.store(mean + row, middle)
@@ -79,13 +83,15 @@ def _forward(x, delta, w, b, s, y, mean, r, N, eps, CENTRED: tl.constexpr, BIAS:
 @jit
 def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BIAS: tl.constexpr,
               ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Write dx, and this program's sums of dw and db. With ADD, `ds` is the gradient of the
+    residual stream, which is added to dx."""
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < N
     weight = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
     of_weight, of_bias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    # dw and db stay in registers over all rows of a program: no atomic additions, whose order would
-    # depend on timing
+    # The sums for dw and db stay in registers over all rows of this program. Atomic additions to a
+    # shared sum would have an order that depends on timing.
     for row in range(program, M, tl.num_programs(0)):
         where = tl.cast(row, tl.int64) * N + at
         n = tl.load(s + where, mask=inside, other=0.0).to(tl.float32)
@@ -112,12 +118,13 @@ def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BI
 
 
 def _shape(N: int, *, backward: bool = False) -> dict[str, int]:
-    """Returns the shape of a program: the fastest of those in docs/log.md on an H200."""
+    """Return the block size and the warps of a program, for rows of N numbers: the fastest of the
+    shapes in docs/log.md on an H200."""
     block = triton.next_power_of_2(max(N, 1))
     shape = {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
     if backward or block < 8192:
         return shape
-    # so that two rows fit at a time
+    # fewer registers for each thread, so that two programs fit on a multiprocessor
     return shape | ({"num_warps": 8} if block == 8192 else {"maxnreg": 64})
 
 
@@ -125,6 +132,7 @@ def _shape(N: int, *, backward: bool = False) -> dict[str, int]:
 
 def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
           centred: bool) -> tuple[Tensor, ...]:
+    """Return empty tensors for the results of `forward`."""
     rows = x.new_empty(x.shape[:-1], dtype=torch.float32)
     s = x.new_empty(0) if delta is None else torch.empty_like(x)
     return s, torch.empty_like(x), torch.empty_like(rows) if centred else rows.new_empty(0), rows
@@ -134,7 +142,8 @@ def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: flo
           "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_like)
 def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
             centred: bool) -> tuple[Tensor, ...]:
-    """Returns (s, y, mean, r). s is empty without delta, and mean is empty unless `centred`."""
+    """Return (s, y, mean, r): x + delta, its norm, and for each row the mean and r. s is empty if
+    delta is None, and mean is empty unless `centred` (LayerNorm)."""
     N = row_length(*(t for t in (x, delta, w, b) if t is not None))
     s, y, mean, r = _like(x, delta, w, b, eps, centred)
     _forward[(r.numel(),)](x, delta, w, b, s, y, mean, r, N, eps, CENTRED=centred,
@@ -148,7 +157,8 @@ def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: f
               torch.empty_like(s), torch.empty_like(w), w.new_empty(w.shape[0] if bias else 0)))
 def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, r: Tensor,
              centred: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dx, dw, db); db is empty without a bias."""
+    """Return (dx, dw, db); db is empty without a bias. s: the input of the norm; ds: the gradient
+    of the residual stream, or None."""
     N, M = row_length(*(t for t in (s, w, dy, ds) if t is not None)), r.numel()
     programs = max(1, min(M, PROGRAMS if N > 2048 else 4 * PROGRAMS))
     dx = torch.empty_like(s)
@@ -159,6 +169,9 @@ def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, 
 
 
 class _Norm(torch.autograd.Function):
+    """A norm by the kernels, alone or after a residual addition. A custom Function, because
+    the operators have no derivative."""
+
     @staticmethod
     def forward(ctx, x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
                 centred: bool):
@@ -174,13 +187,15 @@ class _Norm(torch.autograd.Function):
         ds, dy = (None, *gradients) if len(gradients) == 1 else gradients
         dx, dw, db = backward(s, w, dy.contiguous(), ds if ds is None else ds.contiguous(),
                                  mean, r, ctx.centred, ctx.bias)
-        # both terms of a sum have its gradient
+        # s = x + delta, so x and delta have the same gradient
         return dx, dx if ds is not None else None, dw, db if ctx.bias else None, None, None
 
 
 # ---- the versions in Triton
 
 def _in_triton(bias: bool, add: bool) -> Version:
+    """Return the Triton version of a norm: LayerNorm if `bias`, with a residual addition if
+    `add`."""
     def norm(x: Tensor, *others: Tensor | float | None) -> Tensor | tuple[Tensor, Tensor]:
         delta, w, *more = others if add else (None, *others)
         b, eps = more if bias else (None, *more)

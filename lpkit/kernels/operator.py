@@ -1,14 +1,21 @@
 """The kit's kernels as PyTorch operators, `torch.ops.lpkit.<name>`.
 
 A function that passes `data_ptr()` to C works only for plain tensors. An operator goes through
-PyTorch's dispatcher, which asks every subclass and mode before the kernel runs. An operator needs a
-schema, a kernel, a fake (which returns empty results, so that fake tensors, torch.compile and the
-trace need no memory), and a FLOP formula for `FlopCounterMode`.
+PyTorch's dispatcher, so tensor subclasses and modes can handle the call before the kernel runs. An
+operator needs four things:
+
+- a schema: its name and the types of its arguments and results
+- a kernel: the function that computes
+- a fake: a function that returns empty results, so that fake tensors, torch.compile and a trace of
+  memory need no memory
+- a FLOP formula for `FlopCounterMode`
+
 Source: https://docs.pytorch.org/docs/stable/library.html
 
-The kit uses `torch.library.Library` instead of `torch.library.custom_op`, whose Python layers take
-22 us per call instead of 7. Kernels therefore do themselves what those layers would: they check
-their arguments, and their results do not alias them.
+The kit uses `torch.library.Library`, which takes 7 us per call, instead of
+`torch.library.custom_op`, which takes 22 us because of its Python layers. These layers check the
+arguments and that no result shares memory with an argument. So the kit's kernels check their
+arguments themselves, and never return an argument or a view of it.
 """
 
 from collections.abc import Callable
@@ -19,14 +26,19 @@ from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("lpkit", "FRAGMENT")
 EVERY_DEVICE = "CompositeExplicitAutograd"
-# kernels written in PyTorch; counters look inside
+# Kernels that are made of PyTorch operations. Counters of operations count these operations.
 MADE_OF_OPERATIONS: dict[OpOverload, Callable] = {}
-PRODUCTS: list[OpOverload] = []     # products of matrices, which recomputation may keep
+# Matmuls and fused attention, whose results selective recomputation keeps (`memory.recompute`).
+PRODUCTS: list[OpOverload] = []
 
 
 def over_pairs(count: int) -> Callable[..., int]:
-    """Returns the FLOP formula of `count` products over all pairs of tokens. The first shape is
-    (B, H, T, E)."""
+    """Return the FLOP formula of `count` matmuls over all pairs of tokens: a function of the shapes
+    of an operator's arguments, whose first shape is (B, H, T, E).
+
+    >>> over_pairs(2)((1, 1, 4, 8))
+    512
+    """
     def flops(*shapes: torch.Size, **_) -> int:
         B, H, T, E = shapes[0]
         return count * 2 * B * H * T * T * E
@@ -36,13 +48,14 @@ def over_pairs(count: int) -> Callable[..., int]:
 def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
              flops: Callable[..., int] = lambda *_, **__: 0, product: bool = False,
              inside: bool = False) -> Callable[[Callable], OpOverload]:
-    """Registers the decorated kernel under the name in `schema`, and returns the operator.
+    """Return a decorator that registers a kernel under the name in `schema`, and returns the
+    operator.
 
-    key:     the dispatch key that the kernel serves
-    fake:    None for a kernel that is made of PyTorch's operations, and so is its own fake
-    flops:   called with shapes instead of tensors
-    product: see PRODUCTS
-    inside:  counters of operations look inside of the kernel, even if it has a fake
+    key:     the dispatch key for which the kernel is registered, for example "CPU"
+    fake:    the fake; None for a kernel that is made of PyTorch operations and is its own fake
+    flops:   the FLOP formula, called with the shapes of the tensors
+    product: whether the operator is added to PRODUCTS
+    inside:  whether the operator is added to MADE_OF_OPERATIONS although it has a fake
     """
     def register(kernel: Callable) -> OpOverload:
         name = schema.partition("(")[0]
@@ -51,7 +64,7 @@ def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
         torch.library.register_fake(f"lpkit::{name}", fake or kernel, lib=LIBRARY)
         packet = getattr(torch.ops.lpkit, name)
         register_flop_formula(packet)(flops)
-        packet.default.__wrapped__ = kernel      # lets `inspect` find the kernel's source
+        packet.default.__wrapped__ = kernel      # so that `inspect.unwrap` finds the kernel
         if fake is None or inside:
             MADE_OF_OPERATIONS[packet.default] = kernel
         if product:

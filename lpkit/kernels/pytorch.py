@@ -1,5 +1,6 @@
-"""PyTorch's version of each kernel that a layer calls, and of a product. A layer uses it until
-another version is chosen (`lpkit.execution.kernels`), whose module is imported only then.
+"""PyTorch's version of each kernel that a layer calls, and of a matmul. A layer uses this version
+unless `lpkit.execution.kernels` sets another one. The modules of other versions are imported only
+when they are needed.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from torch import Tensor
 
 
 def after_addition(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns a function: x, delta -> x + delta, and its norm."""
+    """Return a function of x, delta and the other arguments of `norm`, which returns x + delta and
+    the norm of this sum."""
     def add_norm(x: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         s = x + delta
         return s, norm(s, *others)
@@ -31,20 +33,21 @@ add_layer_norm_pytorch = after_addition(layer_norm_pytorch)
 
 
 def product_pytorch(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Returns alpha * a @ b.T + bias, (M, N), for a (M, K) and b (N, K), rounded once."""
+    """Return alpha * a @ b.T + bias, (M, N), for a (M, K) and b (N, K), rounded once."""
     start = a.new_zeros(()) if bias is None else bias
     return torch.addmm(start, a, b.T, beta=float(bias is not None),
                        alpha=1.0 if alpha is None else alpha.item())
 
 
 def swiglu_pytorch(x: Tensor) -> Tensor:
-    """x (..., 2 N) -> (..., N), in two operations, each rounded to x's dtype."""
+    """Return silu(gate) * up, (..., N), for x (..., 2 N), whose last axis is gate, then up. The
+    results of silu and of the multiplication are each rounded to the dtype of x."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, E), cos and sin (T, E) -> like x. Computes in the dtype of the angles, which is
-    wider than x's under autocast."""
+    """Return x (B, H, T, E) with rotary positions; cos and sin (T, E). Computes in the dtype of cos
+    and sin, which is wider than the dtype of x under autocast, and returns the dtype of x."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

@@ -1,10 +1,11 @@
-"""Rotary positions: pairs (i, i + E/2) of each head are rotated by an angle that depends on their
-position (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+"""Rotary positions: each pair of numbers (i, i + E/2) of a head is rotated by an angle that depends
+on the position of the token (Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
     y = x cos + (-right, left) sin          for x = (left, right)
 
-Each number is read once and written once. Backward rotates by the opposite angle. cos and sin are
-(T, E), as in `lpkit.nn`; both halves are equal, and only the first half is read.
+Shapes: x and y (B, H, T, E), cos and sin (T, E). The two halves of cos are equal, and so are the
+two halves of sin, so the kernel reads only the first half. Each number of x is read once, and each
+number of y is written once. Backward rotates dy by the opposite angle.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ROWS = 16           # rows of E numbers per program
 @jit
 def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
             ROWS: tl.constexpr):
-    # 32-bit: a 64-bit remainder would be a function call
+    """Write y, the rotation of x, for ROWS rows of E numbers. SIGN 1 rotates by the angles, -1 by
+    the opposite angles."""
+    # 32-bit integers, because a 64-bit remainder is a slow function call on a GPU
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, HALF)
     inside = (row < rows)[:, None] & (at < E // 2)[None, :]
@@ -42,7 +45,7 @@ def _rotate(x, cos, sin, y, rows, T, SIGN: tl.constexpr, E: tl.constexpr, HALF: 
 @operator("rotate(Tensor x, Tensor cos, Tensor sin, int sign) -> Tensor", key=EVERY_DEVICE,
           fake=lambda x, *_: torch.empty_like(x))
 def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotates x; `sign` -1 rotates back."""
+    """Return x (..., T, E), rotated by the angles (`sign` 1), or by the opposite angles (-1)."""
     floats(x, cos, sin)
     T, E = x.shape[-2:]
     if E % 2 or any(t.shape != (T, E) for t in (cos, sin)):
@@ -56,6 +59,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
+    """Rotation by the kernel. A custom Function, because the operators have no derivative;
+    backward needs only cos and sin, not x."""
+
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -67,6 +73,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def angles(T: int, E: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, (T, E) float32 each, of the angles of T positions, for examples."""
     angles = torch.outer(torch.arange(T).float(), 1e4 ** (-torch.arange(0, E, 2) / max(E, 1)))
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -79,7 +86,7 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield torch.randn(shape, generator=rng).to(device, dtype), cos, sin
     x, (cos, sin) = torch.randn(2, 9, 4, 16, generator=rng), angles(9, 16)
     cos, sin = cos.to(device), sin.to(device)
-    # heads inside of tokens, as in a product's result
+    # strides of (B, T, H, E), as the projection of q and k returns them
     yield x.to(device).transpose(1, 2), cos, sin
     heads = x.transpose(1, 2).contiguous().to(device)
     yield spoiled(heads, (1, 2, 3, 4), (0, 0, 0, 0)), cos, sin

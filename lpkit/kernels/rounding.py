@@ -1,13 +1,16 @@
-"""Parts of the fused casts in Triton: scales, exact division, stochastic rounding, layouts.
+"""Functions of the fused casts in Triton: scales, exact division, stochastic rounding, layouts.
 
-On a GPU, a division that rounds once is a function call of twenty instructions. These casts divide
-many numbers by few divisors. So the reciprocal is computed once per divisor, and the product with
-it is corrected twice by its own remainder. This takes five instructions, and gives the bits of a
-division (Markstein 1990, https://doi.org/10.1147/rd.341.0111). For powers of two, one
-multiplication suffices.
+On a GPU, a division that rounds once is a function call of twenty instructions. The casts divide
+many numbers by few divisors. So they compute the reciprocal of each divisor once, multiply each
+number by it, and correct each quotient twice by its own remainder. This takes five instructions per
+number, and gives the same bits as a division (Markstein 1990, https://doi.org/10.1147/rd.341.0111).
+If the divisor is a power of two, one multiplication is exact.
 
-Magnitudes are compared as integers with the same bits. An infinity is larger than all numbers, and
-a NaN is larger than an infinity, so a maximum loses neither.
+Magnitudes are compared as integers with the same bits (`magnitude`). Then an infinity is larger
+than all numbers, and a NaN is larger than an infinity, so a maximum keeps both.
+
+Names: `top` is the bits of an amax, int32. `at` is the index of an element, int64. `words` points
+to the three numbers of `Noise.words`. `TO` is a `Plan`.
 """
 
 from __future__ import annotations
@@ -22,16 +25,26 @@ from lpkit.kernels.jit import jit, tl
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import MX_BLOCK, named
 
-# programs of a kernel that walks over a tensor: eight for each multiprocessor of an H100
+# programs of a kernel whose programs each read many blocks: eight for each multiprocessor of an
+# H100
 PROGRAMS = 1056
 
 
 class Plan(str):
-    """A cast as one constant of a kernel. It is a string, by which Triton distinguishes constants.
+    """All facts about a cast that a kernel needs at compile time, as one constant. It is a string,
+    because Triton caches compiled kernels by the text of their constants.
 
-    up:       added to the bits of an amax, it carries into the exponent if the amax has a larger
-              mantissa than the format's largest value
-    negative: a bit for each of 16 elements that the Hadamard transform negates
+    cast:      the `Cast`; `rule` is its scale rule, `side` the columns of its blocks
+    rows, columns: whether x is cast, and whether x.T is cast
+    swizzled, history, noise: see `fused_cast.definition`
+    mx:        whether blocks are 1 x 32 with E8M0 scales
+    square:    whether blocks have more than one row; `mix`: whether a Hadamard transform precedes
+    divides:   whether scales are not powers of two, so that x / scale needs a division
+    kind, largest, mantissa, min_exponent, max_exponent: the format: its Triton dtype, its largest
+               value, its mantissa bits, and its smallest and largest exponents
+    up:        a number that is added to the bits of an amax. The sum carries into the exponent if
+               the mantissa of the amax is larger than the mantissa of the format's largest value
+    negative:  16 bits: bit j is set if the Hadamard transform negates element j
     """
 
     def __new__(cls, words: str, rows: bool, columns: bool, swizzled: bool, history: bool,
@@ -64,22 +77,25 @@ def words(noise: Noise | None, device: torch.device) -> Tensor | None:
 
 @jit
 def magnitude(v):
-    """Returns the bits of |v|, int32."""
+    """Return the bits of |v|, int32."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def nonfinite(v):
-    """Returns how many elements of v (M, N) are NaN or Inf, int64."""
+    """Return how many elements of v (M, N) are NaN or Inf, int64."""
     bad = tl.where(magnitude(v.to(tl.float32)) >= 0x7F800000, 1, 0)
     return tl.sum(tl.sum(bad, 1), 0).to(tl.int64)
 
 
 @jit
 def quotient(v, m, y):
-    """Returns v / m, rounded once, if y is 1 / m rounded once. The remainder is negated, and v is
-    multiplied by -1, because Triton computes -v as 0 - v, which would lose -0."""
-    # each fma computes the remainder exactly, and corrects q by it
+    """Return v / m, rounded once. y must be 1 / m, rounded once.
+
+    The code computes the remainder with the opposite sign, m q - v. It multiplies v by -1, because
+    Triton computes -v as 0 - v, which turns -0 into 0.
+    """
+    # twice: the inner fma computes the remainder exactly, and the outer fma corrects q by it
     q = v * y
     q = tl.fma(tl.fma(m, q, v * -1.0), -y, q)
     return tl.fma(tl.fma(m, q, v * -1.0), -y, q)
@@ -87,25 +103,29 @@ def quotient(v, m, y):
 
 @jit
 def divisor(s):
-    """Splits s > 0 into m * 2^e, 1 <= m < 2, and returns 2^-e, m, 1 / m. v / s is then
-    quotient(v * 2^-e, m, 1 / m), which neither overflows nor loses bits. NaN stays NaN, and a
-    division by infinity gives 0."""
+    """Return (2^-e, m, 1 / m) for s = m * 2^e > 0 with 1 <= m < 2.
+
+    The caller computes v / s as quotient(v * 2^-e, m, 1 / m), which neither overflows nor loses
+    bits. If s is NaN, the result is NaN; if s is infinity, it is 0.
+    """
     bits = s.to(tl.int32, bitcast=True)
     turn = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
     turn = tl.where(bits == 0x7F800000, 0.0, tl.where(s == s, turn, s))
     m = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     y = 1.0 / m
-    # Two Newton steps make y the correctly rounded 1 / m (Markstein).
+    # Two Newton steps turn y into the correctly rounded 1 / m (Markstein).
     y = tl.fma(tl.fma(-m, y, 1.0), y, y)
     return turn, m, tl.fma(tl.fma(-m, y, 1.0), y, y)
 
 
 @jit
 def divided(v, s, TO: tl.constexpr):
-    """Returns v / s, rounded once, for s > 0 whose shape broadcasts over v's."""
+    """Return v / s in float32, rounded once. s > 0 broadcasts to the shape of v."""
     turn, m, y = divisor(s)
     v = v * turn
-    if TO.history:      # a history's scale may be far too small: then a remainder would overflow
+    # The scale of a history may be much too small for the current v. Clamp v, so that the remainder
+    # in `quotient` cannot overflow. `stored` would saturate such a v anyway.
+    if TO.history:
         v = tl.clamp(v, -4 * TO.largest, 4 * TO.largest, propagate_nan=tl.PropagateNan.ALL)
     if TO.divides:
         v = quotient(v, m, y)
@@ -114,7 +134,8 @@ def divided(v, s, TO: tl.constexpr):
 
 @jit
 def rounded(v, s, at, words, TO: tl.constexpr):
-    """Returns v / s, rounded to the grid if there is noise; otherwise `stored` rounds."""
+    """Return v / s in float32. With noise, it is rounded stochastically to the values of the
+    format; without noise it is not rounded yet, because `stored` rounds."""
     v = divided(v, s, TO)
     if TO.noise:
         v = drawn(v, at, words, TO)
@@ -123,7 +144,8 @@ def rounded(v, s, at, words, TO: tl.constexpr):
 
 @jit
 def code_of(top, TO: tl.constexpr):
-    """Returns the E8M0 code for an amax with the bits `top`, without division or logarithm."""
+    """Return the E8M0 code of the scale, int32: 0 to 254 for 2^(code - 127), or 255 for NaN. It is
+    computed from the bits of the amax, without a division or a logarithm."""
     if TO.rule == "power-of-two":
         code = tl.where(top == 0, 127, tl.maximum(((top + TO.up) >> 23) - TO.max_exponent, 0))
     else:
@@ -134,7 +156,8 @@ def code_of(top, TO: tl.constexpr):
 
 @jit
 def scale_of(top, TO: tl.constexpr):
-    """Returns the scale for an amax with the bits `top`, float32; NaN if the amax is not finite."""
+    """Return the scale in float32 for an amax with the bits `top`; NaN if the amax is not finite.
+    """
     if TO.divides:
         amax = tl.maximum(top.to(tl.float32, bitcast=True), 2.0**-100)
         s = quotient(amax, TO.largest, 1.0 / TO.largest)
@@ -146,7 +169,8 @@ def scale_of(top, TO: tl.constexpr):
 
 @jit
 def uniform(at, words):
-    """`lpkit.kernels.cast._uniform`: element `at` of the stream `words`, (counter, k0, k1)."""
+    """Return a random number in (0, 1), float32, for each element index in `at`: the same numbers
+    as `lpkit.kernels.cast._uniform`. words: (counter, k0, k1)."""
     i = at + tl.load(words)
     k0, k1 = tl.load(words + 1).to(tl.uint32), tl.load(words + 2).to(tl.uint32)
     low, high = i.to(tl.uint32), (i >> 32).to(tl.uint32)
@@ -160,7 +184,11 @@ def uniform(at, words):
 
 @jit
 def drawn(q, at, words, TO: tl.constexpr):
-    """Rounds q to the grid, up with the probability of the remainder. Steps are powers of two."""
+    """Return q rounded stochastically to the values of the format, in float32: up with a
+    probability equal to its distance from the value below, in units of the spacing.
+
+    at: the index of each element, which selects its random number
+    """
     exponent = tl.maximum(magnitude(q) & 0x7F800000, (TO.min_exponent + 127) << 23)
     step = (exponent - (TO.mantissa << 23)).to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - exponent + (TO.mantissa << 23)).to(tl.float32, bitcast=True)
@@ -173,9 +201,11 @@ def drawn(q, at, words, TO: tl.constexpr):
 
 @jit
 def stored(q, TO: tl.constexpr):
-    """Rounds q to nearest-even, and saturates. Uses the hardware's conversion if there is one."""
+    """Return q in the dtype of the format: rounded to nearest-even, and saturated. For FP8 the
+    hardware's conversion instruction does this."""
     if TO.kind == tl.int8:
-        # 1.5 * 2^23: the addition itself rounds to an integer
+        # 1.5 * 2^23: adding it rounds q to an integer, because float32 numbers of this size have a
+        # spacing of 1
         q = (q + 12582912.0) - 12582912.0
         return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
     return q.to(TO.kind)
@@ -183,7 +213,7 @@ def stored(q, TO: tl.constexpr):
 
 @jit
 def swizzle(r, c, C):
-    """Returns the offset of the scale in row r, column c of C; see
+    """Return the byte offset of the scale in row r, column c, of C columns, in the layout of
     `lpkit.kernels.scales.swizzled`."""
     tile = (r // 128).to(tl.int64) * tl.cdiv(C, 4) + c // 4
     return tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
@@ -191,8 +221,12 @@ def swizzle(r, c, C):
 
 @jit
 def two_levels(amax, top, TO: tl.constexpr):
-    """Returns the scale in E4M3, the divisor, and the tensor's scale, for blocks with the largest
-    magnitudes `amax` in a tensor whose largest magnitude has the bits `top`."""
+    """Return the scales of blocks in E4M3, the divisors of blocks in float32, and the scale of the
+    tensor in float32 (NVFP4).
+
+    amax: the largest magnitude of each block, float32
+    top:  the bits of the largest magnitude of the tensor
+    """
     most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
     if TO.rule == "e4m3":
         most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)
@@ -214,8 +248,10 @@ def two_levels(amax, top, TO: tl.constexpr):
 
 @jit
 def e2m1(q):
-    """Returns the 4-bit code of q, rounded to nearest-even and saturated. The code of NaN is 0,
+    """Return the 4-bit code of q, rounded to nearest-even and saturated. The code of NaN is 0,
     because E2M1 has no NaN."""
+    # The values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. Count the midpoints between them that are below
+    # |q|; a midpoint itself goes to the even code, so > and >= alternate.
     size = tl.abs(q)
     code = tl.where(size > 0.25, 1, 0) + tl.where(size >= 0.75, 1, 0)
     code += tl.where(size > 1.25, 1, 0) + tl.where(size >= 1.75, 1, 0)

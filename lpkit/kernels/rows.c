@@ -1,25 +1,27 @@
-/* What a training step does to rows of numbers between its products: GELU, attention's softmax,
+/* Operations on rows of numbers between the matmuls of a training step: GELU, the softmax of attention,
  * cross-entropy. rows.py and cross_entropy.py define what each function computes.
  *
- * Each is one pass over memory, in float32, from and to bf16 (uint16_t, the upper half of a float32).
- * Tensors are contiguous; who calls checks that, and all sizes. NaN stays NaN. */
+ * Each function makes one pass over memory and computes in float32. bf16 numbers are uint16_t, the upper
+ * half of a float32. Tensors must be contiguous: the Python caller checks this, and all sizes. NaN stays
+ * NaN. `threads` is the largest number of threads that a function may use. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define TILE 1024L              /* numbers of a row at a time */
-#define GRAIN 32768L            /* elements that are worth a thread, as in PyTorch */
-#define IGNORED -100            /* the target that does not count, of lpkit.contracts */
-#define MAGIC 12582912.0f       /* 1.5 * 2^23: added to a number it rounds it to an integer */
+#define TILE 1024L              /* numbers of a row that are processed together */
+#define GRAIN 32768L            /* one more thread is used for each GRAIN elements, as in PyTorch */
+#define IGNORED -100            /* lpkit.contracts.IGNORED: a target that does not count */
+#define MAGIC 12582912.0f       /* 1.5 * 2^23: adding it to a number rounds the number to an integer */
 
 INLINE int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float float_of(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE int share(int threads, long n) { return (int)least(threads, 1 + n / GRAIN); }
 
-/* a b + c, where the processor has it in one; else two roundings, which a tolerance covers */
+/* a b + c, by a fused multiply-add (one rounding) if the processor has one. Otherwise it rounds twice,
+ * which is within the tolerance of the tests. */
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define MADD(a, b, c) __builtin_fmaf(a, b, c)
 #else
@@ -28,15 +30,16 @@ INLINE int share(int threads, long n) { return (int)least(threads, 1 + n / GRAIN
 
 INLINE float wide(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
 
-/* To nearest-even. A NaN here came of bf16 numbers or of arithmetic: it has no low bits to carry. */
+/* float32 to bf16, rounded to nearest-even. A NaN here comes from bf16 numbers or from arithmetic, so its
+ * low bits are 0, and the addition cannot carry into its exponent. */
 INLINE uint16_t narrow(float x) {
     uint32_t b = (uint32_t)bits_of(x);
     return (uint16_t)((b + 0x7FFF + ((b >> 16) & 1)) >> 16);
 }
 
-/* e^x to 2 ulp: x = n ln 2 + r, a polynomial in r (Moshier, Cephes), and n into the exponent, whose least
- * and largest make it 0 below -87.6 and infinity above 88.3. A vector instruction each, where a call of
- * expf is none. */
+/* Return e^x with an error of up to 2 ulp (Moshier, Cephes): x = n ln 2 + r, so e^x = 2^n e^r. e^r is a
+ * polynomial, and n is added to the exponent of the float. The result is 0 below -87.6 and infinity above
+ * 88.3. The compiler turns each line into vector instructions, which it cannot do with a call of expf. */
 INLINE float exp_of(float x) {
     float z = x < -88.0f ? -88.0f : x;
     z = z > 89.0f ? 89.0f : z;
@@ -56,7 +59,7 @@ INLINE float exp_of(float x) {
 #define TWO_K 1.5957691216057308f       /* 2 sqrt(2 / pi) */
 #define CUBE 0.044715f
 
-/* gcc takes half the width of AVX-512, which is slower here. */
+/* By default, gcc uses only half of the width of AVX-512 registers, which is slower for these loops. */
 #if defined(__AVX512F__) && !defined(__clang__)
 #define WIDEST __attribute__((target("prefer-vector-width=512")))
 #else
@@ -85,14 +88,15 @@ void lp_gelu_backward(const uint16_t *restrict dy, const uint16_t *restrict x, u
     }
 }
 
-/* ---- attention's weights of scores, in place -------------------------------------------------------- */
+/* ---- attention weights from scores, in place ---------------------------------------------------------- */
 
 #define NO_SCORE (-INFINITY)
 
 typedef struct { long low, high; int holes; } Seen;
 
-/* Of a row: all before `low` and from `high` on is hidden; between them some may be. `seen` has the columns
- * from `free` on, those before it are seen; NULL: all are. */
+/* Return which columns of one row are seen. All columns before `low` and from `high` on are hidden. With
+ * `holes`, some columns between them are hidden, too. `seen` is the mask of the columns from `free` on; the
+ * columns before `free` are seen. If `seen` is NULL, all columns are seen. */
 INLINE Seen seen_of(const uint8_t *seen, long columns, long free) {
     Seen s = {0, columns, 0};
     if (!seen) return s;
@@ -103,7 +107,8 @@ INLINE Seen seen_of(const uint8_t *seen, long columns, long free) {
     return s;
 }
 
-/* cap * tanh(x / cap); its derivative is 1 - tanh^2 */
+/* score_of returns the scaled score of a product x, capped by cap * tanh(score / cap) unless cap is 0. The
+ * derivative of the capped score by the score is 1 - tanh^2. */
 INLINE float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp_of(2.0f * x)); }
 INLINE float score_of(float x, float scale, float cap) {
     if (cap == 0) return x * scale;
@@ -117,10 +122,16 @@ INLINE float score_of(float x, float scale, float cap) {
     memset(row, 0, (size_t)s.low * sizeof *row);                                                          \
     memset(row + s.high, 0, (size_t)(columns - s.high) * sizeof *row);
 
-/* Rows of (N, rows, columns) become weights. `seen` is of (rows, columns - free), the same for all N;
- * `sinks` are N scores, or NULL; `sums` are log-sums of exponentials, `dots` what a sink's gradient needs.
- * A sum is kept in float32 as the exponentials are, before they are rounded; a NaN comes through by it. A
- * row that sees nothing is 0. */
+/* ATTENTION defines two functions for one dtype (TYPE; WIDE converts to float32, NARROW converts back).
+ *
+ * NAME overwrites the scores x (N, rows, columns) by attention weights. BACKWARD overwrites x by weights,
+ * and the gradients d of the weights by the gradients of the products.
+ *   seen   mask (rows, columns - free), the same for all N; NULL: all columns are seen
+ *   sinks  N scores without a column, or NULL
+ *   sums   (N, rows), log-sums of exponentials
+ *   dots   (N, rows), sums of weight * gradient, from which the caller computes the gradient of a sink
+ * The sum of a row adds the exponentials in float32, before they are rounded to TYPE. If a score is NaN,
+ * the sum is NaN, and so are all weights of the row. The weights of a row that sees no column are 0. */
 #define ATTENTION(NAME, BACKWARD, TYPE, WIDE, NARROW)                                                     \
     INLINE float NAME##_row(TYPE *restrict row, long columns, const uint8_t *seen, long free,             \
                             float scale, float cap, float sink) {                                         \
@@ -154,7 +165,7 @@ INLINE float score_of(float x, float scale, float cap) {
         return n ? top + logf(sum) : sink;                                                                \
     }                                                                                                     \
                                                                                                           \
-    /* x: scores, then weights. d: gradients of the weights, then of the products. */                     \
+    /* x: scores, overwritten by weights. d: gradients of weights, overwritten by gradients of products */\
     INLINE float BACKWARD##_row(TYPE *restrict row, TYPE *restrict grad, long columns,                    \
                                 const uint8_t *seen, long free, float scale, float cap, float total) {    \
         const Seen s = seen_of(seen, columns, free);                                                      \
@@ -217,10 +228,13 @@ ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
 
 /* ---- cross-entropy, logits become their gradient ------------------------------------------------ */
 
-/* Rows of V; nats of each: 0 for IGNORED, and NaN with their gradient where the target is none. The
- * gradient is of the sum over rows of weight * nats, and 0 under a weight of 0. float32 holds the
- * exponentials meanwhile, bf16 would round them twice. Sums of tiles are added in double: one of 50,000
- * numbers in float32 loses five bits. */
+/* CROSS_ENTROPY defines a function for one dtype. It stores the nats of each of `rows` rows of V logits x,
+ * and overwrites x by the gradient of the sum of weight * nats.
+ *   y        targets. IGNORED: nats and gradient are 0. Outside of 0 .. V - 1: both are NaN
+ *   weights  (rows), or NULL for weights of 1. A weight of 0 makes the gradient 0, also if x has a NaN
+ * float32 rows store the exponentials until the sum is known. bf16 rows compute them a second time,
+ * because storing them in bf16 would round twice. The sums of tiles are added in double precision: a
+ * float32 sum of 50,000 numbers loses five bits. */
 #define CROSS_ENTROPY(NAME, TYPE, WIDE, NARROW)                                                           \
     void NAME(TYPE *restrict x, const int64_t *restrict y, const float *restrict weights,                 \
               float *restrict nats, long rows, long V, int threads) {                                     \
@@ -258,9 +272,10 @@ ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
 CROSS_ENTROPY(lp_cross_entropy_bf16, uint16_t, wide, narrow)
 CROSS_ENTROPY(lp_cross_entropy_fp32, float, SAME, SAME)
 
-/* ---- before the library is trusted ---------------------------------------------------------------- */
+/* ---- the check that compile_c runs before it uses a new library ------------------------------------- */
 
-/* How many of some results are not what they must be. 0x3F80 is 1, 0x4000 is 2, 0xBF80 is -1. */
+/* Return how many of some known results are wrong. bf16 bit patterns: 0x3F80 is 1, 0x3F00 is 1/2, 0x3E80 is
+ * 1/4, 0xBE80 is -1/4, 0xBF80 is -1. */
 int lp_check(void) {
     uint16_t x[2] = {0x3F80, 0xBF80}, y[2], p[4] = {0, 0x3F80, 0x3F80, 0x3F80}, d[4] = {0x3F80, 0, 0x3F80, 0};
     uint16_t q[4] = {0, 0x3F80, 0x3F80, 0x3F80};

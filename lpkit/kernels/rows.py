@@ -1,17 +1,18 @@
-"""Operations between the products of a training step, each in one pass over memory on a CPU:
+"""Operations between the matmuls of a training step, each in one pass over memory on a CPU:
 
-    gelu(x)                                         -> Tensor      tanh approximation
-    attention_(scores, ...)                         -> Tensor      scores become weights, in place
-    attention_backward_(scores, d, sums, ...)       -> Tensor      both become gradients, in place
+    gelu(x)                                    GELU, in its tanh approximation
+    attention_(scores, ...)                    overwrite scores by attention weights
+    attention_backward_(scores, d, sums, ...)  overwrite scores by weights, and d by the gradients
+                                               of the products q k^T
 
-Each has a definition in PyTorch, `reference_*` with the same arguments, and an operator
-(`lpkit.kernels.operator`) whose kernel is C (rows.c), or the definition if there is no compiler.
-PyTorch's operations need several passes, or in 16 bits twice as long as in float32. The C kernels
-read and write bf16 and compute in float32: a result is the float32 result, rounded once. The
-library also has the rows of `cross_entropy`.
+Each operation has a definition in PyTorch, `reference_*` with the same arguments, and an operator
+(`lpkit.kernels.operator`). The operator calls C (rows.c), or the definition if there is no C
+compiler. PyTorch's own operations need several passes over memory, and some take twice as long in
+16 bits as in float32. The C kernels read and write bf16 and compute in float32: a result is the
+float32 result, rounded once. rows.c also contains the C version of `cross_entropy`.
 
-`gelu` is differentiable and keeps only its input, as PyTorch's does. On other devices, for other
-dtypes, and under torch.compile, which fuses it, the definition runs.
+`gelu` is differentiable and saves only its input for backward, as PyTorch's GELU does. The
+definition runs on other devices, for other dtypes, and under torch.compile, which fuses it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def served(*given: Tensor, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> bool:
-    """Returns whether C can read these tensors; otherwise the definition is used."""
+    """Return whether C can read these tensors: contiguous, of a dtype in `dtypes`, with memory, and
+    compiled C is available. Otherwise the definition is used."""
     for x in given:
         if x.dtype not in dtypes or not x.is_contiguous() or x.data_ptr() == 0:
             return False
@@ -83,6 +85,8 @@ def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 class _Gelu(torch.autograd.Function):
+    """GELU by C. A custom Function, because the operators have no derivative."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -95,8 +99,8 @@ class _Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415).
-    """
+    """Return GELU of x, by its tanh approximation (Hendrycks & Gimpel 2016,
+    https://arxiv.org/abs/1606.08415)."""
     fast = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous()
     if not fast or torch.compiler.is_compiling():
         return reference_gelu(x)
@@ -105,12 +109,14 @@ def gelu(x: Tensor) -> Tensor:
 
 # ---- attention's weights
 
-# `scores` (N, queries, keys) are the products q k^T. `seen` (queries, last keys) masks the last
-# keys; without it, and before them, all keys are seen. Scores are scaled, and capped unless `cap`
-# is 0. `sinks` (N,) float32 is one more score for each of the N.
+# `scores` (N, queries, keys) are the products q k^T of N heads. `seen` (queries, n) bool is the
+# mask of the last n keys. All keys before them are seen, and without `seen` all keys. A score is
+# multiplied by `scale`, and capped by tanh unless `cap` is 0. `sinks` (N,) float32 has one more
+# score for each head, which takes part in the softmax and has no value.
 
 def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Returns the scores that enter softmax, in float32 or wider."""
+    """Return the scores that enter the softmax, in float32 or wider: scaled, capped, and -inf for
+    hidden keys."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if cap:
         s = cap * torch.tanh(s / cap)
@@ -120,13 +126,15 @@ def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Te
 
 
 def _weights(s: Tensor, sums: Tensor) -> Tensor:
-    """Returns the weights of scores. If nothing is seen, not even a sink, the sum is -inf and the
-    weights are 0."""
+    """Return exp(s - sums): the attention weights of scores s (N, queries, keys), whose log-sums of
+    exponentials are `sums` (N, queries). If a query sees no key and there is no sink, its log-sum
+    is -inf, and its weights are 0."""
     return (s - sums[..., None].clamp(min=torch.finfo(s.dtype).min)).exp()
 
 
 def reference_attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float,
                          sinks: Tensor | None) -> Tensor:
+    """`attention_`, by PyTorch's operations."""
     s = _scores(scores, seen, scale, cap)
     sums = s.logsumexp(-1)
     if sinks is not None:
@@ -137,6 +145,7 @@ def reference_attention_(scores: Tensor, seen: Tensor | None, scale: float, cap:
 
 def reference_attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None,
                                   scale: float, cap: float) -> Tensor:
+    """`attention_backward_`, by PyTorch's operations."""
     s = _scores(scores, seen, scale, cap)
     p = _weights(s, sums)
     dots = (p * d).sum(-1)
@@ -186,16 +195,17 @@ def _sums_like(scores: Tensor) -> Tensor:
 
 def attention_(scores: Tensor, seen: Tensor | None, scale: float, cap: float = 0.0,
                sinks: Tensor | None = None) -> Tensor:
-    """Overwrites scores by softmax's weights of the keys that are seen; other keys, and rows that
-    see no key, get 0. Returns log-sums of exponentials (N, queries) in float32."""
+    """Overwrite `scores` (N, queries, keys) by softmax weights. Hidden keys, and all keys of a
+    query that sees no key, get 0. Returns the log-sums of exponentials (N, queries) in float32."""
     call = _attention if scores.device.type == "cpu" else reference_attention_
     return call(scores, seen, scale, cap, sinks)
 
 
 def attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None, scale: float,
                         cap: float = 0.0) -> Tensor:
-    """Overwrites scores by weights, and `d`, the weights' gradients, by the gradients of the
-    products. Returns sums (N, queries) of weight times gradient, from which a sink's gradient
-    follows."""
+    """Overwrite `scores` by the attention weights, and `d`, the gradients of the weights, by the
+    gradients of the products q k^T; both (N, queries, keys). `sums`: the result of `attention_`.
+    Returns the sum of weight times gradient for each query, (N, queries): the caller computes the
+    gradient of a sink from it."""
     call = _attention_backward if scores.device.type == "cpu" else reference_attention_backward_
     return call(scores, d, sums, seen, scale, cap)

@@ -1,13 +1,14 @@
-"""Scales and casts by blocks: a rule computes a block's scale from its largest magnitude, and a
-cast divides by the scale and rounds.
+"""Scales and casts by blocks: a rule computes the scale of a block from its largest magnitude
+(amax), and a cast divides the block by its scale and rounds.
 
-A rule takes amax (R, C) float32, which is NaN if a block has a NaN or an Inf. The scale is then NaN
-as well, so that the error cannot go unnoticed. A rule returns a scale per block, (R, C) float32,
-and the scale of the second level, () float32 or None.
+A rule is a function of amax (R, C) float32, one number for each of R x C blocks, and of a format. A
+block that has a NaN or an Inf has an amax of NaN. Its scale is then NaN, too, so that the error
+shows in all results. A rule returns a scale for each block, (R, C) float32, and the scale of the
+whole tensor, () float32, or None if there is only one level of scales.
 
-`cast` is the definition of every fused cast: an amax, a rule, and x / scale rounded to the grid.
-`swizzled` and `packed` convert scales and 4-bit values to the layouts that Blackwell's tensor cores
-read.
+`cast` is the definition of every fused cast. It computes the amax, applies the rule, and rounds
+x / scale to the values of the format. `swizzled` and `packed` convert scales and 4-bit values to
+the layouts that Blackwell's tensor cores read.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from lpkit.kernels.cast import qdq, reference
 from lpkit.kernels.kernel import floats
 from lpkit.techniques.formats import Format, format_of
 
-TINY = 2.0**-100      # smallest amax, so that a block of zeros has a finite scale
+TINY = 2.0**-100      # smallest amax that a rule uses, so that a block of zeros has a scale above 0
 
 Scales = tuple[Tensor, Tensor | None]
 
 
 def _over(amax: Tensor, number: float) -> Tensor:
-    """Returns amax / number, rounded once. For a plain number CUDA would multiply by its reciprocal
+    """Return amax / number, rounded once. For a plain number CUDA would multiply by its reciprocal
     (aten/src/ATen/native/cuda/BinaryDivTrueKernel.cu), which can differ in the last bit."""
     return amax / torch.full_like(amax, number)
 
 
 def _float32(amax: Tensor, to: Format) -> Scales:
-    """Maps the block's largest magnitude to the format's."""
+    """Return scales that map a block's largest magnitude to the largest value of the format."""
     return _over(amax.clamp(min=TINY), to.largest), None
 
 
 def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
-    """Returns 2^exponent, clamped to E8M0's range, 2^-127 to 2^127. `amax * 0` passes NaN on."""
+    """Return 2^exponent, clamped to the range of E8M0, 2^-127 to 2^127; NaN where amax is NaN."""
     return torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127)) + amax * 0, None
 
 
 def _up(amax: Tensor, to: Format) -> Scales:
-    """Returns the smallest power of two without overflow (Mishra et al. 2025,
+    """Return the smallest power of two for which no element overflows (Mishra et al. 2025,
     https://arxiv.org/abs/2506.08027)."""
     mantissa, exponent = torch.frexp(amax)
     above = (mantissa > to.largest / 2.0**(to.max_exponent + 1)).int()
@@ -54,14 +55,15 @@ def _up(amax: Tensor, to: Format) -> Scales:
 
 
 def _floor(amax: Tensor, to: Format) -> Scales:
-    """Subtracts exponents (OCP Microscaling 1.0, section 6.3): the largest element may saturate."""
+    """Return 2^(exponent of amax - exponent of the format's largest value) (OCP Microscaling 1.0,
+    section 6.3). The largest element of a block may saturate."""
     return _power_of_two(torch.frexp(amax).exponent - 1 - to.max_exponent, amax)
 
 
 def _e4m3(amax: Tensor, to: Format) -> Scales:
-    """Returns E4M3 scales, which may be subnormal or 0, and a float32 scale of the tensor (NVIDIA
-    2025, https://arxiv.org/abs/2509.25149, appendix B). Operations have the order of Transformer
-    Engine's kernels, so the bits are the same."""
+    """Return scales of blocks in E4M3, which may be subnormal or 0, and the scale of the tensor in
+    float32 (NVIDIA 2025, https://arxiv.org/abs/2509.25149, appendix B). The operations have the
+    same order as in Transformer Engine's kernels, so the bits are the same."""
     largest, top = format_of("e4m3fn").largest, amax.amax().clamp(min=TINY)
     encode = torch.full_like(top, to.largest * largest) / top
     scale = amax * (encode * (1 / to.largest))
@@ -69,7 +71,8 @@ def _e4m3(amax: Tensor, to: Format) -> Scales:
 
 
 def _e4m3_normal(amax: Tensor, to: Format) -> Scales:
-    """As `_e4m3`, but at least E4M3's smallest normal number: torchao's `nvfp4_quantize`."""
+    """Return scales as `_e4m3` does, but at least the smallest normal number of E4M3, as torchao's
+    `nvfp4_quantize` does."""
     e4m3 = format_of("e4m3fn")
     tensor = _over(amax.amax(), to.largest * e4m3.largest).clamp(min=TINY)
     scale = (_over(amax, to.largest) / tensor).clamp(min=e4m3.smallest_normal)
@@ -87,7 +90,8 @@ MAKE_SCALES: dict[str, Callable[[Tensor, Format], Scales]] = {
 
 
 def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Repeats each scale over its block, so that it has the shape of the data."""
+    """Return `scale` (R, C) repeated over its blocks, so that it has the shape (M, K) of the data.
+    """
     (M, K), (R, C) = shape, scale.shape
     return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
 
@@ -97,9 +101,9 @@ class Scaled:
     """An operand after its cast: value = data * scale * tensor, where each entry of `scale` applies
     to a block of `data`.
 
-    In the layouts of tensor cores, 4-bit data is uint8, with two numbers per byte, the first one in
-    the low half. One-byte scales may be the bytes of their tiles, and float32 scales of 1 x 128 are
-    stored column by column.
+    In the layouts that tensor cores read, 4-bit data is uint8: a byte has two numbers, the first in
+    its low half. One-byte scales may be one-dimensional (`swizzled`). float32 scales of 1 x 128
+    blocks are stored column by column.
     """
 
     # (M, K), values of the format, in a dtype that holds them exactly
@@ -109,11 +113,11 @@ class Scaled:
     # float32, per block: the largest magnitude before the cast; not finite if any element is not
     amax: Tensor | None = None
     nonfinite: Tensor | None = None     # () int64: how many elements were NaN or Inf
-    turned: Scaled | None = None        # the cast of x.T, if one read has cast both
+    turned: Scaled | None = None        # the cast of x.T, if one kernel has cast both x and x.T
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The tensors that its values are made of."""
+        """The tensors that determine the values, for `ctx.save_for_backward`."""
         return self.data, self.scale, self.tensor
 
     @property
@@ -124,46 +128,60 @@ class Scaled:
                        amax=None if self.amax is None else self.amax.T)
 
     def transposed(self) -> Scaled:
-        """Returns `T` as a copy, in the layout that products on hardware read."""
+        """Return `T` as a copy, in the layout that products on hardware read."""
         return replace(self, data=self.data.T.contiguous(), scale=self.scale.T.contiguous())
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the values (M, K); exact in float64."""
+        """Return the values (M, K) in `dtype`. In float64 they are exact."""
         values, (R, C) = self.data.to(dtype, copy=True), self.scale.shape
         blocks = values.unflatten(0, (R, -1)).unflatten(2, (C, -1))
         blocks.mul_(self.scale.to(dtype)[:, None, :, None])
         return values if self.tensor is None else values.mul_(self.tensor.to(dtype))
 
 
-def decide(found: Tensor, amax: Tensor | None, rule: str,
+def decide(amaxes: Tensor, amax: Tensor | None, rule: str,
            to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divisor of blocks with the largest magnitudes `found`, and its two levels. amax:
-    () of a history. While the history is empty (0), `found` is used. A NaN in the current blocks
-    makes the scale NaN, whatever the history."""
-    used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
-    scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # this makes an infinity NaN
+    """Return the divisor of each block, (R, C) float32, the scale of each block, and the scale of
+    the tensor or None. The divisor is the product of the two scales.
+
+    amaxes: (R, C) float32, the largest magnitude of each block
+    amax:   () float32, the amax of a history (delayed scaling), which is used instead of `amaxes`
+            unless it is 0, as it is while the history is empty. A block with a NaN or an Inf still
+            has a scale of NaN
+    rule:   a key of MAKE_SCALES
+    """
+    used = amaxes if amax is None else torch.where(amaxes.isfinite() & (amax > 0), amax, amaxes)
+    # used + (used - used) is NaN for an infinity, and `used` for a finite number
+    scale, tensor = MAKE_SCALES[rule](used + (used - used), to)
     if tensor is None:
         return scale, scale, None
-    # a scale that rounded to 0 makes every value 0
+    # If a block's scale has rounded to 0, its divisor is infinity, so that its values become 0.
     return torch.where(scale == 0, torch.inf, scale * tensor), scale, tensor
 
 
 def stored_dtype(to: Format) -> torch.dtype:
-    """Returns the dtype of a format's values; uint8 for two 4-bit values."""
+    """Return the dtype in which values of a format are stored: uint8 for 4-bit formats, whose two
+    values share a byte."""
     return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
 
 
 def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
          history: Tensor | None = None, noise: Tensor | None = None) -> Scaled:
-    """The definition of a cast of x (M, K), whose contracted axis is last. 0 in `block` stands for
-    the whole axis. noise: `Noise.words`. history: () float32, the amax that decides the scale
-    unless it is 0. With a history, a non-finite x is noticed too late for the values, so only the
-    scale becomes NaN."""
-    found, nonfinite = kernel.amax(x, block)
-    used = found if history is None else torch.where(history > 0, history, found)
+    """Return the cast of x (M, K), whose contracted axis is last: the definition of every fused
+    cast.
+
+    block:   (rows, columns) that share a scale; 0 stands for the whole axis
+    rule:    a key of MAKE_SCALES
+    history: () float32, the amax of a history (delayed scaling), which determines the scale unless
+             it is 0. If x then has a NaN or an Inf, only the returned scale is NaN, because kernels
+             know of it only after they have written the values
+    noise:   `Noise.words`, for stochastic rounding; None: round to nearest-even
+    """
+    amaxes, nonfinite = kernel.amax(x, block)
+    used = amaxes if history is None else torch.where(history > 0, history, amaxes)
     both, scale, tensor = decide(used, None, rule, to)
     dtype = stored_dtype(to)
-    # PyTorch's own casts, which torch.compile can fuse
+    # Round by PyTorch's own dtype conversion where possible, because torch.compile can fuse it.
     if noise is None and dtype != torch.uint8:
         data = x.float() / spread(both, x.shape)
         if not dtype.is_floating_point:
@@ -174,12 +192,12 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
         if to.nan is None:
             data = data.masked_fill(spread(both, x.shape).isnan(), 0)
         data = data.view(dtype)
-    return Scaled(data=data, scale=scale if history is None else scale + found * 0, tensor=tensor,
-                  amax=found, nonfinite=nonfinite)
+    return Scaled(data=data, scale=scale if history is None else scale + amaxes * 0, tensor=tensor,
+                  amax=amaxes, nonfinite=nonfinite)
 
 
 def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:
-    """Raises ConfigError for a matrix that a fused cast does not accept."""
+    """Raise ConfigError for a matrix that a fused cast does not accept."""
     if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
                           f"not {x.dtype} {tuple(x.shape)}")
@@ -190,13 +208,18 @@ def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:
 # Layouts of scales and values that Blackwell's tensor cores read.
 
 def swizzled_bytes(R: int, C: int) -> int:
+    """Return the bytes of `swizzled` for (R, C) scales: each tile of 128 x 4 has 512 bytes.
+
+    >>> swizzled_bytes(130, 8)
+    2048
+    """
     return -(-R // 128) * -(-C // 4) * 512
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """(R, C) one-byte scales -> the tiles of 128 x 4 that Blackwell's tensor cores read, as cuBLAS
-    documents them ("1D block scaling factors layout"): within a tile, row r and column c are at
-    byte (r % 32) * 16 + (r // 32) * 4 + c."""
+    """Return one-byte scales (R, C) as the sequence of tiles of 128 x 4 that Blackwell's tensor
+    cores read, one-dimensional, padded with zeros. The scale in row r, column c of a tile is at
+    byte (r % 32) * 16 + (r // 32) * 4 + c. Source: cuBLAS, "1D block scaling factors layout"."""
     R, C = scale.shape
     padded = torch.zeros(-(-R // 128) * 128, -(-C // 4) * 4, dtype=torch.uint8, device=scale.device)
     padded[:R, :C] = scale.view(torch.uint8)
@@ -206,5 +229,10 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def packed(codes: Tensor) -> Tensor:
-    """4-bit codes (M, K) -> two per byte, the first in the low half, (M, K / 2) uint8."""
+    """Return 4-bit codes (M, K) uint8 as (M, K / 2) uint8: two codes per byte, the first in the low
+    half.
+
+    >>> packed(torch.tensor([[1, 2]], dtype=torch.uint8)).item()
+    33
+    """
     return codes[:, ::2] | codes[:, 1::2] << 4

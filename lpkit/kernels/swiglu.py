@@ -1,8 +1,8 @@
-"""SwiGLU: silu(gate) * up, with gate and up side by side in one tensor (Shazeer 2020,
-https://arxiv.org/abs/2002.05202).
+"""SwiGLU: silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202). The input x (..., 2 N)
+has gate (..., N) and up (..., N) side by side; the result is (..., N).
 
-Forward reads 2 N numbers per row and writes N. Backward recomputes sigmoid(gate), reads the input
-and dy, and writes both gradients, so only the input is kept. With s = sigmoid(gate),
+Forward reads 2 N numbers per row, writes N, and saves only its input. Backward recomputes
+s = sigmoid(gate), reads the input and dy, and writes the gradients of gate and up:
 
     d up = dy gate s        d gate = dy up s (1 + gate (1 - s))
 """
@@ -23,6 +23,7 @@ BLOCK, WARPS = 1024, 4
 
 @jit
 def _forward(x, y, N, BLOCK: tl.constexpr):
+    """Write y (rows, N) for x (rows, 2 N). A program computes BLOCK numbers of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
@@ -33,6 +34,7 @@ def _forward(x, y, N, BLOCK: tl.constexpr):
 
 @jit
 def _backward(x, dy, dx, N, BLOCK: tl.constexpr):
+    """Write dx (rows, 2 N), the gradients of gate and up, for dy (rows, N)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < N
@@ -53,7 +55,7 @@ def _grid(y: Tensor) -> tuple[int, int]:
 
 def _like(x: Tensor) -> Tensor:
     if x.shape[-1] % 2:
-        raise ConfigError(f"gate and up lie side by side, so that the last axis is even; got "
+        raise ConfigError(f"x has gate and up side by side, so its last axis must be even; got "
                           f"{tuple(x.shape)}")
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -76,6 +78,9 @@ def backward(x: Tensor, dy: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
+    """SwiGLU by the kernels. A custom Function, because the operators have no derivative,
+    and because only x is saved for backward."""
+
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -92,7 +97,7 @@ def _examples(rng: torch.Generator, device: torch.device):
         for shape in ((5, 246), (2, 3, 64), (1, 2), (0, 8), (3, 2100)):
             yield (torch.randn(shape, generator=rng).to(device, dtype),)
     x = torch.randn(4, 48, generator=rng).to(device)
-    yield (x.T.contiguous().T,)
+    yield (x.T.contiguous().T,)     # not contiguous
     yield (x * 40,)                 # the sigmoid is 0 or 1
     yield (spoiled(x, (1, 3), (2, 30)),)
 

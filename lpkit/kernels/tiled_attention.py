@@ -1,25 +1,25 @@
 """FlashAttention in PyTorch, written to be read: attention over tiles of queries and keys that
 never stores the (T, T) scores.
 
-Forward: a tile of queries is multiplied with the keys, tile by tile. For each query, it keeps the
-largest score so far, m, the sum of exp(score - m), l, and the same sum weighted by values, acc. If
-a tile has a larger score, l and acc so far are multiplied by exp(m - m_new): an online softmax. At
-the end, acc / l is the output. Only m + log(l), one number per query, is kept instead of the
-scores.
+Forward: a tile of queries is multiplied with one tile of keys after the other. For each query,
+forward keeps three things: m, the largest score so far; l, the sum of exp(score - m); and acc, the
+sum of exp(score - m) times the value. If the next tile has a larger score, l and acc are multiplied
+by exp(m - m_new). This is the online softmax. At the end, acc / l is the output. Forward saves only
+lse = m + log(l), one number per query, instead of the scores.
 
-Backward: this number gives a tile of probabilities again, p = exp(score - lse). The recomputation
-costs one more product and saves T^2 numbers. With o the output, and do its gradient:
+Backward: lse gives the probabilities of a tile again, p = exp(score - lse). The recomputation costs
+one more matmul and saves T^2 numbers per head. With o the output, and do its gradient:
 
     dv = p^T do     dp = do v^T     ds = p (dp - sum(do o))     dq = ds k     dk = ds^T q
 
-where q is first divided by sqrt(E), and dq is divided by it at the end.
+where q is divided by sqrt(E) at the start, and dq is divided by sqrt(E) at the end.
 
 Sources: Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867 (the softmax); Dao et al.
 2022, https://arxiv.org/abs/2205.14135, and Dao 2023, https://arxiv.org/abs/2307.08691 (the rest).
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E). In a tile, the queries of a group's H / G heads are
-stacked, (B, G, H / G * queries, E), since they share their keys. A tile is computed in float32 or
-wider, whatever its dtype.
+stacked, (B, G, H / G * queries, E), since they share their keys. Tiles are converted to float32 (or
+float64 for float64 inputs) and computed in it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from lpkit.techniques.attention_backends import FULL, TILE, limited
 
 def tiles(rule: Rule, T: int, tile: int = TILE,
           keys: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
-    """Yields each tile of T queries, and the tiles of keys of which it sees any. `keys`: the number
-    of keys, if it is not T."""
+    """Yield each tile of `tile` of the T queries, and the tiles of keys that contain a key that it
+    sees. `keys`: the number of keys; None: T."""
     for first in range(0, T, tile):
         last = min(first + tile, T)
         yield slice(first, last), [slice(start, min(start + tile, end))
@@ -47,8 +47,9 @@ def tiles(rule: Rule, T: int, tile: int = TILE,
 
 
 class Tiles:
-    """Loads, stores and scores tiles, for forward and backward alike. The first T of `documents`
-    belong to the queries, and the last ones to the keys."""
+    """Loads, stores and scores tiles, for forward and backward. `documents` (B, ...) has ids for
+    the queries at its start and for the keys at its end; both are the same ids if there are as many
+    queries as keys."""
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
         self.G, self.scale = k.shape[1], 1 / math.sqrt(q.shape[-1])
@@ -57,18 +58,19 @@ class Tiles:
         self.T, self.places = k.shape[2], torch.arange(max(q.shape[2], k.shape[2]), device=q.device)
 
     def rows(self, t: Tensor, queries: slice) -> Tensor:
-        """(B, H, T, X) -> (B, G, H / G * queries, X), in the dtype of the computation."""
+        """Return the tile `queries` of t (B, H, T, X), as (B, G, H / G * queries, X) in the dtype
+        of the computation."""
         return t[:, :, queries].to(self.wide).unflatten(1, (self.G, -1)).flatten(2, 3)
 
     def heads(self, tile: Tensor, queries: slice) -> Tensor:
-        """Converts a tile back to heads: (B, H, queries, X)."""
+        """Return a tile (B, G, H / G * queries, X) as (B, H, queries, X)."""
         return tile.unflatten(2, (-1, queries.stop - queries.start)).flatten(1, 2)
 
     def keys(self, t: Tensor, keys: slice) -> Tensor:
         return t[:, :, keys].to(self.wide)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Returns scores (B, G, H / G * queries, keys), capped, and -inf where a key is hidden."""
+        """Return scores (B, G, H / G * queries, keys), capped, and -inf where a key is hidden."""
         scores = q_tile @ k_tile.mT
         cap, rule = self.rule.soft_cap, self.rule
         if cap is not None:
@@ -87,11 +89,11 @@ class Tiles:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: Rule, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """Returns the output, like q, and the log-sum of each query, (B, H, T) in float32. A query that
-    sees nothing has zeros and +inf."""
+    """Return the output, like q, and the log-sum of each query, (B, H, T) in float32 (or float64).
+    A query that sees no key has an output of zeros and a log-sum of +inf."""
     B, H, T, E = q.shape
     at = Tiles(q, k, documents, rule)
-    # in memory (B, T, H, E), as the output projection reads it
+    # stored as (B, T, H, E), the order in which the output projection reads it
     out = q.new_empty(B, T, H, E).transpose(1, 2)
     lse = q.new_empty(B, H, T, dtype=at.wide)
     for queries, seen in tiles(rule, T, tile, k.shape[2]):
@@ -99,7 +101,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
         acc = torch.zeros_like(q_tile)
         l = acc.new_zeros(*acc.shape[:3], 1)
         m = torch.full_like(l, torch.finfo(at.wide).min)
-        if sinks is not None:       # a sink is a first score, without a value
+        # A sink counts as the first score of each query. It has no value, so acc stays 0.
+        if sinks is not None:
             m = at.rows(sinks[:, None, None].expand(B, -1, T, 1), queries)
             l = torch.ones_like(m)
         for keys in seen:
@@ -112,7 +115,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
             m = m_new
         nothing = l == 0
         out[:, :, queries] = at.heads(acc / l.masked_fill(nothing, 1), queries)
-        # exp(score - inf) is 0 in backward
+        # +inf, so that backward computes p = exp(score - inf) = 0 for a query that sees no key
         log_sum = (m + l.log()).masked_fill(nothing, torch.inf)
         lse[:, :, queries] = at.heads(log_sum, queries)[..., 0]
     return out, lse
@@ -121,8 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
               documents: Tensor | None, sinks: Tensor | None, rule: Rule,
               d_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of q, k, v and sinks. dk and dv are sums over tiles of queries, in
-    float32. A gradient of lse adds p d_lse to ds."""
+    """Return the gradients of q, k, v and sinks. dk and dv are summed over tiles of queries, in
+    float32. If lse also has a gradient, d_lse, it adds p d_lse to ds."""
     at = Tiles(q, k, documents, rule)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))
@@ -161,7 +164,7 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
                 sinks: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
-        # lse usually has no gradient: then d_lse is None instead of zeros
+        # lse usually has no gradient. This setting makes its d_lse None instead of zeros.
         ctx.set_materialize_grads(False)
         with torch.autocast(q.device.type, enabled=False):
             out, lse = attend(q, k, v, documents, sinks, rule)
@@ -180,13 +183,15 @@ class TiledAttention(torch.autograd.Function):
 @limited("tiled")
 def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
-    """The backend `tiled`: FlashAttention, written to be read."""
+    """Return the attention output, like q: the backend `tiled`, FlashAttention written to be read.
+    """
     return TiledAttention.apply(q, k, v, documents, sinks, rule)[0]
 
 
 def tiled_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None,
                   *, rule: Rule = FULL) -> tuple[Tensor, Tensor]:
-    """A `contracts.Partial`."""
+    """Return the output, like q, and the log-sums (B, H, T), for attention to a part of the keys: a
+    `contracts.Partial`. `documents`: ids of the queries, and ids of the keys."""
     ids = None if documents is None else torch.cat(documents, dim=1)
     out, lse = TiledAttention.apply(q, k, v, ids, None, rule)
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)

@@ -1,10 +1,15 @@
-"""Products of 16-bit matrices computed in float32, for CPUs on which this is faster.
+"""Matmuls of 16-bit matrices computed in float32 ("wide" products), for CPUs where this is faster.
 
-A bf16 product is defined as exact products, sums in float32 and one rounding. A float32 product of
-the same operands, rounded once, gives the same. On a Xeon without AMX, oneDNN's bf16 product runs
-at 75 GFLOP/s per core; float32's runs at 130, or at 115 with its casts. Without AVX512-BF16, bf16
-runs at 28, and with AVX2 at 8. With AMX, bf16 is faster. So both are tried: float32's product is
-compared with PyTorch's, and the two are raced, once per machine (`kernels.choose`).
+A bf16 matmul multiplies exactly, adds in float32, and rounds each result once. A float32 matmul of
+the same operands, rounded once at the end, gives the same numbers up to the order of additions.
+
+    CPU                                     bf16 matmul, GFLOP/s per core
+    Xeon with AVX512-BF16, without AMX      75      (float32: 130, or 115 with the casts)
+    without AVX512-BF16                     28
+    with AVX2                                8
+
+With AMX, bf16 is faster than float32. So a run compares the float32 matmul with PyTorch's bf16
+matmul and races the two, once per machine (`kernels.choose`).
 """
 
 import functools
@@ -21,27 +26,31 @@ from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import operator
 from lpkit.kernels.pytorch import product_pytorch
 
-ROWS = 1024             # rows that are widened at a time, and stay in a core's cache
+ROWS = 1024             # rows that are cast to float32 at a time; they stay in a core's cache
 SIZE = 512              # side of the matrices in the race
-# limits of a product; below either, casts and calls take longer than the product saves
+# Smaller matmuls stay in bf16, because the casts and calls take longer than float32 saves.
 SMALL_FLOPS, SMALL_SIDE = 5e7, 256
-LOOP_FLOPS = 1e5        # the limit where bf16 is multiplied in a loop, at 0.5 GFLOP/s
+LOOP_FLOPS = 1e5        # the same limit for CPUs that multiply bf16 in a loop, at 0.5 GFLOP/s
 
 
 @torch.autocast("cpu", enabled=False)
 def multiply_now(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
+    """Return alpha * a @ b.T + bias, (M, N) in the dtype of a, computed in float32 and rounded
+    once; a (M, K), b (N, K), bias (N,)."""
     wide = b.float().T
     start = wide.new_zeros(()) if bias is None else bias.float()
     scale = {"alpha": 1.0 if alpha is None else alpha.item(), "beta": float(bias is not None)}
     out = a.new_empty(len(a), len(b))
-    # only b is widened as a whole; a and the result are, a few rows at a time, in the cache
+    # Only b is cast to float32 as a whole. Of a and of the result, only ROWS rows exist in float32
+    # at a time, and they fit into the cache.
     for rows, result in zip(a.split(ROWS), out.split(ROWS)):
         result.copy_(torch.addmm(start, rows.float(), wide, **scale))
     return out
 
 
 def _operator(name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Registers alpha * a @ b.T + bias in the dtype of a, for a (M, K), b (N, K)."""
+    """Return a PyTorch operator for alpha * a @ b.T + bias, (M, N) in the dtype of a; a (M, K),
+    b (N, K)."""
     return operator(f"{name}(Tensor a, Tensor b, Tensor? bias, Tensor? alpha) -> Tensor",
                     product=True, fake=lambda a, b, *_: a.new_empty(len(a), len(b)),
                     flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0])(kernel)
@@ -52,11 +61,14 @@ addmm = _operator("addmm", product_pytorch)
 
 
 class WideProduct(torch.autograd.Function):
-    """x @ w.T + bias for 16-bit x (M, K), w (N, K) and bias (N,). All three products are wide."""
+    """x @ w.T + bias (M, N), for 16-bit x (M, K), w (N, K) and bias (N,). The matmuls of forward
+    and backward are computed in float32. This is a custom Function, because the operator `multiply`
+    has no derivative."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        needs_x, needs_w, _ = ctx.needs_input_grad      # a frozen weight does not need x
+        # The gradient of w needs x, and the gradient of x needs w. Save only what will be needed.
+        needs_x, needs_w, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         return multiply(x, w, bias, None)
 
@@ -71,19 +83,21 @@ class WideProduct(torch.autograd.Function):
 
 @functools.cache
 def in_a_loop() -> bool:
-    """Returns whether PyTorch multiplies bf16 number by number, because this CPU has only AVX2."""
+    """Return whether PyTorch multiplies bf16 matrices in a plain loop, number by number, because
+    oneDNN does not support bf16 on this CPU (only AVX2)."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def large(M: int, K: int, N: int) -> bool:
-    """Returns whether a wide product of (M, K) and (K, N) saves more time than its casts take."""
+    """Return whether a wide product of (M, K) and (K, N) saves more time than its casts take."""
     if in_a_loop():
         return 2 * M * K * N >= LOOP_FLOPS
     return 2 * M * K * N >= SMALL_FLOPS and min(M, N) >= SMALL_SIDE
 
 
 def wins(a: Tensor, b: Tensor) -> bool:
-    """Returns whether a @ b.T has a device and a size for which a wide product may be faster."""
+    """Return whether a wide product may be faster for a @ b.T: on a CPU, outside of torch.compile,
+    and large enough."""
     return (a.device.type == "cpu" and not torch.compiler.is_compiling()
             and large(*a.shape, len(b)))
 
@@ -97,13 +111,13 @@ def _examples(rng: torch.Generator, device: torch.device) -> Iterable[tuple]:
 
 
 KERNEL = Kernel(definition=product_pytorch, versions={"float32": multiply_now}, examples=_examples)
-# the names of `system.products`, and the versions
+# values of `system.products`, and the version of KERNEL that each value selects
 NAMES = {"bf16": REFERENCE, "float32": "float32"}
 
 
 def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = None) -> Choice:
-    """Chooses the products of a model whose largest product has these sizes, in any order.
-    `before`: the choice of a resumed run."""
+    """Choose how a model multiplies bf16. `sizes`: M, K and N of its largest matmul, in any order.
+    `before`: the choice with which a resumed run began."""
     if asked == "auto" and before in NAMES:
         return Choice(asked=asked, used=before, why="as when this run began")
     if asked == "auto" and not any(large(*each) for each in itertools.permutations(sizes)):
@@ -114,7 +128,7 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
 
 @functools.cache
 def choice(asked: str, threads: int) -> Choice:
-    """Chooses how bf16 operands are multiplied here, "bf16" or "float32": the faster correct one.
+    """Choose how bf16 operands are multiplied here, "bf16" or "float32": the faster correct one.
     Raises ConfigError if the requested one is wrong."""
     rng = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIZE, SIZE, generator=rng).bfloat16() for _ in range(2))
@@ -125,7 +139,8 @@ def choice(asked: str, threads: int) -> Choice:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear under autocast, for x (M, K). Like F.linear, it can be overridden by a mode."""
+    """Return F.linear(x, weight, bias) under autocast, as a wide product, for x (M, K). A
+    TorchFunctionMode can override it, like F.linear (`lpkit.precision.deferred` does)."""
     if has_torch_function_unary(x):
         return handle_torch_function(wide_linear, (x,), x, weight, bias)
     dtype = torch.get_autocast_dtype("cpu")
@@ -134,14 +149,15 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WideLinear(nn.Linear):
-    """nn.Linear under bf16 autocast, on a CPU where wide products are faster. A cast of the weight
-    lives until its backward; autocast would also keep it in its cache until the end of forward."""
+    """nn.Linear under bf16 autocast, on a CPU where wide products are faster. The bf16 cast of the
+    weight is saved for backward and then freed. Autocast would also keep it in its own cache until
+    forward ends."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         if not (torch.is_autocast_enabled("cpu") and wins(flat, self.weight)):
             return super().forward(x)
         y = wide_linear(flat, self.weight, self.bias)
-        # as in F.linear: no other reference to the flat result exists, and FSDP2 would warn of a
-        # view
+        # F.linear ends like this, too. A normal view would make FSDP2 warn; the unsafe view is safe
+        # here, because nothing else refers to the flat result.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))

@@ -1,6 +1,5 @@
-"""Techniques that decide what a step keeps, where and in how many bits: one file per family of
-techniques, one row per name of `MemoryConfig`.
+"""Techniques that reduce or move the memory of a training step: which tensors are kept, where, and
+in how many bits. A file has one family of techniques, one field of `MemoryConfig`.
 
-Each technique takes or moves bytes. The gradient stays the same, bit for bit or within the error
-that docs/memory.md states.
+The gradients stay the same, bit for bit or within the error that docs/memory.md states.
 """

@@ -1,21 +1,25 @@
-"""Cross-entropy from hidden states, for a chunk of tokens at a time, so that fewer logits are in
-memory.
+"""Cross-entropy from hidden states, one chunk of tokens after the other, so that only the logits of
+one chunk are in memory.
 
-Backward needs from the logits only the gradients of the hidden states and of the head. So forward
-computes both gradients while it has the logits of a chunk, and saves tensors of the shapes (n, D)
-and of the head's weight instead of (n, V). Liger Kernel does the same (Hsu et al. 2024,
-https://arxiv.org/abs/2410.10989); Wijmans et al. 2024, https://arxiv.org/abs/2411.09009 never write
-logits to memory.
+Backward needs the logits only to compute the gradients of the hidden states and of the head. So
+forward computes both gradients while it has the logits of a chunk. For N tokens it saves the
+gradient of the hidden states (N, D) and the gradient of the head's weight (V, D), instead of the
+logits (N, V). Liger Kernel does the same (Hsu et al. 2024, https://arxiv.org/abs/2410.10989).
+Wijmans et al. 2024 (https://arxiv.org/abs/2411.09009) never write logits to memory.
 
-A chunk of n tokens takes n V c bytes, if a number of the head's product has c bytes: a kernel
-replaces its logits by their gradient in place (`kernels.cross_entropy`). The head's own forward
-runs, so any head works (tied, or cast to low precision). For a plain Linear the two gradients are
-two products. The weight's gradient is added to a float32 sum over chunks. On a GPU in 16 bits the
-product itself adds it, which moves 8 bytes per weight and chunk instead of 12.
+The logits of a chunk of n tokens take n V c bytes, where c is the bytes of one logit. A kernel
+overwrites them by their gradient (`kernels.cross_entropy`), so no second tensor of this size
+exists. For example, 1,024 tokens of a vocabulary of 50,304 in bf16 take 103 MB.
 
-These are gradients of the sum over tokens. Backward divides them by the number of tokens: in
-float16 a mean would underflow before it is multiplied by the loss scale. They equal the gradients
-of the whole loss up to float32 rounding, of the exponential and of the head's sum over chunks.
+The code calls the head's own forward, so any head works (tied, or cast to low precision). For a
+plain Linear the two gradients are two matmuls. The gradient of the weight is added to a float32 sum
+over chunks. On a GPU in 16 bits the matmul itself adds to the sum, which moves 8 bytes per weight
+and chunk instead of 12.
+
+Forward computes the gradients of the sum over tokens, and backward divides them by the number of
+tokens. The gradients of a mean would underflow in float16 before they are multiplied by the loss
+scale. The results equal the gradients of the unchunked loss, up to the float32 rounding of the
+exponential and of the sum over chunks.
 """
 
 from __future__ import annotations
@@ -39,10 +43,11 @@ from lpkit.precision.deferred import deferring
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
 
-# logits, targets, weights -> nats; overwrites logits by the gradient (`kernels.cross_entropy`)
+# A function of logits, targets and weights. It returns the nats, and overwrites the logits by their
+# gradient, like `kernels.cross_entropy`.
 NatsOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-# Functions that the rows of `lpkit.techniques.memory.CROSS_ENTROPY` name.
+# `full` and `chunked`: the rows of `lpkit.techniques.memory.CROSS_ENTROPY` name these functions.
 
 def full(settings: Settings, autocast: AbstractContextManager) -> Loss:
     return partial(full_cross_entropy, autocast=autocast)
@@ -54,8 +59,9 @@ def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
                        autocast: AbstractContextManager) -> Tensor:
-    """Returns mean nats per token that counts, weighted if the batch has weights. If a token that
-    does not count has NaN logits, the gradient is NaN, because the model's activations are, too."""
+    """Return the mean nats, () float32, over the tokens whose target is not IGNORED, weighted if
+    the batch has weights. If an ignored token has NaN logits, the gradient is NaN, because the
+    activations of the model are NaN, too."""
     with autocast:
         logits = model(batch.tokens, **batch.beside)
     targets = batch.targets
@@ -74,16 +80,18 @@ def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def labels(logits: Tensor, at: Tensor) -> Tensor:
-    """Draws tokens from the model's logits (..., V), by quantiles (...) in [0, 1)."""
+    """Return token ids (...), drawn from softmax(logits), for logits (..., V). at: a uniform random
+    number in [0, 1) for each token, (...): the quantile of the cumulative distribution."""
     sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
-    found = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
-    return found.clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
+    return tokens.clamp_(max=logits.shape[-1] - 1)
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
                           chunk: int, by: str = "") -> Tensor:
-    """The same loss from `model.hidden` and `model.head`, with `chunk` tokens at a time. `by`: the
-    version of the kernel; empty for the device's default."""
+    """Return the same loss as `full_cross_entropy`, from `model.hidden` and `model.head`. chunk:
+    tokens whose logits exist at a time; by: the version of the kernel, empty for the device's
+    default."""
     vocabulary = getattr(model, "vocabulary", None)
     nats_ = vocabulary.cross_entropy_ if vocabulary else partial(cross_entropy_, by=by)
     with autocast:
@@ -94,8 +102,12 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None, nats_: NatsOf = cross_entropy_) -> Tensor:
-    """Returns sum(weights x nats) / sum(weights) of head(h) over the targets that are not IGNORED,
-    () float32 or float64; 0 if there are none. h (N, D), y and weights (N,)."""
+    """Return sum(weights * nats) / sum(weights) over the tokens whose target is not IGNORED, ()
+    float32 or float64; 0 if there are none.
+
+    h: hidden states (N, D); y: targets (N,); weights: (N,), or None for weights of 1; chunk: tokens
+    of a chunk; nats_: the kernel
+    """
     weights, total = counted(y, weights)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(h, y, weights, total, head, chunk, nats_, *_trained(head))
@@ -110,11 +122,16 @@ def _trained(head: nn.Module) -> list[nn.Parameter]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of `linear_cross_entropy`. A custom Function, because forward already computes the
+    gradients, so that autograd saves no logits. h (N, D) hidden states, y (N,) targets, total ():
+    the sum of weights."""
+
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, total: Tensor, head: nn.Module,
                 chunk: int, nats_: NatsOf, *parameters: Tensor) -> Tensor:
-        # Allocate all tensors that outlive a chunk before the first chunk. Otherwise they would
-        # take the memory of the last chunk's logits, and the next logits would not fit there.
+        # Allocate all tensors that outlive a chunk before the first chunk. Otherwise they would be
+        # allocated in the freed memory of a chunk's logits, and the next logits would need new
+        # memory.
         nats, dh = _nats(h), torch.empty_like(h)
         dp = [torch.zeros_like(p, dtype=nats.dtype) for p in parameters]
         # Backward only multiplies these gradients by a number, which is why they can be computed
@@ -136,8 +153,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
                dp: list[Tensor], nats_: NatsOf) -> Tensor:
-    """Returns the gradient of `part`. Adds the gradients of the head to `dp`, and writes each
-    token's nats to `nats`."""
+    """Return the gradient of `part` (n, D), the hidden states of a chunk. Add the gradients of the
+    head's parameters to `dp`, and write the nats of each token to `nats` (n,)."""
     with torch.enable_grad(), deferring(None):
         part = part.detach().requires_grad_()
         logits = head(part)
@@ -145,7 +162,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
     y = labels(g, y) if y.is_floating_point() else y
     nats.copy_(nats_(g, y, weights))
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
-        # as in any backward; under autocast, the products of gradients would be cast once more
+        # Backward runs without autocast, which would cast the operands once more.
         with torch.autocast(g.device.type, enabled=False):
             d_part, *d = torch.autograd.grad(logits, (part, *_trained(head)), g)
         if d:
@@ -162,12 +179,12 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
         _add_product(dw, g.T, part.to(g.dtype))
     else:
         dw += g.T @ part
-    return g @ head.weight      # autocast has cached the weight's cast
+    return g @ head.weight      # autocast casts the weight, and has cached this cast in forward
 
 
 def _adds_wide(g: Tensor) -> bool:
-    """Returns whether this device adds a 16-bit product to float32 without rounding it first, as
-    cuBLAS does."""
+    """Return whether a matmul of 16-bit operands can add to a float32 tensor on this device,
+    without rounding the result to 16 bits first. cuBLAS can."""
     sixteen = g.dtype in (torch.bfloat16, torch.float16)
     return g.device.type == "cuda" and sixteen and torch.version.hip is None
 
@@ -175,8 +192,8 @@ def _adds_wide(g: Tensor) -> bool:
 @operator("add_product_(Tensor(a!) total, Tensor a, Tensor b) -> ()", key=EVERY_DEVICE,
           fake=lambda *_: None, flops=lambda _, a, b, **__: 2 * a[0] * a[1] * b[1])
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. It is an operator because fake tensors before torch 2.13 do not support this
-    form of addmm."""
+    """Add a @ b to the float32 tensor `total`, in place. This is an operator, because fake tensors
+    before torch 2.13 do not support this form of addmm."""
     torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
@@ -184,19 +201,23 @@ def _nats(h: Tensor) -> Tensor:
     return h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
 
 
-def _pieces(*of_tokens: Tensor | int | None) -> zip:
-    *of_tokens, chunk = of_tokens
-    return zip(*(repeat(None) if one is None else one.split(chunk) for one in of_tokens))
+def _pieces(*tensors: Tensor | int | None) -> zip:
+    """Yield the chunks of all tensors together, along dimension 0; None for a tensor that is None.
+    The last argument is the number of tokens in a chunk."""
+    *tensors, chunk = tensors
+    return zip(*(repeat(None) if tensor is None else tensor.split(chunk) for tensor in tensors))
 
 
 def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
-    """Returns sum(weights x nats) / total. With a weight of 0 even NaN counts as 0."""
+    """Return sum(weights * nats) / total. If a weight is 0, its term is 0, even if its nats are
+    NaN."""
     return (nats if weights is None else (nats * weights).where(weights != 0, 0)).sum() / total
 
 
 def counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Returns the weights (N,), 0 for IGNORED targets, and their sum, to divide by; without weights
-    None and the number of targets that count. If none counts, the loss is 0, not 0 / 0."""
+    """Return the weights (N,), which are 0 for IGNORED targets, and their sum. Without weights
+    return None and the number of targets that are not IGNORED. The second result is always above 0,
+    so that a loss without targets is 0, not 0 / 0."""
     counts = targets != IGNORED
     if weights is None:
         return None, counts.sum().clamp(min=1)

@@ -1,8 +1,14 @@
-"""A frozen base model in few bits, for training adapters (QLoRA): codes, and a scale per block.
+"""Stores the weights of a frozen base model in few bits, for training adapters (QLoRA): a code for
+each weight, and a scale for each block of weights.
 
-A matrix is decoded for its product in forward, and again in backward; it is not kept in between.
-NF4 has 16 quantiles of a normal distribution, with zero among them, so that each value is used
-about equally often. `double` also stores scales, minus their mean, in 8 bits as moments are stored.
+A matrix is decoded for its matmul in forward, and again in backward; autograd does not save the
+decoded matrix. The 16 values of NF4 are quantiles of a normal distribution, one of them zero, so
+each value is used about equally often. With `double`, the scales are also stored in 8 bits, after
+their mean is subtracted, in the format of 8-bit moments (`lpkit.optim.moments`).
+
+    bytes per weight in NF4, blocks of 64: 1/2 + 4/64 = 0.5625
+    with `double`, about:                  1/2 + 1/64 + 4/(64 * 256) = 0.5159
+
 Source: Dettmers et al. 2023, section 3 and appendix E, https://arxiv.org/abs/2305.14314
 """
 
@@ -22,20 +28,22 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 
 
 def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """(blocks, numbers) float32 -> codes (uint8), and the scale of each block (float32)."""
+    """Return the codes (blocks, numbers) uint8 of `blocks` (blocks, numbers) float32, and the scale
+    of each block, (blocks,) float32. format: "nf4", or the name of a format in FORMATS."""
     if fmt := FORMATS.get(format):
-        found = cast(blocks, fmt, (1, 0), "float32")
-        return found.data.view(torch.uint8), found.scale.flatten()
+        scaled = cast(blocks, fmt, (1, 0), "float32")
+        return scaled.data.view(torch.uint8), scaled.scale.flatten()
     book = torch.tensor(NF4, device=blocks.device)
     return nearest(blocks, (book[:-1] + book[1:]) / 2)
 
 
 class Product(torch.autograd.Function):
-    """y = x @ w.T + bias, x (..., in) in the compute dtype. w has no gradient."""
+    """y = x @ w.T + bias, for x (..., in) in the compute dtype and a frozen w. A custom Function,
+    because autograd would save the decoded w; backward decodes w again."""
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor | None, base: "QuantisedLinear") -> Tensor:
-        ctx.base = base         # saves the codes by reference, and no decoded matrix
+        ctx.base = base         # holds the codes; the decoded matrix is freed
         return F.linear(x, base.dequantised(x.dtype), bias)
 
     @staticmethod
@@ -44,8 +52,13 @@ class Product(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Module):
-    """Replaces a Linear. `codes` are bytes: a byte has two 4-bit codes, the first one in the low
-    half, and the last block is padded with zeros. `table` (256, codes in a byte): their values."""
+    """Replaces a frozen Linear. Its weight is stored in buffers:
+
+    codes:  uint8; a byte has one 8-bit code, or two 4-bit codes, the first in the low half. The
+            last block is padded with zeros
+    scales: one number for each block, float32, or uint8 with `double`
+    table:  (256, codes in a byte) float32: the values of the codes in a byte
+    """
 
     def __init__(self, linear: nn.Linear, settings: QuantisedBaseSettings, table: Tensor):
         super().__init__()
@@ -54,23 +67,25 @@ class QuantisedLinear(nn.Module):
         codes, scales = encode(blocks, settings.format)
         codes = packed(codes) if table.shape[1] == 2 else codes
         stored = {"codes": codes.flatten(), "scales": scales}
-        if settings.double:     # the mean in float64 is bit-equal for any number of threads
+        # The mean is computed in float64, so that it has the same bits for any number of threads.
+        if settings.double:
             stored["scales_mean"] = mean = scales.mean(dtype=torch.float64).float()
             stored["scales"], stored["scales_scale"] = to_blocks(scales - mean, signed=True)
-        # not in checkpoints of a run that starts from another run
+        # names of these buffers: a run that starts from another run does not store them in its
+        # checkpoints
         self.from_base = tuple(stored)
         for name, t in stored.items():
             self.register_buffer(name, t)
         self.register_buffer("table", table, persistent=False)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Returns the matrix (out, in), rounded once from float32."""
+        """Return the decoded weight (out, in) in `dtype`, rounded once from float32."""
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = from_blocks(scales, self.scales_scale, signed=True).add_(self.scales_mean)
-        made = self.table.index_select(0, self.codes.int()).view(-1, self.block)
-        made.mul_(scales[:, None])
-        return made.flatten()[:self.shape.numel()].view(self.shape).to(dtype)
+        numbers = self.table.index_select(0, self.codes.int()).view(-1, self.block)
+        numbers.mul_(scales[:, None])
+        return numbers.flatten()[:self.shape.numel()].view(self.shape).to(dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -86,7 +101,7 @@ class QuantisedLinear(nn.Module):
 
 
 def values(fmt: Format) -> Tensor:
-    """Returns the value of each code, in float32."""
+    """Return the value of each code of a format, (2^bits,) float32."""
     codes, half = torch.arange(2**fmt.bits), 2**(fmt.bits - 1)
     if fmt.exponent_bits:
         return codes.to(torch.uint8).view(stored_dtype(fmt)).float()
@@ -95,11 +110,12 @@ def values(fmt: Format) -> Tensor:
 
 @torch.no_grad()
 def quantise_base(model: nn.Module, settings: QuantisedBaseSettings) -> None:
+    """Replace the frozen Linears in the blocks of `model` by QuantisedLinears."""
     fmt = FORMATS.get(settings.format)
     table = values(fmt) if fmt else torch.tensor(NF4)
-    if len(table) == 16:
+    if len(table) == 16:        # a byte has two 4-bit codes: list the pairs of values of all bytes
         table = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)
-    for name, one in list(model.blocks.named_modules()):
-        if isinstance(one, nn.Linear) and not one.weight.requires_grad:
-            new = QuantisedLinear(one, settings, table.view(256, -1).to(one.weight.device))
+    for name, module in list(model.blocks.named_modules()):
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            new = QuantisedLinear(module, settings, table.view(256, -1).to(module.weight.device))
             model.blocks.set_submodule(name, new)

@@ -1,8 +1,8 @@
-"""Recomputes activations in backward instead of keeping them (Chen et al. 2016,
+"""Recomputes activations in backward instead of saving them (Chen et al. 2016,
 https://arxiv.org/abs/1604.06174).
 
-The second forward computes the same numbers as the first, so gradients are the same bit for bit:
-dropout draws the same masks again, and the state of a ScaledLinear is constant within a
+The second forward of a block computes the same numbers as the first, so gradients are the same bit
+for bit: dropout draws the same masks again, and the state of a ScaledLinear is constant within a
 micro-batch.
 """
 
@@ -26,9 +26,9 @@ from lpkit.techniques.memory import EveryBlock
 from lpkit.techniques.row import Settings
 
 aten = torch.ops.aten
-# Operations whose results selective recomputation keeps: products with weights, and fused
-# attention. Batched products are not kept: they are unfused attention, whose scores have T numbers
-# per token and head, many bytes for few FLOPs (Korthikanti et al. 2022, section 5).
+# Selective recomputation saves the results of these operations: matmuls with weights, and fused
+# attention. It does not save batched matmuls. They compute unfused attention, whose scores have T
+# numbers per token and head: many bytes for few FLOPs (Korthikanti et al. 2022, section 5).
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten._scaled_mm.default,
             aten._scaled_mm_v2.default, aten._int_mm.default)
 ATTENTION = (
@@ -44,7 +44,8 @@ def _flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * packed * b.shape[1]
 
 
-# FlopCounterMode, and the memory budget of a compiled model, count operations that have a formula
+# Register FLOP formulas that PyTorch lacks: FlopCounterMode, and the memory budget of a compiled
+# model, only count operations that have one.
 for product in (aten._scaled_mm_v2, aten._int_mm):
     if product not in flop_registry:
         register_flop_formula(product, get_raw=True)(_flops)
@@ -52,7 +53,8 @@ for product in (aten._scaled_mm_v2, aten._int_mm):
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Transform):
-    """Blocks 0, every, 2 * every, ... keep only their input and the results of `keep`."""
+    """Recomputes the blocks 0, every, 2 * every, ... in backward. Forward saves only the input of
+    such a block, and the results of the operations in `keep`."""
 
     every: int = 1
     keep: tuple = ()
@@ -69,37 +71,43 @@ class Recompute(Transform):
 
 
 def draws(model: nn.Module) -> dict[str, Any]:
-    """Returns arguments that restore the generator's state for the second forward, if the model has
-    dropout."""
-    return {"preserve_rng_state": any(isinstance(one, nn.Dropout) for one in model.modules())}
+    """Return arguments of torch's `checkpoint`: whether it must restore the state of the random
+    generator for the second forward, which only dropout needs."""
+    return {"preserve_rng_state": any(isinstance(module, nn.Dropout) for module in model.modules())}
 
 
 def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], x: Tensor | None = None,
                  *rest, **named) -> Any:
-    # transformers' caches; Dynamo would make a graph for each layer's number that it looks at
+    """Return the result of a block, and let backward run its forward again. x: the block's input;
+    None: the first tensor in `named`."""
+    # Caches of the transformers library have `get_seq_length`. Under torch.compile, only named
+    # arguments are checked: a positional argument may be the layer's number, for each value of
+    # which Dynamo would compile a graph.
     looked = named.values() if torch.compiler.is_compiling() else (*rest, *named.values())
-    if torch.is_grad_enabled() and any(hasattr(one, "get_seq_length") for one in looked):
+    if torch.is_grad_enabled() and any(hasattr(argument, "get_seq_length") for argument in looked):
         raise ConfigError("a block that runs again in backward would fill its cache of keys and "
                           "values twice; call the model with use_cache=False")
     if x is None:       # checkpoint finds the device from a tensor argument
-        key = next(key for key, one in named.items() if isinstance(one, Tensor))
+        key = next(key for key, argument in named.items() if isinstance(argument, Tensor))
         return _twice(lambda x: forward(**named, **{key: x}), contexts, named.pop(key))
-    # if checkpoint received a layer's number, torch 2.11 would compile two graphs: for 0 and others
+    # Only x is an argument of `checkpoint`. If it received the layer's number, torch 2.11 would
+    # compile two graphs, one for 0 and one for other numbers.
     return _twice(lambda x: forward(x, *rest, **named), contexts, x)
 
 
 def _twice(forward: Callable[..., Tensor], contexts: dict[str, Any], *given) -> Tensor:
+    """Return forward(*given), computed again in backward."""
     if not torch.is_grad_enabled():
         return forward(*given)
     if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
-        # also in the second forward, which runs outside of the context
+        # The second forward runs outside of the caller's context, so `forward` itself enters it.
         forward = deferring(queue)(forward)
     return checkpoint(forward, *given, use_reentrant=False, **contexts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreAttention(Transform):
-    """Attention keeps only q, k and v, and is recomputed."""
+    """Recomputes attention in backward. Forward saves only q, k and v of it."""
 
     stage = Stage.RECOMPUTE
 
@@ -111,7 +119,7 @@ class CoreAttention(Transform):
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """A way to recompute: transforms of the model, and the backend that compiles it."""
+    """A way to recompute: transforms of the model, and the backend of torch.compile."""
 
     transforms: tuple[Transform, ...] = ()
     compiler: str | Callable = "inductor"

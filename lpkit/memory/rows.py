@@ -1,5 +1,5 @@
-"""Chooses the memory techniques of a run, with reasons. The Config requests techniques, and the
-device may not support all of them."""
+"""Chooses the memory techniques of a run, and records reasons. The Config requests techniques; not
+every device supports all of them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lpkit.techniques.memory import Technique, check, rows_of
 from lpkit.techniques.recipes import Recipe
 
 PLAIN = MemoryConfig()
-# techniques whose implementation decides the place on a device
+# fields of MemoryConfig whose implementation decides where tensors are stored on this device
 PLACED = ("activation_offload", "optimizer_state")
 
 
 def asked(config: Config) -> dict[str, Technique]:
-    """Returns the requested techniques that differ from PyTorch's default."""
+    """Return the requested techniques by field of MemoryConfig, without PyTorch's defaults."""
     return {key: row for key, row in rows_of(config).items()
             if getattr(config.memory, key).name != getattr(PLAIN, key).name}
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
-    """Returns the techniques that are used, with reasons. Raises ConfigError for techniques that
-    exclude each other."""
+    """Return the choice for each requested technique. Raises ConfigError for techniques that
+    cannot be combined."""
     check(config, recipe)
     chosen = {}
     for key, row in asked(config).items():
@@ -38,8 +38,9 @@ def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Ch
 
 
 def choose_compile(config: Config, choice: Choice) -> Choice:
-    """Returns `choice`, unless a technique cannot be compiled. Raises ConfigError if both were
-    requested."""
+    """Return `choice`, the choice of what is compiled, or "off" if a requested technique cannot be
+    compiled. Raises ConfigError if the Config requests both, or a technique that needs
+    torch.compile without it."""
     for key, row in asked(config).items():
         name = f"memory.{key}={getattr(config.memory, key).name}"
         if row.eager and choice.used != "off":

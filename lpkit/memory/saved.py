@@ -1,13 +1,14 @@
-"""Activations that are stored elsewhere until backward needs them.
+"""Stores activations elsewhere until backward needs them, for example in host memory.
 
-Hooks (torch.autograd.graph.saved_tensors_hooks) receive each tensor that an operation of a block
-saves, and must return the tensor in backward. Weights and their casts stay, because they exist
-anyway. Tensors with less than a 32nd of the numbers of the block's input stay, too: statistics of
-norms and log-sums of attention take few bytes, and other results depend on them. A tensor that
-several operations save is moved once.
+Autograd calls two hooks (torch.autograd.graph.saved_tensors_hooks): `pack` with each tensor that an
+operation of a block saves, and `unpack` when backward needs it. These tensors stay where they are:
+- weights and their casts, because they exist anyway
+- tensors with less than a 32nd of the numbers of the block's input, such as statistics of norms and
+  log-sums of attention: they take few bytes, and many results depend on them
+A tensor that several operations save is moved once.
 
-On the host, only the time changes. A kind of `Away` with `rounds` returns other numbers, as in
-`lessons.rows.activations`.
+With host memory, results are the same bit for bit. A subclass of `Away` with `rounds` stores
+rounded numbers, as in `lessons.rows.activations`.
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ from torch.autograd.graph import saved_tensors_hooks
 from lpkit.contracts import Stage, Transform
 from lpkit.memory.state import Host
 
-MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
-PREFETCH_DEPTH = 4          # how many tensors are fetched ahead of the one in use
+MIN_SHARE_OF_INPUT = 32     # a tensor with less than 1/32 of the block input's numbers stays
+PREFETCH_DEPTH = 4          # tensors that are fetched before backward needs them
+# graph nodes of casts and views: `_of_weight` follows them back to a parameter
 PASSES_ON = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0",
              "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 class Away:
-    """A dense tensor that is stored elsewhere."""
+    """A dense tensor that is stored elsewhere. Subclasses define where."""
 
-    # the tensor that was sent before it, which backward needs next
+    # returns the tensor that was stored just before this one; backward needs it next
     before: Callable[[], Away | None]
-    rounds = False      # whether it returns rounded numbers, with a generator `draws`
+    rounds = False      # whether numbers are rounded stochastically, by a generator `draws`
     file_bytes = 0      # bytes in a file, which a `Tracker` of tensors cannot see
 
     @staticmethod
     def takes(t: Tensor) -> bool:
+        """Return whether this class can store t."""
         return True
 
     def expect(self) -> None:
-        """Called when the tensor will be needed soon."""
+        """Start to fetch the tensor: it will be needed soon."""
 
     def get(self) -> Tensor:
+        """Return the tensor on its device."""
         raise NotImplementedError
 
 
 class CpuCopy(Away):
-    """A copy in other memory of the CPU."""
+    """A tensor of the CPU, copied to other memory of the CPU."""
 
     def __init__(self, t: Tensor):
         self.copy = t.clone()
@@ -61,7 +65,8 @@ class CpuCopy(Away):
 
 
 class OnHost(Away):
-    """Stores a tensor in pinned memory of the CPU. The stream of `host` copies in order."""
+    """A tensor of a GPU, copied to pinned memory of the CPU and back by the stream of `host`. The
+    stream copies in order, so no fetch can overtake the copy to the host."""
 
     def __init__(self, t: Tensor, host: Host):
         self.host, self.device = host, t.device
@@ -83,25 +88,26 @@ class OnHost(Away):
 
 @dataclass(frozen=True)
 class SavedTensorRef:
-    """The reference that autograd saves: to a tensor that is stored elsewhere, and to the view of
-    it that this operation saved."""
+    """What autograd saves instead of a tensor: the stored tensor, and how to make the view of it
+    that the operation saved."""
 
     parcel: Away
-    order: tuple[int, ...]      # order of the dimensions, slowest first
-    shape: torch.Size           # in this order
+    order: tuple[int, ...]      # dimensions of the saved view, sorted by stride, largest first
+    shape: torch.Size           # sizes of the dimensions in this order
 
 
 class SavedTensorOffloader(Transform):
-    """Moves the tensors that each block of one model saves to `kind(t, **settings)`."""
+    """Moves the tensors that the blocks of a model save for backward: each tensor t is stored as
+    `kind(t, **settings)`."""
 
-    # outermost, around recomputation: then only a block's input is moved
+    # Applied around recomputation. So if blocks are recomputed, only their inputs are moved.
     stage = Stage.RECOMPUTE
     # whether blocks may have additive masks with infinities, which must not be rounded
     masked = False
 
     def __init__(self, kind: type[Away], **settings: Any):
         self.kind, self.settings = kind, settings
-        # parcels by storage and view
+        # stored tensors by storage and by view of the storage, for as long as both exist
         self.parcels: dict[int, weakref.WeakValueDictionary[tuple, Away]] = {}
         self.storages: dict[int, weakref.ref] = {}
         self.last: Callable[[], Away | None] = lambda: None
@@ -114,8 +120,8 @@ class SavedTensorOffloader(Transform):
     def _forward(self, forward: Callable[..., Any], *given, **named) -> Any:
         if not torch.is_grad_enabled():
             return forward(*given, **named)
-        x = next(one for one in (*given, *named.values()) if isinstance(one, Tensor))
-        # a new generator: draws here must not change the block's random draws
+        x = next(argument for argument in (*given, *named.values()) if isinstance(argument, Tensor))
+        # Rounding uses its own generator, so that it does not change the block's random numbers.
         if self.kind.rounds:
             seed = int(torch.randint(2**62, ()))
             self.settings["draws"] = torch.Generator(x.device).manual_seed(seed)
@@ -123,6 +129,8 @@ class SavedTensorOffloader(Transform):
             return forward(*given, **named)
 
     def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
+        """Return what autograd saves for t: t itself if it stays, otherwise a reference. least:
+        numbers of the block's input."""
         small = t.numel() * MIN_SHARE_OF_INPUT < least
         expanded = t.nbytes > t.untyped_storage().nbytes()
         mask = self.masked and self.kind.rounds and not t.requires_grad
@@ -133,6 +141,8 @@ class SavedTensorOffloader(Transform):
         return SavedTensorRef(self._parcel(dense), order, dense.shape)
 
     def unpack(self, kept: Tensor | SavedTensorRef) -> Tensor:
+        """Return the tensor that `pack` was given. Also start to fetch the tensors that were stored
+        before it, because backward needs them in reverse order."""
         if isinstance(kept, Tensor):
             return kept
         near = kept.parcel
@@ -144,7 +154,8 @@ class SavedTensorOffloader(Transform):
         return kept.parcel.get().view(kept.shape).permute(back)
 
     def _parcel(self, t: Tensor) -> Away:
-        """Returns one parcel for each dense view of a storage, as long as both exist."""
+        """Return the stored copy of t. If another operation has saved the same view of the same
+        storage, this is the copy that exists already."""
         storage = t.untyped_storage()
         at = storage._cdata
         if at not in self.parcels:
@@ -166,7 +177,7 @@ class SavedTensorOffloader(Transform):
 
 
 def _of_weight(t: Tensor) -> bool:
-    """Returns whether t is a parameter, or a view or a cast of a parameter."""
+    """Return whether t is a parameter, or a view or a cast of a parameter."""
     if isinstance(t, nn.Parameter) or getattr(t, "of_weight", False):
         return True
     node = t.grad_fn
@@ -175,12 +186,12 @@ def _of_weight(t: Tensor) -> bool:
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-# Functions f(device) -> Place that rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD` name.
+# Functions f(device) -> Place. The rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD` name them.
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where activations are stored. Without `transforms` they stay. `used` and `why` are recorded;
-    empty means as in the row."""
+    """Where activations are stored. transforms: of the model; empty: activations stay. `used` and
+    `why` are recorded in the run; empty: the row's name and reason."""
 
     transforms: tuple[Transform, ...] = ()
     used: str = ""
@@ -195,5 +206,5 @@ def on_host(device: torch.device) -> Place:
     if device.type == "cuda":
         return Place(transforms=(SavedTensorOffloader(OnHost, host=Host(device)),))
     return Place(transforms=(SavedTensorOffloader(CpuCopy),), used="cpu", why=(
-        "copied: the device is the CPU, so the copies lie beside what they were copied from, and "
-        "this shows what is moved and not what it frees"))
+        "copied: the device is the CPU, so the copies are in the same memory as the originals, and "
+        "this shows which bytes move, but frees none"))

@@ -1,8 +1,9 @@
 """Stores the optimizer's state between updates on the device or on the host (Ren et al. 2021,
 ZeRO-Offload, https://arxiv.org/abs/2101.06840).
 
-The update itself runs on the device with the same float32 numbers, so only the time changes. State
-is fetched for one parameter at a time: the next parameter's while one is updated, and written back.
+The update itself runs on the device with the same float32 numbers, so results are the same bit for
+bit. State is fetched for one parameter at a time. While a parameter is updated, the state of the
+next parameter is fetched, and the state of the previous parameter is written back.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from lpkit.contracts import StatePlacement
 
 
 class Host(StatePlacement):
-    """Pinned memory of the CPU, copied by a stream of its own. The stream copies in order, so no
-    fetch can overtake a write-back."""
+    """Stores state in pinned memory of the CPU, and copies it by a separate CUDA stream. The stream
+    copies in order, so no fetch can overtake a write-back."""
 
     name = "cpu"
 
@@ -35,8 +36,9 @@ class Host(StatePlacement):
 
         def wait() -> list[Tensor]:
             current = torch.cuda.current_stream(device)
-            # The current stream must not read before the copies have arrived, and the allocator
-            # must not reuse their memory before the current stream is done with it.
+            # wait_event: the current stream must not read the copies before they have arrived.
+            # record_stream: the allocator must not reuse their memory before the current stream has
+            # used them.
             current.wait_event(arrived)
             for t in copies:
                 t.record_stream(current)
@@ -52,7 +54,8 @@ class Host(StatePlacement):
                 new.record_stream(self.stream)
 
 
-# Functions f(device) that rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name.
+# Functions f(device) -> StatePlacement. The rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name
+# them.
 
 def on_device(device: torch.device) -> StatePlacement:
     return StatePlacement()

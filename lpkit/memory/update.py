@@ -1,8 +1,9 @@
-"""The dtype of parameters, and when each parameter is updated: after the whole backward, or as soon
-as its gradient is computed. An optimizer computes in float32 in both cases.
+"""When parameters are updated, and their dtype.
 
-Each of the two returns `optimizer_step() -> grad_norm`, which the trainer calls after forward and
-backward.
+`after` updates all parameters after backward. `InBackward` updates each parameter as soon as its
+gradient is computed. Both give a function without arguments, which the trainer calls after forward
+and backward, and which returns the global norm of the gradients. `ParameterDtype` stores parameters
+in another dtype; optimizers still compute in float32.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from torch.optim import Optimizer
 
 from lpkit.contracts import Stage, Transform
 
-OptimizerStep = Callable[[], Tensor]   # -> the global norm () of the gradients before clipping
-# norms of the gradients of one rank's parameters, and these parameters -> norm over all ranks
+# returns the global norm of the gradients before clipping, ()
+OptimizerStep = Callable[[], Tensor]
+# A function of the gradients' norms on this rank, one for each parameter, and of these parameters.
+# It returns the global norm over all ranks.
 OfAll = Callable[[Sequence[Tensor], Sequence[nn.Parameter]], Tensor]
 
 
 def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
           of_all: OfAll | None = None) -> OptimizerStep:
-    """Clips by the global norm, steps, and frees every gradient. clip=0: no clipping. Returns a
-    partial, because deepcopy copies its parameters with a Training; a closure would keep the first
-    Training's parameters."""
+    """Return a function that clips all gradients by their global norm, calls optimizer.step(), and
+    frees the gradients. clip: the largest norm; 0: no clipping.
+
+    The function is a partial, because deepcopy copies its arguments: the copy of a Training then
+    updates its own parameters. A closure would keep the parameters of the first Training.
+    """
     return partial(_after, optimizer, parameters, clip or math.inf, of_all or global_norm)
 
 
@@ -43,17 +49,18 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
 
 
 def global_norm(norms: Sequence[Tensor], _: Sequence[nn.Parameter] = ()) -> Tensor:
-    """Returns the global norm from the norm of each gradient, float32 (); 0 if there are none.
-    clip_grad_norm_ would return bf16 for bf16 gradients."""
+    """Return the global norm, () float32, from the norms of all gradients; 0 if there are none.
+    PyTorch's clip_grad_norm_ would return bf16 for bf16 gradients."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class InBackward:
-    """Updates each parameter as soon as backward has its gradient, and frees the gradient at once:
-    the gradients of a model never exist at the same time (LOMO, Lv et al. 2023,
+    """Updates each parameter as soon as backward has computed its gradient, and then frees the
+    gradient. So the gradients of all parameters never exist at the same time (LOMO, Lv et al. 2023,
     https://arxiv.org/abs/2306.09782).
 
-    Updates and norm are bit-equal to those of `after`.
+    A call returns the global norm of the gradients. Updates and norm are bit-equal to those of
+    `after` without clipping.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
@@ -66,9 +73,11 @@ class InBackward:
             p.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, p: nn.Parameter) -> None:
+        """Update p and free its gradient. Autograd calls this hook when the gradient is complete.
+        """
         self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         all_groups = self.optimizer.param_groups
-        # the optimizer then steps only this parameter, with its group's settings
+        # For this call the optimizer has only this parameter, with the settings of its group.
         self.optimizer.param_groups = [{**self.group[p], "params": [p]}]
         try:
             self.optimizer.step()
@@ -90,7 +99,7 @@ class ParameterDtype(Transform):
     stage = Stage.STORAGE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        # changes the data, not the object, so that tied parameters stay tied
+        # `data` is replaced, not the parameter object, so that tied parameters stay tied.
         for p in model.parameters():
             p.data = p.data.to(self.dtype)
         return model

@@ -1,4 +1,4 @@
 """The model: layers, attention, Transformer."""
 
-# Raised when the same config and weights compute another function. A run records its version.
+# Increase this number when the same config and weights compute another function. A run records it.
 VERSION = 1

@@ -1,10 +1,11 @@
-"""Caches of past tokens for generation, so that a new token costs the work of one position.
+"""Caches of past tokens for generation, so that each new token needs the work of one position only.
 
-A `Cache` belongs to a kind of attention, whose row in `lpkit.techniques.attention` names it. It
-first takes a prompt, which the run's own backend computes, and then one token at a time for each of
-its sequences, which may be at different positions. `KeysValues` is the cache of all softmax kinds,
-in the formats of `lpkit.techniques.caches`. A kind with a state needs only its own `prompt` and
-`step`.
+Each kind of attention has a class of `Cache`, which its row in `lpkit.techniques.attention` names.
+A cache is used in two phases. First `prompt` attends for all tokens of a prompt, by the run's
+attention backend, and stores them. Then `step` attends for one new token of each sequence; the
+sequences may be at different positions. `KeysValues` is the cache of all softmax kinds. It stores
+keys and values in a format of `lpkit.techniques.caches`. Another kind of attention, for example
+with a recurrent state, needs only its own `prompt` and `step`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from lpkit.techniques.operation import POSITIONS
 
 def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
               format: str = "same", dtype: torch.dtype, device: torch.device | str) -> Cache:
-    """Returns an empty cache for `batch` sequences of up to `tokens` tokens (None: the context).
-    `dtype`: of the products. Raises ConfigError for an unknown format."""
+    """Return an empty cache for `batch` sequences of up to `tokens` tokens (None: the context).
+    dtype: the compute dtype of q, k and v; format: a row of CACHES. Raises ConfigError for an
+    unknown format."""
     refuse_keys_to_come(config)
     kind = resolve_name(KINDS[config.attention.name].cache)
     return kind(config, batch, min(tokens or config.T, config.T), pick(CACHES, format, "cache"),
@@ -40,7 +42,11 @@ def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
 
 
 class Cache(ABC):
-    """`lengths` (B,) int64, on the CPU: how many tokens each sequence has had."""
+    """The past tokens of B sequences.
+
+    lengths:  (B,) int64, on the CPU: how many tokens each sequence has had
+    stepping: whether the tokens that `begin` announced are one per sequence (`step`), not a prompt
+    """
 
     def __init__(self, config: ModelConfig, batch: int, device: torch.device | str):
         self.config, self.device = config, device
@@ -49,15 +55,15 @@ class Cache(ABC):
 
     @property
     def goes_on(self) -> bool:
-        """Whether generation may continue past the context. It may with rotary positions: scores
-        depend only on distances, and a key keeps its rotation. Learned positions end with the
-        context."""
+        """Whether generation may continue past the context. With rotary positions it may: scores
+        depend only on distances, so a stored key stays valid. With learned positions it may not,
+        because there are no more positions."""
         return POSITIONS[self.config.position].turns
 
     def begin(self, T: int) -> int | Tensor:
-        """Announces the next T tokens of each sequence: a prompt, or one token. Returns the
-        position of the first one: an int, or (B, 1) int64 if sequences differ. Raises ConfigError
-        if they do not fit the context."""
+        """Announce the next T tokens of each sequence: a prompt, or one token. Return the position
+        of the first of them: an int, or (B, 1) int64 if sequences differ. Raises ConfigError if the
+        tokens do not fit the context. Called once, before the layers."""
         lengths = self.lengths.tolist()
         if T != 1 and any(lengths):
             raise ValueError(f"after the prompt, tokens come one at a time; got {T}")
@@ -71,35 +77,48 @@ class Cache(ABC):
         return torch.tensor(lengths, device=self.device)[:, None]
 
     def place(self, lengths: list[int], T: int) -> None:
-        """Called once for all layers, before T tokens come to sequences of these lengths."""
+        """Prepare for T more tokens of each sequence. `lengths`: tokens so far. Called once for all
+        layers."""
         self.stepping = T == 1
 
     @abstractmethod
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
-        """Attends for the tokens that `begin` announced, (B, H, T, E). `own`: the argument `sinks`
-        of `contracts.Attend`."""
+        """Store the tokens of a prompt in a layer, and return the attention output, (B, H, T, E).
+        attention: the layer's module; q (B, H, T, E), k and v (B, G, T, E); own: the argument
+        `sinks` of `contracts.Attend`."""
 
     @abstractmethod
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Attends for one token, if `stepping`: q (B, G, H / G, E), k, v (B, G, 1, E); like q."""
+        """Store one token of each sequence in a layer, and return the attention output, like q.
+        q (B, G, H / G, E), k and v (B, G, 1, E)."""
 
     @abstractmethod
     def row(self, b: int) -> Self:
-        """Returns a view of sequence b, to give it its prompt or to clear it."""
+        """Return a cache of sequence b alone, which shares memory with this cache: to give the
+        sequence its prompt, or to clear it."""
 
     def clear(self) -> None:
-        """Forgets all tokens."""
+        """Forget all tokens."""
         self.lengths.zero_()
 
     @property
     @abstractmethod
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the stored tokens."""
 
 
 class KeysValues(Cache):
-    """Two `Stored` for each layer, (B, G, slots, E). A prompt is one document."""
+    """The keys and the values of each layer, two `Stored` (B, G, slots, E). All tokens of a
+    sequence are one document. A slot holds one token; if the rule has a window, slots are reused.
+
+    places: (B, slots) int64: the position of the token in each slot, -1 for an empty slot
+    at:     index of the slots that the announced tokens take: (sequences, groups, slots)
+    kept:   positions in the prompt of the tokens that are stored
+    filled: how many slots a step reads
+    mask:   (B, 1, 1, filled) bool: which slots a step reads; None: all
+    """
 
     def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
                  dtype: torch.dtype, device: torch.device | str):
@@ -109,14 +128,14 @@ class KeysValues(Cache):
         shape, stored = (batch, config.G, self.slots.count, config.E), format.load()
         self.layers = [(stored(format, shape, dtype, device), stored(format, shape, dtype, device))
                        for _ in range(config.L)]
-        # the position of the token in each slot; -1 for an empty slot
         self.places = torch.full((batch, self.slots.count), -1, device=device)
         self.filled, self.mask = 0, None
 
     @property
     def goes_on(self) -> bool:
-        """The oldest token is dropped, unless the rule is a table of blocks, which ends with the
-        context. No distance is longer than in training, except distances to global tokens."""
+        """Whether generation may continue past the context. Then the oldest token is dropped, so
+        that no distance is longer than in training, except distances to global tokens. A rule with
+        a table of blocks ends with the context."""
         return super().goes_on and self.rule.blocks is None
 
     def place(self, lengths: list[int], T: int) -> None:
@@ -128,21 +147,22 @@ class KeysValues(Cache):
             self.kept = torch.tensor(list(held.values()), device=self.device)
             self.places[:, self.at[2]] = self.kept
             return
-        taken, ends = [self.slots.of(n) for n in lengths], [min(n + 1, count) for n in lengths]
+        # A step: `used_slots` has the slot of each sequence's new token, and `ends` the numbers of
+        # slots in use.
+        used_slots, ends = [self.slots.of(n) for n in lengths], [min(n + 1, count) for n in lengths]
         self.filled = max(ends)
-        if len(set(taken)) == 1:
-            self.at = whole, whole, slice(taken[0], taken[0] + 1)
-            self.places[:, taken[0]] = torch.tensor(lengths, device=self.device)
+        if len(set(used_slots)) == 1:
+            self.at = whole, whole, slice(used_slots[0], used_slots[0] + 1)
+            self.places[:, used_slots[0]] = torch.tensor(lengths, device=self.device)
         else:
-            rows, groups = torch.arange(len(taken)), torch.arange(self.config.G)
-            at = torch.tensor(taken)
+            rows, groups = torch.arange(len(used_slots)), torch.arange(self.config.G)
+            at = torch.tensor(used_slots)
             self.at = tuple(t.to(self.device)
                             for t in (rows[:, None, None], groups[:, None], at[:, None, None]))
             self.places[rows, at] = torch.tensor(lengths, device=self.device)
         if min(ends) < self.filled or self.rule.blocks is not None:
             places = self.places[:, :self.filled]
             now = torch.tensor(lengths, device=self.device)[:, None]
-            # (B, 1, 1, slots)
             self.mask = (self.rule.sees(now, places) & (places >= 0))[:, None, None]
 
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
@@ -157,7 +177,7 @@ class KeysValues(Cache):
             stored.put(self.at, t)
         keys, values = (stored.read(self.filled) for stored in self.layers[layer])
         mask, count = self.mask, keys.shape[2]
-        # the prefix is in no slot, because it is the same for all sequences
+        # The learned prefix has no slots, because it is the same for all sequences.
         if attention.prefix is not None:
             keys, values = attention.prefix.before(keys, values)
             if mask is not None:
@@ -165,10 +185,10 @@ class KeysValues(Cache):
         return last_token(q, keys, values, mask, own, self.rule)
 
     def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.lengths, one.places = self.lengths[b:b + 1], self.places[b:b + 1]
-        one.layers = [(k.row(b), v.row(b)) for k, v in self.layers]
-        return one
+        view = copy.copy(self)
+        view.lengths, view.places = self.lengths[b:b + 1], self.places[b:b + 1]
+        view.layers = [(k.row(b), v.row(b)) for k, v in self.layers]
+        return view
 
     def clear(self) -> None:
         super().clear()
@@ -182,13 +202,18 @@ class KeysValues(Cache):
 
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
                rule: Rule) -> Tensor:
-    """Attends for one token. One product of a group's queries (B, G, H / G, E) with the group's
-    keys (B, G, S, E) needs no repeated keys. On a CPU it computes in float32, because 16-bit
-    products are slow on CPUs without instructions for them."""
+    """Return the attention output of one token for each sequence, like q.
+
+    q (B, G, H / G, E); k and v (B, G, S, E); mask (B, 1, 1, S) bool, or None; sinks (H,), or None.
+    The H / G query heads of a group are the rows of one matmul, so keys need not be repeated. On a
+    CPU it computes in float32, because 16-bit matmuls are slow on CPUs without instructions for
+    them.
+    """
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":
         q, k, v = q.float(), k.float(), v.float()
-    if torch.is_autocast_enabled(q.device.type):    # autocast would cast them back
+    # Autocast would cast q, k and v back to 16 bits.
+    if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _weighted(q, k, v, mask, sinks, rule).to(dtype)
     return _weighted(q, k, v, mask, sinks, rule).to(dtype)
@@ -196,6 +221,7 @@ def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tens
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
               rule: Rule) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v for one token, with the arguments of `last_token`."""
     if rule.soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask)
     scores = capped(q @ k.mT / math.sqrt(q.shape[-1]), rule)
@@ -206,40 +232,45 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
         scores = torch.cat((scores, sink.expand(len(q), -1, -1, -1)), dim=-1)
     weights = scores.softmax(-1)[..., :k.shape[2]]
     if mask is not None:
-        # a query that sees nothing has a NaN softmax
+        # The softmax of a query that sees no slot is NaN. Its weights become 0.
         weights = weights.masked_fill(~mask, 0.0)
     return weights.type_as(v) @ v
 
 
 class Stored:
-    """Keys or values (B, G, S, E), stored as tensors (B, G, S, ...), zeros at first. A format
-    defines how numbers (..., E) are encoded and decoded."""
+    """Keys or values (B, G, S, E) of a layer in S slots, in the compute dtype. A subclass is
+    another format: it encodes the E numbers of a head as one or more tensors.
+
+    parts: the tensors, (B, G, S, ...) each, zeros at first
+    """
 
     def __init__(self, format: CacheFormat, shape: tuple[int, ...], dtype: torch.dtype,
                  device: torch.device | str):
         self.format, self.dtype, self.E = format, dtype, shape[-1]
-        one = self.encode(torch.zeros(self.E, dtype=dtype, device=device))
-        self.parts = [t.new_zeros(*shape[:-1], *t.shape) for t in one]
+        encoded = self.encode(torch.zeros(self.E, dtype=dtype, device=device))
+        self.parts = [t.new_zeros(*shape[:-1], *t.shape) for t in encoded]
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that represent x (..., E)."""
         return (x,)
 
     def decode(self, x: Tensor) -> Tensor:
+        """Return the numbers (..., E) that the tensors of `encode` represent."""
         return x
 
     def put(self, at: tuple, x: Tensor) -> None:
-        """Stores x (B, G, n, E) at an index of the first three dimensions."""
+        """Store x (B, G, n, E) in the slots `at`, an index of the first three dimensions."""
         for part, t in zip(self.parts, self.encode(x)):
             part[at] = t.to(part.dtype)
 
     def read(self, slots: int) -> Tensor:
-        """Returns the first slots, (B, G, slots, E)."""
+        """Return the numbers in the first `slots` slots, (B, G, slots, E)."""
         return self.decode(*(part[:, :, :slots] for part in self.parts))
 
     def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.parts = [part[b:b + 1] for part in self.parts]
-        return one
+        view = copy.copy(self)
+        view.parts = [part[b:b + 1] for part in self.parts]
+        return view
 
     @property
     def nbytes(self) -> int:
@@ -247,14 +278,16 @@ class Stored:
 
 
 def _rounded(x: Tensor, scale: Tensor, least: float, most: float) -> Tensor:
-    """Returns x (..., n) in units of its scale (...), rounded; 0 where the scale is 0."""
+    """Return x / scale, rounded to integers from `least` to `most`; 0 where the scale is 0. x
+    (..., n), scale (...)."""
     units = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
     return units.round().clamp(least, most)
 
 
 class Int8(Stored):
-    """Codes (E,) int8, and a scale in bfloat16, which has the range of float32. The error is at
-    most half a scale, 1/254 of the largest number."""
+    """For each head of a token, E codes in int8 and one scale in bfloat16: E + 2 bytes. (bfloat16
+    has the range of float32.) The error of a number is at most half a scale, 1/254 of the largest
+    number of the head."""
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         most, x = FORMATS["int8"].largest, x.float()
@@ -266,10 +299,13 @@ class Int8(Stored):
 
 
 class Int4(Stored):
-    """Codes from 0 to 15 above the smallest number of a group, two in a byte: E / 2 uint8, and for
-    each group a scale and the smallest number in bfloat16. The error is at most half a scale (1/30
-    of the group's range) plus 2^-7 of the group's largest number, from rounding the scale and the
-    smallest number."""
+    """For each head of a token, E codes from 0 to 15, two in a byte, in groups. Each group has a
+    scale and its smallest number, in bfloat16: number = smallest + code * scale. So a head takes
+    E / 2 bytes and 4 bytes for each group.
+
+    The error of a number is at most half a scale (1/30 of the group's range) plus 2^-7 of the
+    group's largest number; the second term comes from rounding the scale and the smallest number.
+    """
 
     @property
     def sizes(self) -> tuple[int, int]:

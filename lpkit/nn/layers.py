@@ -1,4 +1,4 @@
-"""Norms and positions that rows of `lpkit.techniques` name."""
+"""Norms and positions of the model. Rows of `lpkit.techniques` name these classes."""
 
 import math
 from dataclasses import replace
@@ -14,14 +14,16 @@ from lpkit.techniques.operation import FAST, SLOW, TRAINED, MicroBatch
 
 
 def linear(config: ModelConfig, name: str) -> nn.Linear:
-    """Returns the Linear of a block's operation, with the sizes and the bias of its row."""
+    """Return the Linear for the operation `name` of a block, for example "mlp.up", with the sizes
+    and the bias that `lpkit.techniques.blocks` lists."""
     unchanged = MicroBatch(model=replace(config, changes=()))       # changes are applied afterwards
     op = next(op for op in operations(unchanged).block if op.name == name)
     return nn.Linear(*op.matmul, bias=op.params > op.weights)
 
 
-# `kernels` maps a layer's attributes to the kernels that it calls (`lpkit.techniques.kernels`). The
-# attributes start as PyTorch's versions, which `lpkit.execution.kernels` may replace.
+# A layer calls a kernel through an attribute. `kernels` maps these attributes to names of kernels
+# (`lpkit.techniques.kernels`). The attributes begin as PyTorch's versions;
+# `lpkit.execution.kernels` may replace them.
 
 class LayerNorm(nn.LayerNorm):
     kernels: ClassVar = {"normalise": "layer-norm", "add_normalise": "add-layer-norm"}
@@ -29,7 +31,7 @@ class LayerNorm(nn.LayerNorm):
     add_normalise = staticmethod(pytorch.add_layer_norm_pytorch)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(..., D) -> (..., D). With delta it returns x + delta, and the norm of the sum."""
+        """Return the norm of x (..., D). With delta, return x + delta and the norm of this sum."""
         if delta is None:
             return self.normalise(x, self.weight, self.bias, self.eps)
         return self.add_normalise(x, delta, self.weight, self.bias, self.eps)
@@ -41,14 +43,14 @@ class RMSNorm(nn.RMSNorm):
     add_normalise = staticmethod(pytorch.add_rms_norm_pytorch)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(..., D) -> (..., D). With delta it returns x + delta, and the norm of the sum."""
+        """Return the norm of x (..., D). With delta, return x + delta and the norm of this sum."""
         if delta is None:
             return self.normalise(x, self.weight, self.eps)
         return self.add_normalise(x, delta, self.weight, self.eps)
 
 
 def add_norm(norm: nn.Module, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x + delta, and its norm, by one kernel if the norm has one."""
+    """Return x + delta and its norm; by one kernel if `norm` is a class of this module."""
     if isinstance(norm, (LayerNorm, RMSNorm)):
         return norm(x, delta)
     x = x + delta
@@ -64,8 +66,11 @@ def rmsnorm(config: ModelConfig) -> nn.Module:
 
 
 class LearnedPositions(nn.Module):
-    """Adds a learned vector to each token's embedding, and does not change q and k. `start`: the
-    position of the first token, or of each token, (T,) int64, or (B, T) if sequences differ."""
+    """Adds a learned vector for each position to the embeddings, and does not change q and k.
+
+    `start`: the position of the first token, an int; or the position of each token, (T,) int64, or
+    (B, T) if sequences differ.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -81,10 +86,11 @@ class LearnedPositions(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Rotates pairs of q and k by an angle that grows with the position (Su et al. 2021,
+    """Rotates pairs of numbers of q and k by an angle that grows with the position (Su et al. 2021,
     https://arxiv.org/abs/2104.09864).
 
-    Pairs are (i, i + E/2), as in the published Llama checkpoints for transformers. rope_factor:
+    Pairs are (i, i + E/2), as in the published Llama checkpoints for the transformers library. A
+    `rope_factor` above 1 slows down the slow rotations, for contexts longer than in training:
     https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
     """
 
@@ -98,8 +104,10 @@ class RotaryPositions(nn.Module):
         return x
 
     def rotation(self, T: int, start: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, (T, E) each, like `like`; recomputing them is cheaper than keeping
-        them. If positions differ by sequence, the shapes are (B, 1, T, E), which kernels refuse."""
+        """Return cos and sin of the angles, (T, E) each, in the dtype of `like`. If positions
+        differ between sequences, they are (B, 1, T, E), which kernels do not support. They are
+        computed in every forward, which is cheaper than storing them. start: as in
+        LearnedPositions."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
         if isinstance(start, Tensor):
             places = (start if start.ndim == 1 else start[:, None]).float() + self.first
@@ -108,6 +116,7 @@ class RotaryPositions(nn.Module):
             places = torch.arange(start, start + T, device=like.device).float()
         speeds = self.theta ** (-i / self.E)        # radians per token
         if self.factor != 1:
+            # share of the original speed: 1 for fast rotations, 0 for slow rotations
             kept = ((TRAINED * speeds / (2 * math.pi) - SLOW) / (FAST - SLOW)).clamp(0, 1)
             speeds = speeds * (kept + (1 - kept) / self.factor)
         angles = places[..., None] * speeds

@@ -1,9 +1,9 @@
-"""Attention by libraries: PyTorch's kernels by name, FlexAttention, flash-attn.
+"""Attention backends of libraries: PyTorch's kernels by name, FlexAttention, flash-attn.
 
 Each function is a row of `lpkit.techniques.attention_backends`, and computes the same as
-`attention.plain`. The row lists what it cannot compute. A library is imported when it is called.
-Signatures are those of torch 2.11 and newer (`tests/gpu/test_oldest_torch.py`), and of flash-attn
-at 0251105 (`flash_attn_interface.py`). Packed documents follow one another.
+`attention.plain`. The row lists the rules that the function does not support. A library is imported
+when its function is called. The calls match the signatures of torch 2.11 and newer
+(`tests/gpu/test_oldest_torch.py`), and of flash-attn at commit 0251105 (`flash_attn_interface.py`).
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.
 """
@@ -25,13 +25,15 @@ from lpkit.nn.attention import CAUSAL, sdpa
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import limited
 
-EAGER_MASK = 1024       # tokens; up to this size compiling the mask takes longer than it saves
+# Most tokens for which `flex` computes the block mask without compiling: compiling would take
+# longer than it saves.
+EAGER_MASK = 1024
 
 
 @limited("sdpa-cudnn")
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    # PyTorch raises if this kernel cannot compute it
+    # PyTorch raises an error if its cuDNN kernel does not support these arguments.
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return sdpa(q, k, v, documents, sinks, rule=rule)
 
@@ -41,8 +43,8 @@ def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 @limited("flex")
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Attends by flex_attention. On a CPU it is uncompiled, only forward, and stores all scores: it
-    is there to check the arguments that a GPU would be given."""
+    """Return the attention output by flex_attention. On a CPU it runs uncompiled, only forward, and
+    stores all scores; this serves only to test the arguments that a GPU would get."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     capped = None
@@ -57,16 +59,19 @@ def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
         return_aux=None if sinks is None else AuxRequest(lse=True))
     if sinks is None:
         return out
-    out, aux = out      # a sink adds exp(sink) to the sum by which each row was divided
+    # A sink adds exp(sink) to the sum of exponentials, exp(lse), by which each row was divided. So
+    # multiply by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
+    out, aux = out
     return out * torch.sigmoid(aux.lse - sinks[:, None]).unsqueeze(-1).type_as(out)
 
 
-flex.by_shape = True        # it is compiled for each shape
+flex.by_shape = True        # `kernels.choose`: this function is compiled for each shape
 
 
 @functools.cache
 def _compiled(name: str, key: Any) -> Callable[..., Any]:
-    """Returns a function of flex_attention, compiled for this key; uncompiled if key is None."""
+    """Return the function `name` of torch.nn.attention.flex_attention, compiled once for each
+    `key`; key None: uncompiled."""
     from torch.nn.attention import flex_attention
 
     call = getattr(flex_attention, name)
@@ -80,8 +85,8 @@ def _block_mask(rule: Rule, T: int, device: torch.device) -> Any:
 
 def _masked(rule: Rule, T: int, documents: Tensor | None,
             device: torch.device | None = None) -> Any:
-    """Returns the block mask of a rule. A mask function may read only places and tensors that were
-    made before it."""
+    """Return FlexAttention's block mask for a rule and T tokens. Its mask function `sees` may read
+    only positions, and tensors that exist before it is defined."""
     device = device or documents.device
     near = replace(rule, blocks=None)
     table = None if rule.blocks is None else torch.tensor(rule.blocks, device=device)
@@ -93,19 +98,20 @@ def _masked(rule: Rule, T: int, documents: Tensor | None,
         return seen if documents is None else seen & (documents[b, i] == documents[b, j])
 
     sequences = None if documents is None else len(documents)
-    large = device.type == "cuda" and T > EAGER_MASK     # uncompiled, it would allocate T x T
+    # Uncompiled, create_block_mask allocates a mask (T, T).
+    large = device.type == "cuda" and T > EAGER_MASK
     key = (rule, T, sequences) if large else None
     return _compiled("create_block_mask", key)(sees, sequences, None, T, T, device=device)
 
 
-# Packed sequences: (B x T, heads, E), divided where a document begins.
+# flash-attn takes packed sequences (B x T, heads, E), divided where a document begins.
 
-# tensors that depend only on a batch's documents, for all layers
+# Tensors that depend only on the documents of a batch, so that all layers share them.
 _KEPT = WeakTensorKeyDictionary()
 
 
 def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-    """Returns `make()`, computed once for the current contents of these documents."""
+    """Return `make()`, computed once for each key and for the current contents of `documents`."""
     cached, key = _KEPT.setdefault(documents, {}), (key, documents._version)
     if key not in cached:
         cached[key] = make()
@@ -114,8 +120,12 @@ def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
 
 @torch.compiler.disable     # the number of documents is known only when the kernel runs
 def cuts(documents: Tensor) -> tuple[Tensor, int]:
-    """Returns where each of documents (B, T) begins in B x T, and the end, in int32; and the length
-    of the longest."""
+    """Return the first index of each document in the flattened `documents` (B, T), followed by B T,
+    int32; and the length of the longest document. A document ends with its sequence.
+
+    >>> cuts(torch.tensor([[5, 5, 6], [6, 6, 6]]))
+    (tensor([0, 2, 3, 6], dtype=torch.int32), 3)
+    """
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     ends = begins.flatten().nonzero().flatten()
@@ -129,7 +139,7 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     import flash_attn
 
     B, H, T, E = q.shape
-    # keys before its own that a query sees, as flash-attn counts them; -1: all
+    # window_size: how many keys before and after its own position a query sees; -1: all
     how = {"causal": True, "softcap": rule.soft_cap or 0.0,
            "window_size": (rule.window - 1, 0) if rule.window else (-1, -1)}
     if not rule.documents:

@@ -1,4 +1,4 @@
-"""MLPs that rows of `lpkit.techniques.blocks` name."""
+"""MLPs of the model. Rows of `lpkit.techniques.blocks` name these classes."""
 
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ class GeluMLP(nn.Module):
 
 
 class SwigluMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up in one product (Shazeer, arXiv:2002.05202)."""
+    """down(silu(gate(x)) * up(x)), with gate and up in one matmul (Shazeer, arXiv:2002.05202)."""
 
     kernels: ClassVar = {"activate": "swiglu"}
     activate = staticmethod(pytorch.swiglu_pytorch)

@@ -1,7 +1,7 @@
-"""One configurable decoder-only transformer: GPT-2 and Llama are settings of it.
+"""A configurable decoder-only Transformer. With the right settings it is GPT-2 or Llama.
 
-Its arguments decide which technique is used where. The model does not know what is quantised or
-sharded.
+Techniques change the model from outside, after it is built: the code of the model does not depend
+on what is quantised or sharded.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
 from lpkit.techniques.operation import POSITIONS
 
-if TYPE_CHECKING:   # sampling alone makes one
+if TYPE_CHECKING:   # only sampling creates a cache
     from lpkit.nn.kv_cache import Cache
 
 
 class Attention(nn.Module):
-    """Attention with q, k and v in one product. The product's rows are grouped by key/value head
-    (its queries, its key, its value), so that an even split of the rows over devices is an even
-    split of the heads. With `qk_norm`, each head's q and k have an RMSNorm before rotation (Qwen3,
-    https://arxiv.org/abs/2505.09388). `kind` holds what the kind of attention needs in addition. A
-    block may set `shape(v, result)`, which returns the input of the output projection."""
+    """Attention with q, k and v in one matmul. The rows of its weight are grouped by key/value
+    head: for each key/value head, its H / G query heads, its key, its value. So a rank that has an
+    equal share of the rows has an equal share of the heads. With `qk_norm`, q and k of each head
+    have an RMSNorm before rotation (Qwen3, https://arxiv.org/abs/2505.09388).
+
+    attend: the attention backend
+    kind:   a module with the parameters of the kind of attention, for example sinks
+    prefix: learned keys and values before the tokens, or None
+    shape:  a function of (v, output of attention) that returns the input of the output projection;
+            None: the output itself
+    """
 
     kernels: ClassVar = {"rotate": "rotary"}
     rotate = staticmethod(rotate_pytorch)
@@ -50,14 +56,14 @@ class Attention(nn.Module):
 
     # (B, T, D) -> (B, T, H, E), (B, T, G, E), (B, T, G, E)
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = self.qkv(x)      # x may be a part of the tokens; its product gathers the others
+        rows = self.qkv(x)      # with sequence parallelism, x has some tokens; rows has all tokens
         groups = rows.view(*rows.shape[:2], self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
         return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
 
-    # (B, 1, D) -> (B, G, H / G + 1, E), (B, G, 1, E)
     def step_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns one token's heads in groups: q and k together, which rotate together, and v."""
+        """Return q and k together, (B, G, H / G + 1, E), since they rotate together, and v
+        (B, G, 1, E), for one token x (B, 1, D)."""
         groups = self.qkv(x).view(len(x), self.G, -1, self.E)
         return groups.split([self.queries + 1, 1], dim=2)
 
@@ -84,21 +90,24 @@ class Attention(nn.Module):
 
     # (B, 1, D) -> (B, 1, D)
     def step(self, x: Tensor, rotation, cache: Cache, layer: int) -> Tensor:
+        """Return the attention output for one token of each sequence, which attends to the cache.
+        """
         qk, v = self.step_heads(x)
         if self.q_norm is not None:
             q, k = qk.split([self.queries, 1], dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).type_as(v)
         if rotation is not None:
-            # kernels take angles (T, E); if positions differ, each sequence has its own angles
+            # Kernels take angles (T, E). If positions differ between sequences, angles are
+            # (B, 1, T, E), and PyTorch's version is used.
             rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
         q, k = qk.split([self.queries, 1], dim=2)
         return self.out(self.read(cache, layer, q, k, v, self.kind(x)).reshape(len(x), 1, -1))
 
-    # (B, G, H / G, E), twice (B, G, 1, E) -> (B, G, H / G, E)
     def read(self, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Returns the input of the output projection, for one token that attends to the cache."""
+        """Return the input of the output projection, (B, G, H / G, E), for one token that attends
+        to the cache: q (B, G, H / G, E), k and v (B, G, 1, E). own: the sinks, or None."""
         return cache.step(layer, self, q, k, v, own)
 
 
@@ -137,8 +146,8 @@ class Parallel(nn.Module):
 class Transformer(nn.Module):
     """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype.
 
-    vocabulary: computes nats from logits of which this rank has only a part
-                (`lpkit.parallel.tensor.Vocabulary`)
+    vocabulary: with tensor parallelism, an object that computes nats from the part of the logits
+                that this rank has (`lpkit.parallel.tensor.Vocabulary`); otherwise None
     """
 
     vocabulary: Any = None
@@ -152,17 +161,23 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(block(config, attend) for _ in range(config.L))
         self.norm = NORMS[config.norm].load()(config)
         self.head = nn.Linear(config.D, config.V, bias=False)
-        self.prompt = None      # learned embeddings before the text's embeddings
-        self.encoder = None     # runs the first layers, if these see only some of the tokens
+        self.prompt = None      # learned embeddings that precede the embeddings of the text
+        self.encoder = None     # runs the first layers if they process only some of the tokens
         if config.tied:
             self.head.weight = self.embed.weight
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,
                places: Tensor | None = None, *, x: Tensor | None = None,
                layers: range | None = None) -> Tensor:
-        """(B, T) -> (B, T, D), normalised. `places`: the position of each token, (T,) int64; None
-        for consecutive tokens. `layers`: the layers of a pipeline's stage, which reads `x`, the
-        result of the stage before. Raises ConfigError when T exceeds the context."""
+        """Return the hidden states (B, T, D) after the last norm, for tokens (B, T).
+
+        cache:     of keys and values, for sampling
+        documents: (B, T) int64 ids, for kinds of attention that need them
+        places:    the position of each token, (T,) int64; None: 0, 1, 2, ...
+        layers, x: for a stage of a pipeline: its layers, and the result of the previous stage,
+                   (B, T, D), or None for the first stage. Only the last stage applies the norm
+        Raises ConfigError if T exceeds the context.
+        """
         T = tokens.shape[1]
         if T > self.config.T:
             raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
@@ -179,7 +194,7 @@ class Transformer(nn.Module):
         if cache is not None:
             start = cache.begin(P + T)
         if documents is None and KINDS[self.config.attention.name].reads_ids:
-            documents = torch.zeros_like(tokens)        # one document, as a prompt is
+            documents = torch.zeros_like(tokens)        # all tokens are one document
         x = self.positions.add(x, start) if first else x
         rotation = self.positions.rotation(P + T, start, x)
         if self.encoder is not None:
@@ -196,7 +211,7 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns mean nats per token that counts, in float32; NaN if none counts (`contracts.Batch.to`
-    gives such a batch weights of 0). logits (B, T, V) in any dtype; targets (B, T), where -100 is
-    ignored."""
+    """Return the mean nats, () float32, over the tokens whose target is not -100; NaN if there are
+    none (`contracts.Batch.to` gives such a batch weights of 0). logits (B, T, V) in any dtype;
+    targets (B, T)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

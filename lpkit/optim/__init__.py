@@ -1,5 +1,6 @@
-"""Update rules, and the stepper that applies any of them: where state is stored, its format, and
-rounding. `AdamW`, `Lion`, `Muon` and others are classes as in torch.optim (`lpkit.optim.classes`).
+"""Update rules, and the stepper that applies them. The stepper also manages where state is stored,
+its format, and rounding. `AdamW`, `Lion`, `Muon` and others are classes like those of torch.optim
+(`lpkit.optim.classes`).
 """
 
 

@@ -1,10 +1,13 @@
-"""Rows as classes like those of torch.optim: parameters, groups, closures, schedulers and
-state_dict work in the same way. Settings are the row's, with beta1 and beta2 as `betas`. All
-parameters of a group decay.
+"""Optimizers as classes like those of torch.optim: parameters, groups, closures, schedulers and
+state_dict work in the same way.
 
-A group may name another row as its `rule`, and then has that row's defaults. For a rule of
-matrices, a group may give the `layout` of its weights: "transposed" for (in, out), or "thirds" for
-three matrices in each weight."""
+Each class is made from a row of `lpkit.techniques.optimizers`, with the row's settings and
+defaults; beta1 and beta2 are given as `betas`. Weight decay applies to all parameters of a group.
+
+A group may have `rule`, the name of another row, and then has the defaults of that row. If a rule
+updates matrices, a group may have `layout`: "transposed" if its weights are (in, out), or "thirds"
+if each weight is three matrices, one below the other.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -23,8 +26,9 @@ BETAS = ("beta1", "beta2")
 
 @cache
 def optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class of a row, for `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises
-    ConfigError for an unknown name, and for a rule that needs more than gradients."""
+    """Return the optimizer class of the row `name`, to be used like
+    `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises ConfigError for an unknown name, and
+    for a rule that needs more than gradients."""
     row = optimizers.find(name)
     if row.after or row.evaluated:
         raise ConfigError(f"optimizer {name} needs more than gradients (more passes, or other "
@@ -40,12 +44,17 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 class _OfRow(torch.optim.Optimizer):
+    """The base class. Class attributes of a subclass: `name` and `row`; `of_row`, the default
+    settings; `rule`, the function that updates a parameter (`lpkit.optim.rules`)."""
+
     def __init__(self, params, lr=None, **settings):
         for key in settings.keys() - self.of_row:
             raise TypeError(f"{self.name} has no setting {shown(key)}; {nearest(key, self.of_row)}")
         super().__init__(params, self.of_row | settings | ({} if lr is None else {"lr": lr}))
 
     def add_param_group(self, param_group: dict) -> None:
+        """Add a group, as torch.optim does. Raises an error for settings, shapes and dtypes that
+        the group's rule does not support."""
         of = optimizer(param_group.get("rule", self.name))
         super().add_param_group({**(of.of_row if of.name != self.name else {}), **param_group})
         group = self.param_groups.pop()     # appended again below if the group is valid
@@ -65,12 +74,12 @@ class _OfRow(torch.optim.Optimizer):
 
     @classmethod
     def _settings(cls, group: dict) -> SimpleNamespace:
-        """Returns the group's current settings, since schedulers change them."""
+        """Return the group's current settings, since schedulers change them."""
         if len(group.get("betas", BETAS)) != 2:
             raise ValueError(f"betas must be two numbers, got {shown(group['betas'])}")
         own = {**group, **dict(zip(BETAS, group["betas"]) if "betas" in group else ())}
         own = {key: own[key] for key in own.keys() & vars(cls.row.settings)}
-        # settings refuse 0, which a scheduler may set
+        # The check of settings refuses a learning rate of 0, which a scheduler may set.
         rate = {"name": cls.name, "lr": group["lr"] or 1.0}
         checked = replace(cls.row.settings, **own | rate)
         return SimpleNamespace(**vars(checked) | {"lr": group["lr"]})
@@ -86,11 +95,11 @@ class _OfRow(torch.optim.Optimizer):
                 w, g, state = p, p.grad.to_dense(), self.state[p]
                 w, g = (w.mT, g.mT) if layout == "transposed" else (w, g)
                 thirds = (p.shape[0] // 3,) * 3 if layout == "thirds" else ()
-                told = Parameter("a parameter", tuple(w.shape), fused=thirds)
+                parameter = Parameter("a parameter", tuple(w.shape), fused=thirds)
                 for slot in () if state else of.row.slots:
-                    shape = slot.shape(told.shape, settings)
+                    shape = slot.shape(parameter.shape, settings)
                     state[slot.name] = w.new_zeros(w.shape if shape is None else shape)
                 state["step"] = int(state.get("step", 0)) + 1
                 slots = [state[slot.name] for slot in of.row.slots]
-                of.rule(w, g, slots, settings, state["step"], *[told] * of.row.takes_parameter)
+                of.rule(w, g, slots, settings, state["step"], *[parameter] * of.row.takes_parameter)
         return loss

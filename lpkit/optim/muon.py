@@ -1,6 +1,7 @@
-"""Muon: an update moves all directions of a matrix equally far (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon; the constants are those of
-https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py).
+"""Muon: the update of a matrix has singular values that are all about 1, so it moves the matrix
+equally far in all directions (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). The
+constants come from
+https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py.
 """
 
 import torch
@@ -11,13 +12,14 @@ from lpkit.errors import ConfigError
 from lpkit.optim.rules import Slots
 from lpkit.techniques.optimizers import NEWTON_SCHULZ, MomentumSettings
 
-A, B, C = 3.4445, -4.7750, 2.0315       # coefficients of x, x^3 and x^5, for a singular value x
-LEAST = 1e-7                            # smallest norm of a matrix to divide by
+# A step of Newton-Schulz maps each singular value x to A x + B x^3 + C x^5.
+A, B, C = 3.4445, -4.7750, 2.0315
+LEAST = 1e-7                            # a matrix is divided by its norm, but at least by this
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """Overwrites (m, n) and returns (m, n) with the same singular vectors and singular values near
-    1: between 0.7 and 1.2, except for the smallest ones."""
+    """Return a matrix (m, n) with the singular vectors of x (m, n), and with singular values
+    between 0.7 and 1.2, except where the singular values of x are very small. Overwrites x."""
     if x.shape[0] > x.shape[1]:
         return orthogonalised(x.mT).mT
     x.div_(x.norm().clamp(min=LEAST))
@@ -29,9 +31,9 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 
 def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tuple[Tensor, ...]:
-    """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k
-    and v, or the gate and the values that it gates. Raises ConfigError for a parameter that is not
-    a matrix."""
+    """Return a view (groups, rows, n) of `whole` (m, n) for each matrix that is fused in the
+    parameter: q, k and v, or gate and up. Raises ConfigError for a parameter that is not a matrix.
+    """
     if len(parameter.shape) != 2:
         raise ConfigError(f"optimizer={settings.name} updates matrices, and {parameter.name} has "
                           f"the shape {parameter.shape}; give it another rule, after the other "
@@ -43,8 +45,12 @@ def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tu
 
 def muon(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int,
          parameter: Parameter) -> None:
-    """Orthogonalises Nesterov's momentum. If a matrix has more rows than columns, its step is
-    multiplied by the root of their ratio."""
+    """Muon: w moves by -lr times the orthogonalised Nesterov momentum. If a matrix has more rows
+    than columns, its step is also multiplied by sqrt(rows / columns).
+
+    Orthogonalisation needs the whole matrix. If ranks have parts of it, `parameter.gather` returns
+    the whole matrix, and `parameter.part` returns this rank's part of the step.
+    """
     (m,) = slots
     m.lerp_(g, 1 - settings.momentum)
     whole = parameter.gather(g.lerp(m, settings.momentum))

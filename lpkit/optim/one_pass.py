@@ -1,9 +1,13 @@
-"""Applies a rule in one pass over memory, by Triton: the kernel reads weight, gradient and slots
-once and writes weight and slots once. A 16-bit weight is rounded in the same pass.
+"""Updates a parameter in one pass over memory, by Triton: the kernel reads weight, gradient and
+slots once, and writes weight and slots once. A 16-bit weight is rounded in the same pass.
 
-One kernel iterates over the numbers, and a function of the rule updates each number. The rule's
-definition is in `lpkit.optim.rules`. A multiply-add rounds once in the kernel and twice in the
-definition, so the kernel's results are as close to float64 as the definition's, but not bit-equal.
+The kernel `_pass` reads and writes the numbers, and calls a function of the rule (`_adamw`,
+`_lion`) on them. The definition of a rule is in `lpkit.optim.rules`. A multiply-add rounds once in
+the kernel and twice in the definition. So the kernel's results are as close to float64 as the
+definition's, but not bit-equal.
+
+    bytes per weight, AdamW with float32 slots and a bf16 weight and gradient:
+    2 + 2 + 4 + 4 read, 2 + 4 + 4 written, and 4 read for the random bits of rounding
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ from lpkit.optim.rounding import DROPPED, drawn, noise
 from lpkit.techniques.kernels import OF_KERNEL, asked_of
 from lpkit.techniques.optimizers import AdamWSettings, LionSettings, OptimizerSettings
 
-BLOCK, WARPS = 1024, 4
-MASK = -(1 << DROPPED)
+BLOCK, WARPS = 1024, 4          # numbers and warps of a program
+MASK = -(1 << DROPPED)          # keeps the bits of a float32 that bf16 has
 
 
 @jit
 def _adamw(w, g, m, v, decay, a, b, c, d, e):
-    """a, b: 1 - beta; c: 1 / (1 - beta2^t); d: lr / (1 - beta1^t); e: eps."""
+    """Return the new w, m and v of AdamW. decay: 1 - lr * weight decay; a: 1 - beta1; b: 1 - beta2;
+    c: 1 / (1 - beta2^t); d: lr / (1 - beta1^t), where t is the number of the update; e: eps."""
     m += a * (g - m)
     v = v * (1 - b) + b * g * g
     return w * decay - d * (m / (tl.sqrt(v * c) + e)), m, v
@@ -41,7 +46,8 @@ def _adamw(w, g, m, v, decay, a, b, c, d, e):
 
 @jit
 def _lion(w, g, m, v, decay, a, b, c, d, e):
-    """a, b: 1 - beta; d: lr."""
+    """Return the new w and m of Lion, and v, which it does not use. decay: 1 - lr * weight decay;
+    a: 1 - beta1; b: 1 - beta2; d: lr."""
     lean = m + a * (g - m)
     direction = tl.where(lean > 0, 1.0, 0.0) - tl.where(lean < 0, 1.0, 0.0)
     return w * decay - d * direction, m + b * (g - m), v
@@ -50,6 +56,12 @@ def _lion(w, g, m, v, decay, a, b, c, d, e):
 @jit
 def _pass(w, g, m, v, bits, new_w, new_m, new_v, n, decay, a, b, c, d, e, RULE: tl.constexpr,
           SECOND: tl.constexpr, DRAWN: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """Update a block of n numbers: read w, g, m, v, and write new_w, new_m, new_v.
+
+    RULE:   the function of the rule; decay, a ... e: its arguments
+    SECOND: whether the rule has a second slot, v
+    DRAWN:  whether w is bf16 and rounded stochastically by `bits` (int32) and the mask CUT
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     x = tl.load(w + at, mask=inside, other=0.0).to(tl.float32)
@@ -71,17 +83,22 @@ def _pass(w, g, m, v, bits, new_w, new_m, new_v, n, decay, a, b, c, d, e, RULE: 
 
 @dataclass(frozen=True, kw_only=True)
 class OnePass:
-    """A rule with its kernel. `numbers(settings, update)`: the arguments a ... e of `function`."""
+    """A rule that has a kernel."""
 
-    definition: Callable[..., None]
-    function: Any
+    definition: Callable[..., None]     # the rule in `lpkit.optim.rules`
+    function: Any                       # its Triton function
+    # (settings, number of the update) -> the arguments a ... e of `function`
     numbers: Callable[[Any, int], tuple[float, ...]]
-    slots: int
-    settings: OptimizerSettings     # of the examples
+    slots: int                          # number of slots, 1 or 2
+    settings: OptimizerSettings         # for the examples
 
     def defined(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """Returns the new w and slots, by the definition. Arguments: w and g of one dtype, slots in
-        float32, bits in int32 (`rounding.noise`; None rounds to nearest), settings, update."""
+        """Return the new w and slots, by the definition, without changing the arguments.
+
+        w, g: of the same dtype and shape. rest: the slots in float32; the random bits of rounding
+        in int32 (`rounding.noise`), or None to round to nearest; the settings; the number of the
+        update.
+        """
         *slots, bits, settings, update = rest
         wide = w.clone() if w.dtype == torch.float64 else w.float().clone()
         slots = [slot.clone() for slot in slots]
@@ -91,6 +108,7 @@ class OnePass:
         return wide, *slots
 
     def by_triton(self, w: Tensor, g: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """Return the same as `defined`, by the kernel."""
         *slots, bits, settings, update = rest
         new = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (w, *slots)]
         w, g, *slots = (t.contiguous() for t in (w, g, *slots))
@@ -99,8 +117,8 @@ class OnePass:
 
     def launch(self, w: Tensor, g: Tensor, slots: Sequence[Tensor], bits: Tensor | None,
                settings: Any, update: int, new: Sequence[Tensor]) -> None:
-        """Launches the kernel on contiguous tensors. `new`: the outputs for w and slots, which may
-        be the inputs themselves."""
+        """Launch the kernel on contiguous tensors. new: the output tensors for w and the slots;
+        they may be the input tensors."""
         blocks = triton.cdiv(w.numel(), BLOCK)
         _pass[(blocks,)](
             w, g, slots[0], slots[-1], w if bits is None else bits, new[0], new[1], new[-1],
@@ -110,13 +128,14 @@ class OnePass:
 
     @property
     def kernel(self) -> Kernel:
+        """The definition and the Triton version, with examples, for `kernels.choose`."""
         return Kernel(
             definition=self.defined, versions={"triton": self.by_triton},
             examples=self._examples)
 
     def arguments(self, w: Tensor, bits: Tensor | None = None, update: int = 3) -> tuple:
-        """Returns arguments that share no memory: shared tensors would be read only once, and the
-        time would be wrong."""
+        """Return arguments of `defined` for timing. They share no memory, because a shared tensor
+        would be read from memory only once, and the measured time would be too short."""
         slots = [w.float().square() for _ in range(self.slots)]
         return w, w.clone(), *slots, bits, self.settings, update
 
@@ -155,9 +174,14 @@ ADAMW, LION = (rule.kernel for rule in RULES.values())
 
 def chosen(name: str, asked: str, parameters: Sequence[Tensor],
            by_first: Callable = operator.call) -> tuple[OnePass | None, dict[str, Choice]]:
-    """Returns the rule `name` as one kernel, if the kernel is correct on this machine and is the
-    fastest version or was requested; None to use the definition. Also returns the choice to record.
-    `asked`: `system.kernels`. `by_first`: `Ranks.by_first`, so that one rank races for all."""
+    """Return the rule `name` with its kernel, or None to use the definition; and the choice to
+    record. The kernel is used if it is correct on this machine, and is the fastest version or was
+    requested.
+
+    asked:      `system.kernels`
+    parameters: the parameters of the rule; the race uses the largest
+    by_first:   `Ranks.by_first`, so that the first rank races for all ranks
+    """
     p = max(parameters, key=Tensor.numel, default=None)
     if name not in RULES or p is None or isinstance(p, FakeTensor) or triton is None:
         return None, {}

@@ -1,14 +1,19 @@
-"""Update rules. A rule changes w and its slots, both float32, in place. It is the definition of its
-row's update.
+"""Update rules: functions that update one parameter in place.
 
     rule(w, g, slots, settings, update)
 
-`g` is the gradient in float32, which is not changed. `slots` are the tensors of the row's slots, in
-their order. `settings` are the row's settings, with the learning rate and the weight decay of this
-parameter at this update. `update` counts from 1. If a rule reads more than one number at a time,
-its row has `takes_parameter`, and the rule has a sixth argument, the `contracts.Parameter`. Weight
-decay is decoupled unless a rule says otherwise: it scales the weight and is not added to the
-gradient (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    w         the weight, float32; changed
+    g         its gradient, float32; not changed
+    slots     the optimizer state of the parameter, for example its moments, float32, in the order
+              of the row's slots; changed
+    settings  the settings of the row, with the learning rate and the weight decay of this parameter
+              at this update
+    update    the number of this update, from 1 on
+
+If a rule needs the whole matrix, and not only one number at a time, its row has
+`takes_parameter`, and the rule has a sixth argument, a `contracts.Parameter`. Weight decay is decoupled unless the docstring
+of a rule states otherwise: it scales the weight, and is not added to the gradient (Loshchilov &
+Hutter 2019, arXiv:1711.05101).
 """
 
 from collections.abc import Callable
@@ -28,7 +33,8 @@ Slots = list[Tensor]
 
 
 def adamw(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
-    """Both means start at 0. Dividing by 1 - beta^update removes this bias."""
+    """AdamW: m and v are running means of g and of g^2. Both start at 0. Dividing them by
+    1 - beta^update removes this bias."""
     m, v = slots
     m.lerp_(g, 1 - settings.beta1)
     v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
@@ -39,8 +45,8 @@ def adamw(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: i
 
 def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int,
                  kernel: Callable = torch_adamw) -> None:
-    """PyTorch's fused kernel for one parameter: one pass over memory, bit-equal to `adamw_fused`.
-    """
+    """AdamW by PyTorch's fused kernel, for one parameter, in one pass over memory. Bit-equal to
+    `adamw_fused`."""
     m, v = slots
     before = torch.full((), update - 1.0, device=w.device)  # the kernel adds 1
     kernel([w], [g], [m], [v], [], [before], fused=True, amsgrad=False, maximize=False,
@@ -50,14 +56,15 @@ def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, up
 
 def adamw_fused(groups: list[dict], settings: AdamWSettings,
                 kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
-    """Returns the AdamW that updates all parameters in one call."""
+    """Return PyTorch's fused AdamW, which updates all parameters in one call."""
     return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
                 fused=True)
 
 
 def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int) -> None:
-    """Every coordinate moves by lr. The direction weights the new gradient more (beta1) than the
-    momentum does (beta2) (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+    """Lion: each number moves by lr, in the direction of the sign of a mean of momentum and
+    gradient. In this mean (beta1) the gradient has more weight than in the update of the momentum
+    (beta2) (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
     (m,) = slots
     direction = torch.lerp(m, g, 1 - settings.beta1).sign_()
     w.mul_(1 - settings.lr * settings.weight_decay).add_(direction, alpha=-settings.lr)
@@ -65,7 +72,8 @@ def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int
 
 
 def momentum(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int) -> None:
-    """The velocity is a decaying sum, not a mean, as in torch.optim.SGD."""
+    """SGD with momentum: the velocity is a decaying sum of gradients, not a mean, as in
+    torch.optim.SGD."""
     (velocity,) = slots
     velocity.mul_(settings.momentum).add_(g)
     w.mul_(1 - settings.lr * settings.weight_decay)
@@ -73,4 +81,5 @@ def momentum(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, upd
 
 
 def sgd(w: Tensor, g: Tensor, slots: Slots, settings: OptimizerSettings, update: int) -> None:
+    """SGD without momentum: w moves by -lr g."""
     w.mul_(1 - settings.lr * settings.weight_decay).add_(g, alpha=-settings.lr)

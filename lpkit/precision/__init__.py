@@ -1,2 +1,2 @@
-"""Low precision: number formats, scaling recipes, the Linear that runs under a recipe, and the
-backends that multiply."""
+"""Low precision: the Linear that runs under a recipe, and the backends that multiply. Formats and
+recipes are rows of `lpkit.techniques`."""

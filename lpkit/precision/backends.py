@@ -1,8 +1,8 @@
-"""Backends compute the products of a recipe. `lpkit.techniques.recipes.BACKENDS` has their rows.
+"""Backends compute the matmuls of a recipe. `lpkit.techniques.recipes.BACKENDS` has their rows.
 
-`choose` returns the backend that runs a recipe on this machine, and why others do not. A backend is
-tried where it is used, so a reason against it comes from the library or the device, not from a
-version number. A backend is imported only when it is tried.
+`choose` returns the backend that runs a recipe on this machine, and the reasons against other
+backends. It asks each backend (`why_not`), which tries the operation on the device. So a reason is
+an observed failure, not a guess from a version number. A backend is imported only when it is asked.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from lpkit.techniques.row import pick_row
 
 
 class Backend(ABC):
-    alignment = 0
-    exact = True    # False: it rounds, draws or scales in its own way
-    # whether large bf16 products on a CPU are computed in float32; None: no choice
+    """Computes the matmuls of Linears under a recipe: `wrap` replaces a Linear."""
+
+    alignment = 0   # the bytes of an operand's row must be a multiple of this; 0: no condition
+    # whether the results are the recipe's, up to the order of sums; False: it may round, draw
+    # random numbers or scale in its own way
+    exact = True
+    # whether large bf16 matmuls on a CPU are computed in float32; None: not applicable
     wide: bool | None = None
 
     def by(self, products: Choice | None) -> Backend:
-        """Returns this backend with the products that a run has chosen."""
+        """Return this backend with the choice of `system.products`: bf16 or float32 matmuls."""
         if products is None:
             return self
-        made = copy(self)
-        made.wide = products.used == "float32"
-        return made
+        backend = copy(self)
+        backend.wide = products.used == "float32"
+        return backend
 
     def plain(self, linear: nn.Linear) -> nn.Linear:
-        """Returns the module that replaces a Linear whose operands are not cast."""
+        """Return the module that replaces a Linear whose operands the recipe does not cast."""
         if not self.wide:
             return linear
         from lpkit.kernels.wide_product import WideLinear
@@ -45,24 +49,26 @@ class Backend(ABC):
         return sharing(WideLinear, linear)
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
-        """Returns whether `auto` may choose this backend if it can run."""
+        """Return whether precision.backend=auto may choose this backend, if it can run."""
         return False
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        """Returns the reason why this backend cannot run `recipe` here, or "". `name`: the row that
-        `recipe` is, or changes."""
+        """Return the reason why this backend cannot run `recipe` on `device`, or "". `name`: the
+        row of the recipe, whose settings the recipe may have changed."""
 
     @abstractmethod
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
-        """Returns the module that replaces `linear` and shares its parameters."""
+        """Return the module that replaces `linear` and shares its parameters."""
 
     def around(self, model: nn.Module) -> nn.Module:
-        """Returns `model`, after `wrap` has replaced its Linears."""
+        """Return `model`, after `wrap` has replaced its Linears."""
         return model
 
 
 class PyTorch(Backend):
+    """nn.Linear under autocast, for recipes that cast no operands."""
+
     wide = False
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
@@ -78,20 +84,20 @@ class PyTorch(Backend):
 
 
 def slow_float16(recipe: Recipe, device: torch.device) -> bool:
-    """Returns whether PyTorch's float16 is slow here: few CPUs multiply float16, and without such
-    instructions PyTorch takes 15 times as long as for bf16."""
+    """Return whether a recipe uses float16 on a CPU. Few CPUs have instructions for float16.
+    Without them a float16 matmul of PyTorch takes 15 times as long as a bf16 matmul."""
     return recipe.compute == "float16" and device.type == "cpu"
 
 
 def sharing(kind: type[nn.Linear], linear: nn.Linear, **settings: Any) -> Any:
-    """Returns a `kind` that shares the parameters of `linear`."""
+    """Return a module of the class `kind` that shares the parameters of `linear`."""
     new = kind(linear.in_features, linear.out_features, bias=False, device="meta", **settings)
     new.weight, new.bias = linear.weight, linear.bias
     return new.train(linear.training)
 
 
 class _Table(ChainMap):
-    """Backends by the names of their rows; each is imported when it is looked up."""
+    """Backends by the names of their rows. A backend is imported when it is looked up."""
 
     def __getitem__(self, name: str) -> Backend:
         backend = super().__getitem__(name)
@@ -103,8 +109,9 @@ BACKENDS = _Table({}, recipes.BACKENDS)
 
 
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
-    """Chooses the backend of `recipe`, which is the row `name` or changes it. Raises ConfigError if
-    the requested backend is unknown or cannot run it, and names a backend that can."""
+    """Choose the backend for `recipe`. asked: "auto", or the name of a backend; name: the row of
+    the recipe, whose settings the recipe may have changed. Raises ConfigError if the requested
+    backend is unknown or cannot run the recipe; the message names a backend that can."""
     if asked != "auto":
         backend = pick_row(BACKENDS, asked, "precision.backend")
         if why_not := backend.why_not(name, recipe, device):
@@ -112,7 +119,7 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
             raise ConfigError(f"precision.backend={asked} cannot run {name} here: {why_not}; the "
                               f"nearest that can: {first}")
         return Choice(asked=asked, used=asked, why="requested")
-    passed = {}     # backends that cannot run it, and why
+    passed = {}     # reasons why a backend cannot run the recipe ("" if it can), by backend
     for first in BACKENDS:
         passed[first] = BACKENDS[first].why_not(name, recipe, device)
         if not passed[first] and BACKENDS[first].automatic(recipe, device):
@@ -130,8 +137,12 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
 
 
 def tiles(name: str, recipe: Recipe, sizes: dict[str, int], alignment: int = 0) -> bool:
-    """Returns whether a Linear of these sizes tiles (`untiled`); if not, its operands are padded.
-    Raises ConfigError if the recipe does not pad, and names recipes that would fit."""
+    """Return whether the sizes of a Linear are multiples of the recipe's blocks (`untiled`). If
+    they are not, and the recipe pads, return False, and the caller pads the operands. If the recipe
+    does not pad, raise ConfigError; the message names recipes that fit.
+
+    name: the Linear's name; sizes: "M", "K" and "N", or some of them
+    """
     problem = untiled(recipe, sizes, alignment)
     if problem and not recipe.pad:
         fits = [row for row, other in RECIPES.items()

@@ -14,31 +14,38 @@ from lpkit.errors import ConfigError
 from lpkit.precision.backends import Backend, tiles
 from lpkit.techniques.recipes import Recipe, kept
 
-# whether weights are cast in each micro-batch, or once per update
+# choices of `weight_cache.choose`: weights are cast in each micro-batch, or once per update
 CAST, CACHED = "cast", "cached"
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype | None:
-    """Returns the dtype of autocast; None for float32 throughout, without autocast."""
+    """Return the dtype of autocast; None for float32 throughout, without autocast."""
     return None if recipe.compute is None else getattr(torch, recipe.compute)
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
-    """Returns a context that can be entered many times."""
+    """Return the autocast context of a recipe. It can be entered many times."""
     if recipe.compute is None:
         return nullcontext()
     return torch.autocast(device.type, compute_dtype(recipe))
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the Linears of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
-    """Replaces all Linears except those that `recipe.high_precision_layers` names. `names` are the
-    Linears of the whole model, if this model is only a part of it. Linears that cannot tile with
-    `tokens` tokens in a micro-batch are refused at once. Raises ConfigError."""
+    """Replaces the Linears of a model by Linears of the recipe, except those that
+    `recipe.high_precision_layers` names.
+
+    tokens: tokens of a micro-batch; None: unknown. If a Linear's sizes are not multiples of the
+            recipe's blocks, ConfigError is raised now, not in the first step
+    names:  the names of all Linears, if the model is only a part of a model; None: this model's
+    seed:   seed of stochastic rounding
+    Raises ConfigError.
+    """
 
     recipe: Recipe
     backend: Backend

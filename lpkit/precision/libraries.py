@@ -1,6 +1,6 @@
-"""Linears of libraries, for recipes without changed settings: NVIDIA's te.Linear under one
-te.autocast, and torchao's Float8Linear and INT8 Linear, if they are installed.
-`lpkit.techniques.recipes.BACKENDS` has the rows.
+"""Backends that use a library's Linear, if the library is installed: te.Linear of NVIDIA's
+Transformer Engine, and torchao's Float8Linear and INT8 Linear. They run recipes only with their
+default settings. `lpkit.techniques.recipes.BACKENDS` has the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lpkit.techniques.recipes import RECIPES, Recipe
 
 
 class Row(NamedTuple):
-    """A library's Linear for one recipe, and the lowest compute capability that it needs."""
+    """A library's Linear for one recipe. `make`: builds it from an nn.Linear; `capability`: the
+    lowest compute capability of a GPU that it needs."""
 
     make: Callable[[nn.Linear, Recipe], nn.Module]
     capability: tuple[int, int]
@@ -29,7 +30,13 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Library(Backend):
-    """A library's Linear. It runs rows only as they are, because it has no settings for casts."""
+    """A backend that uses a library's Linear. It runs recipes only with their default settings,
+    because a library has no settings for single casts.
+
+    package: the library's package, for example torchao
+    devices: types of devices on which it runs
+    rows:    by the name of the recipe
+    """
 
     exact = False
     package: str
@@ -55,7 +62,7 @@ class Library(Backend):
 
 
 def _casts_of(recipe: Recipe) -> tuple:
-    """Returns the facts in which two rows differ."""
+    """Return the settings of a recipe by which the library's Linears differ."""
     return *recipe.products.items(), recipe.delayed is None, recipe.fast_accumulation
 
 
@@ -79,9 +86,11 @@ def _torchao_int8(linear: nn.Linear, recipe: Recipe) -> nn.Module:
 class TransformerEngineLinear(nn.Module):
     """te.Linear with the parameters of an nn.Linear, for Transformer Engine 2.9 and later.
 
-    The state of delayed scaling is in buffers, so that checkpoints contain it. The buffers are the
-    library's own tensors, which it writes in place. The library also stores them in `extra_state`,
-    as a pickle."""
+    state: whether the recipe has a state, the scales and histories of delayed scaling. They are
+    registered as buffers, so that checkpoints contain them as tensors. (The library itself stores
+    them in `extra_state`, as a pickle.) The buffers are the library's own tensors, which it writes
+    in place.
+    """
 
     def __init__(self, linear: nn.Linear, recipe: Any, state: bool):
         import transformer_engine.pytorch as te
@@ -97,7 +106,9 @@ class TransformerEngineLinear(nn.Module):
             del self.inner.bias
             self.inner.bias = bias
         self.recipe, self.state = recipe, state
-        if state:       # before the first forward, because a checkpoint needs tensors to load into
+        # Create the state now, not in the first forward, so that a checkpoint can be loaded into
+        # its tensors.
+        if state:
             self.inner.fp8_meta |= {"num_gemms": 1, "recipe": recipe}
             self.inner.init_fp8_meta_tensors(recipe)
             for way in ("fwd", "bwd"):
@@ -111,7 +122,8 @@ class TransformerEngineLinear(nn.Module):
 
         if FP8GlobalStateManager.is_fp8_enabled():
             return self.inner(x)
-        # outside the model's autocast: backward recomputes a block, or a fused loss calls the head
+        # Outside of the model's autocast: a block is recomputed in backward, or a fused loss calls
+        # the head.
         if self.state:
             raise ConfigError("Transformer Engine's delayed scaling moves its histories whenever "
                               "an autocast ends; set memory.recompute=none and "
@@ -128,9 +140,11 @@ def _under_autocast(forward: Callable[..., Tensor], recipe: Any, *args: Any) -> 
 
 
 class TransformerEngine(Library):
+    """Transformer Engine's Linears, under one te.autocast for the whole model."""
+
     def around(self, model: nn.Module) -> nn.Module:
-        """Puts one autocast around the whole forward. At its end the library advances the histories
-        of all Linears that ran, so they advance once per micro-batch."""
+        """Run the model's forward under one te.autocast. When an autocast ends, the library moves
+        the histories of all Linears that ran in it. So they move once per micro-batch."""
         recipe = next(module.recipe for module in model.modules()
                       if isinstance(module, TransformerEngineLinear))
         for entry in ("forward", "hidden"):
@@ -156,7 +170,7 @@ TRANSFORMER_ENGINE = TransformerEngine(package="transformer_engine", devices=("c
     "mxfp8": Row(partial(_transformer_engine, "MXFP8BlockScaling"), (10, 0)),
     "nvfp4-published": Row(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
 })
-# on a CPU torchao calls the same torch._scaled_mm
+# torchao also runs on a CPU, where it calls the same torch._scaled_mm
 TORCHAO = Library(package="torchao", devices=("cpu", "cuda"), rows={
     "fp8-tensorwise": Row(partial(_torchao_float8, "tensorwise"), (8, 9)),
     "fp8-rowwise": Row(partial(_torchao_float8, "rowwise"), (8, 9)),

@@ -1,25 +1,25 @@
-"""nn.Linear whose three matrix products run under a recipe. Weights stay float32 master weights.
+"""nn.Linear whose three matmuls run under a recipe. Weights stay float32 master weights.
 
     y  = x @ w.T    operands x (M, K) and w (N, K)        M tokens, K and N features
     dx = g @ w      operands g (M, N) and w.T (K, N)
     dw = g.T @ x    operands g.T (N, M) and x.T (K, M)
 
-Tensor cores read 8- and 4-bit operands with the contracted axis last. So each product is
+Tensor cores read 8- and 4-bit operands with the contracted axis last. So each matmul is computed as
 `product(a, b)` = a @ b.T, and each of x, w and g is cast twice: as stored, and transposed. These
-are six casts, without branches on names. If a cast is its own transpose (tensorwise, square
-blocks), one cast serves two products. Forward saves the operands of backward already cast.
+are six casts. If the cast of a transpose is the transpose of the cast (tensorwise scales, square
+blocks), one cast is used for two matmuls. Forward saves the operands of backward already cast.
 
-A recipe has its state in persistent buffers, so that checkpoints contain it:
-- `amax_history` (3, 1 + history), for delayed scaling. Columns from 1 on decide the scales. Column
-  0 is empty between micro-batches, as in Transformer Engine. `advance` inserts the amaxes of the
-  current micro-batch, as the end of that library's autocast does. The history is constant within a
-  micro-batch, so a recomputed forward uses the same scales and adds nothing.
-- `draws` (), for stochastic rounding: how many micro-batches have drawn.
+The state of a recipe is in persistent buffers, so that checkpoints contain it:
+- `amax_history` (3, 1 + history), for delayed scaling: one row for each of x, w and g. The scales
+  follow from columns 1 and higher. Column 0 is empty between micro-batches, as in Transformer
+  Engine. After each micro-batch, `advance` inserts its amaxes in column 1. Within a micro-batch the
+  history is constant, so a recomputed forward uses the same scales, and does not count twice.
+- `draws` (), for stochastic rounding: the number of micro-batches that have drawn random numbers.
 Evaluation (`model.eval()`) uses the history and does not change it.
 
-The amaxes and counts of a micro-batch go into buffers of one number for each tensor. Forward writes
-the buffers of x and w, backward the buffer of g, and neither reads them. So torch.compile may
-include both in its graphs, and may run anything in between.
+The amaxes and the numbers of non-finite elements of a micro-batch go into one buffer of one number
+for each of x, w and g. Forward writes the buffers of x and w, and backward writes the buffer of g.
+Neither reads them, so torch.compile may include both in its graphs, in any order.
 """
 
 from __future__ import annotations
@@ -41,54 +41,65 @@ from lpkit.precision.backends import Backend, sharing, tiles
 from lpkit.precision.deferred import QUEUE, apart, defer
 from lpkit.techniques.recipes import PRODUCTS, Cast, Recipe
 
-ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
-HISTORY_RULES = {           # how a history of amaxes gives a scale; the newest amax comes first
+ROLES = ("x", "w", "g")     # input, weights, gradient of the output
+# how the amax that sets the scale follows from a history of amaxes, whose newest comes first
+HISTORY_RULES = {
     "max": lambda history: history.amax(-1),
     "most-recent": lambda history: history[..., 0],
 }
 
 
 class ScaledMatmul(torch.autograd.Function):
-    """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`. The gradient of w goes to `carrier`:
-    w itself, or the tensor that represents a w that was gathered in 8 bits."""
+    """y = x @ w.T + bias (M, N) in `dtype`, for x (M, K) and w (N, K).
+
+    This is a custom Function, because the three matmuls have low-precision operands, and because
+    forward saves the casts of x.T and w.T instead of x and w.
+
+    carrier: the tensor that gets the gradient of w: w itself, or a float32 tensor in place of a w
+             that other ranks sent in 8 bits
+    trained: whether gradients are computed at all
+    leave:   a function (dw, db) that postpones these gradients (`deferred.defer`), or None
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: Scaling,
                 dtype: torch.dtype, trained: bool, w: Tensor, leave: Callable | None) -> Tensor:
         x_trained, w_trained = (ctx.needs_input_grad[:2] if trained else (False, False))
         product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
-        # Operands are cast explicitly, so autocast must not cast them once more.
+        # This code casts the operands itself, so autocast must not cast them once more.
         with torch.autocast(x.device.type, enabled=False):
             cast_x, x_T = layer.operands("y", "dw", "x", x, dtype, both=w_trained)      # x_T (K, M)
             cast_w, w_T = layer.operands("y", "dx", "w", w, dtype, both=x_trained)      # w_T (K, N)
             y = product(cast_x, cast_w, dtype, bias, fast="y" in fast)                  # (M, N)
-            # gathered weights are freed after forward, and gathered again for backward
+            # A gathered weight is freed after forward and gathered again for backward, so its cast
+            # is not saved.
             regather = x_trained and layer.gathered is not None
             saved = w_T().stored if x_trained and not regather else ()
             inputs = x_T().stored if w_trained else ()
             if not torch.compiler.is_compiling():
                 for t in filter(torch.is_tensor, saved):
-                    # offloading of activations (memory.saved) skips casts of weights
+                    # a mark for offloading of activations (memory.saved), which skips such casts
                     t.of_weight = True
                 for t in filter(torch.is_tensor, inputs):
-                    # all ranks of a tensor group have it, so each saves only a part
-                    # (parallel.tensor)
+                    # a mark for tensor parallelism (parallel.tensor): all ranks of the tensor group
+                    # have the same cast of x.T, so each rank saves only a part of it
                     t.cast_for = layer
             saved += inputs
         ctx.save_for_backward(*saved)
         ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
         ctx.dtypes, ctx.leave = (x.dtype, carrier.dtype), leave
-        # A new tensor: in a graph, torch up to 2.11 gives the gradient of y to the last tensor that
-        # is y, for example the product before a cast that did nothing, and zeros to y itself.
+        # Return a new tensor. If y is the same tensor object as an earlier result (for example of a
+        # cast that changed nothing), torch up to 2.11 gives the gradient to the earlier result in a
+        # compiled graph, and zeros to y.
         return y.view_as(y) if torch.compiler.is_compiling() else y
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
         layer, dtype, saved = ctx.layer, ctx.dtype, iter(ctx.saved_tensors)
         product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
-        g = g.contiguous()      # it may be an expanded or transposed view
-        # forward saved the casts of w.T and x.T, so backward casts only g
+        g = g.contiguous()      # g may be an expanded or transposed view
 
+        # Forward saved the casts of w.T, then of x.T, three tensors each. Backward casts only g.
         def saved_operand() -> Scaled:
             return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
 
@@ -116,7 +127,7 @@ class ScaledMatmul(torch.autograd.Function):
 class Arithmetic(Backend):
     """A backend that casts operands (rows, contracted axis), and computes a @ b.T + bias."""
 
-    # the bytes of an operand's row must be a multiple of this; 0: no condition
+    # a row of an operand must have a multiple of so many bytes; 0: no condition
     alignment: int = 0
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
@@ -125,39 +136,46 @@ class Arithmetic(Backend):
     @abstractmethod
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None, both: bool = False) -> Scaled:
-        """Returns the cast of x. both: the cast of x.T will be needed, as `.T` of the result."""
+        """Return the cast of x (rows, contracted axis). dtype: of the matmul's result; amax: of a
+        history, or None; noise: for stochastic rounding, or None; both: the caller will also need
+        `.T` of the result, the cast of x.T."""
 
     @abstractmethod
     def shares(self, cast: Cast) -> bool:
-        """Returns whether one cast can serve x and x.T."""
+        """Return whether one call of `cast` can return the casts of x and of x.T."""
 
     @abstractmethod
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
-                fast: bool = False) -> Tensor: ...
+                fast: bool = False) -> Tensor:
+        """Return a @ b.T + bias, (M, N) in `dtype`; a (M, K), b (N, K), bias (N,). fast: whether
+        the hardware may accumulate with fewer bits (`use_fast_accum`)."""
 
     @abstractmethod
-    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *,
+    def taken(self, existing: Scaled, cast: Cast, dtype: torch.dtype, *,
               both: bool = False) -> Scaled:
-        """Returns the operand that `cast` would return, from existing 8-bit values and scales."""
+        """Return the operand that `cast` would return, made from `existing` 8-bit values and
+        scales, which other ranks sent."""
 
 
 class Scaling(nn.Module):
-    """The products of a module that has a Linear's weight, bias and sizes, under any autocast."""
+    """The matmuls of a module with the weight, bias and sizes of a Linear, under a recipe."""
 
     recipe: Recipe
     arithmetic: Arithmetic
     name: str
     cache: Any = None       # a WeightCache inside of `weights_cached`
-    # `gathered`: the cast of `weight` that other ranks sent (`lessons.rows.cast_gather`). `carrier`
-    # receives its gradient in float32: for a tensor of 8 bits autograd would round it to 8 bits.
+    # `gathered`: the cast of `weight` that other ranks sent (`lessons.rows.cast_gather`). Its
+    # float32 gradient goes to `carrier`, because autograd would round the gradient of an 8-bit
+    # tensor to 8 bits.
     gathered: Scaled | None = None
     carrier: Tensor | None = None
     transposed = False          # whether `weight` is (in_features, out_features)
 
     def equip(self, recipe: Recipe, arithmetic: Arithmetic, *, name: str, seed: int = 0) -> Any:
-        """Allocates the recipe's state, and returns the module."""
+        """Allocate the buffers of the recipe's state, and return this module. `seed` and the name
+        of the Linear determine the random numbers of stochastic rounding."""
         self.recipe, self.arithmetic, self.name = recipe, arithmetic, name
-        # computed now, because a compiled graph cannot compute these cached properties
+        # Compute these cached properties now, because a compiled graph cannot.
         _ = recipe.cast_of, recipe.tile
         zero = partial(torch.zeros, device=self.weight.device)
         if recipe.delayed:
@@ -166,7 +184,8 @@ class Scaling(nn.Module):
             self.register_buffer("draws", zero((), dtype=torch.int64))
             keys = [[seed_words(seed << 32 | zlib.crc32(f"{name} {product} {role}".encode()))
                      for role in ROLES] for product in PRODUCTS]
-            self.register_buffer("keys", torch.tensor(keys).to(self.weight.device), persistent=False)
+            self.register_buffer("keys", torch.tensor(keys).to(self.weight.device),
+                                 persistent=False)
         for role in ROLES:
             self.register_buffer(f"nonfinite_{role}", zero((), dtype=torch.int64), persistent=False)
             if recipe.delayed:
@@ -181,16 +200,16 @@ class Scaling(nn.Module):
         M = len(x)
         sizes = {"M": M, "K": self.in_features, "N": self.out_features}
         if not torch.is_grad_enabled():
-            sizes.pop("M")      # only backward contracts tokens
+            sizes.pop("M")      # only dw sums over tokens, so M does not matter without backward
         if not torch.compiler.is_compiling() and self.cache is not None:
             self.cache.see(w)
         recipe, alignment = self.recipe, self.arithmetic.alignment
-        tile = max(recipe.tile, 2 * alignment)      # in 4-bit elements, of which a byte has two
+        tile = max(recipe.tile, 2 * alignment)      # elements; a byte has two 4-bit elements
         if tile > 1 and not tiles(self.name, recipe, sizes, alignment):
             x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
             bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
         carrier = w if self.carrier is None else self.carrier
-        leave = None        # leaves the gradients of w and bias for later
+        leave = None        # a function that postpones the gradients of w and bias
         if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
             leave, carrier, bias = partial(defer, queue, carrier, bias), apart(carrier), apart(bias)
         y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach(),
@@ -199,10 +218,15 @@ class Scaling(nn.Module):
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
              first: bool = False, both: bool = False) -> Scaled:
-        """Returns the operand `role` of `product`, (rows, contracted axis). `first`: this cast of
-        the tensor is counted, and its amax goes into the history. `both`: x.T is needed, too."""
+        """Return x (rows, contracted axis) as the operand `role` ("x", "w", "g") of the matmul
+        `product` ("y", "dx", "dw").
+
+        first: this is the first of two casts of the tensor, so its non-finite elements are counted,
+               and its amax is recorded for the history
+        both:  the cast of x.T is needed, too
+        """
         cast = self.recipe.cast_of[product, role]
-        if cast is None:  # this product is not in low precision: a Scaled with a scale of one
+        if cast is None:  # the recipe does not cast this operand: a Scaled with a scale of 1
             return Scaled(data=x.to(dtype), scale=torch.ones(1, 1, device=x.device))
         delayed, noise = self.recipe.delayed, None
         amax = None if delayed is None else self.past_amax(role)
@@ -214,7 +238,8 @@ class Scaling(nn.Module):
         if role == "w" and self.gathered is not None:
             result = self.arithmetic.taken(replace(self.gathered, data=x), cast, dtype, both=both)
         elif role == "w" and self.cache is not None and not torch.compiler.is_compiling():
-            # a history advances between micro-batches, and may give the same weight another scale
+            # The amax is part of the key, because the history changes between micro-batches, and
+            # may give the same weight another scale.
             same = cast, dtype, both, self.arithmetic, None if amax is None else amax.item()
             result = self.cache.get(product, same, make, with_amax=delayed is not None)
         else:
@@ -227,30 +252,35 @@ class Scaling(nn.Module):
         return result
 
     def past_amax(self, role: str) -> Tensor:
-        """The amax () float32 of delayed scaling; 0 while its history is empty."""
+        """Return the amax of the history for `role`, () float32, times 2^margin; 0 while the
+        history is empty."""
         delayed, history = self.recipe.delayed, self.amax_history[ROLES.index(role), 1:]
         return HISTORY_RULES[delayed.history_rule](history) * 2.0**delayed.margin
 
     def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
                  both: bool) -> tuple[Scaled, Callable[[], Scaled]]:
-        """Returns x as the operand `role` of `product`, and a function that returns x.T as that of
-        `other`. A separate second cast is made only when the function is called, to save memory
-        during the first product. `both`: the function will be called."""
-        # the cast exists already, and can be transposed
+        """Return x as the operand `role` of the matmul `product`, and a function that returns x.T
+        as the operand `role` of the matmul `other`.
+
+        If x.T needs its own cast, it is computed when the function is called, to save memory during
+        the first matmul. `both`: the caller will call the function.
+        """
+        # A gathered weight is already cast. Its transpose is made from the same values.
         if role == "w" and self.gathered is not None:
             operand = self.cast(product, role, x, dtype, first=True)
             return operand, lambda: self.cast(product, role, x, dtype, both=True).T
-        one, two = self.recipe.cast_of[product, role], self.recipe.cast_of[other, role]
-        shared = both and one is not None and one == two and self.arithmetic.shares(one)
+        cast, other_cast = self.recipe.cast_of[product, role], self.recipe.cast_of[other, role]
+        shared = both and cast is not None and cast == other_cast and self.arithmetic.shares(cast)
         operand = self.cast(product, role, x, dtype, first=True, both=shared)
         return operand, lambda: operand.T if shared else self.cast(other, role, x.T, dtype)
 
     def of_roles(self, what: str) -> list[Tensor]:
+        """Return the buffers `what`_x, `what`_w and `what`_g."""
         return [getattr(self, f"{what}_{role}") for role in ROLES]
 
     def advance(self) -> None:
-        """Called after the backward of a micro-batch: advances histories, and gives the next
-        rounding new random draws."""
+        """Insert the amaxes of a micro-batch into the histories, and select new random numbers for
+        the next one. Must be called after the backward of each micro-batch."""
         if self.recipe.delayed is not None:
             amaxes = self.of_roles("amax")
             newest = torch.stack(amaxes)[:, None]
@@ -261,12 +291,12 @@ class Scaling(nn.Module):
 
 
 class ScaledLinear(Scaling, nn.Linear):
-    """A replacement for nn.Linear."""
+    """An nn.Linear under a recipe."""
 
     @classmethod
     def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
              name: str = "linear", seed: int = 0) -> ScaledLinear:
-        """Returns a ScaledLinear that shares the parameters of `linear`, with new state."""
+        """Return a ScaledLinear that shares the parameters of `linear`, with new state."""
         return sharing(cls, linear).equip(recipe, arithmetic, name=name, seed=seed)
 
 
@@ -275,8 +305,8 @@ def scaled_linears(model: nn.Module) -> Iterator[Scaling]:
 
 
 def nonfinite_report(model: nn.Module) -> str:
-    """Returns a sentence that names the tensors that held a NaN or an Inf when they were cast, in
-    the order of the model; "" if there are none."""
+    """Return a sentence that names the first three tensors of the model that had a NaN or an Inf
+    when they were cast; "" if there are none."""
     words = dict(zip(ROLES, ("activations", "weights", "gradients")))
     places = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)
               for role, count in zip(ROLES, torch.stack(layer.of_roles("nonfinite")).tolist())

@@ -1,5 +1,5 @@
-"""Products of 8- and 4-bit operands by the device: torch._scaled_mm and F.scaled_mm on the tensor
-cores of Ada, Hopper and Blackwell, and torch._int_mm for int8.
+"""Matmuls of 8- and 4-bit operands by hardware instructions: torch._scaled_mm and F.scaled_mm on
+the tensor cores of Ada, Hopper and Blackwell GPUs, and torch._int_mm for int8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lpkit.techniques.recipes import Cast, Recipe
 
 
 def saturates(recipe: Recipe, device: torch.device) -> str:
-    """Returns the reason why torch._int_mm sums products wrongly on this device, or ""."""
+    """Return the reason why torch._int_mm gives wrong sums on this device, or ""."""
     if device.type != "cpu" or recipe.dtype != "int8":
         return ""
     x = torch.full((32, 64), 127, dtype=torch.int8)
@@ -35,15 +35,19 @@ def saturates(recipe: Recipe, device: torch.device) -> str:
 
 
 def too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
-    """Returns the reason why this GPU is too old, or "". Other devices are never too old."""
+    """Return the reason why a GPU has a lower compute capability than `capability`, or ""; "" for
+    other devices. `needs`: the beginning of the sentence."""
     if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
         return ""
     return f"{needs} compute capability {dotted(capability)}, and this GPU has {dotted(has)}"
 
 
 class ScaledMM(Arithmetic):
-    """Multiplies operands that are stored in 8 or 4 bits. The kernels that cast are chosen like a
-    layer's kernels (`lpkit.nn.layers`), so each Linear has its own copy of this object."""
+    """Multiplies operands that are stored in 8 or 4 bits.
+
+    The kernels that cast are attributes, and `lpkit.execution.kernels` replaces them as it replaces
+    the kernels of a layer. So each Linear has its own copy of this object.
+    """
 
     alignment = 16
     kernels: ClassVar = {name.replace("-", "_"): name for name in (
@@ -51,7 +55,7 @@ class ScaledMM(Arithmetic):
     cast_tensor = cast_rows = cast_blocks = cast_mx = cast_nvfp4 = staticmethod(definition)
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
-        return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
+        return device.type == "cuda"        # on a CPU the emulation is faster than float8 matmuls
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
         if not recipe.products:
@@ -59,11 +63,11 @@ class ScaledMM(Arithmetic):
         for product, (a, b) in recipe.products.items():
             if a is None or b is None:
                 return f"{product} has one operand in {recipe.compute}, and both must be cast"
-            found = HARDWARE.get(a.format, {}).get((a.block, b.block))
-            if found is None or (a.format, b.format) == ("e5m2", "e5m2"):
+            support = HARDWARE.get(a.format, {}).get((a.block, b.block))
+            if support is None or (a.format, b.format) == ("e5m2", "e5m2"):
                 return (f"there is no product of {a.format} {a.block} and {b.format} {b.block} "
                         f"blocks, as {product} needs")
-            needed, cpu, what = found
+            needed, cpu, what = support
             if a.block == (1, 128) and (a.format, b.format) != ("e4m3fn", "e4m3fn"):
                 return (f"PyTorch multiplies {what} in E4M3 alone, and {product} has {a.format} "
                         f"and {b.format}")
@@ -84,10 +88,11 @@ class ScaledMM(Arithmetic):
         return ScaledLinear.wrap(linear, recipe, copy(self), name=name, seed=seed)
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str:
-        """Returns the error of PyTorch or cuBLASLt for a small product of each kind, or "". Only
-        trying tells: for example, row scales on Hopper need cuBLASLt of CUDA 12.9, or CUTLASS,
-        which a build of PyTorch may lack; and on a CPU torch 2.11 has none."""
-        # a second block shows scales of blocks of 128
+        """Return the error of PyTorch or cuBLASLt for a small matmul of each kind in the recipe, or
+        "". It tries them, because versions do not tell what works: for example, row scales on
+        Hopper need cuBLASLt of CUDA 12.9, or CUTLASS, which a build of PyTorch may lack; and on a
+        CPU torch 2.11 has no matmul with row scales."""
+        # 256 wide, so that there are two blocks of 128 along the contracted axis
         x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)
         for name, pair in recipe.products.items():
             a, b = (self.cast(x, replace(cast, rounding="nearest-even"), x.dtype, amax=None,
@@ -105,18 +110,20 @@ class ScaledMM(Arithmetic):
         return cast_operand(x, cast, amax=amax, noise=noise, both=both,
                             by=lambda name: getattr(self, name.replace("-", "_")))
 
-    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
-        return replace(made, turned=made.transposed()) if both else made
+    def taken(self, existing: Scaled, cast: Cast, dtype: torch.dtype, *,
+              both: bool = False) -> Scaled:
+        return replace(existing, turned=existing.transposed()) if both else existing
 
     def shares(self, cast: Cast) -> bool:
-        # products draw different noise, unless the cast is its own transpose
+        # With stochastic rounding, the casts of x and x.T use different random numbers, unless the
+        # recipe defines the cast of x.T as the transpose of the cast of x.
         return not no_kernel(cast, both=True) and (cast.transposes or cast.rounding != "stochastic")
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:
-        if a.data.dtype == dtype and a.tensor is None:      # the recipe does not cast this product
+        if a.data.dtype == dtype and a.tensor is None:      # the recipe does not cast the operands
             return scaled.product(a, b, dtype, bias)
-        right = b.data.T        # column-major: Hopper's 8-bit tensor cores accept no other order
+        right = b.data.T        # column-major, the only order that Hopper's FP8 tensor cores accept
         if bias is not None and a.data.dtype != torch.int8:
             bias = bias.to(torch.bfloat16)
         if a.data.dtype == torch.int8:
@@ -136,45 +143,52 @@ class ScaledMM(Arithmetic):
 
 
 def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
-    """Returns t with rows of zeros appended. `torch._int_mm` refuses 16 rows or fewer. Columns of
-    scales must begin at multiples of 16 bytes, also for any number of tokens in sampling
-    (Transformer Engine's Float8BlockQuantizer pads them, too)."""
+    """Return t with rows of zeros appended: at least `least` rows, and a multiple of `multiple`.
+    `torch._int_mm` refuses 16 rows or fewer. Columns of float32 scales must begin at multiples of
+    16 bytes, so 4 rows, also when sampling has only one token (Transformer Engine's
+    Float8BlockQuantizer also pads them)."""
     more = max(least - len(t), -len(t) % multiple)
     return F.pad(t, (0, 0, 0, more)) if more > 0 else t
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
-    """Returns scales in shapes from which `torch._scaled_mm` infers their meaning: (1, 1) for
-    tensors (of a view without axes Inductor takes the whole), and (M, 1) and (1, N) for rows.
-    Returns None for blocks of 128, which it may misread: if the sum is one block long, a 1x128
-    scale looks like a row's scale, and a 128x128 scale like a tensor's."""
+    """Return the scales in shapes from which `torch._scaled_mm` infers their kind: (1, 1) for one
+    scale per tensor, and (M, 1) and (1, N) for one scale per row. (A scale without axes would not
+    do: for a view, Inductor passes the whole storage.)
+
+    Return None for blocks of 128. `torch._scaled_mm` could confuse them: if K is 128, a 1x128 scale
+    has the shape of a row's scale, and a 128x128 scale the shape of a tensor's scale.
+    """
     if a.scale.numel() == b.scale.numel() == 1:
         return a.scale.reshape(1, 1), b.scale.reshape(1, 1)
-    # 1x128 scales over a sum of 128 are row scales
+    # If K is 128, 1x128 scales are row scales, and are treated as row scales here.
     if all(s.scale.shape == (s.data.shape[0], 1) for s in (a, b)):
-        # reshape fixes strides of dimensions of size 1, which contiguous() does not
+        # reshape and view set the strides of dimensions of size 1; contiguous() leaves them
         return (a.scale.reshape(-1).view(-1, 1), b.scale.reshape(-1).view(1, -1))
     return None
 
 
-# F.scaled_mm in operators: Inductor (torch 2.13) lowers F.scaled_mm to torch._scaled_mm, which
-# infers kinds of scales from shapes, and has no swizzles.
+# F.scaled_mm is called inside of operators, which Inductor does not change. Otherwise Inductor
+# (torch 2.13) would replace it by torch._scaled_mm, which infers the kind of scales from their
+# shapes and does not know swizzled layouts.
 
 @operator("scaled_mm_128(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b) -> Tensor",
           key=EVERY_DEVICE, product=True, flops=lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0])
 def _blocks128(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """Multiplies a (M, K) by b (N, K). Scales are for 1x128 blocks; b's also for 128x128 blocks."""
+    """Return a @ b.T, (M, N) bf16; a (M, K), b (N, K). The scales of a are of 1x128 blocks, and the
+    scales of b of 1x128 or 128x128 blocks."""
     return F.scaled_mm(a, b.T, *_outer_major(a, scale_a),
                        *_outer_major(b, scale_b), output_dtype=torch.bfloat16)
 
 
 def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
-    """Returns scales in the layout that the product reads, and their kind. 1x128 scales (R, C) are
-    stored column by column. 128x128 scales (R, C) are too, and padded to (C rounded up to 4, R).
-    Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling factors layouts"."""
+    """Return the scales (R, C) of t in the layout that the matmul reads, and their kind. 1x128
+    scales are stored column by column. 128x128 scales are padded to a multiple of 4 columns, and
+    passed as the transpose. Source: the checks of `torch._scaled_mm_v2`, and cuBLAS 12.9, "scaling
+    factors layouts"."""
     if scale.shape[0] == t.shape[0]:
         return scale.T.contiguous().T, F.ScalingType.BlockWise1x128
-    # transposing after padding keeps the strides that the product needs
+    # Pad first and transpose afterwards, so that the strides are those that the matmul needs.
     padded = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
     return padded.T, F.ScalingType.BlockWise128x128
 
@@ -184,6 +198,8 @@ def _outer_major(t: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
           flops=lambda a, _, __, b, *___, **____: 4 * a[0] * a[1] * b[0])
 def _float4(a: Tensor, scale_a: Tensor, tensor_a: Tensor, b: Tensor, scale_b: Tensor,
             tensor_b: Tensor) -> Tensor:
+    """Return a @ b.T, (M, N) bf16, for NVFP4: a (M, K / 2) and b (N, K / 2) uint8, with swizzled
+    E4M3 scales of 1x16 blocks, and a float32 scale of each tensor."""
     left, right = (t.view(torch.float4_e2m1fn_x2) for t in (a, b))
     two = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     how = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]

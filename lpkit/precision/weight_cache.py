@@ -1,10 +1,9 @@
-"""Chooses whether a weight's casts are kept between the micro-batches of an update, or are made
-again in each micro-batch.
+"""Caches the casts of weights within an update, or chooses not to.
 
-Only the optimizer's step changes a weight, so later micro-batches cast the same numbers to the same
-values. Kept casts take memory from the first micro-batch to the end of the last one (Transformer
-Engine's `is_first_microbatch`; `lpkit.predict.ledger` counts their bytes). Results are the same bit
-for bit.
+Only the optimizer's step changes a weight. So all micro-batches of an update cast the same numbers
+to the same values, and the cast of the first micro-batch can be reused. The cached casts take
+memory until the last micro-batch ends (`lpkit.predict.ledger` counts their bytes). The results are
+the same bit for bit. Transformer Engine's `is_first_microbatch` does the same.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ from lpkit.techniques.recipes import Recipe
 
 def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool,
            forwards: int) -> Choice:
-    """Chooses whether casts are kept, for `recipe`, which is the row `name`. `forwards`: how often
-    a layer runs forward in an update, with recomputation.
+    """Return the choice CACHED if caching saves casts and works, otherwise CAST, with the reason.
 
+    name:     the row of `recipe`
+    compiled: whether torch.compile is used
+    forwards: how often a layer runs forward in an update, with recomputed forwards
     Raises ConfigError if the recipe casts no weight.
     """
     casts = [cast for product in ("y", "dx") if (cast := recipe.cast_of[product, "w"]) is not None]
@@ -58,24 +59,27 @@ def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *,
 
 
 class WeightCache:
-    """The casts of one weight, until the weight changes: until it is another tensor, has other
-    memory, or has another version counter.
+    """The casts of one weight. They are dropped when the weight changes: when it is another tensor
+    object, has another storage, or has another version counter (`tensor._version`).
 
-    PyTorch's fused optimizers, and writes through `tensor.data`, do not change the version counter.
-    They must not happen while a cache exists. So caches exist within one update
-    (`weights_cached`), and the optimizer's step comes after it.
+    PyTorch's fused optimizers, and writes through `tensor.data`, change a weight but not its
+    version counter. So they must not happen while a cache exists: `weights_cached` creates the
+    caches and removes them before the optimizer's step.
     """
 
     def __init__(self):
         self.weight: Callable[[], Tensor | None] = lambda: None
-        self.storage: Any = None        # a reference, so that no other storage can get its address
+        # A reference keeps the storage alive, so that no new storage can get the same address.
+        self.storage: Any = None
         self.version = -1
-        self.casts: dict[str, tuple[Any, Scaled]] = {}      # by product
+        self.casts: dict[str, tuple[Any, Scaled]] = {}      # key and cast, by matmul ("y", "dx")
 
     def see(self, w: Tensor) -> None:
-        """Called before casts of w are requested: drops casts of other numbers."""
+        """Drop the casts if w has changed since the last call. The layer calls this before it
+        requests casts of w."""
         storage = w.untyped_storage()
-        # identity, address and version: w may be freed, moved by FSDP, or updated in place
+        # Compare object, storage and version: w may be a new tensor, FSDP may have moved it, or it
+        # may have been updated in place.
         same = self.weight() is w and self.storage._cdata == storage._cdata
         if not same or self.version != w._version:
             self.weight, self.storage, self.version = weakref.ref(w), storage, w._version
@@ -83,20 +87,21 @@ class WeightCache:
 
     def get(self, product: str, key: Any, make: Callable[[], Scaled], *,
             with_amax: bool) -> Scaled:
-        """Returns `make()`, or its earlier result for the same key. One cast per product is kept.
+        """Return `make()`, or its earlier result for the same matmul `product` and key. One cast is
+        stored for each matmul. `key`: everything on which the cast depends, apart from the weight.
         """
         if product not in self.casts or self.casts[product][0] != key:
-            made = make()
-            self.casts[product] = key, made if with_amax else replace(made, amax=None)
+            scaled = make()
+            self.casts[product] = key, scaled if with_amax else replace(scaled, amax=None)
         return self.casts[product][1]
 
 
 @contextmanager
 def weights_cached(model: nn.Module) -> Iterator[None]:
-    """In this context, around the forwards and backwards of one update, each weight is cast once
-    per product instead of once per micro-batch or recomputation. Results are the same bit for bit.
-    It has no effect under torch.compile, whose graphs contain the casts. Nothing is kept
-    afterwards.
+    """Cast each weight once per matmul in this context, instead of in every micro-batch and
+    recomputation. The context must contain the forwards and backwards of one update. At its end all
+    casts are freed. Results are the same bit for bit. Under torch.compile it has no effect, because
+    compiled graphs contain the casts.
     """
     layers = list(scaled_linears(model))
     for layer in layers:

@@ -150,7 +150,7 @@ class Training:
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels, by_first=ranks.by_first,
-                                  told=lambda name: replace(
+                                  facts=lambda name: replace(
                                       shards.parameter(name), fused=fused(config.model, name),
                                       decays=decays.get(name)))
         for group in optimizer.param_groups:

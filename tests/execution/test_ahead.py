@@ -62,16 +62,16 @@ def lines(run: Run) -> list[dict]:
 def test_numbers_are_told_when_they_arrive_and_none_is_lost(tiny, tmp_path, queue, monkeypatch):
     """At most AHEAD updates are in the queue; before an evaluation it is empty. The lines are those
     of a host that waits."""
-    training, told, handed = Training.build(tiny), [], []
+    training, observed, handed = Training.build(tiny), [], []
     update = Training.update
 
     def counted(self, step, **more):
-        handed.append((step + 1, len(told)))
+        handed.append((step + 1, len(observed)))
         return update(self, step, **more)
 
     monkeypatch.setattr(Training, "update", counted)
-    run = fit(training, tmp_path / "late", observers=[lambda record: told.append(record.step)])
-    assert told == list(range(1, 10))
+    run = fit(training, tmp_path / "late", observers=[lambda record: observed.append(record.step)])
+    assert observed == list(range(1, 10))
     behind = [step - 1 - done for step, done in handed]
     assert max(behind) == AHEAD and behind == [0, 1, 2, 2, 0, 1, 2, 2, 0], "evaluated at 4, 8 and 9"
     assert len(queue) == 9
@@ -142,10 +142,10 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(tiny, tmp_pat
 
 
 def test_a_pause_tells_everything_first(tiny, tmp_path, queue):
-    control, told = Control(), []
+    control, observed = Control(), []
 
     def pause(record):
-        told.append(record.step)
+        observed.append(record.step)
 
     training = Training.build(tiny)
     training.watchers.append(lambda step: (control.go_on.clear() if step == 6 else None,
@@ -154,13 +154,13 @@ def test_a_pause_tells_everything_first(tiny, tmp_path, queue):
                               kwargs={"control": control, "observers": [pause]})
     thread.start()
     for _ in range(600):
-        if told[-1:] == [7]:
+        if observed[-1:] == [7]:
             break
         thread.join(0.05)
-    assert told == list(range(1, 8))
+    assert observed == list(range(1, 8))
     control.go_on.set()
     thread.join()
-    assert told == list(range(1, 10))
+    assert observed == list(range(1, 10))
 
 
 # ---- batches
@@ -215,8 +215,8 @@ def test_batches_are_the_policys_made_ahead_by_one_thread():
 def test_nothing_is_left_of_it():
     policy = Prefetched(Counted(), torch.device("cpu"), StatePlacement())
     policy.batch(0)
-    [thread] = [one for one in threading.enumerate() if one.name == "lpkit-batches_0"
-                and one in policy.thread._threads]
+    [thread] = [running for running in threading.enumerate() if running.name == "lpkit-batches_0"
+                and running in policy.thread._threads]
     gone = weakref.ref(policy)
     del policy
     gc.collect()

@@ -56,15 +56,15 @@ COUNTED = pytest.mark.parametrize("graphs", ["eager"], indirect=True, ids=["coun
 @pytest.fixture
 def graphs(request, monkeypatch) -> list:
     """Those that are compiled, in order."""
-    found, compile = [], torch.compile
+    compiled_graphs, compile = [], torch.compile
 
     def backend(graph, inputs):
-        found.append(graph.graph)
+        compiled_graphs.append(graph.graph)
         return lookup_backend(getattr(request, "param", "aot_eager"))(graph, inputs)
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=backend))
-    return found
+    return compiled_graphs
 
 
 def built(**changes) -> Training:
@@ -191,8 +191,8 @@ def test_without_a_compiler_nothing_is_compiled(device, variable, needed, tmp_pa
                                           rf"\({re.escape(needed)}, .*; install .*, or set "
                                           r"system.compile=false$"):
         compiling.choose(True, on)
-    found = compiling.choose("auto", on)
-    assert found.used == "off" and ("no compiler here" in found.why) == (device == "cuda")
+    choice = compiling.choose("auto", on)
+    assert choice.used == "off" and ("no compiler here" in choice.why) == (device == "cuda")
     assert compiling.choose(False, on).used == "off"
     for name, words in {needed: "", "of-mine": "of-mine -m64"}.items():
         (tmp_path / name).write_text("")
@@ -314,7 +314,7 @@ def test_what_another_planted_where_torch_looks_is_never_met(tmp_path):
     """PyTorch keeps its graphs as pickles in /tmp/torchinductor_USER, which whoever comes first
     makes."""
     (tmp_path / "tmp").mkdir()
-    clean = {key: one for key, one in os.environ.items() if key not in jit.CACHES}
+    clean = {key: value for key, value in os.environ.items() if key not in jit.CACHES}
     where = clean | {"TMPDIR": str(tmp_path / "tmp"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     harm = tmp_path / "harm"
 

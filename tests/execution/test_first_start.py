@@ -44,10 +44,10 @@ FP8 = {"precision.backend": "scaled_mm"}
 @pytest.fixture
 def graphs(monkeypatch, tmp_path):
     """What PyTorch compiles from now on; a CPU stands for a GPU that Triton does not run on."""
-    made = []
+    compiled_graphs = []
 
     def backend(graph, _):
-        made.append(graph)
+        compiled_graphs.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
@@ -59,7 +59,7 @@ def graphs(monkeypatch, tmp_path):
     monkeypatch.setattr(choosing, "ROUNDS", 1)
     monkeypatch.setattr(choosing, "FUSES", 0.0)     # the fastest alone is taken
     choosing._compiled.cache_clear()
-    yield made
+    yield compiled_graphs
     choosing._compiled.cache_clear()
 
 
@@ -90,10 +90,10 @@ def raced_attention(**model):
 def test_attention_is_compiled_for_two_shapes(graphs, flex, monkeypatch):
     """At hand, where float64 has room, and at the step's size."""
     monkeypatch.setattr(attention, "candidates",
-                        lambda given: {"plain": attention._told("plain", given.rule), "sdpa": plain,
-                                       "flex": flex})
+                        lambda given: {"plain": attention._with_rule("plain", given.rule),
+                                       "sdpa": plain, "flex": flex})
     raced_attention()
-    assert {one[0][2] for one in flex.made if isinstance(one, tuple)} == {1024, 1100}
+    assert {shape[0][2] for shape in flex.made if isinstance(shape, tuple)} == {1024, 1100}
     assert len(flex.made) == OF_FLEX
 
 
@@ -107,7 +107,7 @@ def test_what_is_compiled_for_a_shape_is_still_verified(graphs, flex, monkeypatc
 
     off.by_shape = off_at_work.by_shape = True
     monkeypatch.setattr(attention, "candidates", lambda given: {
-        "plain": attention._told("plain", given.rule), "sdpa": plain, "flex": off,
+        "plain": attention._with_rule("plain", given.rule), "sdpa": plain, "flex": off,
         "flex-2": off_at_work})
     why = raced_attention().why
     assert "not flex: differs" in why
@@ -132,18 +132,18 @@ def test_a_first_start_makes_few_graphs(changes, graphs, monkeypatch):
     kernels = build.kernels(config, training.decisions, training.ranks)
     fresh = Training.build(config.replace({"system.compile": False}), data=RandomTokens(config))
     at_hand = kernels._at_hand(fresh.model)
-    found = kernels._raced(at_hand, on_cpu=False)
+    choices = kernels._raced(at_hand, on_cpu=False)
     within = at_hand.keys() - {choosing_kernels.LOSS}
     for name in at_hand:        # the loss in pieces is not compiled
         how = "compile, planted in a compiled block" if name in within else "here, and verified"
-        assert how in found[name]["why"], found[name]
+        assert how in choices[name]["why"], choices[name]
     training.update(0)
     light = ("opaque", "getitem", "Cast")
     to_build = [graph for graph in graphs
                 if any(node.op.startswith("call") and getattr(node.target, "__name__", "")
                        not in light for node in graph.graph.nodes)]
     assert len(graphs) - len(to_build) == len(within) and len(to_build) > len(within)
-    assert len(to_build) + OF_FLEX <= MOST_GRAPHS, (len(to_build), sorted(found))
+    assert len(to_build) + OF_FLEX <= MOST_GRAPHS, (len(to_build), sorted(choices))
 
 
 def as_one_operator(kernel):
@@ -158,9 +158,9 @@ def test_a_compiled_version_is_held_to_the_step_s_size(graphs, tmp_path):
     def wrong(x, weight, eps):
         return NORM.definition(x, weight, eps) * 1.2
 
-    found = choosing._find(NORM, {"reference": NORM.definition, "compile": wrong}, [rows()],
+    record = choosing._find(NORM, {"reference": NORM.definition, "compile": wrong}, [rows()],
                            [rows(64)], 1.0)
-    assert found["refused"]["compile"].startswith(
+    assert record["refused"]["compile"].startswith(
         "differs from its definition: result 1 of 3, at the run's size")
     chosen = choose("rms-norm", NORM, "auto", [rows()], raced=[rows(64)], cache=tmp_path)
     assert "compile" not in chosen.refused and len(graphs) == 1, "at the step's size alone"
@@ -233,10 +233,10 @@ def test_a_third_piece_forgotten_is_found(monkeypatch, tmp_path):
     alone, wide = dataclasses.replace(kernel, examples=lambda *_: []), torch.randn(8, 40_000)
     monkeypatch.setitem(cross_entropy_rows.BY, "planted", forgets(3))
     for few, many in ((wide[:2], wide), (small, wide)):
-        found = choose("cross-entropy", alone, "auto", choosing_kernels._of_loss(few),
+        chosen = choose("cross-entropy", alone, "auto", choosing_kernels._of_loss(few),
                        offered=offered, cache=tmp_path,
                        raced=choosing_kernels._of_loss(many), within_seconds=0.01)
-        assert found.refused["planted"].startswith("differs") and found.choice.used == "reference"
+        assert chosen.refused["planted"].startswith("differs") and chosen.choice.used == "reference"
 
 
 def test_the_loss_is_given_the_run_s_logits(monkeypatch):
@@ -260,8 +260,8 @@ def test_the_version_of_the_loss_is_chosen_recorded_and_run(monkeypatch):
                         lambda *given: ran.append(1) or cross_entropy_rows._by_definition(*given))
     config = TINY.replace(CHUNKED | {"system.kernels": asked})
     data = RandomTokens(config)
-    training, own = (Training.build(one, data=data)
-                     for one in (config, config.replace({"system.kernels": "auto"})))
+    training, own = (Training.build(settings, data=data)
+                     for settings in (config, config.replace({"system.kernels": "auto"})))
     choice = training.decisions.choices["kernel:cross-entropy"]
     assert (choice.asked, choice.used) == (asked, "reference")
     assert "kernel:cross-entropy" not in own.decisions.choices
@@ -281,10 +281,11 @@ def test_the_first_rank_races_for_all(on_ranks):
     """What it found, or raised, holds for all."""
     config = TINY.replace({"system.compile": False, "system.kernels": "rms-norm:pytorch",
                            "model.norm": "rmsnorm", "parallel.data": 2})
-    found = on_ranks("races", config)
-    assert [one["asked"] for one in found] == [["rms-norm"], []]
-    assert [one["used"] for one in found] == [["rms-norm", "pytorch", "rms_norm_pytorch"]] * 2
-    assert found[0]["raised"] == found[1]["raised"] == "ConfigError: planted"
+    reports = on_ranks("races", config)
+    assert [report["asked"] for report in reports] == [["rms-norm"], []]
+    used = ["rms-norm", "pytorch", "rms_norm_pytorch"]
+    assert [report["used"] for report in reports] == [used] * 2
+    assert reports[0]["raised"] == reports[1]["raised"] == "ConfigError: planted"
 
 
 @pytest.mark.dist
@@ -307,10 +308,10 @@ def test_warm_does_what_the_first_run_waits_for(monkeypatch, tmp_path, capsys):
     words = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32",
              "global_batch=2", "system.device=cpu"]
     assert cli.main(["warm", "cpu-3m", *words, "--set", "system.kernels=reference", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["target"] == "cpu-3m" and found["seconds"] > 0
-    assert found["cache"].startswith(str(tmp_path / "cache"))
-    assert found["chosen"]["device"]["used"] == "cpu"
+    report = json.loads(capsys.readouterr().out)
+    assert report["target"] == "cpu-3m" and report["seconds"] > 0
+    assert report["cache"].startswith(str(tmp_path / "cache"))
+    assert report["chosen"]["device"]["used"] == "cpu"
     assert [config.model.width for config in updates] == [32]
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run"
     assert cli.main(["warm", "cpu-3m", *words]) == 0

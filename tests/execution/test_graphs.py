@@ -43,15 +43,15 @@ class Tape(TorchDispatchMode):
         self.operations = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, found))
-        return found
+        results = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, results))
+        return results
 
     @torch.no_grad()
     def run(self) -> None:
-        for func, args, kwargs, found in self.operations:
+        for func, args, kwargs, results in self.operations:
             again = func(*args, **kwargs)
-            for there, now in zip(tree_leaves(found), tree_leaves(again), strict=True):
+            for there, now in zip(tree_leaves(results), tree_leaves(again), strict=True):
                 if torch.is_tensor(there) and there.data_ptr() != now.data_ptr():
                     there.copy_(now)
 
@@ -61,10 +61,10 @@ def taped(training: Training, tapes: list[Tape], function: Callable) -> tuple[Ca
     before = [(t, t.clone()) for t in training.model.buffers()]
     tapes.append(tape := Tape())
     with tape:
-        found = function()
+        results = function()
     for t, was in before:
         t.copy_(was)
-    return tape.run, found
+    return tape.run, results
 
 
 def graphed(training: Training) -> tuple[Training, list[Tape]]:
@@ -90,11 +90,11 @@ def test_an_update_that_runs_again_is_an_update(tiny, changes, parts, monkeypatc
     again.model.register_forward_pre_hook(lambda *_: called.append(1))
     kept = []
     for step in range(graphs.WARM_UP + 4):
-        one, two = plain.update(step), again.update(step)
-        kept.append((one, two))
+        want, got = plain.update(step), again.update(step)
+        kept.append((want, got))
         assert [t is None for t in gradients(again)] == [t is None for t in gradients(plain)]
-    for one, two in kept:       # of all steps at the end: no loss is written over
-        assert torch.equal(one.loss, two.loss) and torch.equal(one.grad_norm, two.grad_norm)
+    for want, got in kept:       # of all steps at the end: no loss is written over
+        assert torch.equal(want.loss, got.loss) and torch.equal(want.grad_norm, got.grad_norm)
     assert len(tapes) == 1 and len(called) in (0, parts * (graphs.WARM_UP + 1))
     ours, theirs = again.state_dict(), plain.state_dict()
     torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
@@ -175,8 +175,8 @@ def test_a_run_on_a_cpu_starts_kernels_one_by_one_and_says_so(tiny):
 def test_what_a_graph_cannot_hold_is_said(tiny, changes, why):
     config = tiny.replace(changes)
     recipe = resolve(config.precision.recipe)
-    found = graphs.choose(config, recipe, torch.device("cuda"), 1)
-    assert found.used == ("off" if why else "on") and why in found.why
+    choice = graphs.choose(config, recipe, torch.device("cuda"), 1)
+    assert choice.used == ("off" if why else "on") and why in choice.why
     assert graphs.why_not(config, recipe, torch.device("cuda"), 2)
     if why:
         with pytest.raises(ConfigError, match=rf"system\.cuda_graphs=true: {why}"):
@@ -199,8 +199,8 @@ def test_on_a_gpu_a_graph_has_the_bits_of_its_kernels(tiny, changes, compiled):
         "system.kernels": "reference", "system.attention": "sdpa"})
     runs = [Training.build(config.replace({"system.cuda_graphs": used})) for used in (True, False)]
     for step in range(graphs.WARM_UP + 4):
-        one, two = (run.update(step) for run in runs)
-        assert torch.equal(one.loss, two.loss) and torch.equal(one.grad_norm, two.grad_norm)
+        got, want = (run.update(step) for run in runs)
+        assert torch.equal(got.loss, want.loss) and torch.equal(got.grad_norm, want.grad_norm)
     assert runs[0].executor.recorded and runs[0].evaluate() == runs[1].evaluate()
     torch.testing.assert_close(*({name: t for name, t in run.state_dict().items()
                                   if not name.startswith("rng")} for run in runs),

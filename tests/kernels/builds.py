@@ -91,14 +91,14 @@ def _norm_bytes(x: Tensor, *others: Tensor | float | None) -> int:
 
 
 def _norm_builds(centred: bool, bias: bool, add: bool) -> tuple[Build, ...]:
-    said = {"CENTRED": centred, "BIAS": bias, "ADD": add, "BLOCK": 4096}
+    flags = {"CENTRED": centred, "BIAS": bias, "ADD": add, "BLOCK": 4096}
     forward = dict.fromkeys(("x", "s", "y", "delta"), "*bf16") | dict.fromkeys(
         ("w", "b", "mean", "r"), "*fp32") | {"N": "i32", "eps": "fp32"}
     backward = dict.fromkeys(("s", "dy", "ds", "dx"), "*bf16") | dict.fromkeys(
         ("w", "mean", "r", "dw", "db"), "*fp32") | {"M": "i32", "N": "i32"}
-    return (Build(kernel=norm._forward, signature=forward, constants=said, warps=8,
+    return (Build(kernel=norm._forward, signature=forward, constants=flags, warps=8,
                   unaligned=("eps",)),
-            Build(kernel=norm._backward, signature=backward, constants=said, warps=8,
+            Build(kernel=norm._backward, signature=backward, constants=flags, warps=8,
                   unaligned=("M",)))
 
 
@@ -162,7 +162,7 @@ def _cast_build(function: Any, shape: Mapping[str, int], cast: Cast, *, rows: bo
         scales = "*u8"
     elif cast.bits == 4:
         scales = "*fp8e4nv"
-    types = {"x": "*bf16", "found": "*i64", "tops": "*i32", "M": "i32", "G": "i32", "N": "i32",
+    types = {"x": "*bf16", "stats": "*i64", "tops": "*i32", "M": "i32", "G": "i32", "N": "i32",
              **dict.fromkeys(["rows"] * rows + ["columns"] * columns, values),
              **dict.fromkeys(["row_scale"] * rows + ["column_scale"] * columns, scales),
              **dict.fromkeys(["history"] * history, "*fp32"),
@@ -291,7 +291,7 @@ PROOFS: dict[str, Proof] = {
         typical=lambda: {"": (matrix(),)}, moved_bytes=lambda x: x.nbytes,
         builds=(Build(kernel=amax._amax, warps=amax.WARPS,
                       constants={"HISTORY": False, "BLOCK": amax.BLOCK},
-                      signature={"x": "*bf16", "history": "*fp32", "found": "*i64", "n": "i32",
+                      signature={"x": "*bf16", "history": "*fp32", "stats": "*i64", "n": "i32",
                                  "blocks": "i32"}, unaligned=("blocks",)),)),
     "cast-tensor": Proof(
         typical=lambda: {f"{which} scaling": (matrix(), E4M3, True, True, True, history, None)

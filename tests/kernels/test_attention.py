@@ -197,7 +197,7 @@ def test_flops_are_those_of_the_tiles_that_are_visited(context, kind):
     """By PyTorch's counter: two products over these pairs forward, five backward."""
     model = replace(ModelConfig(layers=1, width=32, heads=4, vocab=50, context=context), **kind)
     op = ATTENTION["tiled"].formula(MicroBatch(model=model, batch=2))
-    square = sum(one.flops for one in products(model, batch=2) if one.pairs)
+    square = sum(product.flops for product in products(model, batch=2) if product.pairs)
     q = torch.randn(3, 2, 4, context, 8, requires_grad=True)
     with FlopCounterMode(display=False) as forward:
         out = backend("tiled", model)(*q)
@@ -262,7 +262,7 @@ def test_no_block_computes_what_its_spans_leave_out(name):
                                                 False)
     computed = 0
     for ids in documents.tolist() if rule.documents else [[0] * T] * 2:
-        begins = [ids.index(one) for one in ids]
+        begins = [ids.index(document) for document in ids]
         computed += sum((last - first) * sum(max(0, b - max(a, min(begins[first:last])))
                                              for a, b in spans)
                         for first, last, spans in query_blocks(rule, T))

@@ -111,7 +111,8 @@ def test_planted_backends_are_refused_and_right_ones_pass():
         assert why.startswith("differs from its definition"), (name, kind, given, why)
         for right in attention.candidates(given) if i % 4 == 0 else ():
             passed[right] = passed.get(right, "") or wrong(kernel,
-                                                           attention._told(right, given.rule), hand)
+                                                           attention._with_rule(right, given.rule),
+                                                           hand)
     assert set(passed) >= {"plain", "sdpa", "tiled"} and not any(passed.values()), passed
 
 
@@ -178,7 +179,7 @@ def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, co
     than q."""
     given, seen = asked(dtype=dtype, context=context, head_dim=16), {}
     monkeypatch.setattr("lpkit.kernels.choose.choose",
-                        lambda *a, **told: seen.update(told) or choose(*a, **told))
+                        lambda *a, **settings: seen.update(settings) or choose(*a, **settings))
     attention.race(given, 3, CPU)
     may = attention.ON_A_CPU if dtype == "float32" else attention.IN_16_BITS
     assert set(seen["offered"]) == {*may, *(["plain"] if context == 16 else [])}
@@ -222,6 +223,6 @@ def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
     assert attention.ran("sdpa", given, CPU) == "; here flash"
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: 0)
     with pytest.raises(ConfigError,
-                       match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; "
-                             r"tiled|blocked"):
+                       match=r"system\.attention=sdpa would use PyTorch's formula here, .*; use "
+                             r"(tiled|blocked)"):
         attention.ran("sdpa", given, CPU, refuse=True)

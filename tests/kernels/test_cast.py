@@ -512,8 +512,8 @@ def test_compiles_as_one_operation_of_a_graph():
 
     same(torch.compile(call, backend=look, fullgraph=True)(x), call(x))
     (graph,) = graphs
-    made = [str(node.target) for node in graph.graph.nodes if "lpkit" in str(node.target)]
-    assert made == ["lpkit.qdq.default", "lpkit.mx.default", "lpkit.amax.default"]
+    operations = [str(node.target) for node in graph.graph.nodes if "lpkit" in str(node.target)]
+    assert operations == ["lpkit.qdq.default", "lpkit.mx.default", "lpkit.amax.default"]
 
 
 def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
@@ -599,7 +599,7 @@ def test_a_truncated_library_is_compiled_again(share, kernel):
 
 
 @NATIVE
-@pytest.mark.parametrize("plant, said", [
+@pytest.mark.parametrize("plant, reason", [
     (lambda path: path.chmod(0o666), "may be written by others"),
     (lambda path: path.parent.chmod(0o770), "may be written by others"),
     (lambda path: os.chown(path, 12345, -1), "belongs to user 12345"),
@@ -608,7 +608,7 @@ def test_a_truncated_library_is_compiled_again(share, kernel):
     (lambda path: path.hardlink_to(path.rename(path.parent.parent / "far")), "has other names"),
     (lambda path: (path.unlink(), os.mkfifo(path)), "is a pipe"),
 ], ids=["file for all", "folder for a group", "another's file", "link", "hard link", "pipe"])
-def test_a_library_that_another_could_have_planted_is_refused(plant, said, kernel, monkeypatch):
+def test_a_library_that_another_could_have_planted_is_refused(plant, reason, kernel, monkeypatch):
     opened, _, cache = kernel
     opened()
     (path,) = cache.iterdir()
@@ -619,21 +619,21 @@ def test_a_library_that_another_could_have_planted_is_refused(plant, said, kerne
     monkeypatch.setattr(compile_c, "_loaded", lambda *_: pytest.fail("it was loaded"))
     library, choice = opened()
     assert library is None and choice.used == "torch"
-    assert said in choice.why and "remove it" in choice.why
+    assert reason in choice.why and "remove it" in choice.why
 
 
 @NATIVE
-@pytest.mark.parametrize("body, said", [
+@pytest.mark.parametrize("body, reason", [
     ("__builtin_trap(); return 0;", "Illegal instruction"),
     ("*(volatile int *)8 = 1; return 0;", "Segmentation fault"),
     ("return 3;", "fails its check: exit code 3"), ("for (;;);", "did not end in 0.5 seconds")])
-def test_a_library_that_fails_its_check_is_never_loaded(body, said, kernel, monkeypatch):
+def test_a_library_that_fails_its_check_is_never_loaded(body, reason, kernel, monkeypatch):
     monkeypatch.setattr(compile_c, "SECONDS_TO_ANSWER", 0.5)
     opened, source, cache = kernel
     source.write_text(f"int lp_check(void) {{ {body} }}\n")
     library, choice = opened()
     assert library is None and choice.used == "torch"
-    assert said in choice.why and list(cache.iterdir()) == []
+    assert reason in choice.why and list(cache.iterdir()) == []
 
 
 @NATIVE
@@ -655,7 +655,7 @@ def test_a_wrong_result_of_any_function_fails_the_check(tmp_path, monkeypatch):
 ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
 
 
-@pytest.mark.parametrize("script, said", [
+@pytest.mark.parametrize("script, reason", [
     (ANSWERS + "exit 3", "exit code 3"),
     (ANSWERS + "printf 'caf\\351 \\033[31m' >&2; exit 1", "caf\ufffd \\x1b[31m"),
     (ANSWERS + "head -c 40000000 /dev/zero >&2; exit 1", "printed more than 16,777,216 bytes"),
@@ -663,7 +663,7 @@ ANSWERS = 'case "$*" in *--version*) echo "odd 1.0"; exit;; esac\n'
     (ANSWERS + 'for last; do :; done; mkdir "$last"; exit 0', "wrote no library"),
     ("sleep 60", "did not end"), ("head -c 300 /dev/urandom", "wrote no library"),
 ], ids=["silent", "not UTF-8", "much", "hangs", "folder", "hangs when asked", "noise"])
-def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch):
+def test_odd_compilers_are_survived(script, reason, kernel, tmp_path, monkeypatch):
     if "sleep" in script:       # the others end by themselves, on a busy machine late
         monkeypatch.setattr(compile_c, "SECONDS", 0.5)
         monkeypatch.setattr(compile_c, "SECONDS_TO_ANSWER", 0.5)
@@ -676,4 +676,4 @@ def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch)
     assert time.monotonic() - began < 50 * patience()
     assert library is None and choice.used == "torch" and "odd-cc" in choice.why
     assert len(choice.why) < 500 and choice.why.isprintable()
-    assert said in choice.why and list(cache.glob("*")) == []
+    assert reason in choice.why and list(cache.glob("*")) == []

@@ -64,15 +64,16 @@ def cast_operand(*arguments, version="triton", **how):
 
 def wanted(x, cast, **how):
     """As the emulation casts it, in the layouts that hardware reads."""
-    made = quantise(x, cast, dtype=torch.bfloat16, **how)      # which holds the values of 8 bits
+    operand = quantise(x, cast, dtype=torch.bfloat16, **how)      # which holds the values of 8 bits
     if cast.format != "e2m1":
-        made = replace(made, data=made.data.to(getattr(torch, FORMATS[cast.format].torch_dtype)))
-    scale = made.scale
+        dtype = getattr(torch, FORMATS[cast.format].torch_dtype)
+        operand = replace(operand, data=operand.data.to(dtype))
+    scale = operand.scale
     if cast.format == "e2m1":
         scale = scales.swizzled(scale.repeat_interleave(cast.block[0], 0).to(torch.float8_e4m3fn))
     elif cast.block == MX_BLOCK:
         scale = scales.swizzled(scale.to(torch.float8_e8m0fnu))
-    return made, scale
+    return operand, scale
 
 
 def same(got, want):
@@ -86,14 +87,14 @@ def unpacked(data):
 
 
 def compare(got, x, cast, **how):
-    made, scale = wanted(x, cast, **how)
+    want, scale = wanted(x, cast, **how)
     if cast.format == "e2m1":
-        same(unpacked(got.data), made.data.float())
-        same(got.tensor, made.tensor)
+        same(unpacked(got.data), want.data.float())
+        same(got.tensor, want.tensor)
     else:
-        same(got.data, made.data)
+        same(got.data, want.data)
     same(got.scale, scale)
-    assert got.nonfinite == made.nonfinite
+    assert got.nonfinite == want.nonfinite
 
 
 @pytest.mark.parametrize("version", ["triton", "reference"])
@@ -112,17 +113,17 @@ def test_every_exponent_has_one_scale_and_the_same_codes_every_way(element, scal
     and NaN too. A block of zeros has the scale 1 or, as in torchao, the least."""
     x = every_exponent().to(DEVICE)
     how = Cast(format=element, block=MX_BLOCK, scale=scale)
-    made = mx(x.cpu(), FORMATS[element], rule=SCALES[scale].fused, dtype=torch.uint8)
+    want = mx(x.cpu(), FORMATS[element], rule=SCALES[scale].fused, dtype=torch.uint8)
     some = x.cpu().abs().amax(1) != 0
     for version in ("triton", "reference"):
         got = cast_operand(x, how, version=version, swizzled=False)
         code, data = got.scale.view(torch.uint8).cpu()[:, 0], got.data.view(torch.uint8).cpu()
-        assert torch.equal(code[some], made.scales[some, 0]), version
+        assert torch.equal(code[some], want.scales[some, 0]), version
         of_zeros = 127 if scale == "power-of-two" else 126 - FORMATS[element].max_exponent
         assert (code[~some] == of_zeros).all()
         finite = x.isfinite().all(1).cpu()
         assert (code[~finite] == 255).all() and got.data.float().cpu()[~finite].isnan().all()
-        assert torch.equal(data[finite], made.values[finite])
+        assert torch.equal(data[finite], want.values[finite])
         assert got.nonfinite.item() == (~x.isfinite()).sum()
 
 
@@ -218,6 +219,6 @@ def test_the_operators_trace_and_have_fakes():
         real = cast_operand(x, cast)
         with torch._subclasses.FakeTensorMode() as mode:
             fake = cast_operand(mode.from_tensor(x), cast)
-        shapes = [[(t.shape, t.dtype) for t in vars(one).values() if t is not None]
-                  for one in (fake, real)]
+        shapes = [[(t.shape, t.dtype) for t in vars(operand).values() if t is not None]
+                  for operand in (fake, real)]
         assert shapes[0] == shapes[1], name

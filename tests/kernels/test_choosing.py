@@ -44,14 +44,14 @@ def with_version(call, name="cpu"):
 @pytest.fixture
 def graphs(monkeypatch):
     """What PyTorch compiles from now on, and how often each graph ran."""
-    made = []
+    runs = []
 
     def backend(graph, _):
-        made.append(0)
-        place = len(made) - 1
+        runs.append(0)
+        place = len(runs) - 1
 
         def ran(*arguments):
-            made[place] += 1
+            runs[place] += 1
             return graph(*arguments)
 
         return ran
@@ -59,7 +59,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(jit, "compiled", lambda function, **how: torch.compile(function,
         backend=backend, **how))
     choosing._compiled.cache_clear()
-    yield made
+    yield runs
     choosing._compiled.cache_clear()
 
 
@@ -168,8 +168,8 @@ def test_a_lack_of_memory_is_not_kept(lack, tmp_path, monkeypatch):
             raise lack
         return NORM.definition(x, weight, eps)
 
-    said = choose("rms-norm", with_version(version), "auto", [rows()]).refused["cpu"]
-    assert said == f"lacks memory now: {type(lack).__name__}: {lack}" and not refused_here()
+    reason = choose("rms-norm", with_version(version), "auto", [rows()]).refused["cpu"]
+    assert reason == f"lacks memory now: {type(lack).__name__}: {lack}" and not refused_here()
     assert not list(tmp_path.rglob("*.json"))
     short[0] = False
     assert "cpu" not in choose("rms-norm", with_version(version), "auto", [rows()]).refused
@@ -187,9 +187,9 @@ def test_a_version_is_held_to_the_step_s_size(tmp_path):
                     raced=[rows(4096)], cache=tmp_path)
     assert "result 1 of 3, at the run's size: a row is off" in chosen.refused["cpu"], chosen
     lacks = dataclasses.replace(with_version(wrong_when_large), definition=no_room)
-    found = choosing._find(lacks, {"pytorch": NORM.versions["pytorch"], "cpu": wrong_when_large},
+    record = choosing._find(lacks, {"pytorch": NORM.versions["pytorch"], "cpu": wrong_when_large},
                            [rows()], [rows(4096)], 1.0)
-    assert "cpu" in found["refused"]
+    assert "cpu" in record["refused"]
 
 
 @pytest.mark.parametrize("definition", [NORM.definition, None])
@@ -275,8 +275,8 @@ def test_what_a_graph_starts_is_raced_as_a_graph(tmp_path, monkeypatch):
     captured = []
     monkeypatch.setattr(choosing.capture, "captured",
                         lambda step: (captured.append(step) or step, step()))
-    found = choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
-    assert len(captured) > 1 and "here, in a CUDA graph, and verified" in found.choice.why
+    chosen = choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
+    assert len(captured) > 1 and "here, in a CUDA graph, and verified" in chosen.choice.why
     choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -286,18 +286,18 @@ def test_calls_of_a_kernel_are_one_graph_within_a_block(as_on_a_gpu, graphs, tmp
     monkeypatch.setattr(choosing, "FUSES", 1.0)
     calls = [rows(), rows(9), (rows(5)[0].bfloat16(), rows()[1].bfloat16(), 1e-3)]
     kernel = dataclasses.replace(as_on_a_gpu, versions={"cpu": NORM.versions["pytorch"]})
-    found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
-    assert len(graphs) == 2 and set(found.refused) == {"reference"}
-    assert "the fastest of cpu, compile in a compiled block" in found.choice.why
+    chosen = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
+    assert len(graphs) == 2 and set(chosen.refused) == {"reference"}
+    assert "the fastest of cpu, compile in a compiled block" in chosen.choice.why
 
     def wrong_in_the_last(x, weight, eps):
         wrong = torch.compiler.is_compiling() and x.dtype == torch.bfloat16
         return NORM.definition(x, weight, eps) * (1.2 if wrong else 1)
 
     kernel = dataclasses.replace(kernel, versions={"cpu": wrong_in_the_last})
-    found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
-    assert found.choice.used == "compile"
-    assert "definition: result 3 of 9, at the run's size" in found.refused["cpu"]
+    chosen = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
+    assert chosen.choice.used == "compile"
+    assert "definition: result 3 of 9, at the run's size" in chosen.refused["cpu"]
 
 
 def test_the_definition_stays_where_nothing_can_be_raced(as_on_a_gpu, tmp_path):
@@ -307,8 +307,8 @@ def test_the_definition_stays_where_nothing_can_be_raced(as_on_a_gpu, tmp_path):
         return NORM.definition(x, weight, eps)
 
     kernel = dataclasses.replace(as_on_a_gpu, definition=no_block, versions={"cpu": no_block})
-    found = choose("rms-norm", kernel, "auto", [rows()], cache=tmp_path, in_block=True)
-    assert found.choice.used == "compile" and set(found.refused) == {"reference", "cpu"}
+    chosen = choose("rms-norm", kernel, "auto", [rows()], cache=tmp_path, in_block=True)
+    assert chosen.choice.used == "compile" and set(chosen.refused) == {"reference", "cpu"}
 
 
 # ---- attention
@@ -352,9 +352,9 @@ def test_a_backend_that_is_right_in_the_small_is_refused(version, tmp_path):
              attention.drawn(given, CPU, batch=1, groups=2, T=1100)]
     offered = {"plain": kernel.definition, "right": lambda q, k, v, *_: plain(q, k, v),
                "planted": version}
-    found = choose("attention-test", kernel, "auto", hand, offered=offered, raced=raced,
+    chosen = choose("attention-test", kernel, "auto", hand, offered=offered, raced=raced,
                    within_seconds=0.01, cache=tmp_path)
-    assert set(found.refused) == {"planted"} and "differs" in found.refused["planted"], found
+    assert set(chosen.refused) == {"planted"} and "differs" in chosen.refused["planted"], chosen
 
 
 def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
@@ -362,9 +362,10 @@ def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
     given = dataclasses.replace(asked(context=70), device="gpu")
     monkeypatch.setitem(attention.AT_HAND, "gpu", 33)
     monkeypatch.setattr(attention, "candidates",
-                        lambda given: {"plain": attention._told("plain", given.rule)})
-    monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads
-                        if name == "sdpa-cudnn" else told(name, rule))
+                        lambda given: {"plain": attention._with_rule("plain", given.rule)})
+    with_rule = attention._with_rule
+    monkeypatch.setattr(attention, "_with_rule", lambda name, rule: few_heads
+                        if name == "sdpa-cudnn" else with_rule(name, rule))
     with pytest.raises(ConfigError,
                        match=r"^system.attention=sdpa-cudnn: attention-\w+ differs from its "
                              r"definition: "
@@ -393,14 +394,14 @@ def test_casts_are_held_to_both_layouts_and_to_gradients():
         "precision.backend": "scaled_mm", "system.compile": "false", "system.device": "cpu"})
     training = Training.build(config, data=RandomTokens(config, CPU))
     model = training.model
-    before = {name: one.clone() for name, one in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     kernels = build.kernels(config, training.decisions, training.ranks)
     few, many = kernels._at_hand(model)["cast-tensor"]
     x, w, g = sorted(many, key=lambda call: (call[1].format, call[0].dtype == torch.float32))
     assert [call[1].format for call in (x, w, g)] == ["e4m3fn", "e4m3fn", "e5m2"]
     assert all(call[3] for call in many), "in training both layouts are requested"
     assert len(few) == len(many) and max(len(call[0]) for call in many) == 4 * 64
-    assert all(torch.equal(one, before[name]) for name, one in model.named_buffers())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters()) and model.training
     assert all("cast_tensor" not in vars(m.arithmetic) for m in model.modules()
                if isinstance(getattr(m, "arithmetic", None), nn.Module))

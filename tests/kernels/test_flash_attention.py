@@ -165,13 +165,13 @@ def test_lists_have_the_tiles_that_are_needed(rule, queries=16, keys=32):
 
 def met(monkeypatch, rule, T=300):
     """How many pairs of tiles a forward computes, in the interpreter."""
-    found, function = [], type(flash._attend)
+    functions, function = [], type(flash._attend)
     run = function.__call__
-    monkeypatch.setattr(function, "__call__", lambda self, *given: found.append(self)
+    monkeypatch.setattr(function, "__call__", lambda self, *given: functions.append(self)
                         or run(self, *given))
     q, k, v, *_ = drawn(T)
     flash.flash_attention(q, k, v, torch.arange(T)[None] // 64, None, rule)
-    return found.count(flash._attend)
+    return functions.count(flash._attend)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter can be watched")

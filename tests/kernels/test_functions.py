@@ -368,7 +368,7 @@ def test_functions_load_on_first_use():
 def test_the_examples_of_the_page_run():
     page = (Path(__file__).parents[2] / "docs" / "functions.md").read_text()
     lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
-    found = {}
-    exec("\n".join(lines), found)
-    assert len(lines) > 10 and found["logits"].grad.any() and found["y"].shape == (128, 512)
-    assert found["lse"].shape == (1, 4, 5)
+    names = {}
+    exec("\n".join(lines), names)
+    assert len(lines) > 10 and names["logits"].grad.any() and names["y"].shape == (128, 512)
+    assert names["lse"].shape == (1, 4, 5)

@@ -147,20 +147,20 @@ def built():
 def test_the_compiler_makes_good_machine_code_of_them(built):
     """For Hopper and Blackwell: nothing spills, numbers come 128 bits at a time, no division takes
     the slow path, and FP8 is converted by the hardware's instruction."""
-    assert {one["kernel"] for one in built} == {name for name in KERNELS if PROOFS[name].builds}
+    assert {code["kernel"] for code in built} == {name for name in KERNELS if PROOFS[name].builds}
     casts = {"_cast", "_rows", "_blocks", "_square"}
-    assert not [one["way"] for one in built if one["function"] in casts and one["torn"]]
+    assert not [code["way"] for code in built if code["function"] in casts and code["torn"]]
     if BY_TRITON_3_6:
         pytest.skip("Triton 3.6 spills some numbers: docs/gpu.md")
-    for one in built:
-        where = f"{one['function']} for {one['target']}"
-        assert not one["stack_bytes"], f"{where} spills"
-        assert not one["calls"], f"{where} calls a slow path"
-        assert one["wide_accesses"], f"{where} moves less than 128 bits at a time"
-        assert one["registers"] * one["warps"] * 32 <= 65536, f"{where} has no room"
-    assert all(one["fp8_conversions"] >= 16 for one in built if one["function"] in casts)
-    assert not any(one["narrow_accesses"] for one in built
-                   if one["kernel"] in ("amax", "cast-tensor", "cast-rows", "cast-blocks"))
+    for code in built:
+        where = f"{code['function']} for {code['target']}"
+        assert not code["stack_bytes"], f"{where} spills"
+        assert not code["calls"], f"{where} calls a slow path"
+        assert code["wide_accesses"], f"{where} moves less than 128 bits at a time"
+        assert code["registers"] * code["warps"] * 32 <= 65536, f"{where} has no room"
+    assert all(code["fp8_conversions"] >= 16 for code in built if code["function"] in casts)
+    assert not any(code["narrow_accesses"] for code in built
+                   if code["kernel"] in ("amax", "cast-tensor", "cast-rows", "cast-blocks"))
 
 
 def test_the_page_shows_what_the_compiler_makes(built):
@@ -169,7 +169,7 @@ def test_the_page_shows_what_the_compiler_makes(built):
     there = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text().splitlines()
     if not any(f"Triton {metadata.version('triton')} compiled" in line for line in there):
         pytest.skip("the page is by another version of Triton")
-    assert [line for line in page([Compiled(**one) for one in built]).splitlines()
+    assert [line for line in page([Compiled(**code) for code in built]).splitlines()
             if line not in there] == []
     rows = [dict(zip(COLUMNS, line.strip("| ").split(" | "))) for line in there if " | sm_" in line]
     assert len(rows) == len(ON_PAGE) * sum(len(proof.builds + proof.more_builds)

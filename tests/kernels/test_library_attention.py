@@ -103,16 +103,16 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            dropout_p=0.0, softmax_scale=None,
                            causal=False, window_size=(-1, -1), softcap=0.0):
     assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
-    return of_cuts(q, k, v, cu_seqlens_q, lambda *one: flash_attn_func(*one, causal=causal,
+    return of_cuts(q, k, v, cu_seqlens_q, lambda *qkv: flash_attn_func(*qkv, causal=causal,
         window_size=window_size, softcap=softcap))
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
     def module(name, **functions):
-        made = ModuleType(name)
-        vars(made).update(functions)
-        monkeypatch.setitem(sys.modules, name, made)
+        stand_in = ModuleType(name)
+        vars(stand_in).update(functions)
+        monkeypatch.setitem(sys.modules, name, stand_in)
 
     module("flash_attn", flash_attn_func=flash_attn_func,
            flash_attn_varlen_func=flash_attn_varlen_func)
@@ -218,9 +218,9 @@ def test_asked_for_and_impossible_is_one_sentence():
     ({"model.attention": {"name": "block-sparse", "table": [1000] * 4}}, r"model\.attention\.table "
         r"must be")])
 def test_impossible_kinds_are_one_sentence(changes, why):
-    with pytest.raises(ConfigError, match=why) as said:
+    with pytest.raises(ConfigError, match=why) as error:
         Config().replace(changes)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_table_of_ones_own_is_as_good_as_a_pattern():

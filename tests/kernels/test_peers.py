@@ -43,13 +43,13 @@ def test_liger_computes_what_the_definition_says(name):
     mend()
     kernel = fused.kernels()[name]
     try:
-        said = judged(kernel, fused.PEERS[name]["liger"],
+        problem = judged(kernel, fused.PEERS[name]["liger"],
                       torch.bfloat16 if name == "linear-cross-entropy" else torch.float32)
     except InterpreterError as error:
         if "'float' object has no attribute 'to'" in str(error):
             pytest.skip("the interpreter passes a float as Python's, where a GPU has Triton's")
         raise
-    assert not said
+    assert not problem
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -98,9 +98,9 @@ def interpreted(monkeypatch):
     from lpkit.kernels.interpreter import mend
 
     mend()
-    for one in (*vars(kernels).values(), *vars(fp8_dynamic_tensorwise).values()):
-        if isinstance(one, Autotuner):
-            monkeypatch.setattr(one, "configs", one.configs[-1:])
+    for member in (*vars(kernels).values(), *vars(fp8_dynamic_tensorwise).values()):
+        if isinstance(member, Autotuner):
+            monkeypatch.setattr(member, "configs", member.configs[-1:])
 
 
 def test_the_loss_in_pieces_and_pytorch_s_are_the_loss():
@@ -114,10 +114,10 @@ def test_linear_and_cross_entropy_are_raced_beside_their_products(monkeypatch):
     monkeypatch.setattr(fused, "candidates",
                         lambda kernel: {"reference": kernel.definition, **kernel.versions})
     results = fused.fused(1, kernel="linear-cross-entropy")
-    assert {one.peer for one in results} >= {"reference",
+    assert {timing.peer for timing in results} >= {"reference",
         *["F.linear_cross_entropy"] * losses.PYTORCH_HAS_IT, fused.PRODUCTS}
-    assert all(one.case.startswith("linear-cross-entropy, 256x64 bfloat16")
-               and one.case.endswith("and backward") for one in results)
+    assert all(timing.case.startswith("linear-cross-entropy, 256x64 bfloat16")
+               and timing.case.endswith("and backward") for timing in results)
     facts = results[0].provenance
     assert {"quack", "liger, cutedsl"} <= facts["missing"].keys()
     assert facts["kernel"] == "linear-cross-entropy"
@@ -141,7 +141,7 @@ def test_cross_entropy_is_timed_without_a_copy_of_its_logits(monkeypatch):
 
     def contenders(name, kernel, arguments):
         logits.append((arguments[0], arguments[0].clone()))
-        return found(name, kernel, arguments)
+        return plain_contenders(name, kernel, arguments)
 
     def race(*, ours, peers, over, **more):
         assert all(torch.equal(*pair) for pair in logits), "what was judged has spoiled nothing"
@@ -151,7 +151,7 @@ def test_cross_entropy_is_timed_without_a_copy_of_its_logits(monkeypatch):
             copied[name] = mode.count
         return real(ours=ours, peers=peers, over=over, **more)
 
-    found = fused._contenders
+    plain_contenders = fused._contenders
     monkeypatch.setattr(fused, "_contenders", contenders)
     monkeypatch.setattr(fused, "candidates",
                         lambda kernel: {"reference": kernel.definition,

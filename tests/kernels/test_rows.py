@@ -205,8 +205,8 @@ def test_cross_entropy_of_what_is_not_finite():
     want = logits.clone().requires_grad_()
     nats = F.cross_entropy(want, torch.zeros(4, dtype=torch.long), reduction="none")
     (g,) = torch.autograd.grad(nats.sum(), want)
-    found = cross_entropy_(logits, torch.zeros(4, dtype=torch.long))
-    torch.testing.assert_close(found, nats.detach(), equal_nan=True)
+    got = cross_entropy_(logits, torch.zeros(4, dtype=torch.long))
+    torch.testing.assert_close(got, nats.detach(), equal_nan=True)
     torch.testing.assert_close(logits, g, equal_nan=True)
 
 
@@ -240,7 +240,7 @@ def test_the_operators_are_what_pytorch_asks_of_one():
 
 
 def test_threads_give_the_same_bits():
-    before, found = torch.get_num_threads(), []
+    before, results = torch.get_num_threads(), []
     x, scores = random(64, 4096), random(8, 128, 512)
     logits, y = random(16, 9000, dtype=torch.float32), torch.arange(16)
     try:
@@ -251,7 +251,7 @@ def test_threads_give_the_same_bits():
             weights, d = scores.clone(), scores.clone()
             sums = rows.attention_(weights, None, 0.1)
             dots = rows.attention_backward_(scores.clone(), d, sums, None, 0.1)
-            found.append([rows.gelu(x), weights, sums, d, dots, mine, nats])
+            results.append([rows.gelu(x), weights, sums, d, dots, mine, nats])
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, two) for one, two in zip(*found))
+    assert all(torch.equal(a, b) for a, b in zip(*results))

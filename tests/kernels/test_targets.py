@@ -83,4 +83,5 @@ def test_ampere_has_the_casts_that_its_tensor_cores_multiply(built):
     least = {format: min(needed for needed, *_ in HARDWARE[format].values()) for format in HARDWARE}
     assert min(least.pop(format) for format in ("e4m3fn", "e5m2", "e2m1")) == divmod(FP8_SINCE, 10)
     assert least == {"int8": (7, 5)}
-    assert built["eight"] and not any(one["stack_bytes"] or one["calls"] for one in built["eight"])
+    assert built["eight"]
+    assert not any(code["stack_bytes"] or code["calls"] for code in built["eight"])

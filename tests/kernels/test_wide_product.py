@@ -146,20 +146,20 @@ def test_a_wrong_wide_product_is_refused_every_time(plant, tmp_path, monkeypatch
                                 versions={"float32": plant(wide_product.multiply_now)}))
     ask, threads = wide_product.choice.__wrapped__, torch.get_num_threads()
     for _ in range(2):
-        said = ask("auto", threads)
-        assert said.used == "bf16" and re.search("float32: (differs|fails)", said.why)
+        choice = ask("auto", threads)
+        assert choice.used == "bf16" and re.search("float32: (differs|fails)", choice.why)
         with pytest.raises(ConfigError,
                            match=r"system.products=float32: product (differs from its "
                                  r"definition|fails).*is right: bf16"):
             ask("float32", threads)
     assert refused_here()["product"]["float32"].startswith(("differs", "fails"))
-    (found,) = (probe(check, torch.device("cpu")) for check in CHECKS if check.name == "kernels")
-    assert not found.works and "float32 of product" in found.why and found.nearest
+    (report,) = (probe(check, torch.device("cpu")) for check in CHECKS if check.name == "kernels")
+    assert not report.works and "float32 of product" in report.why and report.nearest
 
 
 def test_a_race_says_what_won(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    said = wide_product.choice.__wrapped__("auto", torch.get_num_threads())
-    assert said.used in ("float32", "bf16")
-    assert "the fastest of bf16, float32 here, and verified" in said.why
+    choice = wide_product.choice.__wrapped__("auto", torch.get_num_threads())
+    assert choice.used in ("float32", "bf16")
+    assert "the fastest of bf16, float32 here, and verified" in choice.why
     assert not refused_here()

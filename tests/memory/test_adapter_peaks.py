@@ -22,12 +22,12 @@ WEIGHTS = {"Llama 2 7B": 6.74e9, "Llama 2 13B": 13.02e9, "Llama 3 8B": 8.03e9,
 
 
 def off(run, stack=True):
-    said = bench.predicted(run).peak_bytes + stack * bench.besides(run)
-    return abs(said / (float(run["gigabytes"]) * 1e9) - 1)
+    predicted_bytes = bench.predicted(run).peak_bytes + stack * bench.besides(run)
+    return abs(predicted_bytes / (float(run["gigabytes"]) * 1e9) - 1)
 
 
 @pytest.mark.parametrize("run", RUNS,
-                         ids=[f"{one['model']} {one['base']} {one['at']}" for one in RUNS])
+                         ids=[f"{run['model']} {run['base']} {run['at']}" for run in RUNS])
 def test_a_published_run_has_the_weights_of_its_model(run):
     config = bench.config(run).replace({"model.changes": []})
     assert parameter_count(config.model) == pytest.approx(WEIGHTS[run["model"]], rel=3e-3)
@@ -35,20 +35,21 @@ def test_a_published_run_has_the_weights_of_its_model(run):
 
 def test_what_the_page_says_of_them_is_what_they_give():
     text = " ".join((resource("docs") / "start.md").read_text().split())
-    kinds = {name: [one for one in RUNS if bool(one["base"]) == coded]
+    kinds = {name: [run for run in RUNS if bool(run["base"]) == coded]
              for name, coded in (("LoRA", False), ("QLoRA", True))}
-    said = re.search(r"off by ([\d.]+)% at the median of LoRA and by ([\d.]+)% of QLoRA, ([\d.]+)% "
-                     r"and ([\d.]+)% at most", text)
-    here = [f(map(off, runs)) for f in (median, max) for runs in kinds.values()]
-    assert [float(one) for one in said.groups()] == [round(100 * one, 1) for one in here]
+    on_page = re.search(r"off by ([\d.]+)% at the median of LoRA and by ([\d.]+)% of QLoRA, "
+                        r"([\d.]+)% and ([\d.]+)% at most", text)
+    errors = [f(map(off, runs)) for f in (median, max) for runs in kinds.values()]
+    assert ([float(number) for number in on_page.groups()]
+            == [round(100 * error, 1) for error in errors])
     without = re.search(r"median error is ([\d.]+)% and ([\d.]+)%", text)
-    assert ([float(one) for one in without.groups()]
-            == [round(100 * median(off(one, False) for one in runs), 1) for runs in kinds.values()])
-    assert max(here[:2]) < bench.TARGET and [len(runs) for runs in kinds.values()] == [10, 11]
+    assert ([float(number) for number in without.groups()]
+            == [round(100 * median(off(run, False) for run in runs), 1) for runs in kinds.values()])
+    assert max(errors[:2]) < bench.TARGET and [len(runs) for runs in kinds.values()] == [10, 11]
 
 
 def test_dropout_and_kept_inputs_are_counted_by_hand():
-    run = next(one for one in RUNS if one["model"] == "TinyLlama 1.1B" and one["base"])
+    run = next(run for run in RUNS if run["model"] == "TinyLlama 1.1B" and run["base"])
     tokens, D, F = 22 * 8 * 512, 2048, 5632
     masks = tokens * (D + D + 2 * D + F)                # qkv, out, gate and up, down
     copies = 2 * tokens * (D + D)                       # out's, and the second of gate and up

@@ -198,8 +198,8 @@ def test_predict_measure_refuses_in_one_sentence(left, capsys):
     left(1e5)
     assert cli.main(["predict", "cpu-3m", "--measure", "--set", "system.device=cpu", "--set",
                      "precision.recipe=fp32"]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.count("\n") == 1 and "at its peak" in said.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and "at its peak" in printed.err
 
 
 def test_a_trace_takes_no_memory_and_sampling_no_step(left, tmp_path):
@@ -282,10 +282,11 @@ def test_a_run_whose_memory_ends_says_what_it_held_and_goes_on(tmp_path, monkeyp
     assert held["weights"] == 4 * count and held["optimizer state"] >= 8 * count
     assert held.get("gradients", 0) == (4 * count if where == "optimizer" else 0)
     assert report["held_bytes"] == sum(held.values())
-    said = memory(config, room(1e12), attention=summary["chosen"]["attention"]["used"])
-    assert (report["predicted"]["rows"] == said.at(said.peak_moment)
-            and report["predicted"]["peak_bytes"] == said.peak_bytes)
-    assert report["ways"] and all(way["peak_bytes"] < said.peak_bytes for way in report["ways"])
+    predicted = memory(config, room(1e12), attention=summary["chosen"]["attention"]["used"])
+    assert (report["predicted"]["rows"] == predicted.at(predicted.peak_moment)
+            and report["predicted"]["peak_bytes"] == predicted.peak_bytes)
+    assert report["ways"]
+    assert all(way["peak_bytes"] < predicted.peak_bytes for way in report["ways"])
     for words in ("out of memory after step 4", "held were", "predicted", "it would fit with --set",
                   "kept: step-00000004", "--resume"):
         assert words in summary["error"]

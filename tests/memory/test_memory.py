@@ -91,9 +91,9 @@ def kept(config: Config):
 
 def loses_nothing(config: Config, changes: dict) -> None:
     """The same loss and the same gradients, bit for bit."""
-    (loss, want, before), (again, found,
+    (loss, want, before), (again, got,
                            after) = gradients(config), gradients(config.replace(changes))
-    assert torch.equal(loss, again) and same(want, found)
+    assert torch.equal(loss, again) and same(want, got)
     buffers = [{name: b for name, b in model.named_buffers() if "nonfinite" not in name}
                for model in (before, after)]
     assert same(*buffers)
@@ -104,8 +104,8 @@ def resumes(config: Config, out, *, stop: int = 4):
     which is returned."""
     whole = train(config, out=out / "whole")
     parts = in_parts(config, out / "parts", stop)
-    one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
-    assert (same(one, two) and [a["loss"] for a in whole.metrics]
+    want, got = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
+    assert (same(want, got) and [a["loss"] for a in whole.metrics]
             == [b["loss"] for b in parts.metrics])
     return whole
 
@@ -136,11 +136,13 @@ def test_recomputed_blocks_keep_their_input_alone():
     """Bytes by arithmetic: N D numbers a recomputed block."""
     config = SMALL.replace({"model.layers": 4})
     tokens, everything = 4 * 32, kept(config)
-    one = everything.total_bytes - everything.operations["embed"] - everything.operations["norm"] \
-        - everything.operations["head"] - everything.operations["loss"]
+    outside = ("embed", "norm", "head", "loss")
+    block_bytes = everything.total_bytes - sum(everything.operations[name] for name in outside)
     for every, blocks in ((1, 4), (3, 2), (9, 1)):      # all; 0 and 3; 0
-        found = kept(config.replace({"memory.recompute": "block", "memory.recompute.every": every}))
-        assert found.total_bytes == everything.total_bytes - blocks * (one // 4 - tokens * 128 * 4)
+        recomputed = kept(config.replace({"memory.recompute": "block",
+                                          "memory.recompute.every": every}))
+        saved = blocks * (block_bytes // 4 - tokens * 128 * 4)
+        assert recomputed.total_bytes == everything.total_bytes - saved
 
 
 def test_selective_recomputation_keeps_the_products_and_attention():
@@ -161,7 +163,8 @@ def test_telemetry_sees_a_recomputed_chunked_step_once_and_changes_nothing(small
     assert [line["loss"] for line in plain.metrics] == [line["loss"] for line in seen.metrics]
     samples = telemetry.read(tmp_path / "seen")
     # steps, roles, Linears
-    assert len(samples) == 3 * 3 * 9 == len({(one.step, one.layer, one.role) for one in samples})
+    places = {(sample.step, sample.layer, sample.role) for sample in samples}
+    assert len(samples) == 3 * 3 * 9 == len(places)
 
 
 def test_a_budget_keeps_its_share_and_is_forgotten():
@@ -249,11 +252,11 @@ def test_one_piece_gives_the_whole_gradient_up_to_rounding(changes):
     if resolve(config.precision.recipe).compute == "bfloat16":
         # else the whole head's product may be wide, and that of a piece too small
         config = config.replace({"system.products": "bf16"})
-    (loss, want, _), (again, found, _) = gradients(config), gradients(
+    (loss, want, _), (again, got, _) = gradients(config), gradients(
         config.replace({"memory.cross_entropy": "chunked"}))
     assert again.item() == pytest.approx(loss.item(), rel=1e-6)
     for name, grad in want.items():
-        assert (found[name] - grad).norm() <= (1e-6 if config.precision.recipe == "fp32"
+        assert (got[name] - grad).norm() <= (1e-6 if config.precision.recipe == "fp32"
             else 2**-8) * grad.norm()
 
 
@@ -269,9 +272,9 @@ def test_pieces_against_float64(chunk):
     exact_grads = torch.autograd.grad(exact, (exact_h, exact_head.weight))
     head = head.float()
     loss = linear_cross_entropy(h, head, y, chunk)
-    found = torch.autograd.grad(loss, (h, head.weight))
+    got_grads = torch.autograd.grad(loss, (h, head.weight))
     assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
-    for got, want in zip(found, exact_grads):
+    for got, want in zip(got_grads, exact_grads):
         assert (got - want).norm() <= 5e-7 * want.norm()
     with torch.no_grad():
         assert linear_cross_entropy(h, head, y, chunk).item() == pytest.approx(exact.item(),
@@ -495,8 +498,8 @@ def test_few_bits_are_right_on_average_and_as_small_as_they_say(bits, error):
 def test_few_bits_of_any_shape_and_of_a_constant(bits, shape):
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.full(shape, 3.0, dtype=dtype)
-        found = Quantized(x, bits).get()
-        assert torch.equal(found, x) and found.dtype == dtype
+        restored = Quantized(x, bits).get()
+        assert torch.equal(restored, x) and restored.dtype == dtype
 
 
 def held(config: Config) -> int:
@@ -526,13 +529,13 @@ def test_the_gradient_from_few_bits(saved, error):
     config = SMALL.replace({"global_batch": 8})
     _, want, _ = gradients(config)
     built = built_from(config.replace({"memory.activation_offload": saved}))
-    exact, found = torch.cat([g.flatten() for g in want.values()]).double(), []
+    exact, samples = torch.cat([g.flatten() for g in want.values()]).double(), []
     for _ in range(16):
         built.forward_backward(batch(config))
-        found.append(torch.cat([p.grad.flatten() for p in built.model.parameters()]).double())
+        samples.append(torch.cat([p.grad.flatten() for p in built.model.parameters()]).double())
         built.optimizer.zero_grad()
-    errors = [((g - exact).norm() / exact.norm()).item() for g in found]
-    mean = ((sum(found) / 16 - exact).norm() / exact.norm()).item()
+    errors = [((g - exact).norm() / exact.norm()).item() for g in samples]
+    mean = ((sum(samples) / 16 - exact).norm() / exact.norm()).item()
     assert error / 2 < max(errors) < error and mean == pytest.approx(sum(errors) / 16 / 4, rel=0.1)
 
 
@@ -576,8 +579,8 @@ def test_updates_in_backward_are_the_same_bit_for_bit(small, tmp_path, changes):
     config = small.replace({"optimizer.clip": 0, **changes})
     after = train(config, out=tmp_path / "after")
     inside = resumes(config.replace({"memory.optimizer_step": "in-backward"}), tmp_path)
-    one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (after, inside))
-    assert same(one, two)
+    want, got = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (after, inside))
+    assert same(want, got)
     assert [a["grad_norm"] for a in after.metrics] == [b["grad_norm"] for b in inside.metrics]
     assert inside.summary["chosen"]["optimizer_step"]["used"] == "in-backward"
 
@@ -604,11 +607,11 @@ def test_8_bit_blocks_take_the_nearest_value(size):
     so do zeros."""
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, size)
     codes, scale = to_blocks(x, signed=True)
-    found = from_blocks(codes, scale, signed=True).double()
+    decoded = from_blocks(codes, scale, signed=True).double()
     for at in range(0, size, 256):
         part, top = x[at:at + 256].double(), x[at:at + 256].abs().max().double()
         nearest = (part[:, None] / top - levels(True).double()).abs().amin(1) * top
-        assert torch.allclose((found[at:at + 256] - part).abs(), nearest, rtol=1e-4,
+        assert torch.allclose((decoded[at:at + 256] - part).abs(), nearest, rtol=1e-4,
                               atol=1e-6 * top.item())
     assert not from_blocks(*to_blocks(torch.zeros(300), signed=False), signed=False).any()
 
@@ -634,9 +637,9 @@ def test_stochastic_rounding_is_right_on_average():
     n = 2**18
     for part in (0.0, 1 / 256, 0.3, 0.5, 0.99):
         w = torch.full((n,), 1 + part / 128)
-        found = to_bf16(w, generator(CPU, 0, 1)).double()
-        assert set(found.tolist()) <= {1.0, 1 + 1 / 128}
-        assert abs(found.mean().item() - w[0].item()) <= 5 * 2**-8 / n**0.5
+        rounded = to_bf16(w, generator(CPU, 0, 1)).double()
+        assert set(rounded.tolist()) <= {1.0, 1 + 1 / 128}
+        assert abs(rounded.mean().item() - w[0].item()) <= 5 * 2**-8 / n**0.5
     odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, -3.0])
     assert (torch.equal(to_bf16(odd, generator(CPU, 0)).float(), odd)
             and to_bf16(odd / 0, generator(CPU, 0)).isnan().sum() == 2)
@@ -750,13 +753,13 @@ def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
                             "model.heads": 8, "model.layers": 6, "model.context": 256,
                             "global_batch": 16, "precision.recipe": "bf16",
                             "optimizer.clip": 0})
-    (want, whole), (found, less) = updated(config), updated(config.replace(changes))
-    assert same(want, found) and less < whole
+    (want, whole), (got, less) = updated(config), updated(config.replace(changes))
+    assert same(want, got) and less < whole
 
 
 # ---- what cannot be
 
-@pytest.mark.parametrize("changes, said", [
+@pytest.mark.parametrize("changes, message", [
     ({"memory.optimizer_step": "in-backward"}, r"optimizer\.clip=1\.0; set optimizer\.clip=0"),
     ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0, "grad_accum_steps": 2},
      "set grad_accum_steps=1"),
@@ -768,8 +771,8 @@ def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
     ({"memory.activation_offload": "int8", "system.compile": True}, r"set system\.compile=false"),
     ({"memory.param_dtype": "bf16", "precision.recipe": "fp16"}, r"set precision\.recipe=bf16"),
 ], ids=str)
-def test_what_cannot_be_together_says_the_way_out(changes, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_together_says_the_way_out(changes, message):
+    with pytest.raises(ConfigError, match=message):
         decide(SMALL.replace(changes))
 
 

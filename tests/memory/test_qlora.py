@@ -55,9 +55,9 @@ def quantised(w, **settings):
     return model.blocks[0]
 
 
-def unpacked(one, bits):
+def unpacked(layer, bits):
     """Codes one by one, int64: of 4 bits the low half of a byte comes first."""
-    codes = one.codes.long()
+    codes = layer.codes.long()
     return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), 1).flatten()
 
 
@@ -101,7 +101,7 @@ def test_codes_are_the_nearest_values_in_float64(format, shape, block):
     """Written out in float64: but for numbers within a rounding of the middle between two values,
     each has the code of the nearest."""
     w = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02
-    one = quantised(w, format=format, block=block, double=False)
+    layer = quantised(w, format=format, block=block, double=False)
     flat = w.double().flatten()
     blocks = F.pad(flat, (0, -len(flat) % block)).view(-1, block)
     scale = blocks.abs().amax(1, keepdim=True) / LARGEST[format]
@@ -109,15 +109,15 @@ def test_codes_are_the_nearest_values_in_float64(format, shape, block):
     away = (blocks / scale)[..., None].sub(book).abs().nan_to_num(math.inf)
     if format in ("int8", "int4"):      # symmetric: the lowest value has no counterpart
         away[..., 128 if format == "int8" else 8] = math.inf
-    codes = unpacked(one, BITS[format]).view(blocks.shape)
+    codes = unpacked(layer, BITS[format]).view(blocks.shape)
     chosen = away.gather(-1, codes[..., None])[..., 0]
     # float32 rounds the quotient
     assert (chosen - away.amin(-1)).max() < 4e-7 * LARGEST[format]
-    torch.testing.assert_close(one.scales.double(), scale[:, 0], rtol=2e-7, atol=0)
+    torch.testing.assert_close(layer.scales.double(), scale[:, 0], rtol=2e-7, atol=0)
     due = (book[codes] * scale).flatten()[:w.numel()].view(shape)
     # the book is float32
-    torch.testing.assert_close(one.weight.double(), due, rtol=4e-7, atol=2e-8)
-    assert torch.equal(one.dequantised(torch.bfloat16), one.weight.bfloat16())     # rounded once
+    torch.testing.assert_close(layer.weight.double(), due, rtol=4e-7, atol=2e-8)
+    assert torch.equal(layer.dequantised(torch.bfloat16), layer.weight.bfloat16())     # once
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -125,28 +125,27 @@ def test_scales_in_8_bits_less_their_mean(format):
     """In float64: the mean off, the rest over the largest of 256, the nearest of the 256 values of
     Dettmers et al. 2022, section 2."""
     w = torch.randn(300, 192, generator=torch.Generator().manual_seed(4)) * 0.02
-    plain, one = quantised(w, format=format, double=False), quantised(w, format=format)
-    assert torch.equal(plain.codes, one.codes) and one.scales.dtype == torch.uint8
+    plain, layer = quantised(w, format=format, double=False), quantised(w, format=format)
+    assert torch.equal(plain.codes, layer.codes) and layer.scales.dtype == torch.uint8
     scales = plain.scales.double()
-    assert one.scales_mean.item() == pytest.approx(scales.mean().item(), rel=1e-7)
+    assert layer.scales_mean.item() == pytest.approx(scales.mean().item(), rel=1e-7)
     decades = [[10.0**(i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for j in range(2**i)]
                for i in range(7)]
     book = torch.tensor(sorted([0.0, 1.0,
                                 *(sign * v for decade in decades for v in decade
                                   for sign in (-1, 1))]), dtype=torch.float64)
-    rest = F.pad(scales - one.scales_mean.double(), (0, -len(scales) % 256)).view(-1, 256)
+    rest = F.pad(scales - layer.scales_mean.double(), (0, -len(scales) % 256)).view(-1, 256)
     largest = rest.abs().amax(1, keepdim=True)
-    torch.testing.assert_close(one.scales_scale.double(), largest[:, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.scales_scale.double(), largest[:, 0], rtol=1e-6, atol=0)
     away = (rest / largest)[..., None].sub(book).abs()
-    chosen = away.view(-1, 256)[:len(scales)].gather(1, one.scales.long()[:, None])[:, 0]
+    chosen = away.view(-1, 256)[:len(scales)].gather(1, layer.scales.long()[:, None])[:, 0]
     assert (chosen - away.view(-1, 256)[:len(scales)].amin(1)).max() < 1e-6
-    made = book[one.scales.long()] * largest.repeat_interleave(256, 0)[:len(scales),
-        0] + one.scales_mean.double()
-    whole = torch.tensor(BOOKS[format](),
-                         dtype=torch.float64)[unpacked(one, BITS[format])].view(-1, 64) * made[:,
-                             None]
-    torch.testing.assert_close(one.weight.double(), whole.view(w.shape), rtol=1e-5, atol=1e-9)
-    more = (one.weight - w).norm() / (plain.weight - w).norm()
+    decoded = book[layer.scales.long()] * largest.repeat_interleave(256, 0)[:len(scales),
+        0] + layer.scales_mean.double()
+    book = torch.tensor(BOOKS[format](), dtype=torch.float64)
+    whole = book[unpacked(layer, BITS[format])].view(-1, 64) * decoded[:, None]
+    torch.testing.assert_close(layer.weight.double(), whole.view(w.shape), rtol=1e-5, atol=1e-9)
+    more = (layer.weight - w).norm() / (plain.weight - w).norm()
     # 256 steps of a number are finer than 8 bits of a scale
     assert more < (1.1 if format == "int8" else 1.01)
 
@@ -156,34 +155,35 @@ def test_bits_are_those_of_bitsandbytes():
     it is a neighbour."""
     theirs = pytest.importorskip("bitsandbytes.functional")
     w = torch.randn(384, 1536, generator=torch.Generator().manual_seed(0)) * 0.02
-    one = quantised(w, double=False)
+    layer = quantised(w, double=False)
     codes, state = theirs.quantize_4bit(w, blocksize=64, quant_type="nf4")
     # they have the first in the high half
-    assert torch.equal(codes.flatten(), one.codes >> 4 | one.codes << 4)
-    assert (torch.equal(state.absmax, one.scales)
-            and torch.equal(theirs.dequantize_4bit(codes, state), one.weight))
-    one = quantised(w)
+    assert torch.equal(codes.flatten(), layer.codes >> 4 | layer.codes << 4)
+    assert (torch.equal(state.absmax, layer.scales)
+            and torch.equal(theirs.dequantize_4bit(codes, state), layer.weight))
+    layer = quantised(w)
     codes, state = theirs.quantize_4bit(w, blocksize=64, quant_type="nf4", compress_statistics=True)
-    assert torch.equal(codes.flatten(), one.codes >> 4 | one.codes << 4)
-    assert one.scales_mean.item() == pytest.approx(state.offset.item(), rel=2e-7)
-    torch.testing.assert_close(one.scales_scale, state.state2.absmax, rtol=2e-6, atol=0)
-    apart = (one.scales.int() - state.absmax.int()).abs()
+    assert torch.equal(codes.flatten(), layer.codes >> 4 | layer.codes << 4)
+    assert layer.scales_mean.item() == pytest.approx(state.offset.item(), rel=2e-7)
+    torch.testing.assert_close(layer.scales_scale, state.state2.absmax, rtol=2e-6, atol=0)
+    apart = (layer.scales.int() - state.absmax.int()).abs()
     assert apart.max() <= 1 and (apart > 0).float().mean() < 0.005
 
 
 def test_codes_are_those_of_torchao():
     theirs = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     w = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * 0.02
-    found = theirs.NF4Tensor.from_tensor(w, 64, 256)
-    one = quantised(w)
+    nf4 = theirs.NF4Tensor.from_tensor(w, 64, 256)
+    layer = quantised(w)
     ratio = (w.view(-1, 64) / w.view(-1, 64).abs().amax(1, keepdim=True)).flatten().double()
-    codes = found.quantized_data.flatten().long()
+    codes = nf4.quantized_data.flatten().long()
     codes, book = torch.stack((codes >> 4, codes & 15), 1).flatten(), torch.tensor(NF4,
         dtype=torch.float64)
-    apart = codes != unpacked(one, 4)
+    apart = codes != unpacked(layer, 4)
     assert apart.float().mean() < 1e-3      # theirs go by halves that are rounded
-    assert ((ratio - book[codes]).abs() - (ratio - book[unpacked(one, 4)]).abs()).abs().max() < 1e-3
-    away = (one.weight - found.get_original_weight()).abs().flatten()
+    errors = (ratio - book[codes]).abs(), (ratio - book[unpacked(layer, 4)]).abs()
+    assert (errors[0] - errors[1]).abs().max() < 1e-3
+    away = (layer.weight - nf4.get_original_weight()).abs().flatten()
     assert away[~apart].max() < 1e-3    # their scales are integers
 
 
@@ -191,15 +191,15 @@ def test_codes_are_those_of_torchao():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_its_product_is_that_of_the_matrix_and_keeps_none(format, dtype):
     draw = torch.Generator().manual_seed(5)
-    one = quantised(torch.randn(48, 40, generator=draw), format=format)
-    one.bias = nn.Parameter(torch.randn(48, generator=draw), requires_grad=False)
+    layer = quantised(torch.randn(48, 40, generator=draw), format=format)
+    layer.bias = nn.Parameter(torch.randn(48, generator=draw), requires_grad=False)
     x, kept = torch.randn(3, 5, 40, generator=draw).requires_grad_(), []
     plain = x.detach().clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t,
             lambda t: t), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        y, due = one(x), None
+        y, due = layer(x), None
         saved = len(kept)
-        due = F.linear(plain, one.weight, one.bias)
+        due = F.linear(plain, layer.weight, layer.bias)
     assert saved == 0 and y.dtype == dtype
     assert torch.equal(y, due)
     g = torch.randn(y.shape, generator=draw).to(dtype)
@@ -215,15 +215,15 @@ def test_bytes_are_exact(format, double):
     config = of_base(format=format, double=double)
     model = built(config).model
     ops = {op.name: op for op in of(config.model).linears}
-    found = {name.split(".", 2)[2].removesuffix(".base"): one for name, one in model.named_modules()
-             if isinstance(one, QuantisedLinear)}
-    assert {name for name, op in ops.items() if op.stored_bytes} == found.keys()
-    for name, one in found.items():
+    layers = {name.split(".", 2)[2].removesuffix(".base"): layer
+              for name, layer in model.named_modules() if isinstance(layer, QuantisedLinear)}
+    assert {name for name, op in ops.items() if op.stored_bytes} == layers.keys()
+    for name, layer in layers.items():
         blocks = -(-ops[name].weights // 64)
         due = blocks * 64 * BITS[format] // 8 + (blocks + 4 * -(-blocks // 256) + 4 if double
             else 4 * blocks)
-        assert (sum(getattr(one, part).nbytes for part in one.from_base) == ops[name].stored_bytes
-                == due)
+        nbytes = sum(getattr(layer, part).nbytes for part in layer.from_base)
+        assert nbytes == ops[name].stored_bytes == due
     assert (predict(config, "h200").parameters
             == predict(SMALL.replace({"model.changes": [{"name": "lora", "rank": 4}]}),
                        "h200").parameters)
@@ -293,10 +293,10 @@ def test_it_learns_what_an_adapter_of_the_matrix_that_its_codes_stand_for_does(n
     coded = built(of_base(name=name))
     plain = Training.build(SMALL.replace({"model.changes": [{"name": name, **OPTIONS[name]}]}),
                            data=coded.data)
-    made = {f"{path}.weight": one.weight for path, one in coded.model.named_modules()
-            if isinstance(one, QuantisedLinear)}
-    assert len(made) == 8 and not plain.model.load_state_dict({**coded.model.state_dict(), **made},
-        strict=False).missing_keys
+    decoded = {f"{path}.weight": module.weight for path, module in coded.model.named_modules()
+            if isinstance(module, QuantisedLinear)}
+    state = {**coded.model.state_dict(), **decoded}
+    assert len(decoded) == 8 and not plain.model.load_state_dict(state, strict=False).missing_keys
     losses = [[float(run.update(step).loss) for step in range(6)] for run in (coded, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][-1] != losses[0][0]
 
@@ -331,12 +331,12 @@ def test_merged_it_is_what_the_codes_stand_for_and_the_adapter(targets, start, t
              if key.startswith("model/")}
     plain, tensors = merged(Run.open(run.path), saved)
     model = trained(run).model
-    for name, one in model.blocks[1].named_modules():
-        if isinstance(one, QuantisedLinear):
+    for name, module in model.blocks[1].named_modules():
+        if isinstance(module, QuantisedLinear):
             around = model.blocks[1].get_submodule(name.removesuffix(".base"))
             delta = around.delta() if name.endswith(".base") else 0
             assert torch.equal(tensors[f"blocks.1.{name.removesuffix('.base')}.weight"],
-                               one.weight + delta)
+                               module.weight + delta)
     other = lpkit.nn.transformer.Transformer(plain)
     other.load_state_dict(tensors, strict=False)
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))

@@ -43,14 +43,14 @@ def test_rows_are_those_of_one_process(name, ranks):
     """And so is the generator after it, and what is no parameter."""
     config = SMALL.replace(MODELS[name])
     due = initial_model(config, "plain")
-    state, found = torch.get_rng_state(), []
+    state, models = torch.get_rng_state(), []
     for rank in range(ranks):
         with drawing(rows(ranks, rank), CPU) as drawn:
             model = initial_model(config, "plain")
         assert (torch.equal(torch.get_rng_state(), state)
                 and sum(p.untyped_storage().nbytes() for p in model.parameters()) < (
             sum(p.nbytes for p in due.parameters()) / 5))
-        found.append(model)
+        models.append(model)
         for a, b in zip(model.buffers(), due.buffers(), strict=True):
             assert torch.equal(a, b)
         for (ours, p), (theirs, whole) in zip(model.named_parameters(), due.named_parameters(),
@@ -91,34 +91,35 @@ def test_what_was_left_cannot_be_read():
     with (pytest.raises(ConfigError, match=r"calls mul_ on a parameter that is not there, for "
                                            r"parallel\.zero=2 and 3"),
           drawing(rows(2, 0), CPU)):
-        one, two = nn.Linear(2, 4, bias=False), nn.Linear(2, 4, bias=False)
+        first, second = nn.Linear(2, 4, bias=False), nn.Linear(2, 4, bias=False)
         with torch.no_grad():
-            two.weight.mul_(2)      # it is at work
-            one.weight.mul_(2)
+            second.weight.mul_(2)      # it is at work
+            first.weight.mul_(2)
 
 
 def test_kernels_see_a_forward_like_others():
     """What stands for weights gives activations that are finite, and as large as those of the
     weights, within a half."""
     config = SMALL.replace({"model.norm": "rmsnorm", "model.position": "rope"})
-    kernels, found = Kernels(asked="rms-norm:reference", batch=(2, 32), autocast=nullcontext()), []
+    deviations = []
+    kernels = Kernels(asked="rms-norm:reference", batch=(2, 32), autocast=nullcontext())
     with drawing(rows(2, 1), CPU):
         model = initial_model(config, "plain")
-    for one in (model, initial_model(config, "plain")):
-        at_hand = kernels._at_hand(one)
-        found.append([t.std().item() for name in ("add-rms-norm", "rotary")
+    for kind in (model, initial_model(config, "plain")):
+        at_hand = kernels._at_hand(kind)
+        deviations.append([t.std().item() for name in ("add-rms-norm", "rotary")
                       for t in at_hand[name][1][0][:2]])
-    assert found[0] == pytest.approx(found[1], rel=0.5) and min(found[0]) > 0
+    assert deviations[0] == pytest.approx(deviations[1], rel=0.5) and min(deviations[0]) > 0
     assert kernels(model) is model and "kernel:rms-norm" in kernels.choices
 
 
 def test_other_threads_are_left_alone():
-    found = []
+    layers = []
     with drawing(rows(2, 0), CPU):
-        thread = Thread(target=lambda: found.append(nn.Linear(2, 4)))
+        thread = Thread(target=lambda: layers.append(nn.Linear(2, 4)))
         thread.start()
         thread.join()
-    assert found[0].weight.is_contiguous()
+    assert layers[0].weight.is_contiguous()
 
 
 LAYOUTS = {2: [{"shard": 2, "zero": 2}, {"shard": 2, "zero": 3, "gathered": "float32"}],

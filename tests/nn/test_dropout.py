@@ -162,13 +162,13 @@ def test_evaluation_drops_nothing(kind):
     for name, p in training.model.named_parameters():
         if ".B." in name:
             nn.init.normal_(p)
-    without = built(of([one for one in KINDS[kind] if one["name"] != "dropout"],
+    without = built(of([change for change in KINDS[kind] if change["name"] != "dropout"],
                        **{"system.attention": training.decisions.choices["attention"].used}))
     # no name is another, and nothing is missing
     without.model.load_state_dict(training.model.state_dict())
     tokens = training.batch(0).tokens
-    for one in (training, without):
-        one.model.eval()
+    for each in (training, without):
+        each.model.eval()
     assert torch.equal(training.logits(tokens), without.logits(tokens))
     training.model.train()
     assert not torch.equal(training.logits(tokens), without.logits(tokens))
@@ -182,7 +182,7 @@ def test_settings_without_it_are_as_they_were_and_nothing_is_drawn():
     batch, before = training.batch(0), torch.get_rng_state()
     training.forward_backward(batch)
     assert (torch.equal(before, torch.get_rng_state())
-            and not [one for one in training.model.modules() if isinstance(one, nn.Dropout)])
+            and not any(isinstance(module, nn.Dropout) for module in training.model.modules()))
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
@@ -190,8 +190,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
     whole, parts = lpkit.train(config, out=tmp_path / "whole"), in_parts(config, tmp_path / "parts",
         3)
     assert [line["loss"] for line in whole.metrics] == [line["loss"] for line in parts.metrics]
-    one, two = (load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    want, got = (load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
     assert torch.isfinite(trained(whole).logits(torch.zeros(1, 4, dtype=torch.long))).all()
     assert len(lpkit.sample(whole, prompt="a", tokens=4, temperature=0)) > 1
 
@@ -200,14 +200,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
                          [("all", "bf16"), ("gpt2", "fp8-tensorwise")])
 def test_recomputed_blocks_have_the_same_gradients(kind, recipe):
     """Bit for bit: the masks of the second time are those of the first."""
-    found = {}
+    by_technique = {}
     for how in ("none", "block", "core-attention", "selective"):
         training = built(of(KINDS[kind], **{"memory.recompute": how, "precision.recipe": recipe,
             "grad_accum_steps": 2}))
         torch.manual_seed(5)
-        found[how] = gradients(training)
-    for how, theirs_ in found.items():
-        assert all(torch.equal(theirs_[name], g) for name, g in found["none"].items()), how
+        by_technique[how] = gradients(training)
+    for how, theirs_ in by_technique.items():
+        assert all(torch.equal(theirs_[name], g) for name, g in by_technique["none"].items()), how
 
 
 def test_each_micro_batch_and_each_update_has_masks_of_its_own(monkeypatch):
@@ -222,8 +222,8 @@ def test_each_micro_batch_and_each_update_has_masks_of_its_own(monkeypatch):
     for step in range(2):
         training.update(step)
     # that of embeddings drops nothing
-    assert len(masks) == 2 * 2 * 5 and {tuple(one.shape) for one in masks} == {(1, 32, 48)}
-    drawn = [one for one in masks if (one == 0).any()]
+    assert len(masks) == 2 * 2 * 5 and {tuple(mask.shape) for mask in masks} == {(1, 32, 48)}
+    drawn = [mask for mask in masks if (mask == 0).any()]
     assert len(drawn) == 2 * 2 * 4 and all(not torch.equal(a, b) for i, a in enumerate(drawn)
         for b in drawn[:i])
 
@@ -235,15 +235,15 @@ def test_each_micro_batch_and_each_update_has_masks_of_its_own(monkeypatch):
                           ("all", {"memory.recompute": "block"})], ids=str)
 def test_the_peak_is_within_two_hundredths_of_the_trace(kind, changes):
     """Attention is named, so that no machine chooses another; what drops probabilities is plain."""
-    attention = "plain" if any(one.get("attention") for one in KINDS[kind]) else "sdpa"
+    attention = "plain" if any(change.get("attention") for change in KINDS[kind]) else "sdpa"
     config = of(KINDS[kind],
                 SMALL.replace({"model.width": 96, "model.context": 128, "model.layers": 4,
                                "global_batch": 4, **changes}),
                 **{"system.attention": attention})
     formula, trace = memory(config, _cpu()).peak_bytes, lpkit.predict_trace(config).peak_bytes
     assert formula == pytest.approx(trace, rel=0.02)
-    without = config.replace({"model.changes": [one for one in KINDS[kind]
-        if one["name"] != "dropout"]})
+    without = config.replace({"model.changes": [change for change in KINDS[kind]
+        if change["name"] != "dropout"]})
     assert (memory(without, _cpu()).peak_bytes < formula
             and training_flops(without.model) == training_flops(config.model))
 
@@ -252,15 +252,15 @@ def test_the_peak_is_within_two_hundredths_of_the_trace(kind, changes):
 def test_what_is_kept_is_what_autograd_keeps_to_the_byte(kind):
     config = of(KINDS[kind])
     model, x = build.initial_model(config, "plain").train(), torch.zeros(3, 32, dtype=torch.long)
-    found = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
+    traced = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
     formula = kept(config.model, batch=3, attention="plain").operations
-    of_loss = found.pop("loss"), formula.pop("loss")        # here tokens are targets, too
-    assert sum(found.values()) == sum(formula.values()) and all(of_loss)
-    assert (found["attention.dropout"] == formula["attention.dropout"] == found["mlp.dropout"] == 2
-            * 3 * 32 * 48 * 4)
+    of_loss = traced.pop("loss"), formula.pop("loss")        # here tokens are targets, too
+    assert sum(traced.values()) == sum(formula.values()) and all(of_loss)
+    assert (traced["attention.dropout"] == formula["attention.dropout"] == traced["mlp.dropout"]
+            == 2 * 3 * 32 * 48 * 4)
 
 
-@pytest.mark.parametrize("changes, more, said", [
+@pytest.mark.parametrize("changes, more, message", [
     ([{"name": "dropout"}], {}, "drops nothing; set embedding, residual, attention or adapters"),
     ([{"name": "dropout", "residual": 1.0}], {}, "residual must be 0 or more and below 1, got 1.0"),
     ([GPT2, LORA], {}, "model.changes=dropout comes last, behind LoRA and quantised-base alone"),
@@ -280,8 +280,8 @@ def test_what_is_kept_is_what_autograd_keeps_to_the_byte(kind):
     ([GPT2], {"model.block": "sas"}, "drops what comes of attention.out and mlp.down and "
                                      "attention, and model.block=sas has no attention.out"),
 ])
-def test_what_is_not_proved_is_refused(changes, more, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_not_proved_is_refused(changes, more, message):
+    with pytest.raises(ConfigError, match=message):
         build.decide(of(changes, **more))
 
 

@@ -291,13 +291,14 @@ def run(corpus, tmp_path_factory):
 def test_a_run_answers_one_prompt_or_several(run, capsys):
     prompts = ["def ", "x", "return x + 1" * 9]
     texts = lpkit.sample(run, prompt=prompts, tokens=40, temperature=0)
-    assert texts == [lpkit.sample(run, prompt=one, tokens=40, temperature=0) for one in prompts]
-    assert isinstance(texts, list) and all(text.startswith(one)
-        for one, text in zip(prompts, texts))
+    assert texts == [lpkit.sample(run, prompt=prompt, tokens=40, temperature=0)
+                     for prompt in prompts]
+    assert isinstance(texts, list) and all(text.startswith(prompt)
+        for prompt, text in zip(prompts, texts))
     assert main(["sample", str(run.path), "--prompt", "def ", "--prompt", "x", "--tokens", "9",
                  "--temperature", "0", "--cache", "int8", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["prompts"] == ["def ", "x"] and said["texts"] == lpkit.sample(run,
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["prompts"] == ["def ", "x"] and printed["texts"] == lpkit.sample(run,
         prompt=["def ", "x"], tokens=9, temperature=0, cache="int8")
 
 

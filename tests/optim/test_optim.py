@@ -186,25 +186,25 @@ def test_what_is_recorded_is_what_happens(name, moment_format, place, dtype):
     model, optimizer = trained(name, dtype=dtype, moment_format=moment_format, placement=placement)
     asked = {"optimizer_state": Choice(asked=place, used=place, why="decided"),
              "moment_format": Choice(asked=moment_format, used=moment_format, why="decided")}
-    found = recorded(optimizer, asked)
+    choices = recorded(optimizer, asked)
     count = sum(p.numel() for p in model.parameters())
     slots = [t for state in optimizer.state.values() for key, t in state.items()
              if torch.is_tensor(t) and key != "step"]
     kept = {t.dtype for t in slots}
-    assert found["moment_format"].used == next(
+    assert choices["moment_format"].used == next(
         (name for name, of in (("int8", torch.uint8), ("bfloat16", torch.bfloat16)) if of in kept),
         "float32")
     # scales of last blocks that are not full
     short = 4 * len(optimizer.state) * len(OPTIMIZERS[name].slots)
     predicted = work({name: tuple(p.shape) for name, p in model.named_parameters()},
-                     settings_of(name), found["moment_format"].used)
+                     settings_of(name), choices["moment_format"].used)
     assert (0 <= sum(t.nbytes for t in slots) - count
             * (predicted.cut_bytes + predicted.whole_bytes) < short)
     in_file = isinstance(optimizer, Stepper) and hasattr(optimizer.placement, "where_is") and \
         all(t.data_ptr() in optimizer.placement.where_is for t in slots)
-    assert (found["optimizer_state"].used == ("disk" if in_file else "device")
+    assert (choices["optimizer_state"].used == ("disk" if in_file else "device")
             == {"cpu": "device"}.get(place, place))
-    assert ("rounding" in found) == (dtype == torch.bfloat16)
+    assert ("rounding" in choices) == (dtype == torch.bfloat16)
 
     # where nothing but the format counts, the place changes no bit
     same, _ = trained(name, dtype=dtype, moment_format=moment_format)
@@ -269,10 +269,10 @@ def test_an_optimizer_that_does_otherwise_is_recorded_as_it_does():
     model = model_in(torch.bfloat16)
     asked = {"optimizer_state": Choice(asked="disk", used="disk", why="a file"),
              "moment_format": Choice(asked="int8", used="int8", why="small")}
-    found = recorded(torch.optim.AdamW(model.parameters()), asked)
-    assert ([found[key].used for key in ("optimizer_state", "moment_format", "rounding")]
+    choices = recorded(torch.optim.AdamW(model.parameters()), asked)
+    assert ([choices[key].used for key in ("optimizer_state", "moment_format", "rounding")]
             == ["device", "float32", "nearest"])
-    assert found["optimizer_state"].asked == "disk" and "AdamW" in found["optimizer_state"].why
+    assert choices["optimizer_state"].asked == "disk" and "AdamW" in choices["optimizer_state"].why
 
 
 @pytest.mark.parametrize("moment_format", MOMENT_FORMATS)
@@ -290,11 +290,12 @@ def test_a_step_needs_the_temporary_bytes_that_its_row_says(name, moment_format)
         model.weight.grad = torch.randn(shape).to(dtype)
         with Tracker(model, optimizer) as tracker, tracker.optimizing():
             optimizer.step()
-        found = tracker.footprint()
-        before = sum(found.most.get(row, 0) for row in ("weights", "gradients", "optimizer state"))
+        footprint = tracker.footprint()
+        before = sum(footprint.most.get(row, 0)
+                     for row in ("weights", "gradients", "optimizer state"))
         needed = whole_update_bytes({"weight": shape}, settings_of(name), moment_format,
                                     weight_bytes)["weight"] / (rows * columns)
-        assert ((found.peak_bytes - before) / (rows * columns)
+        assert ((footprint.peak_bytes - before) / (rows * columns)
                 == pytest.approx(needed, rel=0.06, abs=0.01))
 
 
@@ -350,13 +351,13 @@ def test_bytes_of_state_and_traffic_follow_from_the_slots():
 # ---- groups of parameters
 
 def test_matrices_are_decayed_whatever_they_are_called_and_vectors_are_not():
-    told = [Parameter("mixer.decay", (4,)), Parameter("norm.weight", (4,)),
+    parameters = [Parameter("mixer.decay", (4,)), Parameter("norm.weight", (4,)),
             Parameter("up.bias", (4, 4)), Parameter("norm.map", (2, 2)),
             Parameter("gains", (3, 2), decays=False), Parameter("own", (4,), decays=True)]
-    decayed, rest = parameter_groups(told, AdamWSettings(name="adamw"))
+    decayed, rest = parameter_groups(parameters, AdamWSettings(name="adamw"))
     assert (decayed.names == ("up.bias", "norm.map", "own")
             and rest.names == ("mixer.decay", "norm.weight", "gains"))
-    decayed, rest, asked = parameter_groups(told,
+    decayed, rest, asked = parameter_groups(parameters,
         AdamWSettings(name="adamw", groups=("mixer.*:weight_decay=0.2",)))
     assert asked.names == ("mixer.decay",) and asked.weight_decay == 0.2
 
@@ -418,9 +419,9 @@ def test_patterns_change_learning_rate_and_decay():
                                     "embed.*:lr_scale=0.1:weight_decay=0"))
     groups = build(dict(model.named_parameters()), settings).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
-    found = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups
+    rates = {names[id(p)]: (group["lr"], group["weight_decay"]) for group in groups
              for p in group["params"]}
-    assert found == {"embed.weight": (pytest.approx(1e-3), 0.0), "norm.weight": (1e-2, 0.2),
+    assert rates == {"embed.weight": (pytest.approx(1e-3), 0.0), "norm.weight": (1e-2, 0.2),
                      "norm.bias": (1e-2, 0.0),
                     "up.weight": (1e-2, 0.2), "up.bias": (1e-2, 0.0)}
     assert groups[0]["lr"] == 1e-2      # the run's own, whatever the groups are
@@ -430,23 +431,23 @@ def test_patterns_change_learning_rate_and_decay():
         p.grad = torch.ones_like(p)
     optimizer.step()
     for name, p in model.named_parameters():
-        lr, decay = found[name]
+        lr, decay = rates[name]
         assert torch.allclose(p, before[name] * (1 - lr * decay) - lr, atol=1e-7)
 
 
-@pytest.mark.parametrize("group, said", {
+@pytest.mark.parametrize("group, message", {
     "hed.weight:lr_scale=0.1": "no parameter is called 'hed.weight'; did you mean 'head.weight'",
     "head.weight:lr=0.1": "a group has no 'lr'; set lr_scale or weight_decay",
     "head.weight:lr_scale=-1": "lr_scale must be 0 or more, got -1",
     "head.weight": "write it as pattern:lr_scale=0.1",
 }.items())
-def test_a_group_that_is_wrong_says_the_way_out(group, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_group_that_is_wrong_says_the_way_out(group, message):
+    with pytest.raises(ConfigError, match=message):
         parameter_groups([Parameter("head.weight", (2, 2)), Parameter("embed.weight", (2, 2))],
                          AdamWSettings(name="adamw", groups=(group,)))
 
 
-@pytest.mark.parametrize("name, values, said", [
+@pytest.mark.parametrize("name, values, message", [
     ("adamw", {"beta1": 1.0}, "beta1 must be 0 or more and below 1, got 1.0"),
     ("momentum", {"momentum": -0.1}, "momentum must be 0 or more and below 1"),
     ("adamw", {"eps": 0.0}, "eps must be positive"),
@@ -454,10 +455,10 @@ def test_a_group_that_is_wrong_says_the_way_out(group, said):
     ("schedule-free", {"beta1": 0.0}, "beta1 must be"),
     ("sgd", {"clip": -1.0}, "clip must be 0 or more"),
 ])
-def test_settings_check_themselves_and_a_config_says_their_key(name, values, said):
-    with pytest.raises(ConfigError, match=f"^{said}"):
+def test_settings_check_themselves_and_a_config_says_their_key(name, values, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         replace(OPTIMIZERS[name].settings, **values)
-    with pytest.raises(ConfigError, match=rf"^optimizer\.{said}"):
+    with pytest.raises(ConfigError, match=rf"^optimizer\.{message}"):
         Config(optimizer={"name": name, **values})
 
 
@@ -483,9 +484,9 @@ def test_a_run_learns_resumes_bit_for_bit_and_records_what_it_used(corpus, tmp_p
     parts = in_parts(config, tmp_path / "parts", 10)
     losses = [[line["loss"] for line in run.metrics] for run in (whole, parts)]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
-    one, two = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    slots = {name.rpartition("/")[2] for name in one if name.startswith("optimizer/")}
+    want, got = (checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    slots = {name.rpartition("/")[2] for name in want if name.startswith("optimizer/")}
     assert slots - {"update"} == state_names
     used = {key: choice["used"] for key, choice in whole.summary["chosen"].items()}
     assert used.get("optimizer_state") == changes.get("memory.optimizer_state")
@@ -500,24 +501,24 @@ def test_the_state_of_every_optimizer_is_predicted(name, moment_format):
     config = preset("cpu-3m").replace({"optimizer": name, "memory.moment_format": moment_format,
         "model.layers": 1, "model.context": 32, "global_batch": 1,
         "grad_accum_steps": 1, "system.device": "cpu"})
-    said, elsewhere = (memory(config.replace({"memory.optimizer_state": place}),
+    predicted, elsewhere = (memory(config.replace({"memory.optimizer_state": place}),
                               "h200").at(UPDATE).get("optimizer state", 0)
                        for place in ("device", "disk"))
     assert elsewhere == 0
     if not OPTIMIZERS[name].slots:
-        assert said == 0
+        assert predicted == 0
         return
     built = Training.build(config, data=RandomTokens(config))
     built.update(0)
     state = sum(t.nbytes for slots in built.optimizer.state.values() for key, t in slots.items()
                 if torch.is_tensor(t) and key != "step")
-    assert said == pytest.approx(state, rel=1e-3 if moment_format == "int8" else 1e-9)
+    assert predicted == pytest.approx(state, rel=1e-3 if moment_format == "int8" else 1e-9)
 
 
 # ---- rules that are told their parameter (tests/techniques/toys.py)
 
 @pytest.fixture
-def told(monkeypatch):
+def toy_rows(monkeypatch):
     for name, row in toys.OPTIMIZERS.items():
         monkeypatch.setitem(OPTIMIZERS, name, row)
 
@@ -776,12 +777,12 @@ def test_sophias_curvature_is_that_of_labels_that_the_model_draws():
                                      {"memory.optimizer_state": "disk"}], ids=str)
 def test_sophias_estimate_is_the_same_by_every_memory_technique(changes):
     plain = SOPHIA.replace({"optimizer.clip": 0.0, "optimizer.eps": 1e-6})
-    found = []
+    numbers = []
     for config in (plain, plain.replace(changes)):
         training = Training.build(config, data=RandomTokens(plain))
-        found.append([training.update(step).loss.item() for step in range(6)]
+        numbers.append([training.update(step).loss.item() for step in range(6)]
                      + [t.sum().item() for t in training.model.parameters()])
-    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4, abs=1e-4)
 
 
 def test_labels_are_drawn_as_often_as_they_are_probable():
@@ -830,14 +831,14 @@ def test_flops_of_rules_are_those_that_pytorch_counts(name, changes):
     with FlopCounterMode(display=False, custom_mapping=more) as counter:
         for _ in range(3):
             training.optimizer.step()
-    said = optimizer_work(config)
+    work = optimizer_work(config)
     count = parameter_count(config.model)
-    assert counter.get_total_flops() == pytest.approx(3 * said.flops * count, rel=1e-6) != 0
+    assert counter.get_total_flops() == pytest.approx(3 * work.flops * count, rel=1e-6) != 0
     whole = ("left", "right") if name != "galore" else ("exp_avg", "projection")
     held = sum(t.nbytes for p, state in training.optimizer.state.items() for key, t in state.items()
                if key.startswith(whole) and not training.optimizer.is_cut(p, key))
-    assert (said.gathered == pytest.approx(OPTIMIZERS[name].gathers, rel=0.3)
-            and round(said.whole_bytes * count) == held > 0)
+    assert (work.gathered == pytest.approx(OPTIMIZERS[name].gathers, rel=0.3)
+            and round(work.whole_bytes * count) == held > 0)
 
 
 @pytest.mark.parametrize("name", ["galore", "shampoo", "soap", "normuon"])
@@ -853,7 +854,7 @@ def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
         def gather(self, t):
             sent[rank := int(threading.current_thread().name)] = t
             at.wait()
-            whole = torch.cat([one.clone() for one in sent])
+            whole = torch.cat([part.clone() for part in sent])
             at.wait()
             assert rank in (0, 1)
             return whole
@@ -870,17 +871,17 @@ def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
         return its, slots
 
     whole, slots = run(Parameter("w", (25, 24)), slice(25))
-    found = [None, None]
+    results = [None, None]
     threads = [threading.Thread(name=str(i),
-                                target=lambda i=i: found.__setitem__(i,
+                                target=lambda i=i: results.__setitem__(i,
                                     run(Cut("w", (25, 24)), rows[i]))) for i in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert torch.equal(torch.cat([its for its, _ in found]), whole) and not torch.equal(whole, w)
-    for slot, one, *two in zip(row.slots, slots, *(of for _, of in found)):
-        assert all(torch.equal(t, one[mine] if slot.shape((25, 24), settings) is None else one)
+    assert torch.equal(torch.cat([its for its, _ in results]), whole) and not torch.equal(whole, w)
+    for slot, want, *two in zip(row.slots, slots, *(of for _, of in results)):
+        assert all(torch.equal(t, want[mine] if slot.shape((25, 24), settings) is None else want)
                    for t, mine in zip(two, rows))
 
 
@@ -910,8 +911,8 @@ def test_muon_takes_q_k_and_v_apart(heads, groups):
          Parameter("qkv.weight", (count, 32), fused=rows))
     # by hand: a row's place in its group says whose it is
     of = torch.arange(count).view(groups, -1)
-    for one in (slice(Q * E), slice(Q * E, Q * E + E), slice(Q * E + E, None)):
-        its = of[:, one].flatten()
+    for place in (slice(Q * E), slice(Q * E, Q * E + E), slice(Q * E + E, None)):
+        its = of[:, place].flatten()
         w = whole[its].clone()
         rule(w, g[its], [torch.zeros_like(w)], settings, 1, Parameter("q.weight", tuple(w.shape)))
         assert torch.allclose(got[its], w, atol=1e-12) and not torch.equal(w, whole[its])
@@ -935,9 +936,9 @@ def test_muons_flops_are_those_that_pytorch_counts(name, changes):
     for p, rule in training.optimizer.rule_of.items():
         assert rule.row.matrices == (names[p].startswith("blocks.") and p.ndim == 2), names[p]
         assert rule.settings.name == (name if rule.row.matrices else "adamw")
-    found = {training.optimizer.facts[p].fused for p, name in names.items()
+    fused = {training.optimizer.facts[p].fused for p, name in names.items()
              if name.endswith("qkv.weight")}
-    assert found == {operation.fused(config.model, "attention.qkv.weight")} != {()}
+    assert fused == {operation.fused(config.model, "attention.qkv.weight")} != {()}
 
 
 def test_what_is_no_matrix_is_no_parameter_of_muons():
@@ -961,7 +962,7 @@ def test_what_is_no_matrix_is_no_parameter_of_muons():
                          settings_of("muon", groups=("hed*:lr_scale=0.1",)))
 
 
-def test_groups_by_name_have_rules_of_their_own(told):
+def test_groups_by_name_have_rules_of_their_own(toy_rows):
     """Each parameter is updated as it would be by its rule alone, at its share of the learning
     rate; the settings are the group's."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16, bias=False))
@@ -969,13 +970,13 @@ def test_groups_by_name_have_rules_of_their_own(told):
     settings = replace(OPTIMIZERS["lion"].settings, name="lion",
                        groups=("1.*:optimizer=adamw:lr_scale=0.5:beta2=0.9",))
     both = build(dict(model.named_parameters()), settings)
-    one = build({"weight": alone.weight}, AdamWSettings(name="adamw", lr=settings.lr / 2,
+    adamw = build({"weight": alone.weight}, AdamWSettings(name="adamw", lr=settings.lr / 2,
         beta2=0.9))
     for update in range(5):
         for p in (alone.weight, *model.parameters()):
             p.grad = gradient(p, update)
         both.step()
-        one.step()
+        adamw.step()
     assert torch.equal(model[1].weight, alone.weight)
     assert (list(both.state[model[0].weight]) == ["update", "exp_avg"]
             and list(both.state[model[1].weight]) == ["update", "exp_avg", "exp_avg_sq"])
@@ -1007,7 +1008,7 @@ def test_schedule_free_averages_what_moves():
     assert torch.allclose(optimizer.evaluated(p).double(), x, atol=1e-6)
 
 
-def test_a_slot_of_its_own_shape_is_whole_whatever_the_shape_of_a_rows_part(told, monkeypatch):
+def test_a_slot_of_its_own_shape_is_whole_whatever_the_shape_of_a_rows_part(toy_rows, monkeypatch):
     """(n, n) beside a parameter (2n, n) has the shape of one of two ranks' rows, and beside (n, n)
     that of all: what is cut is declared."""
     square = replace(OPTIMIZERS["adafactor"],

@@ -64,9 +64,9 @@ def test_two_groups_are_updated_as_by_the_kits_stepper(name, dtype):
     if dtype == torch.float32:
         groups = [{"params": [p], "settings": s, "lr": s.lr, "weight_decay": s.weight_decay}
                   for p, s in zip(theirs, (of, by_group))]
-        told = {p: Parameter("p", tuple(p.shape)) for p in theirs}
+        parameter_of = {p: Parameter("p", tuple(p.shape)) for p in theirs}
         want = step(Stepper(groups, of, moment_format="float32", placement=StatePlacement(), seed=0,
-                            kernels="auto", by_first=operator.call, told=told), theirs)
+                            kernels="auto", by_first=operator.call, told=parameter_of), theirs)
     else:
         rule, want = optimizer(name).rule, []
         for p, s in zip(theirs, (of, by_group)):
@@ -135,19 +135,19 @@ def test_schedules_of_pytorch_change_what_they_change_there(name, schedule):
                                        ("adamw", "pickle"), ("soap", "pickle")])
 def test_a_copy_goes_on_bit_for_bit(name, way):
     """And it does not share state: the first one goes on before the second one does."""
-    def made(parameters, **changes):
+    def new_optimizer(parameters, **changes):
         return optimizer(name)([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 1e-3}],
                                **EVERY.get(name, {}) | changes)
 
     ours = two_sizes(torch.float32, shapes_of(name))
-    opt = made(ours)
+    opt = new_optimizer(ours)
     before = step(opt, ours, range(7))
     if way == "state_dict":
         file = io.BytesIO()
         torch.save(opt.state_dict(), file)
         file.seek(0)
         again = [torch.nn.Parameter(p.clone()) for p in before]
-        other = made(again, lr=0.5)
+        other = new_optimizer(again, lr=0.5)
         other.load_state_dict(torch.load(file, weights_only=True))
         assert ([group["lr"] for group in other.param_groups]
                 == [group["lr"] for group in opt.param_groups])
@@ -208,11 +208,11 @@ def test_a_sparse_gradient_is_that_of_its_rows():
     embed = torch.nn.Embedding(10, 4, sparse=True)
     dense = copy.deepcopy(embed)
     dense.sparse = False
-    for one in (embed, dense):
-        opt = AdamW(one.parameters(), lr=0.1)
+    for embedding in (embed, dense):
+        opt = AdamW(embedding.parameters(), lr=0.1)
         for _ in range(3):
             opt.zero_grad()
-            one(torch.tensor([1, 3, 3])).sum().backward()
+            embedding(torch.tensor([1, 3, 3])).sum().backward()
             opt.step()
     assert embed.weight.grad.is_sparse and torch.equal(embed.weight, dense.weight)
 
@@ -229,7 +229,7 @@ P = torch.nn.Parameter(torch.ones(4, 4))
 V = torch.nn.Parameter(torch.ones(4))
 
 
-@pytest.mark.parametrize("make, kind, said", [
+@pytest.mark.parametrize("make, kind, message", [
     (lambda: AdamW([P], lr=-1.0), ValueError, "lr must be positive, got -1.0"),
     (lambda: Lion([P], lr=float("nan")), ValueError, "lr must be positive, got nan"),
     (lambda: AdamW([]), ValueError, "optimizer got an empty parameter list"),
@@ -250,8 +250,8 @@ V = torch.nn.Parameter(torch.ones(4))
     (lambda: optimizer("lyon"), ConfigError, "there is no optimizer 'lyon'"),
     (lambda: lpkit.optim.Lyon, AttributeError, "no attribute 'Lyon'"),
 ])
-def test_what_is_wrong_is_an_error_of_pytorchs_kind(make, kind, said):
-    with pytest.raises(kind, match=said):
+def test_what_is_wrong_is_an_error_of_pytorchs_kind(make, kind, message):
+    with pytest.raises(kind, match=message):
         make()
 
 

@@ -55,10 +55,10 @@ class Counting:
 
 def layer(recipe: str, backend: str = "emulated", **settings) -> nn.Module:
     torch.manual_seed(0)
-    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(recipe, **settings), name="up",
+    linear = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(recipe, **settings), name="up",
                                   seed=0)
-    made.arithmetic = Counting(made.arithmetic, made.weight)
-    return made
+    linear.arithmetic = Counting(linear.arithmetic, linear.weight)
+    return linear
 
 
 def updates(module: nn.Module, *, cached: bool, recompute: bool = False, count: int = 3,

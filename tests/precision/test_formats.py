@@ -212,9 +212,9 @@ def test_stochastic_rounding_leaves_the_grid_alone_and_repeats():
     f, x = FORMATS["e4m3fn"], values(FORMATS["e4m3fn"])
     same(round_to(x, f, rounding="stochastic"), x)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    one, two = (round_to(x, f, rounding="stochastic", generator=torch.Generator().manual_seed(2))
-                for _ in range(2))
-    assert torch.equal(one, two) and not torch.equal(one, round_to(x, f))
+    first, again = (round_to(x, f, rounding="stochastic",
+                             generator=torch.Generator().manual_seed(2)) for _ in range(2))
+    assert torch.equal(first, again) and not torch.equal(first, round_to(x, f))
 
 
 def test_bad_input_says_what_to_do():
@@ -261,13 +261,13 @@ def test_exponents_are_counted_as_math_does():
 
 
 def test_every_code_of_every_listed_format_is_drawn():
-    for name, one in listed().items():
+    for name, grid in listed().items():
         for code in range(0, 256, 5):
-            spec = value_figure(one, code)
-            value = one.values[code % (1 << one.format.bits)]
+            spec = value_figure(grid, code)
+            value = grid.values[code % (1 << grid.format.bits)]
             title = spec["layout"]["title"]["text"]
-            assert title.startswith(f"{name.upper()}, code {code % (1 << one.format.bits)} of "
-                                    f"{1 << one.format.bits}: ")
+            assert title.startswith(f"{name.upper()}, code {code % (1 << grid.format.bits)} of "
+                                    f"{1 << grid.format.bits}: ")
             drawn = [x for trace in spec["data"] if trace.get("name") == "this value"
                      for x in trace["x"]
                     ] if np.isfinite(value) and value else [abs(value)]
@@ -291,28 +291,31 @@ def test_a_number_lands_where_ml_dtypes_says(name, landed):
     all that is odd."""
     dtype, f = np.dtype(ML_DTYPES[name]), FORMATS[name]
     odd = map(float, np.float32([f.largest, -f.largest, f.smallest, f.smallest / 3]))
-    for x, found in (landed | {x: landings(x) for x in odd}).items():
+    for x, landing in (landed | {x: landings(x) for x in odd}).items():
         if abs(x) > f.largest:
             continue
-        got, one = found[name], np.float32([x]).astype(dtype)
-        assert got.value == x and got.nearest == float(one[0])
+        got, nearest = landing[name], np.float32([x]).astype(dtype)
+        assert got.value == x and got.nearest == float(nearest[0])
         assert (int(got.bits.replace(" ", ""), 2)
-                == int(one.view(np.uint16 if f.bits > 8 else np.uint8)[0]) & ((1 << f.bits) - 1))
+                == int(nearest.view(np.uint16 if f.bits > 8 else np.uint8)[0])
+                & ((1 << f.bits) - 1))
         assert [len(part) for part in got.bits.split()] == [1, f.exponent_bits, f.mantissa_bits]
         if got.nearest == x:
             assert got.toward == got.away == x
             continue
         # x lies between the nearest value and its neighbour on the other side
         over = abs(got.nearest) > abs(x)
-        beyond = np.nextafter(one, np.zeros(1, dtype) if over
+        beyond = np.nextafter(nearest, np.zeros(1, dtype) if over
                               else np.array([np.sign(x) * f.largest]).astype(dtype))
-        assert (got.toward, got.away) == tuple(map(float, (beyond[0], one[0])[::1 if over else -1]))
+        around = (beyond[0], nearest[0])[::1 if over else -1]
+        assert (got.toward, got.away) == tuple(map(float, around))
 
 
 def test_what_is_too_large_for_a_format_has_nothing_above():
-    found = landings(1000.0)
-    assert found["e4m3fn"].nearest == found["e4m3fn"].toward == 448 and found["e4m3fn"].away is None
-    assert (found["int8"].nearest, found["int8"].bits) == (127, "0 1111111")
+    landing = landings(1000.0)
+    e4m3 = landing["e4m3fn"]
+    assert e4m3.nearest == e4m3.toward == 448 and e4m3.away is None
+    assert (landing["int8"].nearest, landing["int8"].bits) == (127, "0 1111111")
     assert "e8m0" not in landings(-1.0) and (landings(-130.0)["int8"].nearest,
         landings(-130.0)["int8"].away) == (-128, None)
     with pytest.raises(ConfigError, match="finite number can be rounded to a format, got nan"):
@@ -367,9 +370,9 @@ def test_the_page_has_the_table():
             f.mantissa_bits]
         for text, value in ((largest, f.largest), (normal, f.smallest_normal),
                             (subnormal, f.smallest if f.mantissa_bits else None)):
-            said = (None if text == "none" else 2.0**int(text[2:]) if text.startswith("2^")
+            on_page = (None if text == "none" else 2.0**int(text[2:]) if text.startswith("2^")
                     else float(text))
-            assert said == (None if value is None else pytest.approx(value, rel=1e-6))
+            assert on_page == (None if value is None else pytest.approx(value, rel=1e-6))
         assert (infinities == "yes") == f.has_infinities
         count = 0 if f.first_nan is None else (1 << (f.bits - f.signed)) - f.first_nan
         assert nans == (f"{count:,}" if count else "none")

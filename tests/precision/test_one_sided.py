@@ -70,8 +70,8 @@ def test_a_product_casts_one_operand_and_leaves_the_rest(product, side):
     pair = list(operands[product])
     pair[at] = fake(pair[at].contiguous(), 127)
     operands[product] = tuple(pair)
-    for found, (a, b) in zip(multiplied(recipe, x, plain, g), operands.values()):
-        torch.testing.assert_close(found.double(), a.double() @ b.double().T, rtol=1e-5, atol=1e-5)
+    for result, (a, b) in zip(multiplied(recipe, x, plain, g), operands.values()):
+        torch.testing.assert_close(result.double(), a.double() @ b.double().T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"weights": "int8", "group": 0},
@@ -79,14 +79,14 @@ def test_a_product_casts_one_operand_and_leaves_the_rest(product, side):
 def test_qat_has_the_straight_through_gradient_of_pytorchs_fake_quantisation(settings):
     torch.manual_seed(5)
     plain, x, g = nn.Linear(64, 48, bias=False), drawn(32, 64, seed=3), drawn(32, 48, seed=2)
-    found = multiplied(resolve("qat", **settings), x, plain, g)
+    results = multiplied(resolve("qat", **settings), x, plain, g)
     asked = qat.Qat(**settings)
     x, w = x.clone().requires_grad_(), plain.weight.detach().clone().requires_grad_()
     cast_x = fake(x, 127) if asked.activations == "int8" else x
     y = cast_x @ fake(w, 7 if asked.weights == "int4" else 127, asked.group).T
     y.backward(g)
-    for one, due in zip(found, (y.detach(), x.grad, w.grad)):
-        torch.testing.assert_close(one, due, rtol=1e-5, atol=1e-5)
+    for got, want in zip(results, (y.detach(), x.grad, w.grad)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +111,9 @@ def test_every_reader_of_a_recipe_takes_an_uncast_operand(rows):
     for name in [*rows, "qat"]:
         products_figure(RECIPES[name])
         config = lpkit.preset("cpu-3m").replace(SMALL | {"precision.recipe": name})
-        known, found = lpkit.predict(config, "h200"), lpkit.predict_trace(config)
-        assert known.memory.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05), name
-        assert "one operand of " in known.step.emulated
+        predicted, traced = lpkit.predict(config, "h200"), lpkit.predict_trace(config)
+        assert predicted.memory.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05), name
+        assert "one operand of " in predicted.step.emulated
         casts, _ = as_run(config, name, machines.find("h200"))
         assert casts.dtype in ("bf16", "fp32") and "emulated" in lpkit.advise(
             config, "h200", recipes=[name]).sentence

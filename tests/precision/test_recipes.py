@@ -77,7 +77,7 @@ def test_settings_win_over_the_row():
     assert resolve("nvfp4", transform="none", gradient_rounding="nearest-even").stochastic is False
 
 
-@pytest.mark.parametrize(("settings", "said"), [
+@pytest.mark.parametrize(("settings", "message"), [
     (dict(recipe="fp8-tensorwize"), "did you mean 'fp8-tensorwise'"),
     (dict(recipe="mxfp8", history=4), "no setting 'history'; fp8-delayed has it"),
     (dict(recipe="nvfp4", gradient_format="e5m2"), "no setting 'gradient_format'; fp8-tensorwise, "
@@ -87,8 +87,8 @@ def test_settings_win_over_the_row():
     (dict(recipe="mxfp8", scale="float32"), "choose one of power-of-two, power-of-two-floor"),
     (dict(recipe="bf16", loss_scale=8.0), "no setting 'loss_scale'; fp16 has it"),
 ])
-def test_what_has_no_meaning_is_refused_with_the_way_out(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_has_no_meaning_is_refused_with_the_way_out(settings, message):
+    with pytest.raises(ConfigError, match=message):
         Config().replace({f"precision.recipe.{key}".removesuffix(".recipe"): value
                           for key, value in settings.items()})
 
@@ -117,8 +117,8 @@ def test_layers_that_stay():
     assert kept(names, ("last:2",)) == {f"blocks.{i}.{leaf}" for i in (1, 2)
         for leaf in ("attention.qkv", "mlp.down")}
     assert kept(names, ("first:9",)) == set(names) - {"head"}
-    for pattern, said in (("haed", "did you mean 'head'"), ("last:0", "did you mean 'last'")):
-        with pytest.raises(ConfigError, match=rf"high_precision_layers={pattern} .*{said}"):
+    for pattern, message in (("haed", "did you mean 'head'"), ("last:0", "did you mean 'last'")):
+        with pytest.raises(ConfigError, match=rf"high_precision_layers={pattern} .*{message}"):
             kept(names, (pattern,))
 
 
@@ -154,15 +154,15 @@ def test_auto_always_finds_a_backend_and_says_why(recipe):
     assert choice.used == ("pytorch" if recipe in ("fp32", "bf16") else "emulated")
 
 
-@pytest.mark.parametrize(("backend", "recipe", "said"), [
+@pytest.mark.parametrize(("backend", "recipe", "message"), [
     ("emulatd", "mxfp8", "did you mean 'emulated'"),
     ("scaled_mm", "mxfp8", r"compute capability 10\.0.*the nearest that can: emulated"),
     ("transformer-engine", "mxfp8", "the nearest that can: emulated"),
     ("torchao", "fp8-delayed", "it has fp8-tensorwise, fp8-rowwise, int8"),
     ("pytorch", "int8", "casts the operands"),
 ])
-def test_a_backend_that_cannot_says_why_and_what_can(backend, recipe, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_backend_that_cannot_says_why_and_what_can(backend, recipe, message):
+    with pytest.raises(ConfigError, match=message):
         choose(backend, recipe, RECIPES[recipe], CPU)
 
 

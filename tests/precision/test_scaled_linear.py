@@ -100,10 +100,10 @@ def test_folded_operands_are_the_same_numbers_and_exact_in_bf16(recipe):
 @pytest.mark.parametrize("block", [(ALL, ALL), (16, 16), (1, 16), (1, ALL)])
 def test_the_cast_of_a_transposed_view_is_that_of_its_copy(block):
     x, cast = noise(64, 128), Cast(format="e4m3fn", block=block, scale="power-of-two")
-    one, two = quantise(x.T, cast), quantise(x.T.contiguous(), cast)
-    assert torch.equal(one.data, two.data) and torch.equal(one.scale, two.scale)
+    of_view, of_copy = quantise(x.T, cast), quantise(x.T.contiguous(), cast)
+    assert torch.equal(of_view.data, of_copy.data) and torch.equal(of_view.scale, of_copy.scale)
     if cast.transposes:
-        assert torch.equal(one.data, quantise(x, cast).T.data)
+        assert torch.equal(of_view.data, quantise(x, cast).T.data)
 
 
 @pytest.mark.parametrize("recipe", CAST)
@@ -147,12 +147,12 @@ def test_emulated_products_are_the_float64_definition_but_for_accumulation(recip
     """float32 sums of K terms: K 2^-24 of the sum of magnitudes; plus half an ulp of the output,
     and a second half for row scales, which come after the rounding."""
     sides = {"M": 128, "K": 256, "N": 384}
-    for name, (one, two) in RECIPES[recipe].products.items():
+    for name, (cast_a, cast_b) in RECIPES[recipe].products.items():
         from lpkit.techniques.recipes import SIDES
 
         (m, k), (n, _) = SIDES[name]
         operands = []
-        for i, (cast, rows) in enumerate(((one, m), (two, n))):
+        for i, (cast, rows) in enumerate(((cast_a, m), (cast_b, n))):
             random = Noise(seed=i) if cast.rounding == "stochastic" else None
             x = noise(sides[rows], sides[k], seed=i)
             operands.append((quantise(x, cast, noise=random),
@@ -194,8 +194,8 @@ def test_three_products_against_fp32(recipe, autocast):
     plain = plain_of(module)
     *want, want_db = three(plain)
     *got, got_db = three(module, autocast=autocast)
-    for floor, one, two in zip(FLOORS[recipe], want, got, strict=True):
-        assert floor < sqnr_db(one, two) < floor + 6
+    for floor, a, b in zip(FLOORS[recipe], want, got, strict=True):
+        assert floor < sqnr_db(a, b) < floor + 6
     assert got[0].dtype == (torch.bfloat16 if autocast else torch.float32)
     assert got[1].dtype == got[2].dtype == torch.float32 and sqnr_db(want_db, got_db) > 50
 
@@ -320,9 +320,9 @@ def test_delayed_scaling_uses_the_history_and_the_margin():
         advance(module)
     top = noise(2, 128, 128).abs().max().item()
     assert module.amax_history[0].tolist() == pytest.approx([0, 2 * top, 4 * top, 1 * top])
-    made = module.cast("y", "x", noise(4, 128), torch.float32)
+    operand = module.cast("y", "x", noise(4, 128), torch.float32)
     # the largest of them, and a factor of 2 of room
-    assert made.scale.item() == pytest.approx(4 * top * 2 / 448)
+    assert operand.scale.item() == pytest.approx(4 * top * 2 / 448)
     recent = linear("fp8-delayed", history=3, history_rule="most-recent")
     recent.amax_history.copy_(module.amax_history)
     assert (recent.cast("y", "x", noise(4, 128), torch.float32).scale.item()
@@ -334,8 +334,9 @@ def test_what_outgrows_its_history_saturates():
     three(module)
     advance(module)
     x = noise(2, 128, 128) * 100
-    made = module.cast("y", "x", x.flatten(0, 1), torch.float32)
-    assert made.data.abs().max() == 448 and made.dequantise().abs().max() < 0.1 * x.abs().max()
+    operand = module.cast("y", "x", x.flatten(0, 1), torch.float32)
+    assert operand.data.abs().max() == 448
+    assert operand.dequantise().abs().max() < 0.1 * x.abs().max()
 
 
 @pytest.mark.parametrize("recipe, reentrant", [("fp8-delayed", False), ("nvfp4", False),
@@ -350,8 +351,8 @@ def test_recomputation_gives_the_same_numbers_and_one_entry(recipe, reentrant):
         assert all(torch.equal(a, b) for a, b in zip(want, got))
         advance(plain)
         advance(again)
-    for one, two in zip(plain.buffers(), again.buffers()):
-        assert torch.equal(one, two) or one.dtype == torch.int64    # what is counted is seen twice
+    for a, b in zip(plain.buffers(), again.buffers()):
+        assert torch.equal(a, b) or a.dtype == torch.int64    # what is counted is seen twice
 
 
 def as_a_gpu(recipe: str, backend: str) -> AbstractContextManager:
@@ -369,12 +370,12 @@ def compiled_is_eager(recipe: str, backend: str, compiler: str) -> None:
         call = torch.compile(traced, backend=compiler, fullgraph=True)
         for step in range(3):
             results = []
-            for one in (module, call):
+            for function in (module, call):
                 x = (tokens * 4.0**step).requires_grad_()
                 with torch.autocast("cpu", torch.bfloat16):
-                    y = one(x)
+                    y = function(x)
                 results.append([y, *torch.autograd.grad(y,
-                    (x, *(module if one is module else traced).parameters()),
+                    (x, *(module if function is module else traced).parameters()),
                                                         noise(128, 256, seed=step).to(y.dtype))])
             *equal, (db, again) = zip(*results)
             assert all(torch.equal(*pair) for pair in equal), step
@@ -441,8 +442,8 @@ def test_shapes_that_do_not_tile_say_which_and_what_would():
 def test_padding_with_zeros_when_asked(recipe):
     module = linear(recipe, 72, 40, pad=True)
     plain = plain_of(module)
-    for floor, one, two in zip(FLOORS[recipe], three(plain, tokens=25), three(module, tokens=25)):
-        assert one.shape == two.shape and sqnr_db(one, two) > floor - 1
+    for floor, a, b in zip(FLOORS[recipe], three(plain, tokens=25), three(module, tokens=25)):
+        assert a.shape == b.shape and sqnr_db(a, b) > floor - 1
 
 
 def test_every_scale_rule_keeps_a_nan_in_its_block():

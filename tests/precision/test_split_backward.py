@@ -88,15 +88,15 @@ def counted(model: nn.Module):
         return cast
 
     arithmetic = {layer.arithmetic for layer in layers}
-    for one in arithmetic:
-        layer = next(layer for layer in layers if layer.arithmetic is one)
-        one.cast = count(layer)
+    for backend in arithmetic:
+        layer = next(layer for layer in layers if layer.arithmetic is backend)
+        backend.cast = count(layer)
     try:
         with Products() as products:
             yield products.seen, casts
     finally:
-        for one in arithmetic:
-            del one.cast
+        for backend in arithmetic:
+            del backend.cast
 
 
 def undivided(training: Training) -> None:
@@ -134,17 +134,17 @@ def same(got: dict, want: dict) -> bool:
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:
-    return [one for one in model.modules() if isinstance(one, nn.Linear)]
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def the_same(recipe: str, model: dict = LLAMA, kept: bool = False, **settings):
     """Both ways give the same bits, by the same products and casts, which are returned."""
-    found = []
+    results = []
     for run in (undivided, divided):
         training = built(recipe, model, **settings)
         with weights_cached(training.model) if kept else nullcontext():
-            found.append(result(training, run))
-    (want, products, casts), (got, *ours) = found
+            results.append(result(training, run))
+    (want, products, casts), (got, *ours) = results
     assert same(got, want) and ours == [products, casts]
     return want, products, casts
 
@@ -188,9 +188,9 @@ def test_dx_waits_for_no_w():
         loss.backward()
         whole.objective(whole.model, piece).backward()
         theirs = dict(whole.model.named_parameters())
-        waits = {f"{name}.{part}" for name, one in training.model.named_modules()
-                 if isinstance(one, nn.Linear)
-                 for part, _ in one.named_parameters()}
+        waits = {f"{name}.{part}" for name, module in training.model.named_modules()
+                 if isinstance(module, nn.Linear)
+                 for part, _ in module.named_parameters()}
         for name, p in training.model.named_parameters():
             assert p.grad is None if name in waits else torch.equal(p.grad, theirs[name].grad), name
         assert len(queue) == len(linears(training.model))
@@ -275,7 +275,7 @@ def test_calls_of_linear(shape, dtype, trained):
         assert len(queue) == (later and {"x", "weight"} <= set(trained.split()))
         for w in queue:
             w()
-        return [one.grad for one in t.values()]
+        return [tensor.grad for tensor in t.values()]
 
     for ours, theirs in zip(gradients(True), gradients(False), strict=True):
         assert (ours is None) == (theirs is None)
@@ -355,15 +355,15 @@ def test_the_queue_is_the_forwards_own():
             second = layer(x)
             with deferring(None):
                 none = layer(x)
-        found = []
-        thread = threading.Thread(target=lambda: found.append(layer(x)))
+        outputs = []
+        thread = threading.Thread(target=lambda: outputs.append(layer(x)))
         thread.start()
         thread.join()
         with torch.no_grad():
             layer(x)
         third = layer(x)
     outside = layer(x)
-    for y in (second, none, *found, outside, first):
+    for y in (second, none, *outputs, outside, first):
         y.sum().backward()
     backward = threading.Thread(target=lambda: third.sum().backward())
     backward.start()

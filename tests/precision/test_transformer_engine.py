@@ -154,13 +154,13 @@ def test_evaluation_moves_nothing():
 
 
 def test_histories_and_scales_are_in_a_checkpoint_and_come_back():
-    one, two = model_of("fp8-delayed"), model_of("fp8-delayed")
-    settings = one.blocks[0].mlp.up.recipe
+    first, second = model_of("fp8-delayed"), model_of("fp8-delayed")
+    settings = first.blocks[0].mlp.up.recipe
     assert (settings.amax_history_len, settings.amax_compute_algo, settings.margin) == (1024,
         "max", 0)
-    before = {name: t.clone() for name, t in _saved("model", one).items()}
-    one(tokens())
-    saved = _saved("model", one)
+    before = {name: t.clone() for name, t in _saved("model", first).items()}
+    first(tokens())
+    saved = _saved("model", first)
     names = {f"model/blocks.0.mlp.up.{what}_{way}" for what in ("scale", "amax_history")
              for way in ("fwd", "bwd")}
     assert names <= saved.keys()
@@ -168,13 +168,13 @@ def test_histories_and_scales_are_in_a_checkpoint_and_come_back():
     moved = {name for name in saved if not torch.equal(saved[name], before[name])}
     assert moved == {name for name in saved if name.endswith(("scale_fwd", "amax_history_fwd"))}
     with torch.no_grad():
-        for name, t in _saved("model", two).items():
+        for name, t in _saved("model", second).items():
             t.copy_(saved[name])
-    inner = two.blocks[0].mlp.up.inner
+    inner = second.blocks[0].mlp.up.inner
     assert torch.equal(inner.fp8_meta["scaling_fwd"].scale,
                        saved["model/blocks.0.mlp.up.scale_fwd"])
-    two(tokens())       # and its first forward makes no others
-    assert inner.fp8_meta["scaling_fwd"].scale is two.blocks[0].mlp.up.scale_fwd
+    second(tokens())       # and its first forward makes no others
+    assert inner.fp8_meta["scaling_fwd"].scale is second.blocks[0].mlp.up.scale_fwd
 
 
 def test_a_block_computed_again_has_an_autocast_of_its_own_or_is_refused():
