@@ -73,11 +73,11 @@ def reset(folder: Path, name: str) -> dict[str, Any]:
     the folder under another name; `backup` is the old notebook's."""
     path = by_name(_course(), Path(name).stem)
     with _alone(folder):
-        said = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
+        reset_notes = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
                 for note in _reset_lesson(folder, lesson)]
         change = _reset(folder, path)
-    change["notes"] += said
-    return change | {"done": "reset"} if said and change["done"] == "unchanged" else change
+    change["notes"] += reset_notes
+    return change | {"done": "reset"} if reset_notes and change["done"] == "unchanged" else change
 
 
 def _reset(folder: Path, path: Path) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def merged(course: "NotebookNode", mine: "NotebookNode",
         elif _content(here) == then:
             cells.append(new)
         else:
-            both, said = _both(here, new)
+            both, clause = _both(here, new)
             cells += both
             first = next(iter(new.source.splitlines()), "")
-            notes.append(f"you and the course both changed {shown(first)}: {said}")
+            notes.append(f"you and the course both changed {shown(first)}: {clause}")
         cells += own[new.id]
     seen: set[str] = set()
     for cell in cells:
@@ -222,13 +222,13 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
 def _reset_lesson(folder: Path, path: Path) -> list[str]:
     """Replace the copy of a lesson by the course's. Returns sentences that say what changed: where
     the learner's version is now, or that the copy was missing."""
-    here, said = _copy_of(path, folder), "was missing, and is there again"
+    here, clause = _copy_of(path, folder), "was missing, and is there again"
     if _is_there(here):
         if here.read_bytes() == path.read_bytes():
             return []
-        said = f"is now {_beside_today(here).name}"
+        clause = f"is now {_beside_today(here).name}"
     files.write_atomically(here, path.read_text())
-    return [f"your {LESSONS}/{here.name} {said}"]
+    return [f"your {LESSONS}/{here.name} {clause}"]
 
 
 def _beside_today(mine: Path) -> Path:

@@ -267,8 +267,8 @@ def leave_network() -> bool:
     open. Returns False if this machine does not allow it."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNET):
         return False
-    with socket.socket() as one:        # struct ifreq: name (16 bytes), flags
-        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+    with socket.socket() as any_socket:        # struct ifreq: name (16 bytes), flags
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
     return True
 
 
@@ -317,11 +317,11 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
         "JUPYTERHUB_BASE_URL": "/", "JUPYTERHUB_CLIENT_ID": "service-progress",
         "JUPYTERHUB_SERVICE_NAME": "progress", "JUPYTERHUB_OAUTH_ACCESS_SCOPES": scopes,
         "JUPYTERHUB_SERVICE_PREFIX": "/services/progress/", "LPKIT_ROOM": room.folder,
-        "LPKIT_SOCKETS": ",".join(str(one.fileno()) for one in sockets),
+        "LPKIT_SOCKETS": ",".join(str(each.fileno()) for each in sockets),
         "LPKIT_TEACHER": room.teacher}
     while True:
         service = await asyncio.create_subprocess_exec(
-            *python("hosting.progress"), env=env, pass_fds=[one.fileno() for one in sockets])
+            *python("hosting.progress"), env=env, pass_fds=[each.fileno() for each in sockets])
         print(f"the service of reports ended with {await service.wait()}", file=sys.stderr)
         await asyncio.sleep(1.0)
 

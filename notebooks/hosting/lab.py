@@ -168,7 +168,7 @@ def _prove(server: Server) -> None:
     try:
         inside, headers = _ask(server, course, seconds=START_SECONDS, Authorization=token)
         set_ = headers.get_all("Set-Cookie", [])
-        cookie = "; ".join(one.partition(";")[0] for one in set_)    # as browsers send it
+        cookie = "; ".join(header.partition(";")[0] for header in set_)    # as browsers send it
         answers = {
             "with the token": (inside, (200,)),
             "with its cookie": (_ask(server, course, Cookie=cookie)[0], (200,)),

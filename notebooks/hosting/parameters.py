@@ -48,9 +48,9 @@ def parameters(book: "NotebookNode") -> dict[str, Parameter]:
     cells = tagged(book, "parameters")
     if len(cells) > 1:
         raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
-    found = declared("".join(cell.source for cell in cells))
-    choose(found, {name: parameter.default for name, parameter in found.items()})
-    return found
+    by_name = declared("".join(cell.source for cell in cells))
+    choose(by_name, {name: parameter.default for name, parameter in by_name.items()})
+    return by_name
 
 
 def declared(source: str) -> dict[str, Parameter]:
@@ -64,7 +64,7 @@ def declared(source: str) -> dict[str, Parameter]:
     comments = {token.start[0]: token.string.lstrip("#").strip()
                 for token in tokenize.generate_tokens(io.StringIO(source).readline)
                 if token.type == tokenize.COMMENT}
-    found = {}
+    by_name = {}
     for node in tree.body:
         if ast.unparse(node) == "from typing import Literal":    # annotations need this import
             continue
@@ -84,9 +84,9 @@ def declared(source: str) -> dict[str, Parameter]:
         except ValueError:
             raise ConfigError(f"the default of {name} must be a literal, not "
                               f"`{ast.unparse(node.value)}`") from None
-        found[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
+        by_name[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
                                 comment=comment)
-    return found
+    return by_name
 
 
 def _annotation(text: str) -> ast.expr:

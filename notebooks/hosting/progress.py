@@ -76,9 +76,9 @@ class Store:
                              f"it aside"]
             return []
         events, self.problems = records.read_lines(self.path, CHAIN, head)
-        events = [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
+        events = [event for event in events if event.keys() >= {"pseudonym", "id", "kind"}]
         known = set(names["names"].values())
-        if lost := {str(one["pseudonym"]) for one in events} - known:
+        if lost := {str(event["pseudonym"]) for event in events} - known:
             self.problems.append(f"{named(self.names)} lacks the names of "
                                  f"{', '.join(sorted(lost))}")
         return events
@@ -94,10 +94,10 @@ class Store:
         if not os.path.lexists(self.names):
             return {"names": {}}
         try:
-            found = records.read(self.names)
-            if not all(isinstance(one, str) for one in found["names"].values()):
+            stored = records.read(self.names)
+            if not all(isinstance(pseudonym, str) for pseudonym in stored["names"].values()):
                 raise DamagedError(f"{named(self.names)} has a pseudonym that is no text")
-            return found
+            return stored
         except (ConfigError, KeyError, AttributeError) as error:
             move_into(self.names.parent / "damaged", self.names)
             tell(f"lpkit: {error}; it was moved to damaged/, and learners get new names")
@@ -131,11 +131,11 @@ class Store:
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())
-            for one in reports:
+            for report in reports:
                 with contextlib.suppress(ConfigError):
-                    if (one := checked(one))["id"] not in ids and len(ids) < EACH:
-                        ids.add(one["id"])
-                        mine.append(one | {"pseudonym": who})
+                    if (report := checked(report))["id"] not in ids and len(ids) < EACH:
+                        ids.add(report["id"])
+                        mine.append(report | {"pseudonym": who})
             with self.path.open("r+b" if self.path.exists() else "w+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
                 chain = records.Chain(self.path, CHAIN)
@@ -152,8 +152,8 @@ class Store:
         """Reads the ids of the reports in the file, if another process has changed it."""
         if self._stamp() != self._seen:
             self._known = {}
-            for one in self.events():
-                self._known.setdefault(one["pseudonym"], set()).add(one["id"])
+            for event in self.events():
+                self._known.setdefault(event["pseudonym"], set()).add(event["id"])
 
     def _stamp(self) -> tuple[int, int] | None:
         if not self.path.exists():
@@ -225,7 +225,7 @@ def troubles(folder: Path) -> dict[str, str]:
 def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
     """Print how many labs are open while labs start, and each lab that does not start, until the
     hub ends. Return the hub's exit code."""
-    folder, last, told, named_labs = Path(room.folder), "", 0.0, set()
+    folder, last, printed_at, named_labs = Path(room.folder), "", 0.0, set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return hub.wait(LOOK_SECONDS)
@@ -241,10 +241,10 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
                                         if lab["state"] == "starting")
             line += (f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up "
                      f"to {seconds:.0f} s")
-        due = told + max(TELL_SECONDS, seconds / 5)
+        due = printed_at + max(TELL_SECONDS, seconds / 5)
         if line != last and (not starting or time.monotonic() > due):
             tell(line)
-            last, told = line, time.monotonic()
+            last, printed_at = line, time.monotonic()
 
 
 # ---- Unsolved exercises, and files that learners hand in
@@ -253,13 +253,13 @@ def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Returns for each exercise how many learners solved it, and how many tried and have not solved
     it. The exercise with the most learners who have not solved it is first."""
     right: dict[str, dict[str, bool]] = {}
-    for one in events:
-        if one["kind"] == "exercise":
-            who = right.setdefault(one["name"], {})
-            who[one["pseudonym"]] = who.get(one["pseudonym"], False) or one["verdict"] == "right"
+    for event in events:
+        if event["kind"] == "exercise":
+            who, pseudonym = right.setdefault(event["name"], {}), event["pseudonym"]
+            who[pseudonym] = who.get(pseudonym, False) or event["verdict"] == "right"
     counts = {name: {"right": sum(who.values()), "not_yet": len(who) - sum(who.values())}
               for name, who in right.items()}
-    return dict(sorted(counts.items(), key=lambda one: (-one[1]["not_yet"], one[0])))
+    return dict(sorted(counts.items(), key=lambda row: (-row[1]["not_yet"], row[0])))
 
 
 def collected(path: Path) -> Iterator[dict[str, Any]]:
@@ -270,10 +270,10 @@ def collected(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"there is no file {named(path)}")
     learner, who = read(path), path.parent.name if path.stem == "learner" else path.stem
-    for name, one in learner.exercises.items():
+    for name, tried in learner.exercises.items():
         yield {"pseudonym": who, "kind": "exercise", "notebook": name.partition(".")[0],
-               "name": name, "verdict": "right" if one.right else "wrong",
-               "attempts": one.attempts, "time": one.first_right or ""}
+               "name": name, "verdict": "right" if tried.right else "wrong",
+               "attempts": tried.attempts, "time": tried.first_right or ""}
     for guess in learner.guesses:
         yield {"pseudonym": who, "kind": "guess", "notebook": guess.name.partition(".")[0],
                "name": guess.name, "value": guess.value, "unit": guess.unit, "factor": guess.factor,
@@ -298,7 +298,7 @@ def main() -> None:
 
         def visible(self) -> Iterator[dict[str, Any]]:
             mine, all_of_them = store.pseudonyms().get(self.who), self.who == teacher
-            return (one for one in store.events() if all_of_them or one["pseudonym"] == mine)
+            return (event for event in store.events() if all_of_them or event["pseudonym"] == mine)
 
         def set_default_headers(self) -> None:
             self.set_header("Content-Security-Policy",
@@ -338,13 +338,13 @@ def main() -> None:
             peer = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", peer)
             members = rooms.read(store.path.parent).members
-            if (name := {one.uid: name for name, one in members.items()}.get(uid)) is None:
+            if (name := {member.uid: name for name, member in members.items()}.get(uid)) is None:
                 raise web.HTTPError(403)
             try:
-                said = json.loads(self.request.body)
+                sent = json.loads(self.request.body)
             except (ValueError, RecursionError):
-                said = None
-            self.write({"kept": store.add(name, said if isinstance(said, list) else [])})
+                sent = None
+            self.write({"kept": store.add(name, sent if isinstance(sent, list) else [])})
 
     handlers = {"": Map, "now": Now, "csv": Table, "report": Report,
                 "oauth_callback": HubOAuthCallbackHandler}

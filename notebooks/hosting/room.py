@@ -162,10 +162,10 @@ def read(folder: Path) -> Room:
     """Returns the room in a folder. Raises ConfigError if there is none."""
     path = folder / "room.json"
     try:
-        told = json.loads(files.read_private(path, 1 << 24))
-        known = {one.name: told[one.name] for one in fields(Room) if one.name in told}
-        return Room(**known | {"members": {name: Member(**one)
-                                           for name, one in told["members"].items()}})
+        stored = json.loads(files.read_private(path, 1 << 24))
+        known = {field.name: stored[field.name] for field in fields(Room) if field.name in stored}
+        return Room(**known | {"members": {name: Member(**values)
+                                           for name, values in stored["members"].items()}})
     except FileNotFoundError:
         raise ConfigError(f"there is no room in {named(folder)}; `lpkit room` opens one") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -185,7 +185,7 @@ def joined(room: Room, name: str) -> Member:
 
 
 def _free_uid(members: Mapping[str, Member]) -> int:
-    return min(set(UIDS) - {one.uid for one in members.values()})
+    return min(set(UIDS) - {member.uid for member in members.values()})
 
 
 def new_code() -> str:
@@ -205,7 +205,7 @@ def refuse_what_cannot_be() -> None:
 
 def refuse_missing(authenticator: str) -> None:
     """Raises ConfigError for an authenticator that JupyterHub would not find."""
-    known = {one.name for one in entry_points(group="jupyterhub.authenticators")}
+    known = {entry.name for entry in entry_points(group="jupyterhub.authenticators")}
     module, _, name = authenticator.rpartition(".")
     with contextlib.suppress(ImportError, AttributeError):
         if authenticator in {"", *known}:
@@ -227,8 +227,8 @@ def refuse_closed(place: Path, what: str) -> None:
 
 def _proxy(asked: str) -> str:
     """Returns the path of configurable-http-proxy. Raises ConfigError if it is not installed."""
-    if found := shutil.which(asked or "configurable-http-proxy"):
-        return found
+    if path := shutil.which(asked or "configurable-http-proxy"):
+        return path
     name = shown(asked) if asked else "configurable-http-proxy"
     raise ConfigError(f"{name}, the hub's door, is not on this machine; `npm install -g "
                       f"configurable-http-proxy` brings it")
@@ -256,8 +256,8 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
             yield keeper
         finally:
             processes.end(keeper)
-            for one in read(Path(room.folder)).members.values():    # folders of kernels' sockets
-                shutil.rmtree(SOCKETS / str(one.uid), ignore_errors=True)
+            for member in read(Path(room.folder)).members.values():    # folders of kernels' sockets
+                shutil.rmtree(SOCKETS / str(member.uid), ignore_errors=True)
             for name in ("hub", "proxy", "reports"):
                 room.socket_path(name).unlink(missing_ok=True)
 

@@ -92,10 +92,10 @@ class LockedServer(OnSocket):
 
 
 def main(path: Path) -> None:
-    told = json.loads(path.read_text())
-    LockedServer.inherit(told["fd"])
+    given = json.loads(path.read_text())
+    LockedServer.inherit(given["fd"])
     app = LockedServer.instance(jpserver_extensions={"jupyterlab": True})
-    app.locked = told["traits"]
+    app.locked = given["traits"]
     # a new secret makes cookies of earlier servers invalid, and cookies that others made
     app.locked["ServerApp"]["cookie_secret"] = secrets.token_bytes(32)
     app.initialize(argv=[], starter_extension="lab")

@@ -39,11 +39,12 @@ def page(book: Any, name: str) -> str:
 
     css, *scripts = _libraries()
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text("utf-8")
-    scripts = [re.sub("</(?=script)", r"<\\/", one, flags=re.I) for one in (*scripts, plotly)]
-    template = read_text(Path(__file__).with_name("slides.html"), 1 << 20)
-    told = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
-            "nonce": secrets.token_urlsafe(16)}
-    return SlidesExporter(raw_template=template).from_notebook_node(slides(book, name), told)[0]
+    scripts = [re.sub("</(?=script)", r"<\\/", text, flags=re.I) for text in (*scripts, plotly)]
+    exporter = SlidesExporter(raw_template=read_text(
+        Path(__file__).with_name("slides.html"), 1 << 20))
+    resources = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
+                 "nonce": secrets.token_urlsafe(16)}
+    return exporter.from_notebook_node(slides(book, name), resources)[0]
 
 
 def _libraries() -> list[str]:
@@ -66,7 +67,7 @@ def slides(book: Any, name: str) -> Any:
     """Returns a notebook with one markdown cell for each slide. Each heading begins a new stack."""
     import nbformat
 
-    made, section, left_out, new, top, figures = [], name, False, True, False, 0
+    cells, section, left_out, new, top, figures = [], name, False, True, False, 0
     for cell in book.cells:
         if cell.cell_type == "markdown":
             for part in re.split(r"\n(?=## )", cell.source):
@@ -74,26 +75,26 @@ def slides(book: Any, name: str) -> Any:
                     title, _, part = part.partition("\n")
                     new, left_out, section = True, title.startswith(LEFT_OUT), title.lstrip("# ")
                     top = title.startswith("# ")
-                elif made and not left_out and part[:1].islower() | part.startswith("$$"):
-                    made[-1].source += f"\n\n{_short(part)}"       # the sentence continues
+                elif cells and not left_out and part[:1].islower() | part.startswith("$$"):
+                    cells[-1].source += f"\n\n{_short(part)}"       # the sentence continues
                     continue
                 if (prose := _short(part)) and not left_out:
-                    made.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
+                    cells.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
                     new = top = False
         outputs = () if left_out else cell.get("outputs", ())
         kept = list(filter(None, map(_shown, outputs)))
         # announces an output that is left out
-        if outputs and not kept and made and made[-1].source.endswith(":"):
-            made[-1].source = _without_last_sentence(made[-1].source)
-            if "\n" not in made[-1].source:
-                new = made.pop().metadata.slideshow.slide_type == "slide"
+        if outputs and not kept and cells and cells[-1].source.endswith(":"):
+            cells[-1].source = _without_last_sentence(cells[-1].source)
+            if "\n" not in cells[-1].source:
+                new = cells.pop().metadata.slideshow.slide_type == "slide"
         for shown in kept:
             figures += "class='plot'" in shown
-            made.append(_slide(f"## {section}\n\n{shown}", new))
+            cells.append(_slide(f"## {section}\n\n{shown}", new))
             new = False
     if not figures:
         raise ConfigError(f"{name} has no figure in it: it has not run; `lpkit notebook` runs it")
-    return nbformat.v4.new_notebook(cells=made)
+    return nbformat.v4.new_notebook(cells=cells)
 
 
 def _slide(source: str, new: bool) -> Any:
@@ -109,10 +110,10 @@ def _short(source: str) -> str:
     figures have their own slides."""
     kept: list[str] = []
     source = re.sub(r"<details>.*?</details>|!\[[^]]*\]\(pictures/[^)]*\)", "", source, flags=re.S)
-    for one in source.strip().split("\n\n"):
-        if kept and sum(map(len, kept)) + len(one) > PROSE and kept[-1][-1:] not in ":,":
+    for paragraph in source.strip().split("\n\n"):
+        if kept and sum(map(len, kept)) + len(paragraph) > PROSE and kept[-1][-1:] not in ":,":
             break
-        kept.append(one)
+        kept.append(paragraph)
     return "\n\n".join(kept)
 
 

@@ -73,10 +73,10 @@ def split(processes: int, parent: WarmParent | None = None) -> dict[str, Cut]:
     """Run every study on real processes."""
     with Processes(f"{__name__}:_study", world=processes, parent=parent) as running:
         by_rank = running.wait()
-    return {name: Cut(off={key: max(one[name]["off"][key] for one in by_rank)
+    return {name: Cut(off={key: max(result[name]["off"][key] for result in by_rank)
                            for key in first["off"]},
                       sent_bytes=first["sent"],
-                      scores=list(map(list, zip(*(one[name]["scores"] for one in by_rank)))))
+                      scores=list(map(list, zip(*(result[name]["scores"] for result in by_rank)))))
             for name, first in by_rank[0].items()}
 
 
@@ -92,13 +92,13 @@ def ring_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
 
 # Code that runs in a rank.
 
-def _study(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+def _study(place: Place, given: dict[str, Any]) -> dict[str, Any]:
     meet_as(place, "split")
-    found = {"tensor": _tensor(_weights()), "gate and up in halves": _halves(_weights()),
-             "vocabulary": _vocabulary(), ZIG_ZAG: _round(ZIG_ZAG), IN_ORDER: _round(IN_ORDER),
-             "kit": _kit()}
+    results = {"tensor": _tensor(_weights()), "gate and up in halves": _halves(_weights()),
+               "vocabulary": _vocabulary(), ZIG_ZAG: _round(ZIG_ZAG), IN_ORDER: _round(IN_ORDER),
+               "kit": _kit()}
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def _result(got: Mapping[str, Tensor], want: Mapping[str, Tensor], sent: Mapping[str, float],
@@ -330,11 +330,11 @@ def holders(ranks: int, order: str) -> dict[int, int]:
 def waits(ranks: int, order: str, window: int = 0) -> float:
     """Return the pairs of chunks that a ring waits for: the sum over steps of the busiest
     rank's pairs. A pair on the diagonal counts as half."""
-    found = turns(ranks, order, window)
+    steps = turns(ranks, order, window)
     work = [[0.0] * ranks for _ in range(ranks)]
     for rank in range(ranks):
         for a in chunks_of(rank, ranks, order):
-            for b, step in enumerate(found[a]):
+            for b, step in enumerate(steps[a]):
                 if step is not None:
                     work[step][rank] += 0.5 if a == b else 1.0
     return sum(map(max, work))
@@ -345,11 +345,11 @@ def pairs_view(ranks: int, window: int) -> dict:
     which each pair is computed (number) and its rank (colour), in order and in zig-zag."""
     data, notes = [], []
     for x, y, order in (("x", "y", IN_ORDER), ("x2", "y2", ZIG_ZAG)):
-        found, holder = turns(ranks, order, window), holders(ranks, order)
+        steps, holder = turns(ranks, order, window), holders(ranks, order)
         names = [str(n) for n in range(2 * ranks)]
         colours = [[None if step is None else holder[a] for step in row]
-                   for a, row in enumerate(found)]
-        words = [["" if step is None else str(step + 1) for step in row] for row in found]
+                   for a, row in enumerate(steps)]
+        words = [["" if step is None else str(step + 1) for step in row] for row in steps]
         data.append(heat(
             names, names, colours, ends=(0, max(1, ranks - 1)), text=words, xaxis=x, yaxis=y,
             bar={"title": {"text": "rank"}, "x": 1.01, "dtick": max(1, ranks // 8)},

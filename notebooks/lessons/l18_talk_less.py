@@ -184,9 +184,9 @@ def seconds(name: str, nbytes: float, speed: Speed, n: int = RANKS) -> float:
     return latencies * speed.latency + times * nbytes / speed.bytes_per_second
 
 
-def crossing(one: str, other: str, speed: Speed, n: int = RANKS) -> float:
+def crossing(first: str, other: str, speed: Speed, n: int = RANKS) -> float:
     """Returns the bytes at which two algorithms take the same time."""
-    (a, b), (c, d) = costs(one, n), costs(other, n)
+    (a, b), (c, d) = costs(first, n), costs(other, n)
     return (a - c) / (d - b) * speed.latency * speed.bytes_per_second
 
 
@@ -217,18 +217,18 @@ class Race:
 def paced(sizes: Sequence[int] = SIZES, rounds: int = 3, gossips: int = 40,
           parent: WarmParent | None = None) -> Race:
     """Runs every algorithm on RANKS processes over paced links, and then gossip."""
-    found = on_ranks(race, RANKS, parent, sizes=list(sizes), rounds=rounds, gossips=gossips)
-    slowest = {key: max(one["seconds"][key] for one in found) for key in found[0]["seconds"]}
+    by_rank = on_ranks(race, RANKS, parent, sizes=list(sizes), rounds=rounds, gossips=gossips)
+    slowest = {key: max(rank["seconds"][key] for rank in by_rank) for key in by_rank[0]["seconds"]}
     flat = {(key.split()[0], int(key.split()[1])): value for key, value in slowest.items()
             if len(key.split()) == 2}
     nodes = {key.split()[1]: value for key, value in slowest.items() if len(key.split()) == 3}
-    return Race(flat, nodes, max(one["error"] for one in found), found[0]["spreads"])
+    return Race(flat, nodes, max(rank["error"] for rank in by_rank), by_rank[0]["spreads"])
 
 
-def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+def race(place: Place, given: dict[str, Any]) -> dict[str, Any]:
     meet_as(place, "race")
-    rank, ranks, largest = place.rank, place.world, max(told["sizes"])
-    cases = [(f"{name} {nbytes}", function, nbytes, None) for nbytes in told["sizes"]
+    rank, ranks, largest = place.rank, place.world, max(given["sizes"])
+    cases = [(f"{name} {nbytes}", function, nbytes, None) for nbytes in given["sizes"]
              for name, function in ALGORITHMS.items()]
     cases += [(f"nodes {function.__name__} {largest}", function, largest, NEAR)
               for function in (ring, hierarchical)]
@@ -240,7 +240,7 @@ def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
         place.at(number, key)
         draw = torch.Generator().manual_seed(rank)
         x = torch.randn(nbytes // 4, generator=draw)
-        for _ in range(told["rounds"]):
+        for _ in range(given["rounds"]):
             link = Paced(rank, near)
             dist.barrier()
             begun = time.monotonic()
@@ -253,7 +253,7 @@ def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
         due = x.clone()
         dist.all_reduce(due)
         error = max(error, ((total - due).abs().max() / due.abs().max()).item())
-    return {"seconds": fastest, "error": error, "spreads": spreads(told["gossips"])}
+    return {"seconds": fastest, "error": error, "spreads": spreads(given["gossips"])}
 
 
 def spreads(rounds: int) -> dict[str, list[float]]:
@@ -271,7 +271,7 @@ def spreads(rounds: int) -> dict[str, list[float]]:
             far = (x - mean / dist.get_world_size()).square().sum()
             dist.all_reduce(far)
             distances.append(far.sqrt().item())
-        by_method[name] = [one / distances[0] for one in distances]
+        by_method[name] = [distance / distances[0] for distance in distances]
     return by_method
 
 
@@ -290,14 +290,14 @@ def decay(distances: Sequence[float]) -> float:
 def line(name: str, flat: Mapping[tuple[str, int], float]) -> tuple[float, float]:
     """Returns the seconds of an empty message and the seconds per byte. The slope is the median
     over all pairs of points (Theil-Sen), so one late message does not change it."""
-    points = [(nbytes, took) for (one, nbytes), took in flat.items() if one == name]
+    points = [(nbytes, took) for (algorithm, nbytes), took in flat.items() if algorithm == name]
     slope = median((b - a) / (y - x) for (x, a), (y, b) in itertools.combinations(points, 2))
     return median(took - slope * nbytes for nbytes, took in points), slope
 
 
-def measured_crossing(one: str, other: str, flat: Mapping[tuple[str, int], float]) -> float:
+def measured_crossing(first: str, other: str, flat: Mapping[tuple[str, int], float]) -> float:
     """Returns the bytes at which the lines through two algorithms' measured times cross."""
-    (a, b), (c, d) = line(one, flat), line(other, flat)
+    (a, b), (c, d) = line(first, flat), line(other, flat)
     return (a - c) / (d - b)
 
 
@@ -332,13 +332,13 @@ def parameters() -> int:
     return sum(map(math.prod, sum(buckets(config(PLAIN).model, 1 << 40), ())))
 
 
-def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
+def train(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
     """Trains told["runs"] (method, seed) for told["updates"], one after the other. Returns for each
     run the losses of the first updates, the bytes that this rank sends per update, the last
     validation loss, and the distance of the ranks' weights from their mean over the mean's norm."""
     torch.set_num_threads(1)
     results, store = [], place.store
-    for number, (method, seed) in enumerate(told["runs"]):
+    for number, (method, seed) in enumerate(given["runs"]):
         place.at(number, method)
         place.store = f"{store}-{number}"
         settings = config(method, seed)
@@ -346,24 +346,24 @@ def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
             training = Training.build(settings, ranks=ranks)
             with MessageCount() as count:       # ten updates: local SGD averages every tenth update
                 losses = [training.update(step).loss.item() for step in range(FIRST)]
-            for step in range(FIRST, told["updates"]):
+            for step in range(FIRST, given["updates"]):
                 training.update(step)
-            sent = sum(each_sends(one) * times for one, times in count.sent.items()
-                       if one.nbytes > 4 or one.kind == SEND)
+            sent = sum(each_sends(message) * times for message, times in count.sent.items()
+                       if message.nbytes > 4 or message.kind == SEND)
             weights = torch.cat([p.detach().flatten() for p in training.model.parameters()])
             mean = ranks.mean(weights)
             far = ranks.mean((weights - mean).norm()) / mean.norm()
             results.append({"method": method, "seed": seed, "losses": losses,
                             "bytes": sent / FIRST, "apart": far.item(),
-                            "val_loss": training.evaluate() if told["evaluate"] else None})
+                            "val_loss": training.evaluate() if given["evaluate"] else None})
     return results
 
 
 def first_updates(methods: Sequence[str], parent: WarmParent | None = None) -> dict[str, dict]:
     """Returns rank 0's results of `train` by method, after the first ten updates of the record."""
     runs = [(method, 0) for method in methods]
-    found, *_ = on_ranks(train, WORLD, parent, runs=runs, updates=FIRST, evaluate=False)
-    return {one["method"]: one for one in found}
+    results, *_ = on_ranks(train, WORLD, parent, runs=runs, updates=FIRST, evaluate=False)
+    return {run["method"]: run for run in results}
 
 
 @dataclass(frozen=True)
@@ -375,12 +375,12 @@ class Record:
 
     def __post_init__(self):
         object.__setattr__(self, "by_method", {
-            method: [one for one in self.runs if one["method"] == method] for method in METHODS})
+            method: [run for run in self.runs if run["method"] == method] for method in METHODS})
 
     def more(self, method: str) -> list[float]:
         """Returns the method's loss over the plain all-reduce's, minus 1, by seed."""
-        plain = {one["seed"]: one["val_loss"] for one in self.by_method[PLAIN]}
-        return [one["val_loss"] / plain[one["seed"]] - 1 for one in self.by_method[method]]
+        plain = {run["seed"]: run["val_loss"] for run in self.by_method[PLAIN]}
+        return [run["val_loss"] / plain[run["seed"]] - 1 for run in self.by_method[method]]
 
     def bytes_of(self, method: str) -> float:
         """Returns the bytes that a rank sent per update."""
@@ -397,25 +397,25 @@ def record() -> Record:
 
 # ---- Figures
 
-def race_figure(found: Race, others: float = 0.0) -> dict:
+def race_figure(measured: Race, others: float = 0.0) -> dict:
     """The plotly spec of seconds over bytes: lines by formula, points as measured."""
-    sizes, data = sorted({nbytes for _, nbytes in found.flat}), []
+    sizes, data = sorted({nbytes for _, nbytes in measured.flat}), []
     for name, colour in zip(ALGORITHMS, (*COLOURS[:3], COLOURS[4])):
         data.append(scatter(sizes, [seconds(name, size, LINK) for size in sizes],
                             f"{name}, formula", colour, hover="%{x} bytes: %{y:.3f} s"))
-        data.append(scatter(sizes, [found.flat[name, size] for size in sizes], f"{name}, measured",
-                            colour, mode="markers", marker={"size": 9}, showlegend=False,
-                            hover="%{x} bytes: %{y:.3f} s", **SECONDS))
+        data.append(scatter(sizes, [measured.flat[name, size] for size in sizes],
+                            f"{name}, measured", colour, mode="markers", marker={"size": 9},
+                            showlegend=False, hover="%{x} bytes: %{y:.3f} s", **SECONDS))
     return figure(data, "All-reduce over paced links of 8 ranks", others=others, height=440,
                   xaxis=axis("bytes of the message", type="log", dtick=1, exponentformat="SI"),
                   yaxis=axis("seconds", type="log", dtick="D2"))
 
 
-def frontier_figure(found: Record) -> dict:
+def frontier_figure(record: Record) -> dict:
     """The plotly spec of loss over bytes: a point per method with its range over seeds, and the
     frontier: the methods that no other method beats in both."""
-    plain, n = found.bytes_of(PLAIN), parameters()
-    points = {method: (found.bytes_of(method) / n, 100 * fmean(found.more(method)))
+    plain, n = record.bytes_of(PLAIN), parameters()
+    points = {method: (record.bytes_of(method) / n, 100 * fmean(record.more(method)))
               for method in METHODS}
     front, best = [], math.inf
     for x, y in sorted(points.values()):
@@ -425,7 +425,7 @@ def frontier_figure(found: Record) -> dict:
     data = [scatter(*zip(*front), "frontier", line={"dash": "dot", "shape": "hv"}, hover=None,
                     colour="#777")]
     for i, (method, (x, y)) in enumerate(points.items()):
-        each = [100 * more for more in found.more(method)]
+        each = [100 * more for more in record.more(method)]
         data.append(scatter(
             [x], [y], "all-reduce" if method == PLAIN else method, COLOURS[i % len(COLOURS)],
             mode="markers", marker={"size": 10, "symbol": SYMBOLS[i // len(COLOURS)]},
@@ -443,17 +443,16 @@ def frontier_figure(found: Record) -> dict:
 SYMBOLS = ("circle", "diamond", "square", "x")
 
 
-def spread_figure(found: Race) -> dict:
+def spread_figure(measured: Race) -> dict:
     """The plotly spec of gossip's distance from the mean, with lambda_2 to the power of the round.
     The zeros of the exponential graph are left out, since the axis is logarithmic."""
     names = {"gossip-ring": "ring, measured", "gossip-exponential": "exponential graph, measured"}
-    data = [scatter(range(len(each)), [one if one > 1e-9 else None for one in each], names[name],
-                    colour, mode="markers", hover="round %{x}: %{y:.2g}")
-            for (name, each), colour in zip(found.spreads.items(), COLOURS)]
-    each = second_eigenvalue(RANKS)
-    rounds = list(range(len(found.spreads["gossip-ring"])))
-    data.append(scatter(rounds, [each**one for one in rounds], "ring, lambda_2 to the round",
-                        COLOURS[0], hover=None))
+    data = [scatter(range(len(distances)), [d if d > 1e-9 else None for d in distances],
+                    names[name], colour, mode="markers", hover="round %{x}: %{y:.2g}")
+            for (name, distances), colour in zip(measured.spreads.items(), COLOURS)]
+    eigenvalue, rounds = second_eigenvalue(RANKS), range(len(measured.spreads["gossip-ring"]))
+    data.append(scatter(list(rounds), [eigenvalue**count for count in rounds],
+                        "ring, lambda_2 to the power of the round", COLOURS[0], hover=None))
     return figure(data, "Gossip: distance of 8 ranks from their mean", height=400,
                   xaxis=axis("rounds"), yaxis=axis("distance over the first", type="log", dtick=1,
                                                    exponentformat="power"))
@@ -467,8 +466,8 @@ exercise = adding_to(EXERCISES)
 
 @exercise("18.crossing", (8, 1e-5, 1e-9), (16, 2e-6, 1e-10), (4, 1e-3, 1e-8), minutes=5,
           draw=lambda r: (2 ** r.randint(2, 10), 10 ** r.uniform(-6, -3), 10 ** r.uniform(-11, -8)),
-          mistakes={"a tree sends all bytes up and all bytes down: 2 log2(n) times": lambda n, a, b: (
-                        2 * (n - 1) - 2 * math.log2(n)) * a
+          mistakes={"a tree sends all bytes up and all bytes down: 2 log2(n) times":
+                        lambda n, a, b: (2 * (n - 1) - 2 * math.log2(n)) * a
                         / ((math.log2(n) - 2 * (n - 1) / n) * b),
                     "the ring has more latencies, the tree has more bytes": lambda n, a, b: (
                         2 * math.log2(n) - 2 * (n - 1)) * a

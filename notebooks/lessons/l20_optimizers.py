@@ -64,16 +64,16 @@ def count(config: Config, form: str = "") -> int:
     """Returns the bytes of a config's state, tensor by tensor. Without `form`, these are the slots
     in float32. A form of FORMS adds its overhead: whole blocks in 8 bits; one counter per tensor
     for PyTorch's fused kernel; and, on a disk, one number for an empty slot."""
-    found, each = 0, shapes(config.model)
+    nbytes, each = 0, shapes(config.model)
     for name, own in rules_of(each, config.optimizer).items():
         for slot in find(own.name).slots:
             numbers = math.prod(slot.shape(each[name], own) or each[name])
             if form == "8 bits":
-                found += numbers + FLOAT32 * -(-numbers // BLOCK)
+                nbytes += numbers + FLOAT32 * -(-numbers // BLOCK)
             else:
-                found += FLOAT32 * max(numbers, form == "on a disk")
+                nbytes += FLOAT32 * max(numbers, form == "on a disk")
     counted = find(config.optimizer.name).fused and form == "float32"
-    return found + FLOAT32 * len(each) * bool(counted)
+    return nbytes + FLOAT32 * len(each) * bool(counted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +104,14 @@ def state(config: Config, form: str, *, beside: int = 0) -> State:
 
 def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | None]]:
     """Returns each rule's bytes by form; None if the rule has no state to store."""
-    found = {}
+    by_rule = {}
     for name in names:
-        one = config.replace({"optimizer": name})
-        first = state(one, "float32")
-        found[name] = {"float32": first} | {
-            form: state(one, form, beside=first.elsewhere) if OPTIMIZERS[name].slots else None
+        with_rule = config.replace({"optimizer": name})
+        first = state(with_rule, "float32")
+        by_rule[name] = {"float32": first} | {
+            form: state(with_rule, form, beside=first.elsewhere) if OPTIMIZERS[name].slots else None
             for form in ("8 bits", "on a disk")}
-    return found
+    return by_rule
 
 
 def flops(config: Config) -> float:
@@ -121,8 +121,8 @@ def flops(config: Config) -> float:
 
 def drawn(config: Config) -> float:
     """Returns the passes for labels that the model draws, per forward and backward of an update."""
-    return sum(1 / every for one in rules(config.optimizer)
-               for every in find(one.name).passes(one).values())
+    return sum(1 / every for rule in rules(config.optimizer)
+               for every in find(rule.name).passes(rule).values())
 
 
 def overhead(config: Config) -> float:
@@ -164,11 +164,11 @@ def passes(name: str, side: int = 128) -> tuple[float, float]:
     settings, w, g = row.settings, torch.randn(p), torch.randn(p)
     shapes = [slot.shape(p, settings) for slot in row.slots]
     slots = [torch.zeros(p if own is None else own) for own in shapes]
-    told = (Parameter("a", p),) if row.told else ()
+    parameter = (Parameter("a", p),) if row.told else ()
     update = row.load()
-    update(w, g, slots, settings, 1, *told)
+    update(w, g, slots, settings, 1, *parameter)
     with Passes() as seen:
-        update(w, g, slots, settings, 2, *told)
+        update(w, g, slots, settings, 2, *parameter)
     return seen.moved / w.numel(), seen.made / w.numel()
 
 
@@ -208,26 +208,27 @@ def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = i
         return lambda: spent[name].append(by_phase(bench))
 
     first = benches[names[0]]
-    each = [runner(name, bench) for name, bench in benches.items()]
-    times, others = take_turns([*each, *beside], rounds, watch)
-    ended = {name: list(zip(*found[1:])) for name, found in spent.items()}  # without the warm-up
-    return Timed(forward_backward=min(min(map(sum, zip(*found[:2]))) for found in ended.values()),
-                 optimizer={name: min(found[2]) for name, found in ended.items()},
-                 beside=tuple(map(min, times[len(each):])),
+    runners = [runner(name, bench) for name, bench in benches.items()]
+    times, others = take_turns([*runners, *beside], rounds, watch)
+    # by rule: the seconds of each phase in all rounds; the first round is a warm-up
+    phases = {name: list(zip(*by_round[1:])) for name, by_round in spent.items()}
+    return Timed(forward_backward=min(min(map(sum, zip(*each[:2]))) for each in phases.values()),
+                 optimizer={name: min(each[2]) for name, each in phases.items()},
+                 beside=tuple(map(min, times[len(runners):])),
                  others=others, where=f"{first.where}, the best of {rounds} rounds")
 
 
 # ---- Figures and tables
 
-def states_table(found: Mapping[str, Mapping[str, State | None]], parameters: int) -> str:
+def states_table(states: Mapping[str, Mapping[str, State | None]], parameters: int) -> str:
     """HTML: bytes per parameter by rule and form, and how much formula and count differ."""
     lines = []
-    for name, forms in found.items():
+    for name, forms in states.items():
         cells = []
-        for one in forms.values():
-            cells += ["-", "", ""] if one is None else [
-                f"{one.measured / parameters:.3f}", f"{one.formula - one.measured:+,.0f}",
-                f"{one.counted - one.measured:+,}"]
+        for state in forms.values():
+            cells += ["-", "", ""] if state is None else [
+                f"{state.measured / parameters:.3f}", f"{state.formula - state.measured:+,.0f}",
+                f"{state.counted - state.measured:+,}"]
         lines.append((name, *cells))
     heads = [head for form in FORMS for head in (f"{form}, B a parameter", "formula", "by tensor")]
     return html_table(("rule", *heads), lines)
@@ -235,16 +236,16 @@ def states_table(found: Mapping[str, Mapping[str, State | None]], parameters: in
 
 def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
     """For an Explorer: what each rule stores and computes."""
-    made = {name: passes(name)[1] for name in OPTIMIZERS}
+    operations = {name: passes(name)[1] for name in OPTIMIZERS}
 
     def show(model: str, tokens: int) -> dict:
-        one, own = models[model].model, {}
-        numbers, whole = parameter_count(one), training_flops(one) * tokens / one.context
+        m, own = models[model].model, {}
+        numbers, whole = parameter_count(m), training_flops(m) * tokens / m.context
         for name in OPTIMIZERS:
             config = models[model].replace({"optimizer": name})
             again = drawn(config)
             products = flops(config) / whole + again
-            own[name] = (count(config) / numbers, products + made[name] * numbers / whole,
+            own[name] = (count(config) / numbers, products + operations[name] * numbers / whole,
                          COLOURS[2 if products else 0])
         order = sorted(own, key=lambda name: own[name])
         colours = [own[name][2] for name in order]
@@ -264,28 +265,28 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
     return show
 
 
-def seconds_table(found: Timed, config: Config) -> str:
+def seconds_table(timed: Timed, config: Config) -> str:
     """HTML: the time of each rule's update, and of forward and backward."""
     lines = []
-    for name, seconds in found.optimizer.items():
+    for name, seconds in timed.optimizer.items():
         share = overhead(config.replace({"optimizer": name}))
-        lines.append((name, f"{1e3 * seconds:.2f} ms", f"{found.share(name):.1%}",
+        lines.append((name, f"{1e3 * seconds:.2f} ms", f"{timed.share(name):.1%}",
                       f"{share:.1%}" if share else "no products",
-                      f"{found.gain(name, 'adamw'):.3f} times"))
+                      f"{timed.gain(name, 'adamw'):.3f} times"))
     return html_table(("rule", "its work", "over forward and backward", "of their FLOPs",
-                       "a whole update, as fast as AdamW's"), lines, caption=found.caption)
+                       "a whole update, as fast as AdamW's"), lines, caption=timed.caption)
 
 
-def moved_table(found: Timed) -> str:
+def moved_table(timed: Timed) -> str:
     """HTML: the bytes that a rule moves per parameter: in one pass, and by its definition."""
     lines = []
     for name in ("adamw", "lion"):
         row = OPTIMIZERS[name]
         lines.append((name, f"{one_pass(row):.0f}", f"{passes(name)[0]:.0f}",
                       "PyTorch's fused kernel" if row.fused else "its definition",
-                      f"{1e3 * found.optimizer[name]:.2f} ms"))
+                      f"{1e3 * timed.optimizer[name]:.2f} ms"))
     return html_table(("rule", "in one pass, B a parameter", "operation by operation",
-                       "runs on a CPU as", "takes"), lines, caption=found.caption)
+                       "runs on a CPU as", "takes"), lines, caption=timed.caption)
 
 
 def one_pass(row: Optimizer) -> float:
@@ -321,7 +322,7 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float, d
            0.1, 0.5),
           (torch.ones(1, 2), torch.tensor([[1e-8, 0.0]]), torch.zeros(1, 2), torch.zeros(1, 2), 1,
            0.1, 0.0), minutes=6,
-          draw=lambda r: ((one := _case(r)) + (one[2].square() + 0.01, r.randint(1, 9),
+          draw=lambda r: ((case := _case(r)) + (case[2].square() + 0.01, r.randint(1, 9),
                                                r.uniform(0.01, 0.2), r.uniform(0, 0.5))),
           mistakes={"both means begin at 0: divide them by 1 - beta^update":
                         lambda *case: _adamw(*case, corrected=False),

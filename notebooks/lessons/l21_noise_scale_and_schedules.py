@@ -116,9 +116,9 @@ def squared_norms(training: Training, *, groups: int = GROUPS, first: int = 0
     for group in range(first, first + groups):
         total, norms = [torch.zeros_like(p) for p in parameters], []
         for piece in text.batch(group).chunk(PARTS):
-            found = torch.autograd.grad(training.loss(training.model, piece), parameters)
-            norms.append(squared(found))
-            torch._foreach_add_(total, found)
+            gradients = torch.autograd.grad(training.loss(training.model, piece), parameters)
+            norms.append(squared(gradients))
+            torch._foreach_add_(total, gradients)
         small.append(fmean(norms))
         large.append(squared(total) / PARTS**2)
     return small, large
@@ -176,12 +176,12 @@ def in_phases(looks: Sequence[Mapping[str, float]], phases: int = PHASES
               ) -> list[tuple[float, Estimate]]:
     """Returns the mean loss and the noise scale of each part of a run, pooled over its evaluations.
     A single evaluation is not enough: it has the mean gradient of one point on a noisy path."""
-    found = []
+    estimates = []
     for k in range(phases):
         part = looks[k * len(looks) // phases:(k + 1) * len(looks) // phases]
-        found.append((fmean(at["loss"] for at in part), noise_scale(
+        estimates.append((fmean(at["loss"] for at in part), noise_scale(
             [at["small"] for at in part], [at["large"] for at in part], seed=k)))
-    return found
+    return estimates
 
 
 # ---- Recorded runs
@@ -210,12 +210,12 @@ class Record:
     @cached_property
     def _steps(self) -> dict[tuple, list[float]]:
         """Updates per seed by (optimizer, batch, target, lr), if all seeds reached the target."""
-        found: dict[tuple, list[float]] = {}
+        by_setting: dict[tuple, list[float]] = {}
         for run in self.found["runs"]:
             for target, steps in zip(TARGETS, run["steps"], strict=True):
                 key = run["optimizer"], run["batch"], target, run["lr"]
-                found.setdefault(key, []).append(steps)
-        return {key: steps for key, steps in found.items() if None not in steps}
+                by_setting.setdefault(key, []).append(steps)
+        return {key: steps for key, steps in by_setting.items() if None not in steps}
 
     def by_rate(self, optimizer: str, batch: int, target: float) -> dict[float, list[float]]:
         return {key[3]: steps for key, steps in sorted(self._steps.items())
@@ -237,9 +237,9 @@ class Record:
 
     def spread(self, optimizer: str) -> float:
         """Return `Best.spread` pooled over batches and targets (root mean square)."""
-        found = [self.best(optimizer, batch, target).spread
+        spreads = [self.best(optimizer, batch, target).spread
                  for batch in (*BATCHES, ANCHOR) for target in TARGETS]
-        return math.sqrt(fmean(s * s for s in found))
+        return math.sqrt(fmean(s * s for s in spreads))
 
     @cached_property
     def scales(self) -> dict[str, list[tuple[float, Estimate]]]:
@@ -354,15 +354,16 @@ def steps_figure(record: Record, optimizer: str) -> dict:
     """The plotly spec of updates over batch sizes: measured, and predicted with intervals."""
     data = []
     for target, colour in TARGET_COLOURS.items():
-        found = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
+        predicted = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
         measured = [record.best(optimizer, batch, target).steps for batch in (*BATCHES, ANCHOR)]
         data += [
             scatter([*BATCHES, *reversed(BATCHES)],
-                    [*(e.low for e in found.values()), *(e.high for e in reversed(found.values()))],
+                    [*(e.low for e in predicted.values()),
+                     *(e.high for e in reversed(predicted.values()))],
                     f"95% of the prediction to {target}", colour, fill="toself", opacity=0.25,
                     line={"width": 0}, hover=None),
-            scatter(BATCHES, [e.value for e in found.values()], f"predicted to {target}", colour,
-                    line={"dash": "dash"}, hover="%{x} sequences: %{y:.0f} updates"),
+            scatter(BATCHES, [e.value for e in predicted.values()], f"predicted to {target}",
+                    colour, line={"dash": "dash"}, hover="%{x} sequences: %{y:.0f} updates"),
             scatter((*BATCHES, ANCHOR), measured, f"measured to {target}", colour,
                     mode="markers", marker={"size": 9}, hover="%{x} sequences: %{y:.0f} updates")]
     return figure(data, f"Updates to two losses by {NAMES[optimizer]}", height=420,
@@ -381,9 +382,9 @@ def rates_figure(record: Record) -> dict:
     """The plotly spec of the best learning rate over batch sizes, with both rules."""
     data, batches = [], (*BATCHES, ANCHOR)
     for optimizer, colour in zip(RATES, COLOURS):
-        found = best_rates(record, optimizer)
-        start = found[BATCHES[0]]
-        data.append(scatter(batches, found.values(), f"{NAMES[optimizer]}, best", colour,
+        rates = best_rates(record, optimizer)
+        start = rates[BATCHES[0]]
+        data.append(scatter(batches, rates.values(), f"{NAMES[optimizer]}, best", colour,
                             mode="lines+markers", line={"width": 3},
                             hover="%{x} sequences: %{y:.4g}"))
         for rule_name, power, dash in (("linear", 1.0, "dash"), ("square root", 0.5, "dot")):
@@ -420,7 +421,7 @@ def cells_table(record: Record, optimizer: str) -> str:
 def scales_table(record: Record) -> str:
     """HTML: the noise scale along the recorded runs of ANCHOR sequences."""
     rows = [(NAMES[name], f"{loss:.2f}", f"{e.value:.1f}", f"{e.low:.1f} to {e.high:.1f}")
-            for name, found in record.scales.items() for loss, e in found]
+            for name, estimates in record.scales.items() for loss, e in estimates]
     return html_table(("optimizer", "loss, nats", "noise scale, sequences", "95% interval"), rows)
 
 
@@ -450,8 +451,8 @@ def law_table(record: Record) -> str:
 
 def rate_exponent(record: Record, optimizer: str) -> float:
     """The exponent with which the best learning rate grows with the batch: 1 linear, 0.5 root."""
-    found = best_rates(record, optimizer)
-    return slope(list(found), list(found.values()))
+    rates = best_rates(record, optimizer)
+    return slope(list(rates), list(rates.values()))
 
 
 # ---- Exercises

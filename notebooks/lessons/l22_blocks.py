@@ -78,25 +78,25 @@ def tokens() -> Tensor:
 
 def by_depth(layers: int, seeds: int) -> dict[str, tuple[Curves, Curves]]:
     """Return predicted and measured curves by name."""
-    found = {}
+    curves = {}
     for name, (block, form, norm) in STUDIED.items():
         m = small(block, layers, norm=norm)
-        found[name] = signals.predicted(m, tokens(), form), signals.measured(m, tokens(), seeds)
-    return found
+        curves[name] = signals.predicted(m, tokens(), form), signals.measured(m, tokens(), seeds)
+    return curves
 
 
-def off(found: tuple[Curves, Curves]) -> tuple[float, float]:
+def off(curves: tuple[Curves, Curves]) -> tuple[float, float]:
     """Return the formula's largest error over depth: relative for variance, absolute for cosine."""
-    here, there = found
+    here, there = curves
     return (max(abs(a / b - 1) for a, b in zip(here.variance, there.variance)),
             max(abs(a - b) for a, b in zip(here.cosine, there.cosine)))
 
 
-def depth_figure(found: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
+def depth_figure(by_block: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
     """Plot `what` (variance, cosine or gradient): lines are predicted, dots measured."""
     data = []
-    for (name, curves), colour in zip(found.items(), COLOURS):
-        here, there = (getattr(one, what) for one in curves)
+    for (name, curves), colour in zip(by_block.items(), COLOURS):
+        here, there = (getattr(each, what) for each in curves)
         every = max(1, len(there) // 12)
         at = [*range(0, len(there), every)]
         data.append(scatter(at, [there[i] for i in at], f"{name}, measured", colour, mode="markers",
@@ -115,7 +115,7 @@ def collapse_depth(layers: int, at: float = 0.9) -> int:
     """Return the number of layers without a skip after which tokens are this alike, by formula."""
     m = small("unshaped", layers)
     curve = signals.predicted(m, tokens(), "without skip").cosine
-    return next((i for i, one in enumerate(curve) if one > at), layers)
+    return next((i for i, cosine in enumerate(curve) if cosine > at), layers)
 
 
 # ---- Two matrices
@@ -156,17 +156,18 @@ def trained(block: str, steps: int) -> tuple[list[float], float]:
     return losses, training.evaluate()
 
 
-def losses_figure(found: Mapping[str, tuple[list[float], float]]) -> dict:
+def losses_figure(runs: Mapping[str, tuple[list[float], float]]) -> dict:
     data = [scatter(range(1, len(losses) + 1), losses, name, colour)
-            for (name, (losses, _)), colour in zip(found.items(), COLOURS)]
+            for (name, (losses, _)), colour in zip(runs.items(), COLOURS)]
     return figure(data, "Twelve layers of width 64 at the same rate", height=380,
                   xaxis=axis("updates"), yaxis=axis("loss, nats a token"))
 
 
-def speed_figure(names: list[str], seconds: list[float], said: list[float], others: float) -> dict:
-    ratio = [seconds[0] / one for one in seconds]
+def speed_figure(names: list[str], seconds: list[float], predicted: list[float],
+                 others: float) -> dict:
+    ratio = [seconds[0] / each for each in seconds]
     return figure([
-        scatter(names, said, "by FLOPs", ANSWER_COLOURS["formula"], mode="markers",
+        scatter(names, predicted, "by FLOPs", ANSWER_COLOURS["formula"], mode="markers",
                 marker={"size": 12, "symbol": "line-ew-open"}),
         scatter(names, ratio, "measured", ANSWER_COLOURS["measured"], mode="markers",
                 marker={"size": 10}, meta="seconds")],
@@ -186,9 +187,10 @@ def _values(r: Random) -> tuple[Tensor]:
     return (normal(r, *before, r.randint(1, 9), r.randint(1, 3)),)
 
 
-@exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),), (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
+@exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),),
+          (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
           (normal(Random(1), 512, 1),), draw=_values, tolerance=1e-5, minutes=5,
-           # no room for a (T, T) matrix, not even of bytes
+          # too little memory for a (T, T) matrix, even with one byte per element
           most_bytes=lambda v: max(v.shape[-2] ** 2, 1 << 14),
           mistakes={"divide each sum by its number of tokens": lambda v: v.cumsum(-2),
                     "a token sees itself and the past, but no later token":

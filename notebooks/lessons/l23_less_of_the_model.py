@@ -68,8 +68,9 @@ def shares(config: Config, step: int) -> tuple[float, ...]:
     """Returns the share of the tokens that each layer sees in the update after `step`."""
     if not config.governors:
         return (1.0,) * config.model.layers
-    said = config.governors[0]
-    return GOVERNORS[said.name].shares(said, config.model.layers, config.steps, config.seed, step)
+    governor = config.governors[0]
+    return GOVERNORS[governor.name].shares(governor, config.model.layers, config.steps, config.seed,
+                                           step)
 
 
 def picture(config: Config) -> list[tuple[float, ...]]:
@@ -188,10 +189,10 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
     best: dict[tuple[str, int], tuple[float, ...]] = {}
     steps, share = next(iter(configs.values())).steps, hardware.others()
     for _ in watch(range(rounds)):
-        benches = {name: Bench(one) for name, one in configs.items()}
+        benches = {name: Bench(config) for name, config in configs.items()}
         for step, (name, bench) in itertools.product(range(steps), benches.items()):
-            found = by_phase(bench, step)
-            best[name, step] = min(found, best.get((name, step), found), key=sum)
+            seconds = by_phase(bench, step)
+            best[name, step] = min(seconds, best.get((name, step), seconds), key=sum)
     # without the first update, which allocates the optimizer's state
     phases = {name: tuple(map(sum, zip(*(best[name, step] for step in range(1, steps)))))
               for name in configs}
@@ -239,14 +240,14 @@ def grow(run: Run, row: str, updates: int) -> Growth:
     batch = small.val.batch(0)
 
     @torch.no_grad()
-    def found(one: Training) -> tuple[Tensor, float]:
-        return one.model(batch.tokens), one.loss(one.model, batch).item()
+    def logits_and_loss(training: Training) -> tuple[Tensor, float]:
+        return training.model(batch.tokens), training.loss(training.model, batch).item()
 
-    (was, before), (now, after) = found(small), found(large)
+    (was, before), (now, after) = logits_and_loss(small), logits_and_loss(large)
     for step in range(updates):
         large.update(step)
     return Growth(moved=((now - was).norm() / was.norm()).item(),
-                  losses=(before, after, found(large)[1]))
+                  losses=(before, after, logits_and_loss(large)[1]))
 
 
 # ---- At equal FLOPs
@@ -270,7 +271,7 @@ def arms(updates: int) -> dict[str, Config]:
     whole, small = study_config(LAYERS, updates), study_config(1, updates)
     asked = {WHOLE: whole, STACKED: scheduled(whole, "stack", start=1),
              DROPPED: scheduled(whole, "progressive-layer-drop"), ALONE: small}
-    return {name: one.replace({"steps": equal(one, whole)}) for name, one in asked.items()}
+    return {name: config.replace({"steps": equal(config, whole)}) for name, config in asked.items()}
 
 
 def equal(config: Config, whole: Config) -> int:
@@ -295,21 +296,22 @@ class Arm:
 
 def spend(updates: int, seeds: int, watch: Watch = iter) -> dict[str, Arm]:
     """Runs every arm with every seed; all arms of a seed read the same text in the same order."""
-    found: dict[str, list[tuple]] = {}
+    runs_by_arm: dict[str, list[tuple]] = {}
     configs = arms(updates)
     for seed, (name, config) in watch(list(itertools.product(range(seeds), configs.items()))):
         training = Training.build(config.replace({"seed": seed}))
         curve = tuple(training.update(step).loss.item() for step in range(config.steps))
-        found.setdefault(name, []).append((training.evaluate(), curve))
+        runs_by_arm.setdefault(name, []).append((training.evaluate(), curve))
     return {name: Arm(config=configs[name], losses=tuple(loss for loss, _ in runs),
-                      curves=tuple(curve for _, curve in runs)) for name, runs in found.items()}
+                      curves=tuple(curve for _, curve in runs))
+            for name, runs in runs_by_arm.items()}
 
 
-def verdicts(found: Mapping[str, Arm], against: str = WHOLE) -> dict[str, referee.Verdict]:
+def verdicts(by_arm: Mapping[str, Arm], against: str = WHOLE) -> dict[str, referee.Verdict]:
     """Compare every other arm with one arm. All comparisons share an error of 5%."""
-    others = [name for name in found if name != against]
+    others = [name for name in by_arm if name != against]
     [level] = referee.levels(1, len(others))
-    return {name: referee.look(found[against].losses, found[name].losses, level)
+    return {name: referee.look(by_arm[against].losses, by_arm[name].losses, level)
             for name in others}
 
 
@@ -322,7 +324,7 @@ def schedule_figure(configs: Mapping[str, Config]) -> dict:
         rows, at = picture(config), "" if not i else str(i + 1)
         column, line = i % wide, i // wide
         layers = [*range(1, config.model.layers + 1)]
-        data.append(heat([*range(config.steps)], layers, [list(one) for one in zip(*rows)],
+        data.append(heat([*range(config.steps)], layers, [list(column) for column in zip(*rows)],
                          ends=(0, 1), xaxis=f"x{at}", yaxis=f"y{at}", showscale=not i,
                          bar={"title": {"text": "share"}, "tickformat": ".0%"},
                          hovertemplate="update %{x}, layer %{y}: %{z:.0%}<extra></extra>")
@@ -357,30 +359,30 @@ def cost_table(configs: Mapping[str, Config], counts: Mapping[str, float] | None
     """HTML: the area and the FLOPs (by formula and as counted), over those of the whole model."""
     lines = []
     for name, config in configs.items():
-        own, told = flops(config), () if counts is None else (f"{counts[name]:,.0f}",)
+        own, counted_cells = flops(config), () if counts is None else (f"{counts[name]:,.0f}",)
         lines.append((name, f"{fmean(itertools.chain(*picture(config))):.1%}",
-                      f"{own / flops(configs[WHOLE]):.1%}", f"{own:,.0f}", *told))
+                      f"{own / flops(configs[WHOLE]):.1%}", f"{own:,.0f}", *counted_cells))
     return html_table(("", "area", "FLOPs, of the whole's", "FLOPs, formula",
                        *(() if counts is None else ("counted",))), lines)
 
 
-def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
+def seconds_table(times: Timed, configs: Mapping[str, Config]) -> str:
     """HTML: seconds by phase over those of the whole model, and the FLOPs."""
     lines = []
     for name, config in configs.items():
-        phases = (f"{own / all_:.0%}" for own, all_ in zip(found.phases[name], found.phases[WHOLE]))
-        lines.append((name, f"{1 - saved(config):.0%}", f"{found.over_whole(name):.0%}", *phases))
-    said = ", ".join(f"{phase} {1e3 * spent / (configs[WHOLE].steps - 1):.1f} ms"
-                     for phase, spent in zip(PHASES, found.phases[WHOLE]))
-    notes = f"an update of the whole: {said}", found.where, disturbance(found.others)
+        phases = (f"{own / all_:.0%}" for own, all_ in zip(times.phases[name], times.phases[WHOLE]))
+        lines.append((name, f"{1 - saved(config):.0%}", f"{times.over_whole(name):.0%}", *phases))
+    phases_of_whole = ", ".join(f"{phase} {1e3 * spent / (configs[WHOLE].steps - 1):.1f} ms"
+                     for phase, spent in zip(PHASES, times.phases[WHOLE]))
+    notes = f"an update of the whole: {phases_of_whole}", times.where, disturbance(times.others)
     return html_table(("of the whole model's", "FLOPs", "seconds", *PHASES), lines,
                       caption="; ".join(filter(None, notes)))
 
 
-def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
+def curves_figure(by_arm: Mapping[str, Arm], most: int = 25) -> dict:
     """The mean training loss over the share of the FLOPs that is spent."""
     lines = []
-    for (name, arm), colour in zip(found.items(), DISTINCT):
+    for (name, arm), colour in zip(by_arm.items(), DISTINCT):
         price = Price.of(arm.config.model)
         spent = [*itertools.accumulate(map(price.update, picture(arm.config)))]
         parts = min(most, len(spent))
@@ -393,18 +395,18 @@ def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
                   xaxis=axis("FLOPs spent, %"), yaxis=axis("training loss, nats per byte"))
 
 
-def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
+def spent_table(by_arm: Mapping[str, Arm], against: str = WHOLE) -> str:
     """HTML: each arm's updates and loss, and its comparison with the arm `against`."""
-    judged, lines = verdicts(found, against), []
-    for name, arm in found.items():
-        said = ("", "", "")
+    judged, lines = verdicts(by_arm, against), []
+    for name, arm in by_arm.items():
+        comparison = ("", "", "")
         if name in judged:
-            one = judged[name]
-            low, high = one.interval
-            said = (f"{one.gain:+.1%} ({low:+.1%} to {high:+.1%})", one.word,
-                    f"{one.could_see:.1%}")
-        lines.append((name, f"{arm.config.steps:,}", f"{fmean(arm.losses):.3f}", *said))
-    seeds = len(next(iter(found.values())).losses)
+            verdict = judged[name]
+            low, high = verdict.interval
+            comparison = (f"{verdict.gain:+.1%} ({low:+.1%} to {high:+.1%})", verdict.word,
+                    f"{verdict.could_see:.1%}")
+        lines.append((name, f"{arm.config.steps:,}", f"{fmean(arm.losses):.3f}", *comparison))
+    seeds = len(next(iter(by_arm.values())).losses)
     return html_table(("", "updates", "loss", f"lower than {against}'s by", "verdict", "could see"),
                       lines, caption=f"{seeds} seeds, the same FLOPs for all")
 
@@ -412,9 +414,10 @@ def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
 def growth_table(grown: Mapping[str, Growth]) -> str:
     """HTML: the effect of each row of `start.grow` on a small model."""
     lines = []
-    for row, one in grown.items():
+    for row, effect in grown.items():
         sizes = ", ".join(f"{size} {key.partition('.')[2]}" for key, size in GROWN[row].items())
-        lines.append((row, sizes, f"{one.moved:.1e}", *(f"{loss:.3f}" for loss in one.losses)))
+        lines.append((row, sizes, f"{effect.moved:.1e}",
+                      *(f"{loss:.3f}" for loss in effect.losses)))
     return html_table(("start.grow", "becomes", "logits move by", "loss before", "grown",
                        "after more updates"), lines)
 

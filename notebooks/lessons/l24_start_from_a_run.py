@@ -92,8 +92,9 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
     def runner(name: str, bench: Bench) -> Callable[[], None]:
         return lambda: spent[name].append(by_phase(bench))
 
-    _, others = take_turns([runner(*one) for one in benches.items()], rounds, watch)
-    best = {name: min(found[1:], key=sum) for name, found in spent.items()}     # without warm-up
+    _, others = take_turns([runner(*bench) for bench in benches.items()], rounds, watch)
+    # the first round is a warm-up
+    best = {name: min(by_round[1:], key=sum) for name, by_round in spent.items()}
     forward, backward, optimizer = ({name: phases[i] for name, phases in best.items()}
                                     for i in range(3))
     return Timed(forward=forward, backward=backward, optimizer=optimizer, others=others,
@@ -146,18 +147,18 @@ class Study:
     went: tuple[Went, ...]
 
     def best(self, rank: int) -> Went:
-        return min((one for one in self.went if one.rank == rank), key=lambda one: one.learned)
+        return min((run for run in self.went if run.rank == rank), key=lambda run: run.learned)
 
     def at(self, rank: int, lr: float) -> Went:
-        return next(one for one in self.went if (one.rank, one.lr) == (rank, lr))
+        return next(run for run in self.went if (run.rank, run.lr) == (rank, lr))
 
-    def forgot(self, one: Went) -> float:
+    def forgot(self, run: Went) -> float:
         """Return the increase of the loss of the first text."""
-        return one.remembered - self.code
+        return run.remembered - self.code
 
     @property
     def ranks(self) -> list[int]:
-        return sorted({one.rank for one in self.went})
+        return sorted({run.rank for run in self.went})
 
 
 def go_on(run: Run, ranks: Sequence[int], steps: int, watch: Watch = iter) -> Study:
@@ -193,13 +194,14 @@ def rows_table(formulas: Mapping[str, Memory], measured: Mapping[str, Footprint]
                ) -> str:
     """HTML: bytes by row (the maximum of each) and the peak, predicted or measured."""
     heads, lines = [*formulas, "over full"], []
-    most = {name: {row.name: row.bytes for row in one.rows} for name, one in formulas.items()}
-    peaks = {name: one.peak_bytes for name, one in formulas.items()}
+    most = {name: {row.name: row.bytes for row in formula.rows}
+            for name, formula in formulas.items()}
+    peaks = {name: formula.peak_bytes for name, formula in formulas.items()}
     if measured:
-        most = {name: one.most for name, one in measured.items()}
-        peaks = {name: one.peak_bytes for name, one in measured.items()}
+        most = {name: footprint.most for name, footprint in measured.items()}
+        peaks = {name: footprint.peak_bytes for name, footprint in measured.items()}
     for row in (*STATES, "activations", "temporaries"):
-        lines.append(_line(row, [one.get(row, 0) for one in most.values()]))
+        lines.append(_line(row, [sizes.get(row, 0) for sizes in most.values()]))
     lines.append(_line("peak, which is a moment and no sum", list(peaks.values())))
     return html_table(("the most of each row", *heads), lines)
 
@@ -212,28 +214,28 @@ def _line(name: str, sizes: Sequence[float]) -> tuple[str, ...]:
 def kept_table(measured: Mapping[str, Footprint]) -> str:
     """HTML: bytes saved for backward by operation; an adapter's are under its Linear."""
     named = {name: {} for name in measured}
-    for name, one in measured.items():
-        for operation, size in one.operations.items():
+    for name, footprint in measured.items():
+        for operation, size in footprint.operations.items():
             whole = operation.replace(".A", "")
             if ".B" in operation:
                 whole = "between A and B"
             named[name][whole] = named[name].get(whole, 0) + size
-    rows = sorted({row for one in named.values() for row in one},
-                  key=lambda row: -max(one.get(row, 0) for one in named.values()))
-    lines = [(row, *(f"{one.get(row, 0):,}" for one in named.values())) for row in rows]
+    rows = sorted({row for sizes in named.values() for row in sizes},
+                  key=lambda row: -max(sizes.get(row, 0) for sizes in named.values()))
+    lines = [(row, *(f"{sizes.get(row, 0):,}" for sizes in named.values())) for row in rows]
     return html_table(("bytes saved for backward", *measured), lines)
 
 
-def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
+def seconds_table(times: Timed, configs: Mapping[str, Config]) -> str:
     """HTML: seconds by phase, and the share of the FLOPs."""
     lines, whole = [], training_flops(configs[FULL].model)
     for name, config in configs.items():
         lines.append((name, *(f"{1e3 * phase[name]:.1f} ms" for phase in (
-            found.forward, found.backward, found.optimizer)), f"{found.share(name):.0%}",
+            times.forward, times.backward, times.optimizer)), f"{times.share(name):.0%}",
             f"{training_flops(config.model) / whole:.0%}", f"{trained_share(config):.1%}"))
     return html_table(("", "forward", "backward", "optimizer", "an update, of full's",
                        "FLOPs, of full's", "trained weights"), lines,
-                      caption="; ".join(filter(None, (found.where, disturbance(found.others)))))
+                      caption="; ".join(filter(None, (times.where, disturbance(times.others)))))
 
 
 def seven_billion() -> Config:
@@ -258,19 +260,20 @@ WAYS = {"float32 weights, autocast": {}, "weights in bf16": {"memory.param_dtype
 
 def rented(config: Config, rank: int, machine: str) -> dict[str, tuple[Memory, Memory]]:
     """Predicted memory of full fine-tuning and of LoRA, by WAYS."""
-    found = {}
+    by_way = {}
     for way, settings in WAYS.items():
-        one = config.replace(settings)
-        found[way] = memory(one, machine), memory(adapted(one, rank), machine)
-    return found
+        with_settings = config.replace(settings)
+        by_way[way] = memory(with_settings, machine), memory(adapted(with_settings, rank), machine)
+    return by_way
 
 
 def rented_table(models: Mapping[str, Mapping[str, tuple[Memory, Memory]]]) -> str:
     """HTML: predicted memory, with the published numbers of Hu et al. below."""
     lines = []
-    for name, found in models.items():
-        for way, (full, lora) in found.items():
-            lines.append((name, way, *(quantity(one.peak_bytes, "bytes") for one in (full, lora)),
+    for name, by_way in models.items():
+        for way, (full, lora) in by_way.items():
+            lines.append((name, way, quantity(full.peak_bytes, "bytes"),
+                          quantity(lora.peak_bytes, "bytes"),
                           f"{full.peak_bytes / lora.peak_bytes:.2f} times",
                           "yes" if lora.missing_bytes <= 0 else "no"))
     lines.append(("GPT-3 175B, theirs", "as Hu et al. trained it", *(
@@ -286,7 +289,7 @@ def rates_figure(study: Study) -> dict:
     """The loss of the new text over the learning rate, a line per rank."""
     lines = []
     for i, rank in enumerate(study.ranks):
-        own = sorted((one.lr, one.learned) for one in study.went if one.rank == rank)
+        own = sorted((run.lr, run.learned) for run in study.went if run.rank == rank)
         shade = COLOURS[1] if not rank else COLOURS[0]
         faint = 1.0 if not rank else 0.25 + 0.75 * i / (len(study.ranks) - 1)
         lines.append(scatter([lr for lr, _ in own], [loss for _, loss in own],
@@ -304,11 +307,11 @@ def forgetting_figure(study: Study) -> dict:
     dots = [scatter([study.manual], [study.code], "before", COLOURS[2], mode="markers",
                     marker={"symbol": "x", "size": 11})]
     for name, colour, own in (
-            ("all weights", COLOURS[1], [one for one in study.went if not one.rank]),
-            ("LoRA", COLOURS[0], [one for one in study.went if one.rank])):
-        dots.append(scatter([one.learned for one in own], [one.remembered for one in own], name,
+            ("all weights", COLOURS[1], [run for run in study.went if not run.rank]),
+            ("LoRA", COLOURS[0], [run for run in study.went if run.rank])):
+        dots.append(scatter([run.learned for run in own], [run.remembered for run in own], name,
                             colour, mode="markers", marker={"size": 9},
-                            customdata=[f"{one.name}, {one.lr:g}" for one in own],
+                            customdata=[f"{run.name}, {run.lr:g}" for run in own],
                             hover="%{customdata}: manual %{x:.3f}, code %{y:.3f}"))
     return figure(dots, "What is learned, and what is forgotten", height=420,
                   xaxis=axis("loss of the manual, nats per byte"),
@@ -319,10 +322,10 @@ def ladder_table(study: Study) -> str:
     """HTML: each rank at its best learning rate."""
     lines = []
     for rank in [*study.ranks[1:], 0]:
-        one = study.best(rank)
-        lines.append((one.name, f"{one.trained:,}", f"{one.lr:g}", f"{one.learned:.3f}",
-                      f"{one.learned - study.manual:+.3f}", f"{one.remembered:.3f}",
-                      f"{study.forgot(one):+.3f}"))
+        best = study.best(rank)
+        lines.append((best.name, f"{best.trained:,}", f"{best.lr:g}", f"{best.learned:.3f}",
+                      f"{best.learned - study.manual:+.3f}", f"{best.remembered:.3f}",
+                      f"{study.forgot(best):+.3f}"))
     return html_table(("", "trained numbers", "its best rate", "manual", "learned", "code",
                        "forgotten"), lines)
 

@@ -44,8 +44,8 @@ __all__ = ["Path", "hardware"]
 VOCAB, HEADS = 256, 4       # tokens are bytes
 RECIPES = ("int8", "fp8-rowwise", "mxfp8", "nvfp4")       # that telemetry tries on each operand
 LLAMA, ENCODER = "Llama", "TransformerEncoder"
-_ABSENT = ("transformers is not installed, so PyTorch's own modules stand in for its Llama: the same "
-           "Linears, no rotary embedding.")
+_ABSENT = ("transformers is not installed, so a model of PyTorch's own modules replaces its Llama: "
+           "it has the same Linears and no rotary embedding.")
 
 # ---- Models
 
@@ -110,8 +110,8 @@ class GatedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h, attention, mlp = self.norms[0](x), self.self_attn, self.mlp
-        q, k, v = (attention[f"{one}_proj"](h).unflatten(-1, (heads, -1)).transpose(1, 2)
-                   for one, heads in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)))
+        q, k, v = (attention[f"{name}_proj"](h).unflatten(-1, (heads, -1)).transpose(1, 2)
+                   for name, heads in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + attention["o_proj"](y.transpose(1, 2).flatten(2))
         h = self.norms[1](x)
@@ -127,8 +127,8 @@ class GatedLM(nn.Module):
         self.model = nn.ModuleDict({"layers": nn.ModuleList(
             GatedBlock(width) for _ in range(layers))})
         self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, VOCAB, bias=False)
-        self.apply(lambda one: isinstance(one, nn.Linear | nn.Embedding) and
-                   nn.init.normal_(one.weight, std=0.02))
+        self.apply(lambda module: isinstance(module, nn.Linear | nn.Embedding) and
+                   nn.init.normal_(module.weight, std=0.02))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x = self.tokens(input_ids) + self.places.weight[:input_ids.shape[1]]
@@ -164,7 +164,7 @@ def text(sequences: int, context: int, steps: int, seed: int = 0) -> list[dict[s
     policy = RandomWindows(tokens=prepare(DataConfig(), vocab=VOCAB).train, batch=sequences,
                            context=context, seed=seed)
     ids = [policy.batch(step).tokens.to(hardware.usable()) for step in range(steps)]
-    return [{"input_ids": one, "labels": one} for one in ids]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in ids]
 
 
 # ---- Runs
@@ -203,21 +203,21 @@ def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], recipe: s
 Runs = dict[tuple[str, str], Trained]
 
 
-def study(made: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any], lr: float,
+def study(makers: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any], lr: float,
           done: Runs, watch: Progress = iter, seeds: int = 3) -> Runs:
     """Train each model under each of two recipes, and in bf16 with several seeds of its weights.
     `done`: finished runs, which are not repeated."""
-    asked = [(name, recipe, 0) for name in made for recipe in ("int8", "nvfp4")]
-    asked += [(name, None, seed) for name in made for seed in range(seeds)]
-    asked = [one for one in asked if one[:2] not in done]
+    asked = [(name, recipe, 0) for name in makers for recipe in ("int8", "nvfp4")]
+    asked += [(name, None, seed) for name in makers for seed in range(seeds)]
+    asked = [case for case in asked if case[:2] not in done]
     return done | {(name, recipe or f"bf16, seed {seed}"):
-                   trained(made[name](seed), batches, recipe, lr)
+                   trained(makers[name](seed), batches, recipe, lr)
                    for name, recipe, seed in watch(asked)}
 
 
 def spread(runs: Runs, name: str) -> float:
     """Return the standard deviation over seeds of the final bf16 loss."""
-    return stdev(one.end for (of, how), one in runs.items() if of == name and "seed" in how)
+    return stdev(run.end for (of, how), run in runs.items() if of == name and "seed" in how)
 
 
 def behind(runs: Runs, name: str, recipe: str) -> float:
@@ -236,17 +236,17 @@ def noise(samples: Iterable[Sample], recipe: str, role: str, step: int | None = 
           ) -> dict[str, float]:
     """Return the SQNR of an operand under a recipe by layer, at one step; None: the last step."""
     samples = list(samples)
-    step = step or max(one.step for one in samples)
-    found = {one.layer: one.others[recipe].sqnr_db for one in samples
-             if (one.role, one.step) == (role, step) and one.others}
-    return {layer: db for layer, db in found.items() if db is not None}
+    step = step or max(sample.step for sample in samples)
+    by_layer = {sample.layer: sample.others[recipe].sqnr_db for sample in samples
+                if (sample.role, sample.step) == (role, step) and sample.others}
+    return {layer: db for layer, db in by_layer.items() if db is not None}
 
 
 def by_kind(noise_of: Mapping[str, float]) -> dict[str, float]:
     """Return the lowest SQNR of each kind of Linear, the noisiest kind first."""
     kinds = {short(layer): min(db for other, db in noise_of.items()
                                if short(other) == short(layer)) for layer in noise_of}
-    return dict(sorted(kinds.items(), key=lambda one: one[1]))
+    return dict(sorted(kinds.items(), key=lambda pair: pair[1]))
 
 
 def noise_table(runs: Runs, recipe: str = "int8") -> str:
@@ -254,7 +254,7 @@ def noise_table(runs: Runs, recipe: str = "int8") -> str:
     lines = []
     for name in dict.fromkeys(of for of, _ in runs):
         samples = runs[name, recipe].seen.samples
-        first = by_kind(noise(samples, recipe, "x", min(one.step for one in samples)))
+        first = by_kind(noise(samples, recipe, "x", min(sample.step for sample in samples)))
         last = by_kind(noise(samples, recipe, "x"))
         lines += [(name, kind, f"{db:.1f} dB", f"{last[kind]:.1f} dB")
                   for kind, db in first.items()]
@@ -297,7 +297,7 @@ def _label(layer: str) -> str:
 def losses_figure(runs: Runs, name: str) -> dict:
     """Loss minus bf16's loss from the same weights, by step; the same for bf16's other seeds."""
     base = runs[name, "bf16, seed 0"].losses
-    of = {how: one.losses for (model, how), one in runs.items() if model == name}
+    of = {how: run.losses for (model, how), run in runs.items() if model == name}
     lines, traces = lines_of([how for how in of if "seed" not in how]), []
     for how, losses in sorted(of.items(), key=lambda item: "seed" not in item[0]):
         if losses is not base:      # all other seeds are one series with one colour

@@ -77,8 +77,8 @@ def timed(config: Config, *, rounds: int, watch: Watch = iter) -> Timed:
     """Times AdamW, Muon, the float32 passes and Newton-Schulz in turns."""
     plain, phases = Bench(config.replace({"precision.recipe": "fp32"})), []
     beside = (lambda: phases.append(by_phase(plain)), orthogonalisation(config, plain.device))
-    found = optimizers.timed(config, ["adamw", "muon"], rounds=rounds, watch=watch, beside=beside)
-    return Timed(**vars(found), products=found.beside[-1], forward_backward_fp32=min(
+    times = optimizers.timed(config, ["adamw", "muon"], rounds=rounds, watch=watch, beside=beside)
+    return Timed(**vars(times), products=times.beside[-1], forward_backward_fp32=min(
         forward + backward for forward, backward, _ in phases[1:]))
 
 
@@ -90,18 +90,18 @@ def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
     training = Training.build(config.replace({"optimizer": "adamw", "system.compile": False}))
     for step in range(updates):
         training.update(step)
-    found = {}
+    pairs = {}
     for name, p in training.model.named_parameters():
         if name.startswith("blocks.0.") and p.ndim == 2:
-            one = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
+            parameter = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
             held, own = training.optimizer.state[p], OPTIMIZERS["muon"].settings
-            parts = [muon.apart(held[slot].float().cpu(), one, own)
+            parts = [muon.apart(held[slot].float().cpu(), parameter, own)
                      for slot in ("exp_avg", "exp_avg_sq")]
             short = name.removeprefix("blocks.0.").removesuffix(".weight")
             names = [f"{short}, {what}" for what in ("query", "key", "value")]
-            for each, *pair in zip(names if one.fused else [short], *parts):
-                found[each] = tuple(t.flatten(0, 1) for t in pair)
-    return found
+            for each, *pair in zip(names if parameter.fused else [short], *parts):
+                pairs[each] = tuple(t.flatten(0, 1) for t in pair)
+    return pairs
 
 
 def over_rms(values: Tensor) -> Tensor:
@@ -160,13 +160,13 @@ def spectrum_view(moments: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[...,
 
     def show(matrix: str, steps: int) -> dict:
         last = newton_schulz(known[matrix]["momentum"], steps)
-        found = {**known[matrix], f"Muon, {steps} steps": last}
+        by_rule = {**known[matrix], f"Muon, {steps} steps": last}
         colours = (FAINT, COLOURS[0], COLOURS[1], COLOURS[2])
-        share = [100 * (i + 0.5) / len(found["momentum"]) for i in range(len(found["momentum"]))]
+        share = [100 * (i + 0.5) / len(last) for i in range(len(last))]
         lines = [scatter(share, values.clamp(min=1e-4).tolist(), name, colour,
                          line={"width": 4 if name.startswith("Muon") else 2},
                          hover="%{x:.0f}%: %{y:.3g}")
-                 for (name, values), colour in zip(found.items(), colours)]
+                 for (name, values), colour in zip(by_rule.items(), colours)]
         near = float(((last > 0.5) & (last < 2)).double().mean())
         return figure(lines, f"{matrix}: {near:.0%} of Muon's directions within a factor of 2 of "
                              f"their root mean square", height=420,
@@ -185,35 +185,36 @@ def overhead_rows(config: Config) -> str:
     asked = {"cpu-3m": preset("cpu-3m").tokens_per_step, **PUBLISHED}
     lines = []
     for name, tokens in asked.items():
-        one = preset(name).replace({"optimizer": "muon"})
-        counted = flops(one) / (training_flops(one.model) * tokens / one.model.context)
-        bound = muon.NEWTON_SCHULZ * one.model.width / tokens
-        lines.append((name, f"{one.model.width:,}", f"{tokens:,}", f"{bound:.3%}",
-                      f"{counted:.3%}"))
+        with_muon = preset(name).replace({"optimizer": "muon"})
+        m = with_muon.model
+        counted = flops(with_muon) / (training_flops(m) * tokens / m.context)
+        bound = muon.NEWTON_SCHULZ * m.width / tokens
+        lines.append((name, f"{m.width:,}", f"{tokens:,}", f"{bound:.3%}", f"{counted:.3%}"))
     here = config.replace({"optimizer": "muon"})
     lines.append(("here", f"{here.model.width:,}", f"{here.tokens_per_step:,}",
                   f"{published(here):.1%}", f"{overhead(here):.1%}"))
     return html_table(("", "m, width", "B, tokens an update", "T m / B", "counted"), lines)
 
 
-def near_table(found: Mapping[str, Near]) -> str:
+def near_table(by_matrix: Mapping[str, Near]) -> str:
     """HTML: the share of each matrix's singular values that five steps bring near 1."""
-    rows = [(name, f"{one.predicted:.1%}", f"{one.measured:.1%}") for name, one in found.items()]
+    rows = [(name, f"{share.predicted:.1%}", f"{share.measured:.1%}")
+            for name, share in by_matrix.items()]
     return html_table(("matrix", f"above {LEAST:.4f} of the norm before",
                        "between {} and {} after".format(*NEAR)), rows)
 
 
-def why_table(found: Timed, config: Config) -> str:
+def why_table(times: Timed, config: Config) -> str:
     """HTML: FLOP/s of the parts whose ratio explains the prediction's error."""
     whole = training_flops(config.model, batch=config.global_batch)
     own = flops(config.replace({"optimizer": "muon"}))
     lines = [(name, f"{work / 1e9:.1f}", f"{1e3 * seconds:.1f} ms", f"{work / seconds / 1e9:.0f}")
              for name, work, seconds in (
-                 ("forward and backward", whole, found.forward_backward),
-                 ("the same in float32", whole, found.forward_backward_fp32),
-                 ("Newton-Schulz alone, float32", own, found.products),
-                 ("Muon's whole work", own, found.optimizer["muon"]))]
-    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.caption)
+                 ("forward and backward", whole, times.forward_backward),
+                 ("the same in float32", whole, times.forward_backward_fp32),
+                 ("Newton-Schulz alone, float32", own, times.products),
+                 ("Muon's whole work", own, times.optimizer["muon"]))]
+    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=times.caption)
 
 
 # ---- Exercises

@@ -64,16 +64,16 @@ def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
 @torch.no_grad()
 def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
     """Return the output of each part for the same text, by name."""
-    found, hooks = {}, []
+    outputs, hooks = {}, []
     block = training.model.blocks[-1]
     parts = {"attention": block.attention, "mlp": block.mlp, "logits": training.model.head}
     for name, part in parts.items():
         hooks.append(part.register_forward_hook(
-            lambda module, inputs, out, name=name: found.update({name: out.clone()})))
+            lambda module, inputs, out, name=name: outputs.update({name: out.clone()})))
     training.model(held.tokens)
     for hook in hooks:
         hook.remove()
-    return found
+    return outputs
 
 
 def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, seeds: int = 3
@@ -103,9 +103,9 @@ def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
 
 def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
     """Return the mean loss over seeds; infinite if a run diverged."""
-    found = [run["loss"] for run in runs
+    losses = [run["loss"] for run in runs
              if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
-    return math.inf if None in found else fmean(found)
+    return math.inf if None in losses else fmean(losses)
 
 
 def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, float]:
@@ -136,13 +136,13 @@ def transfer(runs: Sequence[Mapping[str, Any]], how: str) -> Transfer:
 
 # ---- Figures and tables
 
-def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
+def check_figure(changes: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
     """The plotly spec of the change of activations over widths. `found`: results of
     `coordinate_check` by parametrisation and width."""
     data = []
-    for how, dash in zip(found, ("dot", "solid")):
-        for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
-            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}",
+    for how, dash in zip(changes, ("dot", "solid")):
+        for name, colour in zip(changes[how][WIDTHS[0]], COLOURS):
+            data.append(scatter(WIDTHS, [changes[how][w][name] for w in WIDTHS], f"{how}: {name}",
                                 colour, mode="lines+markers", line={"dash": dash},
                                 hover="width %{x}: %{y:.3f}"))
     return figure(data, "How far activations have moved after four updates at one learning rate",
@@ -174,9 +174,9 @@ def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """HTML: the best learning rate of each width, and the widest's loss at the narrowest's rate."""
     rows = []
     for how in PARAMETRISATIONS:
-        one = transfer(runs, how)
-        rows.append((how, *(f"{lr:g}" for lr in one.best.values()), f"{one.own:.3f}",
-                     f"{one.moved:.3f}"))
+        result = transfer(runs, how)
+        rows.append((how, *(f"{lr:g}" for lr in result.best.values()), f"{result.own:.3f}",
+                     f"{result.moved:.3f}"))
     return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
                        f"loss of width {WIDTHS[-1]} at its own",
                        f"at that of width {WIDTHS[0]}"), rows)

@@ -55,9 +55,9 @@ class Search(Background):
     """A sweep in a background thread; its result is the text that `lpkit sweep` prints. The
     executor is a thread of this process; any object whose `submit` returns a future would do."""
 
-    def __init__(self, told: Sweep, out: Path):
+    def __init__(self, sweep: Sweep, out: Path):
         super().__init__("search")
-        self.told, self.out = told, out     # `out`: the journal is `out`-MARK.jsonl
+        self.told, self.out = sweep, out     # `out`: the journal is `out`-MARK.jsonl
 
     def _do(self) -> dict[str, Any]:
         children = Children()
@@ -70,9 +70,9 @@ class Search(Background):
 class LiveSweep(Figure):
     """The trials of a sweep's journal, redrawn when any process adds a trial."""
 
-    def __init__(self, told: Sweep, out: Path):
-        super().__init__(parallel_figure([], told))
-        self.told, self.out, self.drawn = told, out, 0
+    def __init__(self, sweep: Sweep, out: Path):
+        super().__init__(parallel_figure([], sweep))
+        self.told, self.out, self.drawn = sweep, out, 0
 
     def look(self) -> None:
         journals = sorted(self.out.parent.glob(f"{self.out.name}-*.jsonl"), key=os.path.getmtime)
@@ -98,7 +98,7 @@ def last_loss(trial: Mapping[str, Any]) -> float | None:
 
 def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
     """Return the share of all trials' updates that pruning saved."""
-    ends = [steps if one["pruned"] is None else one["pruned"]["step"] for one in trials]
+    ends = [steps if trial["pruned"] is None else trial["pruned"]["step"] for trial in trials]
     return 1 - fmean(ends) / steps
 
 
@@ -113,9 +113,9 @@ class Gain:
     p: float
 
 
-def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
-    each = [math.log(min(other[:trials]) / min(one[:trials]))
-            for one, other in zip(found["tpe"], found["random"])]
+def gain(losses: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
+    each = [math.log(min(other[:trials]) / min(tpe[:trials]))
+            for tpe, other in zip(losses["tpe"], losses["random"])]
     mean, error, df = fmean(each), statistics.stdev(each) / math.sqrt(len(each)), len(each) - 1
     reach = referee.t_quantile(0.975, df) * error
     return Gain(mean, mean - reach, mean + reach, 2 * referee.t_cdf(-abs(mean) / error, df))
@@ -123,17 +123,17 @@ def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
 
 # ---- Figures and tables
 
-def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
+def parallel_figure(trials: Sequence[Mapping[str, Any]], sweep: Sweep) -> dict:
     """The plotly spec of a sweep. Each trial is a line through its settings, its last update and
     its loss there, in the colour of that loss; a diverged trial has no line. An axis is named by
     the last part of a setting's name, since five whole names do not fit on a phone. The axes of
     settings cover the range of the search."""
-    there = [one for one in trials if last_loss(one) is not None]
-    steps, losses = told.config({}).steps, [last_loss(one) for one in there]
+    there = [trial for trial in trials if last_loss(trial) is not None]
+    steps, losses = sweep.config({}).steps, [last_loss(trial) for trial in there]
     dimensions = []
-    for key in told.search:
-        domain = told.domain(key)[1]
-        values, ticks = [one["settings"][key] for one in there], {}
+    for key in sweep.search:
+        domain = sweep.domain(key)[1]
+        values, ticks = [trial["settings"][key] for trial in there], {}
         if choices := domain.get("choices"):
             values, ends = [choices.index(value) for value in values], (0, len(choices) - 1)
             ticks = {"tickvals": list(range(len(choices))), "ticktext": list(map(str, choices))}
@@ -146,13 +146,13 @@ def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
             ends = domain["low"], domain["high"]
         label = key.rpartition(".")[2] + ", log" * bool(domain.get("log"))
         dimensions.append({"label": label, "values": values, "range": list(ends), **ticks})
-    ended = [steps if one["pruned"] is None else one["pruned"]["step"] for one in there]
+    ended = [steps if trial["pruned"] is None else trial["pruned"]["step"] for trial in there]
     dimensions += [{"label": "updates", "values": ended, "range": [0, steps]},
                    {"label": "loss, nats", "values": losses}]
     line = {"color": losses, "colorscale": "Cividis", "showscale": False}
-    pruned = sum(one["pruned"] is not None for one in trials)
+    pruned = sum(trial["pruned"] is not None for trial in trials)
     return figure([{"type": "parcoords", "dimensions": dimensions, "line": line}],
-                  f"{len(trials)} of {told.trials} trials, {pruned} pruned", height=420,
+                  f"{len(trials)} of {sweep.trials} trials, {pruned} pruned", height=420,
                   margin={"l": 70, "r": 50, "t": 90, "b": 30})
 
 
@@ -166,11 +166,11 @@ def best_so_far(losses: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(losses, min))
 
 
-def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
+def search_figure(by_sampler: Mapping[str, Sequence[Sequence[float]]]) -> dict:
     """The plotly spec of the best loss after each trial: a pale line per search, and the mean."""
     data = []
-    for (sampler, losses), colour in zip(found.items(), COLOURS):
-        curves = [best_so_far(one) for one in losses]
+    for (sampler, losses), colour in zip(by_sampler.items(), COLOURS):
+        curves = [best_so_far(search) for search in losses]
         trials = list(range(1, len(curves[0]) + 1))
         data += [scatter(trials, curve, sampler, colour, opacity=0.2, line={"width": 1},
                          hover=None, showlegend=False) for curve in curves]
@@ -181,9 +181,9 @@ def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
                   yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
 
 
-def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
+def wins(losses: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
     """Return the number of pairs of searches in which TPE's best of `trials` trials is lower."""
-    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
+    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(losses["tpe"], losses["random"]))
 
 
 # ---- Exercises

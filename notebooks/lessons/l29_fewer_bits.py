@@ -327,7 +327,8 @@ def smoothed_error(w: Tensor, x: Tensor, alpha: float, bits: int = 8) -> float:
 
 # ---- Training with fewer bits and weights
 
-def lottery(seed: int, steps: int = TRAINED_STEPS, share: float = 0.8, rewind: int = 30) -> dict[str, float]:
+def lottery(seed: int, steps: int = TRAINED_STEPS, share: float = 0.8,
+            rewind: int = 30) -> dict[str, float]:
     """Returns the losses of four runs: the dense run; its ticket (the weights that are largest at
     the end, from their values after `rewind` updates); as many weights at random places; and the
     ticket's places from another initialisation (Frankle and Carbin 2018; rewinding: Frankle et al.
@@ -434,8 +435,8 @@ def parts_figure(seeds: Sequence[Mapping[str, Any]]) -> dict:
 
 def wins(seeds: Sequence[Mapping[str, Any]], name: str, pattern: str) -> int:
     """Returns the number of seeds in which the pruner adds the fewest nats."""
-    return sum(best({by: Effect(**one) for by, one in row["effects"].items()}, pattern) == name
-               for row in seeds)
+    return sum(best({method: Effect(**effect) for method, effect in row["effects"].items()},
+                    pattern) == name for row in seeds)
 
 
 def best(effects: Mapping[str, Effect], pattern: str) -> str:
@@ -445,7 +446,7 @@ def best(effects: Mapping[str, Effect], pattern: str) -> str:
 def matrices_worse(seeds: Sequence[Mapping[str, Any]], effects: Mapping[str, Effect]) -> list[str]:
     """Returns the matrices of the recorded models and of the model trained here for which GPTQ's
     output error is not below RTN's."""
-    models = [{name: Effect(**one) for name, one in row["effects"].items()} for row in seeds]
+    models = [{name: Effect(**effect) for name, effect in row["effects"].items()} for row in seeds]
     return [f"{matrix}, {bits}" for model in [*models, effects] for bits in ("int4", "int3")
             for matrix, error in model[f"GPTQ {bits}"].errors.items()
             if error >= model[f"RTN {bits}"].errors[matrix]]

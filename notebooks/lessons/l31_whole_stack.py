@@ -119,11 +119,11 @@ def updates_to_target(config: Config, most: float = math.inf) -> float | None:
 def tuned(arms: Arms) -> dict[str, float | None]:
     """Returns the updates to TARGET by learning rate, for a seed that is not compared. A run stops
     when it needs more updates than the best rate so far."""
-    found: dict[str, float | None] = {}
+    by_rate: dict[str, float | None] = {}
     for lr in reversed(RATES) if "Muon" in arms else RATES:
-        best = min((updates for updates in found.values() if updates), default=MOST_STEPS)
-        found[str(lr)] = updates_to_target(learning(arms, lr, TUNING_SEED), best)
-    return found
+        best = min((updates for updates in by_rate.values() if updates), default=MOST_STEPS)
+        by_rate[str(lr)] = updates_to_target(learning(arms, lr, TUNING_SEED), best)
+    return by_rate
 
 
 def total(config: Config, updates: float, price: Callable[[Config, int], float]) -> float:
@@ -153,13 +153,13 @@ def seconds_by_kind(combinations: Iterable[Arms], rounds: int) -> dict[str, floa
         training = Training.build(each)
         for step in (first + 1 for first in (0, *GROW_AT)):
             runners.setdefault(kind(each, step), (training, step))
-    found = dict.fromkeys(runners, math.inf)
+    fastest = dict.fromkeys(runners, math.inf)
     for _ in range(rounds + 1):
         for name, (training, step) in runners.items():
             begun = process_time()
             training.update(step)
-            found[name] = min(found[name], process_time() - begun)
-    return found
+            fastest[name] = min(fastest[name], process_time() - begun)
+    return fastest
 
 
 REAL, MACHINE, LAYERS, SEQUENCES = "gpt2-124m", "h100", 3, 16     # per layer and sequence here
@@ -189,8 +189,8 @@ class Factor:
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Factor:
         """From costs in pairs by seed, with the statistics of `lpkit claim`."""
-        found = referee.look(before, after, referee.ALPHA)
-        return cls(*(1 / (1 - gain) for gain in (found.gain, *found.interval)))
+        gain_found = referee.look(before, after, referee.ALPHA)
+        return cls(*(1 / (1 - gain) for gain in (gain_found.gain, *gain_found.interval)))
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -216,10 +216,11 @@ class Record:
     def costs(self, arms: Arms, unit: str) -> list[float]:
         """Returns the cost of reaching TARGET, by seed, in `unit` (as in `price`)."""
         price = pick({"updates": lambda *_: 1.0, "FLOPs": flops,
-                      "tokens": lambda one, step: math.prod(one.sizes_at(step)),
-                      "seconds": lambda one, step: self.seconds[kind(one, step)],
-                      "H100 seconds": lambda one, step: h100_seconds(
-                          arms, int(sum(shares(one, step))), one.sizes_at(step)[0])}, unit, "unit")
+                      "tokens": lambda config, step: math.prod(config.sizes_at(step)),
+                      "seconds": lambda config, step: self.seconds[kind(config, step)],
+                      "H100 seconds": lambda config, step: h100_seconds(
+                          arms, int(sum(shares(config, step))), config.sizes_at(step)[0])},
+                     unit, "unit")
         return [total(config(arms), updates, price)
                 for updates in self.updates[title(arms & {*LEARNING})]]
 
@@ -256,8 +257,8 @@ def singles_table(record: Record) -> str:
               f"{record.factor(arms, 'H100 seconds').value:.2f}")
              for arms in (*(frozenset([name]) for name in ARMS), WHOLE)]
     return html_table(("times fewer", *units, "seconds, H100"), lines, caption=(
-        f"to {TARGET} nats; {len(record.updates['baseline'])} seeds, 95% intervals; H100: predicted "
-        f"for {REAL}, with the updates measured here"))
+        f"cost until the loss is {TARGET} nats; {len(record.updates['baseline'])} seeds, 95% "
+        f"intervals; H100: predicted for {REAL}, with the updates measured here"))
 
 
 def ladder(record: Record, unit: str) -> list[tuple[Arms, float, float]]:
@@ -277,7 +278,8 @@ def waterfall_figure(record: Record) -> dict:
         data += [columns(at, promised, f"{label}, by the product", colour, hover="%{y:.1f}%",
                          width=0.38, opacity=0.35),
                  columns(at, left, label, colour, hover="%{y:.1f}%", width=0.2)]
-    names = ["baseline", *(f"+ {name}".replace(" ", "<br>").replace("+<br>", "+ ") for name in ARMS)]
+    names = ["baseline",
+             *(f"+ {name}".replace(" ", "<br>").replace("+<br>", "+ ") for name in ARMS)]
     return figure(data, "Seconds to the same loss, as techniques are added", height=480,
                   margin={"t": 100}, yaxis=axis("of the baseline's seconds, %"), barmode="overlay",
                   xaxis=axis("", tickvals=places, ticktext=names), shapes=[rule(y=20)])
@@ -286,11 +288,12 @@ def waterfall_figure(record: Record) -> dict:
 def pairs_figure(record: Record, unit: str = "seconds") -> dict:
     """The plotly spec of the factor of each pair over the product of its two single factors."""
     names = list(ARMS)
-    z = [[1 / record.gap(unit, 1, frozenset((one, other))).value if i >= j else None
-          for j, other in enumerate(names[:-1])] for i, one in enumerate(names[1:])]
+    z = [[1 / record.gap(unit, 1, frozenset((row, column))).value if i >= j else None
+          for j, column in enumerate(names[:-1])] for i, row in enumerate(names[1:])]
     words = [[f"{value:.2f}" if value else "" for value in line] for line in z]
     return figure([heat(names[:-1], names[1:], z, ends=(0.3, 1.7), bar={}, text=words,
-                        texttemplate="%{text}", hovertemplate="%{y}, %{x}: %{text}<extra></extra>")],
+                        texttemplate="%{text}",
+                        hovertemplate="%{y}, %{x}: %{text}<extra></extra>")],
                   "Two techniques together, over the product of both", height=400,
                   xaxis=axis("", showgrid=False), yaxis=axis("", showgrid=False))
 
@@ -303,12 +306,13 @@ def baselines_table(record: Record) -> str:
         ("ours, in fp32", "", f"{slow:.1f}"),
         *((f"ours{' + ' * bool(arms)}{title(arms) * bool(arms)}",
            *(f"{record.factor(WHOLE, unit, arms).value:.2f}"
-             for unit in ("seconds", "H100 seconds"))) for arms, *_ in ladder(record, "updates")[:-1])])
+             for unit in ("seconds", "H100 seconds")))
+          for arms, *_ in ladder(record, "updates")[:-1])])
 
 
-def curves_figure(found: Mapping[str, Sequence[tuple[int, float]]]) -> dict:
+def curves_figure(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict:
     return figure([scatter(*zip(*points), name, colour, hover="%{x} updates: %{y:.3f} nats")
-                   for (name, points), colour in zip(found.items(), COLOURS)],
+                   for (name, points), colour in zip(curves.items(), COLOURS)],
                   f"Updates to {TARGET} nats", height=380, xaxis=axis("updates"),
                   yaxis=axis("held-out loss, nats per token"), shapes=[rule(y=TARGET)])
 

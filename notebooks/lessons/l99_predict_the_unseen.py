@@ -138,10 +138,10 @@ class Question:
     tolerance: float
     answer: Callable[[Case], float]
 
-    def off(self, case: Case, said: float) -> float:
+    def off(self, case: Case, given: float) -> float:
         """Return the error of `said` in the unit of `tolerance`; negative if `said` is too low."""
         right = self.answer(case)
-        return said - right if self.unit == "dB" else said / right - 1
+        return given - right if self.unit == "dB" else given / right - 1
 
     def shown(self, value: float) -> str:
         if self.unit in ("dB", "times"):
@@ -199,16 +199,18 @@ QUESTIONS = {
         tolerance=0.1,
         answer=lambda case: case.bf16_seconds),
     "gain": Question(
-        asked="seconds of the step, over the seconds with the FP8 recipe", unit="times", tolerance=0.04,
-        answer=_gain),
+        asked="speed-up of the step by the FP8 recipe: seconds in bf16, over seconds with the "
+              "recipe", unit="times", tolerance=0.04, answer=_gain),
     "noise": Question(
         asked="signal over noise of a product under the FP8 recipe", unit="dB", tolerance=1.0,
         answer=lambda case: predicted_db(RECIPES[case.recipe], case.config)),
     "moved": Question(
-        asked="bytes that the kernels of the cast move for one float32 tensor of B T rows and D columns", unit="bytes", tolerance=0.01,
+        asked="bytes that the kernels of the cast move for one float32 tensor of B T rows and D "
+              "columns", unit="bytes", tolerance=0.01,
         answer=lambda case: CASTS[case.cast] * case.config.tokens_per_step * case.config.model.D),
     "sent": Question(
-        asked="bytes that each rank sends in an update with this stage of ZeRO and this number of micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
+        asked="bytes that each rank sends in an update with this stage of ZeRO and this number of "
+              "micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
     "cache": Question(
         asked="bytes of the keys and values of B sequences of T tokens in all blocks, in 16 bits",
         unit="bytes", tolerance=0.01,
@@ -241,13 +243,13 @@ class Score:
     def _repr_html_(self) -> str:
         rows = []
         for name, question in QUESTIONS.items():
-            mark, said = self.marks[name], self.said.get(name)
+            mark, given = self.marks[name], self.said.get(name)
             allowed = question.shown_off(question.tolerance).replace("+", "±")
             known = ("", "", "")        # the right answer is hidden until there is an answer
             if mark != "to do":
-                known = ((question.shown(said), question.shown(question.answer(self.case)),
-                          question.shown_off(question.off(self.case, said)))
-                         if _is_number(said) else (str(said), "", "not a number"))
+                known = ((question.shown(given), question.shown(question.answer(self.case)),
+                          question.shown_off(question.off(self.case, given)))
+                         if _is_number(given) else (str(given), "", "not a number"))
             rows.append((f"{MARKS[mark][1]} {name}", question.asked, *known, allowed, mark))
         heads = ("", "", "you", "the kit", "off", "allowed", "")
         return (f"<p><b>{self.right} of {len(QUESTIONS)}</b>{html.escape(self.why)}</p>"
@@ -257,20 +259,20 @@ class Score:
 def mark(case: Case, answers: Answers) -> Score:
     """Mark the answers. Never raises an error of `answers`, so that a notebook runs to its end."""
     try:
-        said, why = dict(answers(case.sheet)), ""
+        given, why = dict(answers(case.sheet)), ""
     except NotImplementedError:
-        said, why = {}, ": to do"
+        given, why = {}, ": to do"
     except Exception as error:      # any error of the learner's function is shown
-        said, why = {}, f": it raised {type(error).__name__}: {error}"
+        given, why = {}, f": it raised {type(error).__name__}: {error}"
     marks = {}
     for name, question in QUESTIONS.items():
-        value = said.get(name)
+        value = given.get(name)
         if value is None or value is ...:
             marks[name] = "to do"
         else:
             close = _is_number(value) and abs(question.off(case, value)) <= question.tolerance
             marks[name] = "right" if close else "wrong"
-    return Score(case=case, said=said, marks=marks, why=why)
+    return Score(case=case, said=given, marks=marks, why=why)
 
 
 def _is_number(value: Any) -> bool:

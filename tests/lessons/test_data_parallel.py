@@ -173,7 +173,7 @@ def sends_float32(rows, rank, ranks, all_reduce_max, all_gather_bytes):
 @pytest.mark.usefixtures("judged_on_ranks")
 def test_an_all_gather_of_bytes_takes_bytes():
     verdict = check(EXERCISES["15.eight_bits"], sends_float32)
-    assert (verdict.status == "wrong" and "all_gather_bytes sends uint8, and this is torch.float32"
+    assert (verdict.status == "wrong" and "all_gather_bytes sends uint8, got torch.float32"
             in verdict.detail)
 
 

@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with lab.serve(root, port=args.port, children=children) as server:
             if args.port not in (0, server.port):
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
-            found = {"url": server.url, "port": server.port, "root": str(root),
+            opened = {"url": server.url, "port": server.port, "root": str(root),
                      "changes": changes, "token_file": str(server.token_file),
                      "log": str(server.log_path),
                      "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
                                f"USER@THIS_MACHINE"}
-            print(json.dumps(found) if args.json else text(found), flush=True)
+            print(json.dumps(opened) if args.json else text(opened), flush=True)
             if lab.has_display() and not args.no_browser:
                 server.open_browser()
             code = server.process.wait()    # ends, too, if the lab is shut down from its menu

@@ -51,7 +51,7 @@ def text(result: dict[str, Any]) -> str:
     lines = [*result["problems"], f"{result['reports']} reports of {result['learners']} learners"]
     if result["exercises"]:
         lines += ["", text_table([("exercise", "right", "not yet"), *(
-            (name, str(one["right"]), str(one["not_yet"])) for name, one in
+            (name, str(counts["right"]), str(counts["not_yet"])) for name, counts in
             result["exercises"].items())])]
     lines += [f"wrote all reports to {named(result['csv'])}"] if result["csv"] else []
     lines += [f"deleted {result['deleted']} reports"] if result["deleted"] else []

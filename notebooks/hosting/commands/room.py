@@ -92,15 +92,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     codes = Path(room.folder, "codes.csv")
     with whole_file(codes, 0o600) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([("name", "code"), *(
-            (name, one.code) for name, one in room.members.items() if one.code)])
+            (name, member.code) for name, member in room.members.items() if member.code)])
     children = processes.Children()
 
     def serve() -> int:
         with rooms.serve(room, children) as keeper:
-            found = {"title": room.title, "url": rooms.url(room), "folder": room.folder,
+            opened = {"title": room.title, "url": rooms.url(room), "folder": room.folder,
                      "codes": str(codes), "learners": len(room.members) - 1,
                      "memory_bytes": room.memory_bytes, "threads": room.threads, "gpus": room.gpus}
-            print(json.dumps(found) if args.json else text(found), flush=True)
+            print(json.dumps(opened) if args.json else text(opened), flush=True)
             if (code := progress.watch(room, keeper)) and not children.over:
                 print(f"the hub ended with exit code {code}; `lpkit room --folder {room.folder}` "
                       f"opens the room again. The end of its log:\n{keeper.stdout.read()}",

@@ -78,24 +78,25 @@ def pack(value: Any, strict: bool = False) -> bytes:
     """strict: raise TypeError for a value that `unpack` would not restore, not pack its repr."""
     tensors: dict[str, Tensor] = {}
 
-    def plain(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            tensors[f"{len(tensors)}"] = one.detach().cpu().contiguous().clone()
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[f"{len(tensors)}"] = value.detach().cpu().contiguous().clone()
             return {"tensor": f"{len(tensors) - 1}"}
-        if hasattr(one, "tolist"):          # a numpy array or scalar
-            one = one.tolist()
-        if one is None or isinstance(one, bool | str):
-            return one
+        if hasattr(value, "tolist"):          # a numpy array or scalar
+            value = value.tolist()
+        if value is None or isinstance(value, bool | str):
+            return value
         for kind in (int, float):
-            if isinstance(one, kind):
-                return kind(one)
-        if isinstance(one, Mapping):
-            return {"dict": [[plain(key), plain(each)] for key, each in one.items()]}
-        if isinstance(one, Sequence) and not isinstance(one, bytes | bytearray):
-            return {"tuple" if isinstance(one, tuple) else "list": [plain(each) for each in one]}
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, Mapping):
+            return {"dict": [[plain(key), plain(each)] for key, each in value.items()]}
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [plain(each) for each in value]}
         if strict:
-            raise TypeError(f"{type(one).__name__} is no number, text, tensor, list or dict")
-        words = f"a function {one.__name__}" if inspect.isfunction(one) else repr(one)
+            raise TypeError(f"{type(value).__name__} is no number, text, tensor, list or dict")
+        words = f"a function {value.__name__}" if inspect.isfunction(value) else repr(value)
         return {"words": words[:SHOWN]}
 
     text = json.dumps(plain(value)).encode()
@@ -109,10 +110,10 @@ def unpack(frame: bytes) -> Any:
     text, blob = frame[SIZES.size:SIZES.size + size], frame[SIZES.size + size:]
     tensors = load_tensors(blob) if blob else {}
 
-    def value(one: Any) -> Any:
-        if not isinstance(one, dict):
-            return one
-        (kind, inside), = one.items()
+    def value(packed: Any) -> Any:
+        if not isinstance(packed, dict):
+            return packed
+        (kind, inside), = packed.items()
         return {"tensor": lambda: tensors[inside], "words": lambda: Unknown(str(inside)),
                 "list": lambda: [value(each) for each in inside],
                 "tuple": lambda: tuple(value(each) for each in inside),
@@ -197,15 +198,15 @@ class Parcel:
     def _add_text(self, name: str, function: Callable) -> None:
         text, node = text_of(function, name)
         known = inspect.unwrap(function)
-        made = getattr(node, "name", name)
-        self.texts[made] = text         # before the functions that it calls; they may call it
+        defined = getattr(node, "name", name)
+        self.texts[defined] = text         # before the functions that it calls; they may call it
         cells = zip(known.__code__.co_freevars, known.__closure__ or ())
         names = {**known.__globals__, **{free: cell.cell_contents for free, cell in cells}}
-        for used in _names_used(node) & names.keys() - {made}:
+        for used in _names_used(node) & names.keys() - {defined}:
             self._add(used, names[used])
-        self.texts[made] = self.texts.pop(made)
-        if made != name:
-            self.texts[name] = f"{name} = {made}"
+        self.texts[defined] = self.texts.pop(defined)
+        if defined != name:
+            self.texts[name] = f"{name} = {defined}"
 
 
 def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
@@ -215,7 +216,7 @@ def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
     text = textwrap.dedent("".join(lines))
     node, *more = ast.parse(text).body
     if not isinstance(node, ast.FunctionDef):
-        lambdas = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
+        lambdas = [child for child in ast.walk(node) if isinstance(child, ast.Lambda)]
         if len(lambdas) != 1:
             raise TypeError("it is no function")
         text = f"{name} = ({ast.get_source_segment(text, lambdas[0])})"
@@ -226,8 +227,9 @@ def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
 
 
 def is_stub(node: ast.stmt) -> bool:
-    body = [one for one in getattr(node, "body", ()) if not isinstance(one, ast.Expr)]
-    return len(body) == 1 and isinstance(body[0], ast.Raise)    # apart from its docstring
+    """Whether a function's only statement, apart from its docstring, is a `raise`."""
+    body = [line for line in getattr(node, "body", ()) if not isinstance(line, ast.Expr)]
+    return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
 def _imported_from(value: Any) -> str:
@@ -238,10 +240,10 @@ def _imported_from(value: Any) -> str:
         return str(value).replace(".", ":")
     name, main = getattr(value, "__qualname__", ""), sys.modules["__main__"]
     for module in (getattr(value, "__module__", None), *list(sys.modules)):
-        found: Any = sys.modules.get(module)
-        for part in name.split(".") if found is not main else "":
-            found = getattr(found, "__dict__", {}).get(part)
-        if name and found is value:
+        holder: Any = sys.modules.get(module)
+        for part in name.split(".") if holder is not main else "":
+            holder = getattr(holder, "__dict__", {}).get(part)
+        if name and holder is value:
             return f"{module}:{name}"
     return ""
 
@@ -249,15 +251,16 @@ def _imported_from(value: Any) -> str:
 def _names_used(node: ast.stmt) -> set[str]:
     """Return the outer names that a function uses, without the names in annotations."""
     node = ast.parse(ast.unparse(node)).body[0]
-    for one in ast.walk(node):
-        for annotated in {"annotation", "returns"} & set(one._fields):
-            setattr(one, annotated, ast.Constant(None) if isinstance(one, ast.AnnAssign) else None)
+    for child in ast.walk(node):
+        for annotated in {"annotation", "returns"} & set(child._fields):
+            setattr(child, annotated,
+                    ast.Constant(None) if isinstance(child, ast.AnnAssign) else None)
     tables, used = [symtable.symtable(ast.unparse(node), "notebook", "exec")], set()
     while tables:
         table = tables.pop()
         tables += table.get_children()
-        used |= {one.get_name() for one in table.get_symbols()
-                 if one.is_global() and one.is_referenced()}
+        used |= {symbol.get_name() for symbol in table.get_symbols()
+                 if symbol.is_global() and symbol.is_referenced()}
     return used
 
 
@@ -430,8 +433,8 @@ def _give(work: Callable[[], Iterable[Answer]], writer: int, printed: int) -> No
         _alone()
         torch.set_num_threads(1)
         try:
-            for one in work():
-                _send(one)
+            for answer in work():
+                _send(answer)
         except SystemExit:
             pass
         except BaseException as error:

@@ -68,12 +68,12 @@ def _probe() -> list[str]:
 
     @triton.jit
     def loop(x, y, n):
-        found = 0.0
+        total = 0.0
         for i in range(n):
-            found += tl.load(x + i)
-        tl.store(y, found)
+            total += tl.load(x + i)
+        tl.store(y, total)
 
-    found = []
+    sentences = []
 
     def hold(what: str, kernel, x, want, *more, **numbers) -> None:
         got = torch.zeros_like(want)
@@ -81,14 +81,14 @@ def _probe() -> list[str]:
             kernel[(1,)](x, got, *more, **numbers)
         except Exception as error:
             why = str(error.__cause__ or error).splitlines()[0]
-            found.append(what + DOES_NOT_RUN + why)
+            sentences.append(what + DOES_NOT_RUN + why)
             return
         wrong = (got.float() != want.float()).flatten()
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            found.append(f"{what} is wrong for {wrong.float().mean():.0%} of the numbers tried: "
-                         f"{want.flatten()[at].item():g} comes out as "
-                         f"{got.flatten()[at].item():g}")
+            sentences.append(f"{what} is wrong for {wrong.float().mean():.0%} of the numbers "
+                             f"tried: {want.flatten()[at].item():g} comes out as "
+                             f"{got.flatten()[at].item():g}")
 
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30
     whole = torch.arange(256).view(16, 16) % 5 + 1.0        # sums of these numbers are exact
@@ -104,8 +104,8 @@ def _probe() -> list[str]:
     room = torch.zeros(8)
     cast[(1,)](whole, room[:5], 8, BLOCK=8)
     if room[5:].any():
-        found.append("a store out of bounds is silent")
-    return found
+        sentences.append("a store out of bounds is silent")
+    return sentences
 
 
 if __name__ == "__main__":

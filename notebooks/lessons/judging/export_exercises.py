@@ -72,9 +72,9 @@ class Asked:
             lines = self.exercise.solution.splitlines()
             first = ast.parse(self.exercise.solution).body[0].body[0].lineno - 1
             return textwrap.dedent("\n".join(lines[first:]))
-        node = next(one for one in ast.parse(self.stub).body
-                    if isinstance(one, ast.FunctionDef) and one.name == self.function)
-        names = ", ".join(one.arg for one in node.args.args)
+        node = next(statement for statement in ast.parse(self.stub).body
+                    if isinstance(statement, ast.FunctionDef) and statement.name == self.function)
+        names = ", ".join(argument.arg for argument in node.args.args)
         return (f"from lessons.judging.index import exercise\n"
                 f"return exercise(\"{self.exercise.name}\").spec({names})")
 
@@ -86,18 +86,19 @@ def asked(book: Any) -> Iterator[Asked]:
         if cell.cell_type == "markdown":
             prose = cell.source
         elif "exercise" in cell.metadata.get("tags", ()):
-            found = CHECK.search(cell.source)
-            if found:
+            match = CHECK.search(cell.source)
+            if match:
                 stub = CHECK.sub("", cell.source).rstrip()
-                yield Asked(index.exercise(found["name"]), prose, stub, found["function"])
+                yield Asked(index.exercise(match["name"]), prose, stub, match["function"])
                 prose = ""
 
 
 def imports(book: Any) -> str:
     """Return the notebook's imports, which stubs and tests need."""
-    kept = [ast.unparse(one) for cell in book.cells if cell.cell_type == "code"
+    kept = [ast.unparse(statement) for cell in book.cells if cell.cell_type == "code"
             and cell.metadata.get("jupyter", {}).get("source_hidden")
-            for one in ast.parse(cell.source).body if isinstance(one, ast.Import | ast.ImportFrom)]
+            for statement in ast.parse(cell.source).body
+            if isinstance(statement, ast.Import | ast.ImportFrom)]
     return "\n".join([*kept, "from lessons.judging.export_exercises import graded"])
 
 
@@ -111,11 +112,12 @@ def nbgrader(book: Any, name: str) -> Any:
     """Return nbgrader's source notebook, from which `nbgrader generate_assignment` makes the
     learners' notebook."""
     cells = [_marked(imports(book), "imports", locked=True)]
-    for one in asked(book):
-        source = one.solved("### BEGIN SOLUTION", "### END SOLUTION")
-        cells += [new_markdown_cell(one.prose), _marked(source, f"answer_{one.id}", solution=True),
-                  _marked(one.test, f"test_{one.id}", grade=True, locked=True,
-                          points=one.exercise.stars)]
+    for item in asked(book):
+        source = item.solved("### BEGIN SOLUTION", "### END SOLUTION")
+        cells += [new_markdown_cell(item.prose),
+                  _marked(source, f"answer_{item.id}", solution=True),
+                  _marked(item.test, f"test_{item.id}", grade=True, locked=True,
+                          points=item.exercise.stars)]
     return _notebook(cells)
 
 
@@ -124,14 +126,14 @@ def otter(book: Any, name: str) -> Any:
     autograder's."""
     config = f"# ASSIGNMENT CONFIG\nname: lpkit_{name}\nexport_cell: false\ncheck_all_cell: false"
     cells = [new_raw_cell(config), new_code_cell(imports(book))]
-    for one in asked(book):
-        source = one.solved("# BEGIN SOLUTION", "# END SOLUTION",
+    for item in asked(book):
+        source = item.solved("# BEGIN SOLUTION", "# END SOLUTION",
                             f'""" # BEGIN PROMPT\n{TODO}\n"""; # END PROMPT')
-        cells += [new_raw_cell(f"# BEGIN QUESTION\nname: q{one.id}\n"
-                               f"points: {one.exercise.stars}"),
-                  new_markdown_cell(one.prose), new_raw_cell("# BEGIN SOLUTION"),
+        cells += [new_raw_cell(f"# BEGIN QUESTION\nname: q{item.id}\n"
+                               f"points: {item.exercise.stars}"),
+                  new_markdown_cell(item.prose), new_raw_cell("# BEGIN SOLUTION"),
                   new_code_cell(source), new_raw_cell("# END SOLUTION"),
-                  new_raw_cell("# BEGIN TESTS"), new_code_cell(one.test),
+                  new_raw_cell("# BEGIN TESTS"), new_code_cell(item.test),
                   new_raw_cell("# END TESTS"), new_raw_cell("# END QUESTION")]
     return _notebook(cells)
 
@@ -153,12 +155,12 @@ def export(name: str, out: Path) -> list[Path]:
     book, number = nbformat.read(path, as_version=4), path.stem.partition("_")[0]
     if not any(asked(book)):
         raise ConfigError(f"{path.stem} has no exercises to export")
-    made = {out / "nbgrader" / "source" / number / f"{number}.ipynb": nbgrader(book, number),
-            out / "otter" / f"{number}.ipynb": otter(book, number)}
-    for file, one in made.items():
+    books = {out / "nbgrader" / "source" / number / f"{number}.ipynb": nbgrader(book, number),
+             out / "otter" / f"{number}.ipynb": otter(book, number)}
+    for file, exported in books.items():
         own_folder(file.parent)
-        write_atomically(file, nbformat.writes(one) + "\n")
-    return list(made)
+        write_atomically(file, nbformat.writes(exported) + "\n")
+    return list(books)
 
 
 def main(argv: list[str] | None = None) -> int:

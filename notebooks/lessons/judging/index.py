@@ -35,8 +35,8 @@ class Moved(dict):
 
 def names() -> list[str]:
     """Return the names of the modules, in order."""
-    return sorted(f"lessons.{found.name}" for found in pkgutil.iter_modules(lessons.__path__)
-                  if found.name[1:3].isdecimal())
+    return sorted(f"lessons.{module.name}" for module in pkgutil.iter_modules(lessons.__path__)
+                  if module.name[1:3].isdecimal())
 
 
 def lesson(exercise: str) -> ModuleType:
@@ -46,7 +46,7 @@ def lesson(exercise: str) -> ModuleType:
         if name.startswith(f"lessons.l{number}_"):
             return importlib.import_module(name)
     raise ConfigError(f"exercise {exercise!r} is of notebook {number}, which has no lesson; there "
-                      f"are {', '.join(one[9:11] for one in names())}")
+                      f"are {', '.join(name[9:11] for name in names())}")
 
 
 def exercise(name: str) -> "Exercise":
@@ -56,5 +56,5 @@ def exercise(name: str) -> "Exercise":
 def exercises() -> dict[str, "Exercise"]:
     """Returns the exercises of all lessons, in the order of the course."""
     modules = map(importlib.import_module, names())
-    return {name: one for module in modules
-            for name, one in getattr(module, "EXERCISES", {}).items()}
+    return {name: each for module in modules
+            for name, each in getattr(module, "EXERCISES", {}).items()}

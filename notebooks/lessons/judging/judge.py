@@ -88,10 +88,11 @@ class Exercise:
 
     def called(self, function: Callable[..., Any], given: tuple) -> Any:
         """Return the part of a call that is judged: its result, or the arguments it changes."""
-        made = function(*given)
+        result = function(*given)
         if not self.in_place:
-            return made
-        return tuple(one for name, one in zip(self.arguments, given) if name in self.in_place)
+            return result
+        return tuple(argument for name, argument in zip(self.arguments, given)
+                     if name in self.in_place)
 
     @property
     def answer(self) -> Callable[..., Any]:
@@ -124,9 +125,9 @@ class Exercise:
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
         """Runs in the judge. Returns the status and its details."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
-            said = verdict(self, iter(attempt))
-            printed = attempt.printed if said.status == "wrong" else ""
-        return {"status": said.status, "detail": said.detail + printed}
+            result = verdict(self, iter(attempt))
+            printed = attempt.printed if result.status == "wrong" else ""
+        return {"status": result.status, "detail": result.detail + printed}
 
 
 def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
@@ -178,13 +179,13 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         more = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self._more))
-        said = f"{badge(self.status)} <b>{self.status}</b>{more}"
+        page = f"{badge(self.status)} <b>{self.status}</b>{more}"
         if self.solution:
-            said += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
+            page += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
                      f"</pre></details>")
         elif self.held:
-            said += f"<br><small>{html.escape(self.held)}</small>"
-        return said
+            page += f"<br><small>{html.escape(self.held)}</small>"
+        return page
 
 
 ENDED = Answer(why="it ended its process")
@@ -237,9 +238,9 @@ def array_bytes(call: Callable[[], Any]) -> int:
                 tracemalloc.stop()
 
 
-def _at_hand(made: Any) -> Any:
+def _at_hand(value: Any) -> Any:
     """Return an answer with tensors that can be read here. Raises for tensors without values."""
-    return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), made)
+    return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), value)
 
 
 def changed(exercise: Exercise, case: tuple, given: tuple) -> str:
@@ -257,7 +258,7 @@ def _same(before: Any, after: Any) -> bool:
     functions, may keep counts and are not compared."""
     if isinstance(before, Tensor):
         return (before.shape, before.dtype) == (after.shape, after.dtype) and torch.equal(
-            *(one.detach().reshape(-1).contiguous().view(torch.uint8) for one in (before, after)))
+            *(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (before, after)))
     if isinstance(before, Mapping):
         return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
     if isinstance(before, list | tuple):
@@ -269,15 +270,15 @@ def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
     """The judge's part; no code of the attempt runs here. `answers` are to all cases, in order."""
     seen: list[Answer] = []
     for case in exercise.all_cases():
-        seen.append(one := next(answers, ENDED))
-        if one.to_do:
+        seen.append(answer := next(answers, ENDED))
+        if answer.to_do:
             return to_do(exercise)
-        if why := one.why or unlike(exercise, case, one.value):
+        if why := answer.why or unlike(exercise, case, answer.value):
             seen += itertools.islice(answers, max(0, RECOGNISED - len(seen)))
             named = zip(exercise.arguments, case, strict=True)
             given = ", ".join(f"{name}={short(value)}" for name, value in named)
             hint = _hint(exercise, seen)
-            return Verdict("wrong", f"for {given} {why}{one.line}{hint and f'; {hint}'}",
+            return Verdict("wrong", f"for {given} {why}{answer.line}{hint and f'; {hint}'}",
                            exercise.solution)
     return Verdict("right", "", exercise.solution)
 
@@ -318,13 +319,13 @@ class Disturbed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace == "aten":
-            for one in tree_leaves(made):
-                if isinstance(one, Tensor) and one.dtype in (torch.float32, torch.float64):
-                    off = 2 * torch.rand(one.shape, generator=self.chance, dtype=one.dtype) - 1
-                    one.mul_(1 + self.size * off)
-        return made
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64):
+                    off = torch.rand(tensor.shape, generator=self.chance, dtype=tensor.dtype)
+                    tensor.mul_(1 + self.size * (2 * off - 1))
+        return result
 
 
 class Unsaturated(TorchDispatchMode):
@@ -333,11 +334,11 @@ class Unsaturated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in CASTS and made.dtype == torch.float8_e4m3fn:
+        result = func(*args, **(kwargs or {}))
+        if func in CASTS and result.dtype == torch.float8_e4m3fn:
             source = args[CASTS[func]].float()      # values up to 464 are rounded to 448
-            made.view(torch.uint8).masked_fill_(source.abs() > 464, 0x7F)
-        return made
+            result.view(torch.uint8).masked_fill_(source.abs() > 464, 0x7F)
+        return result
 
 
 CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}   # index of the input
@@ -358,8 +359,8 @@ def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():
             theirs = (exercise.called(mistake, copy.deepcopy(case)) for case, _ in both)
-            if not any(one.value is None or difference(one.value, other, exercise.tolerance)
-                       for (_, one), other in zip(both, theirs)):
+            if not any(answer.value is None or difference(answer.value, other, exercise.tolerance)
+                       for (_, answer), other in zip(both, theirs)):
                 return hint
     return ""
 
@@ -371,9 +372,9 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
     largest magnitude, or the largest movement in `others`, the answers of `disturbed`."""
     if tolerance and hasattr(want, "tolist"):
         want = torch.as_tensor(want)
-        sizes = [want, *((one.double() - want.double()) / ROUNDING for one in others)]
-        scale = max((float(abs(one[one.isfinite()]).max()) for one in sizes if one.isfinite().any()),
-                    default=0.0)
+        sizes = [want, *((answer.double() - want.double()) / ROUNDING for answer in others)]
+        scale = max((float(abs(size[size.isfinite()]).max()) for size in sizes
+                     if size.isfinite().any()), default=0.0)
     got, want = (value.tolist() if hasattr(value, "tolist") else value for value in (got, want))
     place = f" at [{', '.join(map(repr, where))}]" if where else ""
     unlike = f"expected {short(want)}{place}, got {short(got)}"
@@ -397,7 +398,7 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
     if kind is Mapping and got.keys() != want.keys():
         return unlike
     for key in want if kind is Mapping else range(len(want)):
-        why = difference(got[key], want[key], tolerance, [one[key] for one in others],
+        why = difference(got[key], want[key], tolerance, [answer[key] for answer in others],
                          (*where, key), scale)
         if why:
             return why

@@ -59,7 +59,7 @@ class Memory:
         if not used.size:
             return None
         first = int(used[0])
-        held = min(self._held, key=lambda one: one.distance(first))
+        held = min(self._held, key=lambda tensor: tensor.distance(first))
         if held.distance(first) > NEAR_BYTES:
             raise FaultError(f"program {self._said()} {does} far outside of every tensor; an empty "
                              f"one has no address")
@@ -77,15 +77,15 @@ class Memory:
         return f"({', '.join(map(str, self._builder.grid_idx[:axes]))})"
 
     def load(self, ptrs: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
-        if found := self._find(ptrs, mask, np.dtype(dtype).itemsize, "reads"):
-            held, _, at = found
+        if access := self._find(ptrs, mask, np.dtype(dtype).itemsize, "reads"):
+            held, _, at = access
             held.loaded_bytes += np.unique(at).size * held.whole.itemsize
             self._race(held, at, "reads")
         return self._own.load(ptrs, mask, other, dtype)
 
     def store(self, ptrs: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
-        if found := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
-            held, used, at = found
+        if access := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
+            held, used, at = access
             if not held.is_output:
                 raise FaultError(f"it writes to {held.element(int(at[0]))}, and {held.name} is not "
                                  f"its to write")
@@ -100,8 +100,8 @@ class Memory:
 
     def atomic_rmw(self, op: Any, ptrs: np.ndarray, values: np.ndarray, mask: np.ndarray,
                    *more: Any) -> np.ndarray:
-        if found := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
-            found[0].stored_bytes += found[1].size * found[0].whole.itemsize
+        if access := self._find(ptrs, mask, values.dtype.itemsize, "writes"):
+            access[0].stored_bytes += access[1].size * access[0].whole.itemsize
         return self._own.atomic_rmw(op, ptrs, values, mask, *more)
 
     def _race(self, held: Held, at: np.ndarray, does: str) -> None:
@@ -119,7 +119,7 @@ def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = 
     outside = (math.nan, 3e38)[turn % 2]
     held = [Held.of(name, x, outside=outside, device=device, is_output=name in launch.out)
             for name, x in launch.tensors.items()]
-    arguments = launch.arguments | {one.name: one.tensor for one in held}
+    arguments = launch.arguments | {tensor.name: tensor.tensor for tensor in held}
     try:
         with watched(held, outside) if device == "cpu" else contextlib.nullcontext():
             kernel[launch.grid](**arguments)
@@ -127,12 +127,13 @@ def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = 
             torch.cuda.synchronize()
     except Exception as error:
         return _raised(error)
-    once = [one for one in held if one.name in puzzle.once]
-    for why in (*(one.trespass() for one in held), *(one.read_again() for one in once)):
+    once = [tensor for tensor in held if tensor.name in puzzle.once]
+    for why in (*(tensor.trespass() for tensor in held), *(tensor.read_again() for tensor in once)):
         if why:
             return Answer(why=why)
-    return Answer({"left": {one.name: one.tensor.cpu() for one in held if one.is_output},
-                   "moved": {one.name: (one.loaded_bytes, one.stored_bytes) for one in held}})
+    return Answer({
+        "left": {tensor.name: tensor.tensor.cpu() for tensor in held if tensor.is_output},
+        "moved": {tensor.name: (tensor.loaded_bytes, tensor.stored_bytes) for tensor in held}})
 
 
 @contextlib.contextmanager
@@ -196,9 +197,9 @@ def answers(puzzle: Exercise, cases: Sequence[tuple], source: str,
 def compiles(kernel: Any, launch: Launch) -> str:
     """Say whether the kernel compiles; needs no GPU. Raises CompilationError."""
     given = launch.arguments
-    fixed = {one.name: given[one.name] for one in kernel.params if one.is_constexpr}
-    signature = {one.name: "constexpr" if one.is_constexpr else mangle_type(given[one.name])
-                 for one in kernel.params}
+    fixed = {param.name: given[param.name] for param in kernel.params if param.is_constexpr}
+    signature = {param.name: "constexpr" if param.is_constexpr else mangle_type(given[param.name])
+                 for param in kernel.params}
     try:
         triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET)
     except CompilationError:

@@ -28,7 +28,7 @@ class Launch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: one for name, one in self.arguments.items() if isinstance(one, Tensor)}
+        return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
 
 
 def bits(x: Tensor) -> Tensor:

@@ -93,10 +93,11 @@ class Puzzle(Exercise):
         if result["status"] == "to do" and not result["detail"]:
             return to_do(self)
         if result["status"] == "wrong":
-            touched = [one for word, about in TOUCHED.items() if word in source for one in about]
+            touched = [fmt for word, formats in TOUCHED.items() if word in source
+                       for fmt in formats]
             for sentence in defects():
                 why = sentence.partition(DOES_NOT_RUN)[2]
-                if any(one in sentence for one in touched) or (why and why in result["detail"]):
+                if any(fmt in sentence for fmt in touched) or (why and why in result["detail"]):
                     details.append(f"Not your fault, perhaps: {sentence}.")
         return Verdict(result["status"], " ".join(details), self.solution)
 
@@ -110,13 +111,13 @@ class Puzzle(Exercise):
             printed = attempt.printed
         if counted:
             return {"moved": _for_each(answers[0], cases[0])}
-        if any(one.to_do for one in answers):
+        if any(answer.to_do for answer in answers):
             return {"status": "to do", "detail": ""}
         if compiled and isinstance(answers[0].value, str):      # compiled without a GPU, not run
             return {"status": "right", "detail": answers[0].value}
         both = zip_longest(cases, answers[:len(cases)], fillvalue=answers[-1])
-        for turn, (case, one) in enumerate(both):
-            if why := self._why_not(one, case):
+        for turn, (case, answer) in enumerate(both):
+            if why := self._why_not(answer, case):
                 if not compiled and (mine := self._solution_fails(case, turn)):
                     return {"status": "to do", "detail": f"Triton's interpreter failed, not your "
                             f"kernel: a solution fails, too, for {_case(self, case)}: {mine}"}
@@ -127,8 +128,8 @@ class Puzzle(Exercise):
             return {"status": "right", "detail": answers[len(cases)].value or ""}
         if not self.large or self.flops:
             return {"status": "right", "detail": ""}
-        case, one = max(zip(cases, answers), key=lambda both: both[0][0].numel())
-        each = sum(map(sum, _for_each(one, case).values()))
+        case, answer = max(zip(cases, answers), key=lambda both: both[0][0].numel())
+        each = sum(map(sum, _for_each(answer, case).values()))
         return {"status": "right", "detail": f"on {case[0].numel()} elements its loads and stores "
                                              f"are {each:.3g} bytes each"}
 
@@ -145,7 +146,7 @@ class Puzzle(Exercise):
         for hint, source in self.mistaken().items():
             theirs = triton().answers(self, cases, source, False)
             if len(answers) >= len(cases) and all(
-                    same(one, other, self.tolerance) for one, other in zip(answers, theirs)):
+                    same(answer, other, self.tolerance) for answer, other in zip(answers, theirs)):
                 return hint
         return ""
 
@@ -158,7 +159,7 @@ def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
         if not isinstance(function, ast.FunctionDef):
             raise TypeError("it is no function")
         defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
-        if any(not isinstance(one, ast.Constant) for one in defaults):
+        if any(not isinstance(default, ast.Constant) for default in defaults):
             raise TypeError("a default is a number, since nothing else of the notebook is there")
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         return Verdict("wrong", f"write it as a function in a cell: {error}", exercise.solution)
@@ -174,8 +175,9 @@ def moved(kernels: Sequence[tuple[str, Callable]],
     that does not run or is not counted."""
     if versions(["triton"])["triton"] is None:
         return [{} for _ in kernels]
-    found = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
-    return [{name: tuple(both) for name, both in one.get("moved", {}).items()} for one in found]
+    results = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
+    return [{name: tuple(both) for name, both in result.get("moved", {}).items()}
+            for result in results]
 
 
 def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds: float = SECONDS,
@@ -214,10 +216,10 @@ def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
     return ~got.isclose(want, rtol=tolerance, atol=float(near), equal_nan=True)
 
 
-def same(one: Answer, other: Answer, tolerance: float) -> bool:
-    if one.why or other.why:
-        return one.why == other.why
-    left, others = one.value["left"], other.value["left"]
+def same(answer: Answer, other: Answer, tolerance: float) -> bool:
+    if answer.why or other.why:
+        return answer.why == other.why
+    left, others = answer.value["left"], other.value["left"]
     return not any(_wrong(left[name], others[name], tolerance).any() for name in left)
 
 
@@ -230,11 +232,11 @@ def difference(left: Mapping[str, Tensor], puzzle: Puzzle, case: tuple) -> str:
             return f"{name} is no tensor of {tuple(want.shape)}"
         if (wrong := _wrong(got, want, puzzle.tolerance)).any():
             at = tuple(wrong.nonzero()[0].tolist())
-            said = _value(got[at])
+            value = _value(got[at])
             if bits(got[at]).item() == UNTOUCHED[got.dtype]:
-                said = "as it was: was it written?" if got.dtype != torch.uint8 else \
-                    f"{said}: NaN, or never written"
-            return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {said}"
+                value = "as it was: was it written?" if got.dtype != torch.uint8 else \
+                    f"{value}: NaN, or never written"
+            return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {value}"
                     f" ({int(wrong.sum())} of {wrong.numel()} are wrong)")
     return ""
 
@@ -246,11 +248,11 @@ def _value(x: Tensor) -> str:
 
 
 def _case(puzzle: Puzzle, case: tuple) -> str:
-    def one(value: Any) -> str:
+    def shape_or_value(value: Any) -> str:
         if not isinstance(value, Tensor) or value.numel() <= 6:
             return short(value)
         strided = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
         return f"{tuple(value.shape)}{strided}"
 
     named = zip(inspect.signature(puzzle.spec).parameters, case, strict=True)
-    return ", ".join(f"{name}={one(value)}" for name, value in named)
+    return ", ".join(f"{name}={shape_or_value(value)}" for name, value in named)

@@ -144,9 +144,9 @@ class Guess(Question):
 
     @property
     def said(self) -> str:
-        said, low, high = (quantity(value, self.unit) for value in (
+        guess, low, high = (quantity(value, self.unit) for value in (
             self.value, self.value / self.factor, self.value * self.factor))
-        return f"{said}, 90% sure of {low} to {high}"
+        return f"{guess}, 90% sure of {low} to {high}"
 
     def scored(self, row: Row, scale: float = 1.0) -> Row:
         """Return `row` with the guess, if the guess counts. A guess that is not locked when this is

@@ -44,7 +44,7 @@ class Timed:
 def of_stages(order: Order, *seconds: Seconds) -> list[Sequence[float]]:
     """Return one value per stage for each of `seconds`."""
     stages = len({stage for actions in order.values() for stage, _, _ in actions})
-    return [[one] * stages if isinstance(one, (int, float)) else one for one in seconds]
+    return [[each] * stages if isinstance(each, (int, float)) else each for each in seconds]
 
 
 def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
@@ -52,7 +52,7 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
     """Return the times of an order. Raises ConfigError for an order in which an action is missing,
     is repeated, or waits forever."""
     rank_of = {stage: rank for rank, actions in order.items() for stage, _, _ in actions}
-    stages, m = len(rank_of), 1 + max(one[2] for actions in order.values() for one in actions)
+    stages, m = len(rank_of), 1 + max(action[2] for actions in order.values() for action in actions)
     f, i, w = of_stages(order, forward, dx, dw)
     seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w)]}
     # time of a message to the next stage; 0 if both stages are on one rank, as at the turn of a V
@@ -68,15 +68,15 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
         rank = able.pop()
         now, began, ended = free[rank], begins[rank], ends[rank]
         for stage, kind, micro in order[rank][len(ended):]:
-            made, need, late = stage * m + micro, None, 0.0
+            index, need, late = stage * m + micro, None, 0.0
             if kind == "W":
-                made, need = made + 2 * each, made + each
+                index, need = index + 2 * each, index + each
             elif kind != "F":
-                made, need = made + each, made          # the last stage needs only its own F
+                index, need = index + each, index          # the last stage needs only its own F
                 if stage < stages - 1:
-                    need, late = made + m, hop[stage]   # the I or B of the next stage
+                    need, late = index + m, hop[stage]   # the I or B of the next stage
             elif stage:
-                need, late = made - m, hop[stage - 1]
+                need, late = index - m, hop[stage - 1]
             if need is not None:
                 if done[need] is None:
                     waiting[need] = rank
@@ -85,13 +85,13 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
             began.append(now)
             now += seconds[kind][stage]
             ended.append(now)
-            done[made] = now
+            done[index] = now
             held[stage] += KEEPS[kind]
             peaks[stage] = max(peaks[stage], held[stage])
             load[rank] += KEEPS[kind]
             rank_peaks[rank] = max(rank_peaks[rank], load[rank])
-            if made in waiting:
-                able.append(waiting.pop(made))
+            if index in waiting:
+                able.append(waiting.pop(index))
         free[rank] = now
     stuck = {rank: actions[len(ends[rank])] for rank, actions in order.items()
              if len(ends[rank]) < len(actions)}

@@ -184,7 +184,8 @@ def of_context_ranks(config: Config, name: str) -> Counter[Message]:
     """Returns the messages of attention in a context group. A ring sends k and v to the next rank
     c - 1 times, and again in backward with their gradients (`lpkit.parallel.context`). An
     all-to-all sends q, k and v to every other rank, and the output back."""
-    m, layout, itemsize = of_first_rank(config)[0], config.parallel, stored(config, name).compute_bytes
+    m, layout = of_first_rank(config)[0], config.parallel
+    itemsize = stored(config, name).compute_bytes
     c, pieces, sent = layout.context, config.micro_batches, Counter()
     again = 1 + ("attention" in rows_of(config)["recompute"].repeats)
     a_head = config.micro_batch * m.T // c * m.E * itemsize

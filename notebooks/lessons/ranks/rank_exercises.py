@@ -25,9 +25,9 @@ PROGRESS_SECONDS = 20.0     # the time limit without progress of any rank
 
 
 def on_ranks(function: Callable[[Place, dict], Any], world: int,
-             parent: WarmParent | None = None, **told: Any) -> list[Any]:
+             parent: WarmParent | None = None, **given: Any) -> list[Any]:
     """Returns the results of a module's function on each of `world` ranks."""
-    with Processes(f"{function.__module__}:{function.__name__}", told, world=world,
+    with Processes(f"{function.__module__}:{function.__name__}", given, world=world,
                    progress_seconds=PROGRESS_SECONDS, parent=parent) as running:
         return running.wait()
 
@@ -37,17 +37,17 @@ def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
     """Returns each function's results on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
     results = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
-                       sources=[source_of(one) for one in functions])
+                       sources=[source_of(function) for function in functions])
     return [torch.tensor(each) for each in zip(*results)]
 
 
 # Code that runs in a rank.
 
-def _by_hand(place: Place, told: dict[str, Any]) -> list[Any]:
+def _by_hand(place: Place, job: dict[str, Any]) -> list[Any]:
     meet_as(place, "by hand")
-    given = torch.tensor(told["given"])[place.rank]
+    given = torch.tensor(job["given"])[place.rank]
     return [called(source)(given.clone(), place.rank, place.world).tolist()
-            for source in told["sources"]]
+            for source in job["sources"]]
 
 
 def meet_as(place: Place, who: str) -> None:

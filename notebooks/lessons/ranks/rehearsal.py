@@ -34,20 +34,22 @@ def rehearse(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds, rounds
              parent: WarmParent | None = None) -> Timed:
     """Return the fastest of `rounds` updates, with one process per rank. `peaks` are counted: each
     forward holds a tensor until its backward has ended."""
-    told = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
-            "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
-    with Processes(f"{__name__}:naps", told, world=len(order), parent=parent) as ranks:
-        found = min(zip(*ranks.wait(), strict=True), key=_step_seconds)
-    began = min(one["naps"][0][0] for one in found)
-    begins, ends = ({rank: [nap[side] - began for nap in one["naps"]]
-                     for rank, one in enumerate(found)} for side in (0, 1))
-    most = {int(stage): count for one in found for stage, count in one["stages"].items()}
+    given = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
+             "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
+    with Processes(f"{__name__}:naps", given, world=len(order), parent=parent) as ranks:
+        fastest = min(zip(*ranks.wait(), strict=True), key=_step_seconds)
+    began = min(notes["naps"][0][0] for notes in fastest)
+    begins, ends = ({rank: [nap[side] - began for nap in notes["naps"]]
+                     for rank, notes in enumerate(fastest)} for side in (0, 1))
+    most = {int(stage): count for notes in fastest for stage, count in notes["stages"].items()}
     return Timed(begins=begins, ends=ends, peaks=[most[stage] for stage in sorted(most)],
-                 rank_peaks={rank: one["most"] for rank, one in enumerate(found)}, how=HOW)
+                 rank_peaks={rank: notes["most"] for rank, notes in enumerate(fastest)}, how=HOW)
 
 
 def _step_seconds(ranks: Sequence[dict[str, Any]]) -> float:
-    return max(one["naps"][-1][1] for one in ranks) - min(one["naps"][0][0] for one in ranks)
+    """Return the seconds of an update: from the first rank's start to the last rank's end."""
+    return (max(notes["naps"][-1][1] for notes in ranks)
+            - min(notes["naps"][0][0] for notes in ranks))
 
 
 class Sleeper:
@@ -73,9 +75,9 @@ class Sleeper:
         return held
 
     def _count(self, stage: int, more: int) -> None:
-        for one in (stage, self.RANK):
-            self.now[one] += more
-            self.most[one] = max(self.most[one], self.now[one])
+        for key in (stage, self.RANK):
+            self.now[key] += more
+            self.most[key] = max(self.most[key], self.now[key])
 
     def __call__(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         return Nap.apply(torch.zeros(1) if x is None else x, self.w, self, stage)
@@ -103,17 +105,18 @@ class Nap(torch.autograd.Function):
         return g, None, None, None
 
 
-def naps(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
+def naps(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the sleeper's notes of each round; runs in a rank."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
     try:
-        order = {rank: [tuple(one) for one in actions] for rank, actions in enumerate(told["order"])}
+        order = {rank: [tuple(action) for action in actions]
+                 for rank, actions in enumerate(given["order"])}
         run = Pipeline(order, place.rank, groups=(dist.group.WORLD,) * 2)
         noted = []
-        for number in range(told["rounds"]):
+        for number in range(given["rounds"]):
             place.at(number, "rehearsal")
-            sleeper = Sleeper(told["seconds"])
+            sleeper = Sleeper(given["seconds"])
             dist.barrier()
             run.step(sleeper, torch.zeros(1))
             most = sleeper.most.pop(Sleeper.RANK)

@@ -37,7 +37,7 @@ def where() -> Mapping[str, Mapping[str, str]]:
     A module adds rows by `TABLE["name"] = ...` or `TABLE |= {"name": ...}`, with literal names;
     tests/exchange/test_imports.py compares the result with the rows that the modules add.
     """
-    found: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
+    modules_of: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
     for path in sorted(Path(*__path__).glob("*.py")):
         tree = ast.parse("" if path.stem.endswith("_torch") else path.read_bytes())
         for node in ast.walk(tree):
@@ -49,8 +49,8 @@ def where() -> Mapping[str, Mapping[str, str]]:
                 case _:
                     continue
             if field := FIELDS.get(ast.unparse(table).rpartition(".")[2]):
-                found[field] |= {name.value: f"{__name__}.{path.stem}" for name in names}
-    return found
+                modules_of[field] |= {name.value: f"{__name__}.{path.stem}" for name in names}
+    return modules_of
 
 
 def unknown(table: Mapping[str, Any], name: Any, what: str,

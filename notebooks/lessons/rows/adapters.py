@@ -100,10 +100,10 @@ class DropoutSettings(Settings):
     adapters: Rate = 0.0    # share of the input of LoRA's A (peft's lora_dropout)
 
     def problem(self, m: Any) -> str:
-        before = [type(one) for one in m.changes[:-1]]
-        others = [one for one in before if one is not QuantisedBaseSettings]
-        lora = [one for one in others if issubclass(one, LoraSettings)]
-        return next((f"model.changes={self.name} {why}" for found, why in (
+        before = [type(type_before) for type_before in m.changes[:-1]]
+        others = [type_before for type_before in before if type_before is not QuantisedBaseSettings]
+        lora = [type_before for type_before in others if issubclass(type_before, LoraSettings)]
+        return next((f"model.changes={self.name} {why}" for holds, why in (
             (not any((self.embedding, self.residual, self.attention, self.adapters)),
              "drops nothing; set embedding, residual, attention or adapters"),
             (m.changes[-1] != self or lora != others,
@@ -113,7 +113,7 @@ class DropoutSettings(Settings):
             (self.attention and m.attention.rule(m.T) is None,
              f"needs probabilities, and model.attention={m.attention.name} has none; set "
              f"attention=0"),
-            ) if found), "")
+            ) if holds), "")
 
     @property
     def drops(self) -> bool:
@@ -208,8 +208,8 @@ def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
     product alive."""
     m, P = s.model, settings.length
     longer = replace(s, model=attended(m), made_anew=True)
-    [here, there] = (next(op for op in one.block if op.name == "attention")
-                     for one in (ops, operations(longer)))
+    [here, there] = (next(op for op in each.block if op.name == "attention")
+                     for each in (ops, operations(longer)))
     # backward: zero gradients for the dropped results; at the end, the prefix's tensors are freed
     more = s.batch * P * m.H * m.E * s.compute_bytes
     work, turn = there.backward

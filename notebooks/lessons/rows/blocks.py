@@ -157,7 +157,7 @@ def _whole_heads(m: Any) -> str:
         return f"has a value for each head; set model.kv_heads={m.H}"
     if m.attention.rule(m.T) != Rule():
         return "takes the mean of the whole past from each token; set model.attention=full"
-    if any(one.name == "prefix" for one in m.changes):
+    if any(change.name == "prefix" for change in m.changes):
         return "has no mean of a prefix; leave model.changes=prefix out"
     return ""
 

@@ -167,7 +167,7 @@ def fixup(model: nn.Module) -> None:
     fan_in(model)
     branches = 2 * len(model.blocks)
     for block in model.blocks:
-        first, last = (one for one in block.mlp.children() if isinstance(one, nn.Linear))
+        first, last = (module for module in block.mlp.children() if isinstance(module, nn.Linear))
         m = 2 + (first.out_features > last.in_features)
         first.weight.mul_(branches ** (-1 / (2 * m - 2)))
         nn.init.zeros_(last.weight)
@@ -184,12 +184,13 @@ def t_fixup(model: nn.Module) -> None:
     for table in (model.embed.weight, *model.positions.parameters()):
         table.mul_((9 * L) ** -0.25)
     for block in model.blocks:
-        linears = {name: one for name, one in block.named_modules() if isinstance(one, nn.Linear)}
-        for name, one in linears.items():
+        linears = {name: module for name, module in block.named_modules()
+                   if isinstance(module, nn.Linear)}
+        for name, module in linears.items():
             queries = name in ("attention.qkv", "attention.qk")
-            rows = m.H * m.E if queries else (*fused(m, f"{name}.weight"), one.out_features)[0]
-            std = math.sqrt(2 / (rows + one.in_features))
-            nn.init.normal_(one.weight, std=std if queries else 0.67 * L ** -0.25 * std)
+            rows = m.H * m.E if queries else (*fused(m, f"{name}.weight"), module.out_features)[0]
+            std = math.sqrt(2 / (rows + module.in_features))
+            nn.init.normal_(module.weight, std=std if queries else 0.67 * L ** -0.25 * std)
         if (v := values(block.attention)) is not None:
             v.mul_(0.67 * L ** -0.25)
 

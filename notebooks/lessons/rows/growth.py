@@ -27,7 +27,7 @@ def refusal(settings: Settings, small: Any, large: Any) -> str:
         return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow a run "
                 f"without (`lpkit export` merges adapters, `lpkit import` makes a run of that)")
     for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
-        was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
+        was, now = (getattr(model, READ.get(key, key)) for model in (small, large))
         if key in row.knows and was not in row.knows[key]:
             return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
         if was != now and not (key in row.grows and now > was):

@@ -24,13 +24,14 @@ ENDS = ("attention.out.", "mlp.down.")      # modules whose results are added to
 
 
 def deeper(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
-           settings: Settings, made: Callable[[str], Tensor] | None = None) -> Pairs:
-    depth, made = GROWTH[getattr(settings, "depth", settings.name)], made or tensors.__getitem__
-    yield from ((name, made(name)) for name in tensors if not name.startswith("blocks."))
+           settings: Settings, tensor_of: Callable[[str], Tensor] | None = None) -> Pairs:
+    depth = GROWTH[getattr(settings, "depth", settings.name)]
+    tensor_of = tensor_of or tensors.__getitem__
+    yield from ((name, tensor_of(name)) for name in tensors if not name.startswith("blocks."))
     for layer in range(large.L):
         source = f"blocks.{depth.source_of(layer, small.L, large.L)}."
         for leaf in [name.removeprefix(source) for name in tensors if name.startswith(source)]:
-            t, new = made(source + leaf), depth.silent and layer >= small.L
+            t, new = tensor_of(source + leaf), depth.silent and layer >= small.L
             t = torch.zeros_like(t) if new and leaf.startswith(ENDS) else t
             yield f"blocks.{layer}.{leaf}", t
 
@@ -39,7 +40,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
           settings: WidthSettings) -> Pairs:
     axes, draw, uneven = _axes(small, large), torch.Generator().manual_seed(0), settings.uneven
 
-    def made(name: str) -> Tensor:
+    def tensor_of(name: str) -> Tensor:
         t, (writes, reads) = tensors[name], _axes_of(name, small)
         rows = axes.get(writes)
         if rows is not None and reads and settings.aki:
@@ -53,7 +54,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
             t = copies if "embed." in name else copies * shares(t, axes[reads], uneven, draw)
         return t
 
-    return deeper(tensors, small, large, settings, made)
+    return deeper(tensors, small, large, settings, tensor_of)
 
 
 def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:

@@ -152,8 +152,8 @@ def _flops(q: torch.Size, k: torch.Size, pairs: Callable[..., tuple[Pairs, ...]]
            *features: int) -> int:
     """Return the FLOPs of forward."""
     B, H, T, E = q
-    products = pairs(B, H, k[1], T, E, *features)
-    return sum(2 * one.M * one.N * one.K * one.group for one in products)
+    return sum(2 * product.M * product.N * product.K * product.group
+               for product in pairs(B, H, k[1], T, E, *features))
 
 
 def _linear_flops(q: torch.Size, k: torch.Size, v: torch.Size, features: torch.Size | None,
@@ -404,8 +404,8 @@ class Delta(nn.Module):
         B, G, T, E = k.shape
         state, outs = wide(k.new_zeros(B, G, E, E)), [q[:, :, :0]]
         for t in range(T):
-            one = slice(t, t + 1)
-            out, state = cls.step(q[:, :, one], k[:, :, one], v[:, :, one], state, gates[:, one])
+            at = slice(t, t + 1)
+            out, state = cls.step(q[:, :, at], k[:, :, at], v[:, :, at], state, gates[:, at])
             outs.append(out)
         return torch.cat(outs, dim=2)
 
@@ -457,9 +457,9 @@ class State(Cache):
         return out
 
     def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.lengths, one.states = self.lengths[b:b + 1], [s[b:b + 1] for s in self.states]
-        return one
+        only_row = copy.copy(self)
+        only_row.lengths, only_row.states = self.lengths[b:b + 1], [s[b:b + 1] for s in self.states]
+        return only_row
 
     def clear(self) -> None:
         super().clear()

@@ -56,9 +56,9 @@ class Hiding(Settings):
         if self.mask != m.V - 1:
             return (f"data.policy.mask={self.mask} must be the last token of model.vocab={m.V}; "
                     f"set model.vocab={self.mask + 1}")
-        for one in m.changes:
-            if isinstance(one, Autoencoder) and hidden_tokens(one.hidden, m.T) != hidden:
-                return f"{asked} is not what the encoder leaves out; set it to {one.hidden:g}"
+        for change in m.changes:
+            if isinstance(change, Autoencoder) and hidden_tokens(change.hidden, m.T) != hidden:
+                return f"{asked} is not what the encoder leaves out; set it to {change.hidden:g}"
         return ""
 
 

@@ -80,7 +80,7 @@ def compressed(flat: Tensor, group: Group, state: State, *, encode: Callable[[Te
     code, ranks = encode(x), dist.get_world_size(group)
     codes = code.new_empty(ranks * len(code))
     all_gather(codes, code, group=group)
-    decoded = [decode(one, len(x)) for one in codes.view(ranks, -1)]
+    decoded = [decode(message, len(x)) for message in codes.view(ranks, -1)]
     state["error"] = x - decoded[dist.get_rank(group)]
     flat.copy_(sum(decoded).view_as(flat) / ranks)
 
