@@ -196,7 +196,7 @@ def waits_for_ever(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
 @pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("attempt, said",
                          [(one_rank_raises, "rank 1 of 2: it raised RuntimeError: no, in line "),
-                                           (uneven, "that does not come out even"),
+                                           (uneven, "a multiple of the 2 ranks, got"),
                                            (waits_for_ever, "got no further for 3 s"),
                                            (len, "write it as a function")])
 def test_an_attempt_that_fails_on_a_rank_is_a_sentence(attempt, said, monkeypatch):

@@ -71,8 +71,8 @@ def certificate(name: str = "", folder: Path | None = None) -> HTML | None:
     except OSError as error:
         print(f"{named(path)} was not written: {error.strerror or error}")
         return None
-    return HTML(f"<a href='{FILE}' target='_blank'>{FILE}</a> lies beside this notebook. Open it "
-                f"in a browser, and print it on A4 in landscape.")
+    return HTML(f"<a href='{FILE}' target='_blank'>{FILE}</a> is in the folder of this notebook. "
+                f"Open it in a browser, and print it on A4 in landscape.")
 
 
 def checked_name(name: object) -> str:
@@ -80,8 +80,8 @@ def checked_name(name: object) -> str:
     text = " ".join(name.split()) if isinstance(name, str) else ""
     visible = "".join(letter for letter in text if letter not in JOINERS)
     if not visible or not visible.isprintable() or len(text) > LONGEST:
-        raise ConfigError(f"{shown(name)} is no name for a certificate; use at most {LONGEST} "
-                          f"letters, on one line")
+        raise ConfigError(f"{shown(name)} cannot be the name on a certificate; use at most "
+                          f"{LONGEST} letters, on one line")
     return text
 
 
@@ -112,6 +112,7 @@ def parts_of(learner: Learner, course: Mapping[str, Exercise]) -> list[Part]:
 
 
 def _within(number: str, names: Iterable[str]) -> list[str]:
+    """Return the names of exercises that belong to notebook `number`."""
     return [name for name in names if name.partition(".")[0] == number]
 
 
@@ -130,6 +131,7 @@ def intervals(guesses: Iterable[Answered]) -> list[Answered]:
 
 
 def page(name: str, learner: Learner, course: Mapping[str, Exercise]) -> str:
+    """Return the certificate as an HTML page. `course`: the exercises that there are now."""
     parts = parts_of(learner, course)
     dates = sorted([str(tried.first_right) for part in parts for tried in part.solved.values()]
                    + [guess.date for guess in learner.guesses])
@@ -157,16 +159,17 @@ def page(name: str, learner: Learner, course: Mapping[str, Exercise]) -> str:
 <div>worked through what makes training Transformers cheaper {escape(when)}</div></header>
 <div class="numbers">{summary}</div>
 <main>{"".join(map(section, parts)) or nothing}</main>
-<footer>This page was made on {date.today().isoformat()} by lpkit {escape(lpkit.__version__)} from
-the learner's own file on the learner's own machine. It is not signed, and nobody watched: it shows
-what that file says. The date of an exercise is that of its first right answer; each answer that
-was judged is an attempt, but a right one that is given again is not. A 90% interval holds if the
-result lay in it.</footer>
+<footer>lpkit {escape(lpkit.__version__)} made this page on {date.today().isoformat()} from the
+learner's file on the learner's machine. The page shows the contents of that file. It is not signed,
+and nobody supervised the exercises. The date of an exercise is the date of its first right answer.
+Each judged answer counts as an attempt, except further right answers after the first one. A 90%
+interval holds if it contains the result.</footer>
 </body></html>
 """
 
 
 def section(part: Part) -> str:
+    """Return the HTML of one notebook's exercises and guesses."""
     rows = "".join(f"<tr><td>{escape(name.partition('.')[2])}</td>"
                    f"<td>{escape(str(tried.first_right))}</td>"
                    f"<td>{tried.attempts} attempt{'s' * (tried.attempts != 1)}</td></tr>"

@@ -1,11 +1,11 @@
-"""The exercises of a notebook for nbgrader and otter-grader, from the one definition.
+"""Export the exercises of a notebook for nbgrader and otter-grader.
 
     python -m lessons.judging.export_exercises 03 --out grading
 
-in the folder that has `lessons/`, this command writes `nbgrader/source/03/03.ipynb` and
-`otter/03.ipynb`. A test there calls the kit's judge on the learner's function and fails with the
-judge's sentence; points are the stars. lpkit and this folder must be importable where answers are
-graded.
+Run this command in the folder that contains `lessons/`. It writes `nbgrader/source/03/03.ipynb` and
+`otter/03.ipynb` into `grading`. The tests in these notebooks call the kit's judge on the learner's
+function and fail with the judge's message. The points of an exercise are its stars. lpkit and
+`lessons` must be importable where answers are graded.
 Formats: nbgrader's cell metadata, schema 3 (nbgrader 0.9, nbgraderformat/v3.py); otter-assign's raw
 cells (otter-grader 7, otter/assign).
 """
@@ -43,12 +43,12 @@ def graded(name: str, attempt: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """An exercise with the text and the stub of its notebook."""
+    """An exercise as its notebook asks it."""
 
     exercise: Exercise
-    prose: str
-    stub: str
-    function: str
+    prose: str              # the text of the markdown cell above the stub
+    stub: str               # the source of the cell that the learner fills
+    function: str           # the name of the function in the stub
 
     @property
     def test(self) -> str:
@@ -59,7 +59,8 @@ class Asked:
         return self.exercise.name.replace(".", "_")
 
     def solved(self, begin: str, end: str, after: str = "") -> str:
-        """Return the stub with a right body between two marks; both graders cut such a body out."""
+        """Return the stub with a right body between the lines `begin` and `end`. Both graders cut
+        this body out of the learners' notebook; `after` is put behind it."""
         indent = re.search(rf"^( *){TODO}", self.stub, re.M)
         if not indent:
             raise ConfigError(f"the stub of exercise {self.exercise.name} has no `{TODO}`")
@@ -67,7 +68,8 @@ class Asked:
         return self.stub.replace(indent[0], textwrap.indent(body, indent[1]))
 
     def _body(self) -> str:
-        """Return the body of a kernel, else a call of the definition, which has its own imports."""
+        """Return a right body: a kernel's own body, or else a call of the exercise's definition,
+        whose imports the notebook may lack."""
         if isinstance(self.exercise, Puzzle):
             lines = self.exercise.solution.splitlines()
             first = ast.parse(self.exercise.solution).body[0].body[0].lineno - 1
@@ -103,6 +105,7 @@ def imports(book: Any) -> str:
 
 
 def _marked(source: str, id: str, **flags: Any) -> Any:
+    """Return a code cell with nbgrader's metadata; `flags` are set, all other flags are False."""
     marks = {"grade": False, "solution": False, "locked": False, "task": False, **flags}
     return new_code_cell(source, metadata={"nbgrader": {
         "schema_version": 3, "grade_id": id, "cell_type": "code", **marks}})
@@ -122,8 +125,8 @@ def nbgrader(book: Any, name: str) -> Any:
 
 
 def otter(book: Any, name: str) -> Any:
-    """Return otter's notebook, from which `otter assign` makes the learners' and the
-    autograder's."""
+    """Return otter's source notebook, from which `otter assign` makes the learners' notebook and
+    the autograder's notebook."""
     config = f"# ASSIGNMENT CONFIG\nname: lpkit_{name}\nexport_cell: false\ncheck_all_cell: false"
     cells = [new_raw_cell(config), new_code_cell(imports(book))]
     for item in asked(book):
@@ -141,7 +144,7 @@ def otter(book: Any, name: str) -> Any:
 def _notebook(cells: list[Any]) -> Any:
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     for number, cell in enumerate(cells):
-        cell.id = f"cell-{number}"      # so that equal courses give equal files
+        cell.id = f"cell-{number}"      # not random: equal courses give equal files
     book = new_notebook(cells=cells, metadata={"kernelspec": kernel,
                                                "language_info": {"name": "python"}})
     nbformat.validate(book)
@@ -149,6 +152,8 @@ def _notebook(cells: list[Any]) -> Any:
 
 
 def export(name: str, out: Path) -> list[Path]:
+    """Write both notebooks of `name` into the folder `out` and return their paths. Raises
+    ConfigError for an unknown notebook or a notebook without exercises."""
     course = {key: path for path in sorted(resource("notebooks").glob("*.ipynb"))
               for key in (path.stem, path.stem.partition("_")[0])}
     path = pick(course, name, "notebook")

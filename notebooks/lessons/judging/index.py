@@ -29,7 +29,7 @@ class Moved(dict):
     def __missing__(self, name: str) -> "Exercise":
         now = RENAMED.get(name)
         where = f"it is {now!r} now, in notebook {now[:2]}" if now else (
-            f"there are {', '.join(self)}")
+            f"it has {', '.join(self)}")
         raise ConfigError(f"this notebook has no exercise {name!r} any more; {where}")
 
 
@@ -45,11 +45,12 @@ def lesson(exercise: str) -> ModuleType:
     for name in names():
         if name.startswith(f"lessons.l{number}_"):
             return importlib.import_module(name)
-    raise ConfigError(f"exercise {exercise!r} is of notebook {number}, which has no lesson; there "
-                      f"are {', '.join(name[9:11] for name in names())}")
+    raise ConfigError(f"exercise {exercise!r} belongs to notebook {number}, which has no lesson; "
+                      f"the lessons are {', '.join(name[9:11] for name in names())}")
 
 
 def exercise(name: str) -> "Exercise":
+    """Return the exercise with this name, such as "03.cast"."""
     return lesson(name).EXERCISES[name]
 
 

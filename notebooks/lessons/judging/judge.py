@@ -65,7 +65,8 @@ class Exercise:
     minutes: int = 3
     name: str = ""                  # the name in the learner's file: "03.cast"
     drawn: int = DRAWN
-    # bytes for a case that tensors may use at once, and Python's objects and NumPy's arrays too
+    # by case: the most bytes that tensors may take at once; the same limit holds, separately, for
+    # Python's objects and NumPy's arrays
     most_bytes: Callable[..., int] | None = None
     # arguments that the exercise asks to change; the changed arguments are judged
     in_place: tuple[str, ...] = ()
@@ -104,13 +105,14 @@ class Exercise:
         return source_of(self.answer)
 
     def prepare(self) -> None:
-        """Runs in the warm process before it forks; imports modules that every fork needs."""
+        """Import modules that every fork needs. The warm process calls this before it forks."""
         if self.most_bytes:
             importlib.import_module("lpkit.measure.tracking")
 
     def judged(self, attempt: Callable[..., Any]) -> "Verdict":
-        """Return the verdict. Never raises, whatever the attempt does, and always ends. The attempt
-        of an exercise without a name (a caller's own exercise) runs in this process."""
+        """Return the verdict on a learner's function. This method ends and does not raise, whatever
+        the attempt does. The attempt of an exercise without a name (a caller's own exercise) runs
+        in this process; any other attempt runs in a separate process."""
         if not self.name:
             return check(self, attempt)
         try:
@@ -123,7 +125,8 @@ class Exercise:
         return Verdict(result["status"], result["detail"], self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
-        """Runs in the judge. Returns the status and its details."""
+        """Return `status` and `detail` of the verdict, in the judge's process. `job` is the message
+        from the notebook; `hung_up` is readable when the notebook no longer waits."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
             result = verdict(self, iter(attempt))
             printed = attempt.printed if result.status == "wrong" else ""
@@ -157,15 +160,18 @@ def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise,
 
 
 def badge(status: str) -> str:
-    """HTML: the sign in white on its colour, which is readable in a dark theme, too."""
+    """Return HTML: the status's sign in white on the status's colour, which is readable in a dark
+    theme, too."""
     colour, sign = MARKS[status]
     return f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span>"
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The judge's result for one attempt. `str()` gives one line; a notebook shows HTML."""
+
     status: str             # a key of MARKS
-    detail: str = ""
+    detail: str = ""        # a message for the learner, without a full stop
     solution: str = field(default="", compare=False, repr=False)
     held: str = field(default="", compare=False, repr=False)    # why the solution is hidden
     untried: bool = field(default=False, compare=False, repr=False)     # this machine cannot judge
@@ -188,7 +194,7 @@ class Verdict:
         return page
 
 
-ENDED = Answer(why="it ended its process")
+ENDED = Answer(why="it ended its process")      # the answer to a case for which none arrived
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
@@ -198,8 +204,8 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
 
 
 def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answer:
-    """The attempt's part: return its result for a copy of the case, or that it changed an argument,
-    or that its tensors were larger than the exercise allows."""
+    """Call the attempt with a copy of the case. Return its result, or why the result does not
+    count: the attempt raised, changed an argument, or took more memory than the exercise allows."""
     try:
         given = copy.deepcopy(case)
         if exercise.most_bytes is None:
@@ -215,8 +221,8 @@ def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answ
             what, peak = "arrays and lists take", array_bytes(partial(
                 exercise.called, attempt, copy.deepcopy(case)))
         return Answer(got, changed(exercise, case, given) if peak <= most else (
-            f"its {what} {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are the "
-            f"limit"))
+            f"its {what} {quantity(peak, 'bytes')} at once; the limit is "
+            f"{quantity(most, 'bytes')}"))
     except Exception as error:      # any error of the learner's function is shown
         return Answer.raised(error)
 
@@ -239,13 +245,14 @@ def array_bytes(call: Callable[[], Any]) -> int:
 
 
 def _at_hand(value: Any) -> Any:
-    """Return an answer with tensors that can be read here. Raises for tensors without values."""
+    """Return an answer whose tensors are dense, detached and on the CPU. Raises for a tensor
+    without values, such as one on the meta device."""
     return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), value)
 
 
 def changed(exercise: Exercise, case: tuple, given: tuple) -> str:
-    """Name the argument of `given` that a call has changed, in half a sentence; empty for none.
-    `case` has the arguments before the call."""
+    """Return a message that names the first argument that a call has changed; empty if there is
+    none. `case` has the arguments before the call, `given` the arguments after it."""
     for name, before, after in zip(exercise.arguments, case, given):
         if name not in exercise.in_place and not _same(before, after):
             clone = f"{name}.clone()" if isinstance(before, Tensor) else f"copy.deepcopy({name})"
@@ -267,13 +274,16 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
-    """The judge's part; no code of the attempt runs here. `answers` are to all cases, in order."""
+    """Compare the attempt's answers with the definition's, and return the verdict. No code of the
+    attempt runs here. `answers`: one answer per case, in order; they are read one by one, so the
+    first wrong answer ends the comparison."""
     seen: list[Answer] = []
     for case in exercise.all_cases():
         seen.append(answer := next(answers, ENDED))
         if answer.to_do:
             return to_do(exercise)
         if why := answer.why or unlike(exercise, case, answer.value):
+            # more answers, so that a hint is given only for a mistake that explains all of them
             seen += itertools.islice(answers, max(0, RECOGNISED - len(seen)))
             named = zip(exercise.arguments, case, strict=True)
             given = ", ".join(f"{name}={short(value)}" for name, value in named)
@@ -284,8 +294,8 @@ def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
 
 
 def unlike(exercise: Exercise, case: tuple, got: Any) -> str:
-    """The judge's part: return in half a sentence why `got` is wrong for the case; empty if it is
-    right."""
+    """Return a message that says why `got` is wrong for the case; empty if it is right. The
+    disturbed runs of the definition are needed only if the plain comparison fails."""
     given = partial(copy.deepcopy, case)
     want = expected(exercise, given)
     return difference(got, want, exercise.tolerance) and difference(
@@ -299,9 +309,10 @@ def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
 
 
 def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
-    """Returns the definition's answers with each operation disturbed by up to ROUNDING of its
-    result (Monte Carlo arithmetic: Parker 1997). If an answer is a difference of large terms, it
-    moves in proportion to these terms, even if the answer itself is near 0."""
+    """Return DISTURBED answers of the definition, in which each operation's result is disturbed by
+    up to ROUNDING of itself (Monte Carlo arithmetic: Parker 1997). If an answer is a difference of
+    large terms, it moves in proportion to these terms, even if the answer itself is near 0. Empty
+    for a tolerance of 0."""
     answers = []
     for seed in range(DISTURBED if exercise.tolerance else 0):
         case = given()
@@ -311,7 +322,8 @@ def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
 
 
 class Disturbed(TorchDispatchMode):
-    """A mode that multiplies each operation's result by up to 1 +- `size`."""
+    """A mode that multiplies each element of each operation's result by a random factor between
+    1 - `size` and 1 + `size`. Views and integers are left as they are."""
 
     def __init__(self, seed: int, size: float = ROUNDING):
         super().__init__()
@@ -345,6 +357,7 @@ CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}   
 
 
 def _widened(case: tuple) -> tuple:
+    """Return the case with its float32 tensors as float64."""
     return tree_map_only(Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, case)
 
 
@@ -367,9 +380,12 @@ def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
 
 def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
                where: tuple = (), scale: float = 0.0) -> str:
-    """Return in half a sentence how `got` differs from `want`; empty if it does not. Tensors and
-    arrays count as nested lists, whose numbers may differ by `tolerance` times `scale`: their
-    largest magnitude, or the largest movement in `others`, the answers of `disturbed`."""
+    """Return a message that says how `got` differs from `want`; empty if it does not.
+
+    Tensors and arrays are compared as nested lists. Their numbers may differ by `tolerance` times
+    `scale`, which is the largest magnitude of `want` or, if that is larger, the largest movement in
+    `others` (the answers of `disturbed`) divided by ROUNDING. `where`: the indices of `want` within
+    the whole answer, for the message. A tolerance of 0 compares exactly, with the sign of 0."""
     if tolerance and hasattr(want, "tolist"):
         want = torch.as_tensor(want)
         sizes = [want, *((answer.double() - want.double()) / ROUNDING for answer in others)]
@@ -406,6 +422,7 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
 
 
 def short(value: Any) -> str:
+    """Return a value as text for a message: at most 120 characters, floats with six digits."""
     if hasattr(value, "tolist"):
         text = f"{list(value.shape)} {short(value.tolist())}"
     elif isinstance(value, list):

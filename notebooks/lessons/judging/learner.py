@@ -52,6 +52,8 @@ class Tried(Checked):
 
 @dataclass(frozen=True)
 class Learner:
+    """The contents of a learner's file: guesses in the order of their locks, exercises by name."""
+
     guesses: tuple[Answered, ...] = ()
     exercises: Mapping[str, Tried] = field(default_factory=dict)
 
@@ -60,7 +62,7 @@ class Learner:
                      if (guess.name, guess.question) == (name, question)), None)
 
     def with_guess(self, guess: Answered) -> "Learner":
-        """Returns a learner in which `guess` replaces the one with the same name and question."""
+        """Return a learner in which `guess` replaces the guess with its name and question."""
         others = tuple(other for other in self.guesses
                        if (other.name, other.question) != (guess.name, guess.question))
         return replace(self, guesses=(*others, guess))
@@ -104,7 +106,8 @@ def held_back(exercise: Exercise, verdict: Verdict) -> Verdict:
     return replace(verdict, solution="", held=why)
 
 
-# Whether a solution is shown, by this verdict's status and the exercise's entry in the file
+# by setting of LPKIT_SOLUTIONS: whether a solution is shown, given the status of this verdict and
+# the exercise's entry in the learner's file
 SEEN: Mapping[str, Callable[[str, Tried | None], bool]] = {
     "always": lambda status, tried: True,
     "attempted": lambda status, tried: status != "to do" or tried is not None,
@@ -142,8 +145,8 @@ def read(path: Path | None = None) -> Learner:
 
 
 def update(change: Callable[[Learner], Learner]) -> str:
-    """Apply `change` to the file. Returns a message: empty, or why the file was not written, or
-    where a damaged file was moved."""
+    """Apply `change` to the learner's file under a lock. Returns a message that says why the file
+    was not written, or where a damaged file was moved; empty if neither happened."""
     path, message = file(), ""
     try:
         own_folder(path.parent, 0o700)

@@ -32,14 +32,15 @@ SECONDS = 30.0          # for one attempt
 COMPILED_SECONDS = 120.0    # for one attempt on a GPU, where each block size is compiled
 ELEMENTS = 1 << 16      # elements for counting bytes
 DRAWN = 4               # random cases; the interpreter takes a millisecond per operation
-DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot "
-           "of float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
+DIFFERS = ("it is right in the interpreter and wrong when compiled (a GPU rounds `/` and tl.dot of "
+           "float32 differently; use tl.div_rn and input_precision='ieee' to round alike):")
 # defects of the interpreter that may explain a wrong number, by a word in the kernel's source
 TOUCHED = {"float8e4": ("E4M3",), "float8e5": ("E5M2",), "bfloat16": ("bf16",)}
 
 
 def __getattr__(name: str) -> Any:
-    """Return `tl` for the annotations of a stub: Triton's, or a substitute without Triton."""
+    """Return `tl` for the annotations of a stub: Triton's language, or a substitute if Triton is
+    not installed."""
     if name != "tl":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -102,7 +103,8 @@ class Puzzle(Exercise):
         return Verdict(result["status"], " ".join(details), self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
-        """Runs in the judge; `compiled` and `elements` are those of `run`."""
+        """Run the kernel of a job and return its finding, in the judge's process. With `elements`
+        in the job, the finding is `moved`, the bytes per element; else `status` and `detail`."""
         counted, compiled = job["elements"], job["compiled"]
         cases = [self.large(counted)] if counted else list(self.all_cases())
         work = partial(_by_triton, self, cases, job["source"], compiled)
@@ -130,8 +132,8 @@ class Puzzle(Exercise):
             return {"status": "right", "detail": ""}
         case, answer = max(zip(cases, answers), key=lambda both: both[0][0].numel())
         each = sum(map(sum, _for_each(answer, case).values()))
-        return {"status": "right", "detail": f"on {case[0].numel()} elements its loads and stores "
-                                             f"are {each:.3g} bytes each"}
+        return {"status": "right", "detail": f"its loads and stores move {each:.3g} bytes per "
+                                             f"element ({case[0].numel()} elements)"}
 
     def _why_not(self, answer: Answer, case: tuple) -> str:
         return answer.why + answer.line or difference(answer.value["left"], self, case)
@@ -152,15 +154,16 @@ class Puzzle(Exercise):
 
 
 def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
-    """Return the source of an attempt, of which only the text leaves this process, without
-    decorators and with the line numbers of its cell; or a verdict that says why there is none."""
+    """Return the source of an attempt, without decorators and with the line numbers of its cell;
+    or a verdict that says why there is none. Only this text leaves the notebook's process."""
     try:
         text, function = text_of(attempt)
         if not isinstance(function, ast.FunctionDef):
-            raise TypeError("it is no function")
+            raise TypeError("it is not a function")
         defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
         if any(not isinstance(default, ast.Constant) for default in defaults):
-            raise TypeError("a default is a number, since nothing else of the notebook is there")
+            raise TypeError("a default must be a number or text, since only the function's text is "
+                            "sent to the process where it runs")
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         return Verdict("wrong", f"write it as a function in a cell: {error}", exercise.solution)
     lines, first = text.splitlines(), len(text) - len(text.lstrip("\n"))
@@ -208,7 +211,8 @@ def _for_each(answer: Answer, case: tuple) -> dict[str, list[float]]:
 # The judge's comparison of the tensors that a kernel has written.
 
 def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
-    """Mark differing elements. With a tolerance of 0, or for integers, bits must be equal."""
+    """Return a bool tensor that is True where `got` differs from `want`. With a tolerance of 0, and
+    for integers, bits must be equal; any NaN equals any NaN."""
     if not tolerance or not want.is_floating_point():
         return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
     finite = want[want.isfinite()]
@@ -217,6 +221,7 @@ def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
 
 
 def same(answer: Answer, other: Answer, tolerance: float) -> bool:
+    """Whether two answers have the same outputs, or the same reason why they have none."""
     if answer.why or other.why:
         return answer.why == other.why
     left, others = answer.value["left"], other.value["left"]
@@ -224,18 +229,20 @@ def same(answer: Answer, other: Answer, tolerance: float) -> bool:
 
 
 def difference(left: Mapping[str, Tensor], puzzle: Puzzle, case: tuple) -> str:
-    """Describe the first wrong element: its coordinate, its value and the right value."""
+    """Return a message about the first wrong element of the outputs `left`: its index, its value
+    and the right value; empty if all elements are right."""
     want = puzzle.spec(*case)
     wanted = want if isinstance(want, tuple) else (want,)
     for (name, got), want in zip(left.items(), wanted, strict=True):
         if (got.shape, got.dtype) != (want.shape, want.dtype):
-            return f"{name} is no tensor of {tuple(want.shape)}"
+            return (f"{name} is a {got.dtype} tensor of shape {tuple(got.shape)}, not {want.dtype} "
+                    f"of shape {tuple(want.shape)}")
         if (wrong := _wrong(got, want, puzzle.tolerance)).any():
             at = tuple(wrong.nonzero()[0].tolist())
             value = _value(got[at])
             if bits(got[at]).item() == UNTOUCHED[got.dtype]:
-                value = "as it was: was it written?" if got.dtype != torch.uint8 else \
-                    f"{value}: NaN, or never written"
+                value = "not written" if got.dtype != torch.uint8 else \
+                    f"{value}: NaN, or not written"
             return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {value}"
                     f" ({int(wrong.sum())} of {wrong.numel()} are wrong)")
     return ""
@@ -248,6 +255,7 @@ def _value(x: Tensor) -> str:
 
 
 def _case(puzzle: Puzzle, case: tuple) -> str:
+    """Return a case for a message: "x=(64, 8), n=3"; small tensors are written out."""
     def shape_or_value(value: Any) -> str:
         if not isinstance(value, Tensor) or value.numel() <= 6:
             return short(value)

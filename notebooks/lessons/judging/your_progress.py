@@ -19,7 +19,8 @@ RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
 
 
 def progress(exercises: Iterable[str]) -> Figure:
-    """Draw the progress in exercises and guesses by notebook, the part of a name before its dot."""
+    """Return a figure of the learner's progress: exercises and guesses by notebook. `exercises`:
+    names such as "03.cast"; the part before the dot is the notebook."""
     try:
         learner = read()
     except ConfigError as error:
@@ -56,9 +57,9 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
     left = [total[name] - right.get(name, 0) - wrong.get(name, 0) for name in names]
     texts = [f"{right.get(name, 0)} of {total[name]}, guesses: {guesses.get(name, 0)}"
             for name in names]
-    # the text is at the end of the whole bar
+    # the text of the last part is at the end of the whole bar
     parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=texts))
-    # symmetric around 1
+    # the lower x axis is logarithmic and symmetric around 1: from 10^-width to 10^width
     width = 0.1 + max([math.log10(max(guess.factor, _ratio(guess), 1 / _ratio(guess)))
                        for guess in scored], default=1.0)
     held = sum(guess.held for guess in scored)
@@ -85,7 +86,7 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
         parts, "Your progress", height=height + 150, barmode="stack",
         xaxis=axis("exercises", range=[0, 1.5 * most], tickvals=list(range(most + 1))),
         yaxis={**NAMES, **order, "categoryarray": names, "domain": [cut + between / height, 1]},
-        xaxis2=axis("measured, over your guess", type="log", anchor="y2", tickvals=TICKS,
+        xaxis2=axis("measured value, over your guess", type="log", anchor="y2", tickvals=TICKS,
                     ticktext=[f"{tick:g}" for tick in TICKS], range=[-width, width]),
         yaxis2={**NAMES, **order, "categoryarray": [escape(guess.name) for guess in scored],
                 "domain": [0, cut], "anchor": "x2", "showticklabels": bool(scored)},

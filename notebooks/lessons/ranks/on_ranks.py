@@ -1,8 +1,8 @@
 """Exercises whose answer runs on several processes, which exchange real tensors.
 
 Only the attempt's text is sent to the processes (`lessons.ranks.rank_exercises`). If a rank raises,
-the other ranks are ended; ranks that wait for one another forever are ended after some seconds.
-Both become a sentence for the learner.
+the other ranks are killed; ranks that wait for one another forever are killed after some seconds.
+In both cases the learner reads a message.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +31,9 @@ DRAWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class OnRanks(Exercise):
-    """`spec`, `mistakes` and an attempt are functions of one rank. Each rank gets its line of each
-    tensor of a case, then `rank`, `ranks` and the COLLECTIVES that the spec names."""
+    """`spec`, `mistakes` and an attempt are functions that each rank calls. Rank r gets x[r] of each
+    tensor x of a case, the other values of the case, then `rank`, `ranks`, and the COLLECTIVES that
+    the spec names as arguments."""
 
     drawn: int = DRAWN
     most_sent: int | None = None    # limit on the numbers that a rank gives to collectives
@@ -58,9 +59,11 @@ class OnRanks(Exercise):
 # Code that runs in a rank.
 
 def judge_on_rank(place: Place, job: dict[str, Any]) -> dict[str, Any]:
-    """Return `why`: the number of the first wrong case and a message; and `hints`: those of the
-    mistakes that agree with the attempt in every case. The attempt runs in a fork of this rank,
-    which communicates with the forks of the other ranks; then the definition runs in this rank."""
+    """Return `why`, the number of the first wrong case and a message (empty if all cases are
+    right), and `hints`, the hints of the mistakes that agree with the attempt in every case.
+
+    The attempt runs in a fork of this rank, which communicates with the forks of the other ranks.
+    Afterwards the definition and the mistakes run in this rank."""
     exercise, answers = index.exercise(job["name"]), []
     cases = list(exercise.all_cases())
     with Attempt(partial(_attempt, place, exercise, job["source"]), job["seconds"]) as attempt:
@@ -92,7 +95,8 @@ def judge_on_rank(place: Place, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(place: Place, exercise: Exercise, source: str) -> Iterator[Answer]:
-    place.page.close()          # it belongs to the ranks, not to the forks
+    """Yield the attempt's answers, in the fork."""
+    place.page.close()          # the ranks report progress there; the fork must not
     meet_as(place, "attempt")
     limit_memory()
     attempt = called(source)
@@ -102,19 +106,21 @@ def _attempt(place: Place, exercise: Exercise, source: str) -> Iterator[Answer]:
 
 def answer_on_rank(exercise: OnRanks, attempt: Callable[..., Any], case: tuple, rank: int,
                    ranks: int, collectives: Mapping[str, Callable] | None = None) -> Answer:
-    """Return `answer`, or that a rank gave more numbers to collectives than the exercise allows."""
+    """Return the attempt's answer on one rank, or that this rank gave more numbers to collectives
+    than the exercise allows."""
     sent: list[int] = []
     result = answer(exercise, attempt, given_to(exercise, case, rank, ranks, collectives, sent))
     most = exercise.most_sent
     if result.why or result.to_do or most is None or sum(sent) <= most:
         return result
-    return replace(result, why=f"a rank sends {sum(sent)} numbers, and {most} are the limit")
+    return replace(result, why=f"a rank sends {sum(sent)} numbers; the limit is {most}")
 
 
 def given_to(exercise: OnRanks, case: tuple, rank: int, ranks: int,
              collectives: Mapping[str, Callable] | None = None,
              sent: list[int] | None = None) -> tuple:
-    """Return a rank's arguments. Sizes of the tensors given to collectives are added to `sent`."""
+    """Return the arguments of a rank. Each call of a collective appends the number of elements of
+    its input to `sent`."""
     def counting(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def call(x: Tensor) -> Tensor:
             received = collective(x)
@@ -133,8 +139,8 @@ def given_to(exercise: OnRanks, case: tuple, rank: int, ranks: int,
 def _scattered(x: Tensor) -> Tensor:
     """Return this rank's part of the sum of x (numbers,) over all ranks."""
     if len(x) % dist.get_world_size():
-        raise ValueError(f"reduce_scatter cuts {len(x)} numbers into "
-                         f"{dist.get_world_size()} parts of one size; that does not come out even")
+        raise ValueError(f"reduce_scatter needs a number of elements that is a multiple of the "
+                         f"{dist.get_world_size()} ranks, got {len(x)}")
     part = x.new_empty(len(x) // dist.get_world_size())
     reduce_scatter(part, x.contiguous())
     return part

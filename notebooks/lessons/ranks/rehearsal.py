@@ -1,12 +1,12 @@
-"""Rehearses a pipeline: real ranks and messages, with stages that sleep instead of multiplying.
+"""Rehearse a pipeline: real ranks and messages, with stages that sleep instead of multiplying.
 
-The products of eight ranks would compete for two cores, while sleeping needs no core. The order,
-the runtime, autograd's graph, the queues of dw and the waits are those of training, so a rehearsal
-can be compared with a clock (`lessons.ranks.clock`); the result has the same type:
+The matmuls of eight ranks would compete for two cores, while sleeping needs no core. The order, the
+runtime, autograd's graph, the queues of dw and the waits are those of training, so a rehearsal can
+be compared with the simulated clock (`lessons.ranks.clock`). Both return a `Timed`:
 
-    found = order("1f1b", ranks=8, chunks=1, m=16)
-    seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # of every stage, or of each
-    rehearse(found, **seconds).step_seconds / clock(found, **seconds).step_seconds
+    actions = order("1f1b", ranks=8, chunks=1, m=16)
+    seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # for all stages, or a list by stage
+    rehearse(actions, **seconds).step_seconds / clock(actions, **seconds).step_seconds
 """
 
 import time
@@ -32,8 +32,8 @@ HOW = "rehearsed: stages that sleep"
 
 def rehearse(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds, rounds: int = 2,
              parent: WarmParent | None = None) -> Timed:
-    """Return the fastest of `rounds` updates, with one process per rank. `peaks` are counted: each
-    forward holds a tensor until its backward has ended."""
+    """Run `rounds` updates, with one process per rank, and return the times of the fastest one. The
+    peaks are counted, not computed: each forward holds a tensor until its backward has ended."""
     given = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
              "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
     with Processes(f"{__name__}:naps", given, world=len(order), parent=parent) as ranks:
@@ -53,8 +53,9 @@ def _step_seconds(ranks: Sequence[dict[str, Any]]) -> float:
 
 
 class Sleeper:
-    """A rank's stages: the times at which they slept, and the most micro-batches that they held at
-    once, by stage; the key RANK is for all stages together."""
+    """The stages of one rank. Records when they slept (`naps`: begin and end of each sleep) and the
+    most micro-batches that each stage held at once (`most`, by stage; RANK: all stages together).
+    `now` has the micro-batches that are held at this moment."""
 
     RANK = -1
 
@@ -69,6 +70,7 @@ class Sleeper:
         self.naps.append((began, time.perf_counter()))
 
     def hold(self, stage: int) -> Tensor:
+        """Return a tensor that counts as one held micro-batch until it is freed."""
         held = torch.empty(0)
         self._count(stage, 1)
         weakref.finalize(held, self._count, stage, -1)
@@ -84,8 +86,9 @@ class Sleeper:
 
 
 class Nap(torch.autograd.Function):
-    """x + w, with a sleep. Like any Function in Python, it computes dx and dw together, whichever
-    is requested; but if there was a queue in forward, dw is deferred to that queue."""
+    """x + w, with a sleep in place of a matmul. Like any Function in Python, it computes dx and dw
+    together, whichever gradient is requested; but if a queue was active in forward (`deferring`),
+    dw is deferred to that queue."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, sleeper: Sleeper, stage: int) -> Tensor:
@@ -101,12 +104,14 @@ class Nap(torch.autograd.Function):
             sleep(dx, dw)
             return g, g.sum(), None, None
         sleep(dx)
-        ctx.queue.append(partial(lambda held: sleep(dw), held))     # `held` lives until then
+        # the queued call refers to `held`, so the micro-batch counts as held until dw has run
+        ctx.queue.append(partial(lambda held: sleep(dw), held))
         return g, None, None, None
 
 
 def naps(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sleeper's notes of each round; runs in a rank."""
+    """Run all rounds on this rank. Returns, for each round, this rank's sleeps (`naps`), and the
+    most held micro-batches by stage (`stages`) and together (`most`)."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
     try:
