@@ -2,8 +2,8 @@
 
 Runs that differ only in their seed differ in their loss. 320 recorded runs represent all possible
 runs (data/measured/claim-pool.json: one model of a million weights, validation loss in nats per
-token, one run per seed). Changes that do nothing are drawn from these runs. Gains and sigmas are
-shares of the loss.
+token, one run per seed). A change that does nothing is simulated by drawing both arms of a
+comparison from these runs. Gains and sigmas are shares of the loss.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ def pool() -> tuple[dict[str, Any], list[float]]:
 
 
 def sigma_of(losses: Sequence[float]) -> float:
+    """Return the standard deviation over runs of the loss, as a share of the loss."""
     return stdev(map(math.log, losses))
 
 
 def of_nothing(sigma: float, seeds: int) -> NormalDist:
-    """Returns the distribution of the gains of changes that do nothing, by formula."""
+    """Return the distribution of the gains of changes that do nothing, by formula. `sigma`: of one
+    run; `seeds`: runs per arm."""
     return NormalDist(0, sigma * math.sqrt(2 / seeds))
 
 
 def gains_of_nothing(losses: Sequence[float], *, seeds: int, drawn: int = DRAWN) -> list[float]:
-    """Draws the gains of changes that do nothing: both arms from `losses`, without replacement."""
+    """Return the gains of `drawn` changes that do nothing. Both arms of a change are drawn from
+    `losses`, without replacement, with `seeds` runs each."""
     rng, gains = Random(0), []
     for _ in range(drawn):
         runs = rng.sample(losses, 2 * seeds)
@@ -63,33 +66,36 @@ def gains_of_nothing(losses: Sequence[float], *, seeds: int, drawn: int = DRAWN)
 
 
 def share_kept(gains: Sequence[float], bar: float) -> float:
+    """Return the share of the changes whose gain is at least `bar`."""
     return fmean(gain >= bar for gain in gains)
 
 
 def best_so_far(losses: Sequence[float], tries: int = TRIES, *, seed: int = 0) -> list[float]:
-    """Returns the gain over the first run after each of `tries` changes that do nothing, if every
-    change is kept that looks better than the best so far."""
+    """Return the gain over the first run after each of `tries` changes that do nothing, in a search
+    that keeps every change whose loss is lower than the lowest loss so far."""
     drawn = Random(seed).sample(losses, tries + 1)
     return [1 - best / drawn[0] for best in itertools.accumulate(drawn, min)]
 
 
 def changes_kept(gains: Sequence[float]) -> int:
-    """Return the number of changes that a search kept. `gains`: the result of `best_so_far`."""
+    """Return the number of changes that a search keeps. `gains`: the result of `best_so_far`."""
     return sum(after > before for before, after in itertools.pairwise(gains))
 
 
 def expected_best(n: int) -> float:
-    """Returns the mean of the largest of n normal numbers, in sigmas (Blom 1958)."""
+    """Return the expected largest of n normal numbers, in standard deviations (Blom 1958)."""
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def sigma_between(df: int) -> tuple[float, float]:
-    """Returns the 95% range of sample sigmas over the true sigma (Wilson and Hilferty 1931)."""
+    """Return the range that contains 95% of the estimates of sigma with `df` degrees of freedom,
+    over the true sigma (Wilson and Hilferty 1931)."""
     low, high = (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df)) for z in (-1.96, 1.96))
     return max(low, 0.0) ** 1.5, high**1.5
 
 
 def losses_of(runs: Mapping[str, Run]) -> list[float]:
+    """Return the validation losses of the runs that are complete."""
     return [run.summary["val_loss"] for run in runs.values() if run.summary["status"] == "complete"]
 
 
@@ -100,25 +106,25 @@ def replayed(path: Path | str) -> dict[str, Any]:
     for old in contents["verdicts"]:
         new = referee.look(*(old["losses"][old[arm]] for arm in ("against", "arm")), old["level"])
         if not (math.isclose(new.gain, old["gain"], rel_tol=1e-9) and new.word == old["verdict"]):
-            raise ConfigError(f"{named(path)} says a gain of {old['gain']:+.2%} "
-                              f"({old['verdict']}), "
-                              f"and its losses give {new.gain:+.2%} ({new.word}); settle it "
-                              f"anew: {contents['command']}")
+            raise ConfigError(f"{named(path)} has a gain of {old['gain']:+.2%} "
+                              f"({old['verdict']}), and its losses give {new.gain:+.2%} "
+                              f"({new.word}); settle it anew: {contents['command']}")
     return contents
 
 
 # ---- Figures and tables
 
 def verdict_figure(result: Mapping[str, Any]) -> dict:
-    """The plotly spec of the result of a claim, in percent of the loss: gains with their intervals
-    and the pairs that they average; the same at equal seconds and FLOPs, if measured; and the
-    effects too small to detect. A gain is for the arm named first."""
+    """Return the plotly spec of the result of a claim, in percent of the loss. It shows the gain of
+    each comparison with its interval, and the gains of the pairs of runs that it averages; the same
+    at equal seconds and at equal FLOPs, if they were measured; and the range of effects that are
+    too small to detect. A gain is the gain of the arm that is named first."""
     rows, pairs = {}, []
     for verdict in result["verdicts"]:
         arms = verdict["arm"], verdict["against"]
-        rows[" beside ".join(arms)] = verdict
+        rows[" against ".join(arms)] = verdict
         losses = zip(*(verdict["losses"][arm] for arm in arms), strict=True)
-        pairs += [(" beside ".join(arms), 100 * (1 - a / b)) for a, b in losses]
+        pairs += [(" against ".join(arms), 100 * (1 - a / b)) for a, b in losses]
         for kind in ("seconds", "FLOPs"):
             equal = verdict[f"equal_{kind.lower()}"] or {}
             if "gain" in equal:
@@ -137,15 +143,15 @@ def verdict_figure(result: Mapping[str, Any]) -> dict:
         [scatter([gain for _, gain in pairs], [name for name, _ in pairs], "a pair of one seed",
                  FAINT, mode="markers", marker={"symbol": "line-ns-open", "size": 10},
                  hover="%{x:+.2f}%"),
-         scatter(gains, list(rows), "gain, with its 95% interval", COLOURS[0], mode="markers",
+         scatter(gains, list(rows), "gain with its 95% interval", COLOURS[0], mode="markers",
                  marker={"size": 10}, error_x=across, hover="%{x:+.2f}%"),
           # legend entries for the shapes below
          scatter([None], [None], "smallest effect of interest", COLOURS[1], line={"dash": "dash"}),
          scatter([None], [None], "too small to detect", COLOURS[4], mode="markers", opacity=0.5,
                  marker={"symbol": "square", "size": 14})],
-        "; ".join(f"{verdict['arm']} beside {verdict['against']}: {verdict['verdict']}"
+        "; ".join(f"{verdict['arm']} against {verdict['against']}: {verdict['verdict']}"
                   for verdict in result["verdicts"]),
-        height=200 + 70 * len(rows), xaxis=axis("lower loss, %"),
+        height=200 + 70 * len(rows), xaxis=axis("gain: the loss is lower by, %"),
         yaxis=NAMES | {"autorange": False, "range": [len(rows) - 0.5, -0.5],
                        "categoryorder": "array", "categoryarray": list(rows)},
         shapes=[*unseen, rule(x=0, dash="solid"),
@@ -153,7 +159,8 @@ def verdict_figure(result: Mapping[str, Any]) -> dict:
 
 
 def difference_view(losses: Sequence[float]):
-    """For an Explorer: how much lower the mean of one arm is although nothing was changed."""
+    """Return a view for an Explorer: a histogram of the gains of changes that do nothing, with the
+    share of the gains that are at least `bar` percent."""
     sigma, edges = sigma_of(losses), [step / 400 for step in range(-16, 17)]
 
     def show(seeds: int, bar: float) -> dict:
@@ -177,7 +184,8 @@ def difference_view(losses: Sequence[float]):
 
 
 def progress_of_nothing(losses: Sequence[float], searches: int = 20) -> dict:
-    """The plotly spec of searches over TRIES changes that do nothing."""
+    """Return the plotly spec of searches over TRIES changes that do nothing: the gain over the
+    first run as changes are tried."""
     sigma, many = sigma_of(losses), range(TRIES + 1)
     curves = [best_so_far(losses, seed=seed) for seed in range(searches)]
     data = [scatter(many, [100 * gain for gain in curve], "a search over changes that do nothing",
@@ -196,25 +204,25 @@ def progress_of_nothing(losses: Sequence[float], searches: int = 20) -> dict:
 
 
 def found_by_t(sigma: float, n: int) -> float:
-    """Return the gain that a paired t-test over n pairs, at 5%, detects in 80% of cases; the test
-    estimates sigma."""
+    """Return the smallest gain that a paired t-test over n pairs, at a level of 5%, detects in 80%
+    of cases. The test estimates sigma from the pairs."""
     return referee.visible(n, math.sqrt(2) * sigma, referee.levels(1)[0])
 
 
 def found_if_known(sigma: float, n: int) -> float:
-    """Return the gain that n seeds of each arm detect in 80% of cases at 5%, if sigma is known.
-    Exercise `seeds` solves this for n."""
+    """Return the smallest gain that n seeds per arm detect in 80% of cases, at a level of 5%, if
+    sigma is known. The exercise `seeds` solves this formula for n."""
     z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
     return z * of_nothing(sigma, n).stdev
 
 
 def sights(sigma: float) -> str:
-    """HTML: the smallest gain that each number of seeds can detect."""
+    """Return an HTML table of the smallest gain that each number of seeds can detect."""
     rows = [(n, f"{found_by_t(sigma, n):.2%}", f"{found_if_known(sigma, n):.2%}",
              f"{of_nothing(sigma, n).cdf(-0.005):.0%}") for n in (3, 5, 10, 19, 40)]
-    return html_table(("seeds of each arm", "gain that a t-test finds 80 times in 100",
-                       "the same, if sigma were known",
-                       "changes that do nothing and look 0.5% better"), rows)
+    return html_table(("seeds per arm", "gain that a t-test detects in 80% of cases",
+                       "the same, if sigma is known",
+                       "changes that do nothing but look 0.5% better"), rows)
 
 
 # ---- Exercises
@@ -246,6 +254,7 @@ def seeds(effect: float, sigma: float) -> int:
 
 
 def _flips(gains: Sequence[int]) -> list[int]:
+    """Return the sum of the gains for each choice of their signs."""
     return [sum(sign * gain for sign, gain in zip(signs, gains, strict=True))
             for signs in itertools.product((-1, 1), repeat=len(gains))]
 

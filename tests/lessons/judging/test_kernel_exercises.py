@@ -634,7 +634,8 @@ def test_compiled_and_interpreted_must_agree(monkeypatch):
     monkeypatch.setattr(puzzles, "run", lambda attempts, **how: [next(answers)])
     verdict = check(EXERCISES["11.matmul"], matmul)
     assert (verdict.status == "wrong"
-            and verdict.detail.startswith("it is right in the interpreter") and "c[0, 0]" in verdict.detail)
+            and verdict.detail.startswith("it is right in the interpreter")
+            and "c[0, 0]" in verdict.detail)
 
 
 def test_without_triton_the_lesson_runs_on(monkeypatch):
