@@ -1,8 +1,9 @@
 """Lesson 28, Search: its study, its figures and its exercises.
 
-Settings without a rule can be searched: at random or by TPE, with trials that the median rule ends
-early. The model and the text are those of lesson 21. `lpkit bench tpe-random --out data/measured`
-records the searches in data/measured/tpe-random-*.json.
+Settings for which there is no rule can be searched: at random or by TPE (a tree-structured Parzen
+estimator), with a median rule that ends bad trials early (pruning). The model and the text are the
+same as in lesson 21. `lpkit bench tpe-random --out data/measured` records the searches in
+data/measured/tpe-random-*.json.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ SEARCHED = Sweep(
 
 
 class Search(Background):
-    """A sweep in a background thread; its result is the text that `lpkit sweep` prints. The
-    executor is a thread of this process; any object whose `submit` returns a future would do."""
+    """A sweep in a background thread. Its result is the text that `lpkit sweep` prints. Trials run
+    in one thread of this process (`pool`)."""
 
     def __init__(self, sweep: Sweep, out: Path):
         super().__init__("search")
@@ -68,7 +69,8 @@ class Search(Background):
 
 
 class LiveSweep(Figure):
-    """The trials of a sweep's journal, redrawn when any process adds a trial."""
+    """A figure of the trials in a sweep's journal (a .jsonl file). It is redrawn when a process has
+    added a trial."""
 
     def __init__(self, sweep: Sweep, out: Path):
         super().__init__(parallel_figure([], sweep))
@@ -92,7 +94,7 @@ class LiveSweep(Figure):
 
 
 def last_loss(trial: Mapping[str, Any]) -> float | None:
-    """Return a trial's last loss, also if the trial was pruned; None if it diverged."""
+    """Return the last loss of a trial, finished or pruned; None if the trial diverged."""
     return trial["val_loss"] if trial["pruned"] is None else trial["pruned"]["val_loss"]
 
 
@@ -104,16 +106,16 @@ def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """The mean share by which TPE's best loss is below the other sampler's, its 95% interval, and
-    the two-sided p-value of a paired t-test."""
+    """The share by which TPE's best loss is below random search's best loss."""
 
-    mean: float
-    low: float
+    mean: float     # over pairs of searches
+    low: float      # of the 95% interval of the mean
     high: float
-    p: float
+    p: float        # two-sided p-value of a paired t-test
 
 
 def gain(losses: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
+    """Compare the best of the first `trials` trials. `losses`: by sampler, search and trial."""
     each = [math.log(min(other[:trials]) / min(tpe[:trials]))
             for tpe, other in zip(losses["tpe"], losses["random"])]
     mean, error, df = fmean(each), statistics.stdev(each) / math.sqrt(len(each)), len(each) - 1
@@ -124,10 +126,10 @@ def gain(losses: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
 # ---- Figures and tables
 
 def parallel_figure(trials: Sequence[Mapping[str, Any]], sweep: Sweep) -> dict:
-    """The plotly spec of a sweep. Each trial is a line through its settings, its last update and
-    its loss there, in the colour of that loss; a diverged trial has no line. An axis is named by
-    the last part of a setting's name, since five whole names do not fit on a phone. The axes of
-    settings cover the range of the search."""
+    """Return the plotly spec of a sweep, in parallel coordinates. Each trial is a line through its
+    settings, its last update and its last loss, coloured by this loss; a diverged trial has no
+    line. An axis has only the last part of a setting's name, because five whole names do not fit on
+    a phone. The axes of settings cover the range of the search."""
     there = [trial for trial in trials if last_loss(trial) is not None]
     steps, losses = sweep.config({}).steps, [last_loss(trial) for trial in there]
     dimensions = []
@@ -157,8 +159,7 @@ def parallel_figure(trials: Sequence[Mapping[str, Any]], sweep: Sweep) -> dict:
 
 
 def searches() -> dict[str, list[list[float]]]:
-    """Returns the losses of each search that `lpkit bench tpe-random` recorded, in the order of its
-    trials, by sampler."""
+    """Return the losses that `lpkit bench tpe-random` recorded, by sampler, search and trial."""
     return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
 
 
@@ -167,7 +168,8 @@ def best_so_far(losses: Sequence[float]) -> list[float]:
 
 
 def search_figure(by_sampler: Mapping[str, Sequence[Sequence[float]]]) -> dict:
-    """The plotly spec of the best loss after each trial: a pale line per search, and the mean."""
+    """Return the plotly spec of the best loss after each trial, by sampler: a pale line per search,
+    and the mean over searches."""
     data = []
     for (sampler, losses), colour in zip(by_sampler.items(), COLOURS):
         curves = [best_so_far(search) for search in losses]
@@ -177,7 +179,7 @@ def search_figure(by_sampler: Mapping[str, Sequence[Sequence[float]]]) -> dict:
         data.append(scatter(trials, [fmean(column) for column in zip(*curves)],
                             f"{sampler}, mean of {len(curves)} searches", colour, line={"width": 3},
                             hover="%{x} trials: %{y:.3f} nats"))
-    return figure(data, "The best loss of a search", height=400, xaxis=axis("trials"),
+    return figure(data, "Lowest loss so far in a search", height=400, xaxis=axis("trials"),
                   yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
 
 
