@@ -67,8 +67,8 @@ class Store:
         self.problems: list[str] = []
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the reports in the order of arrival, without damaged lines. `problems` then has a
-        sentence for each line that is altered or lost, and for pseudonyms without a name."""
+        """Return the reports in the order of arrival, without damaged lines. Sets `problems` to a
+        sentence for each altered or lost line, and for pseudonyms without a name."""
         names = self._names()
         head = [(named(self.names), *names["lines"])] if "lines" in names else []
         if self._is_none():
@@ -84,13 +84,14 @@ class Store:
         return events
 
     def pseudonyms(self) -> dict[str, str]:
-        """Returns pseudonyms by name. A damaged file is moved to damaged/, and new pseudonyms are
-        drawn."""
+        """Return the pseudonyms by learner's name. A damaged file is moved to damaged/, and new
+        pseudonyms are drawn."""
         return self._names()["names"]
 
     def _names(self) -> dict[str, Any]:
-        """Returns the record of the pseudonyms. `names`: pseudonyms by name. `lines`: the number
-        and the checksum of the last report, by which lost lines at the end are detected."""
+        """Return the contents of pseudonyms.json. `names`: pseudonyms by learner's name. `lines`:
+        the number and the checksum of the last report, which show whether lines at the end are
+        lost."""
         if not os.path.lexists(self.names):
             return {"names": {}}
         try:
@@ -104,13 +105,14 @@ class Store:
             return {"names": {}}
 
     def _is_none(self) -> bool:
-        """Returns True if the path of the reports is a pipe, a link or a folder, or too large."""
+        """Return True if the path of the reports is a pipe, a link, a folder, or too large a
+        file."""
         return os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
                                                or self.path.stat().st_size > MOST_KEPT)
 
     def pseudonym(self, name: str) -> str:
-        """Returns the pseudonym of a name. It stays the same until all reports are deleted. It is
-        random, so that nobody can compute it from the name."""
+        """Return the pseudonym of a learner's name. The pseudonym stays the same until all reports
+        are deleted. It is random, so that nobody can compute it from the name."""
         known = self.pseudonyms()
         while name not in known:
             drawn = f"{secrets.choice(FIRST)}-{secrets.choice(SECOND)}"
@@ -121,8 +123,9 @@ class Store:
         return known[name]
 
     def add(self, name: str, reports: Iterable[Any]) -> int:
-        """Stores the new reports among these, and returns how many they are. Ignores invalid
-        reports, and reports beyond EACH per learner, so that no learner can fill the disk."""
+        """Store the reports that are new, and return how many they are. Invalid reports are
+        ignored, and so are reports beyond EACH per learner, so that no learner can fill the
+        disk."""
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
                 move_into(self.path.parent / "damaged", self.path)
@@ -137,7 +140,7 @@ class Store:
                         ids.add(report["id"])
                         mine.append(report | {"pseudonym": who})
             with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
+                file.truncate(file.read().rfind(b"\n") + 1)     # drops a line that a kill cut off
                 chain = records.Chain(self.path, CHAIN)
                 file.seek(0, os.SEEK_END)
                 file.write("".join(map(chain.line, mine)).encode())
@@ -149,7 +152,7 @@ class Store:
         return len(mine)
 
     def _look(self) -> None:
-        """Reads the ids of the reports in the file, if another process has changed it."""
+        """Read the ids of the reports again if another process has changed the file."""
         if self._stamp() != self._seen:
             self._known = {}
             for event in self.events():
@@ -171,16 +174,17 @@ class Store:
 
 
 def checked(report: Any) -> dict[str, Any]:
-    """Returns the known fields of a report. A learner may send anything as a report. Raises
-    ConfigError."""
+    """Return the known fields of a report. Raises ConfigError if the report is invalid, since a
+    learner may send anything."""
     if not isinstance(report, dict) or report.get("kind") not in list(NEEDED):
         raise ConfigError(f"a report is a JSON object of kind {', '.join(NEEDED)}")
     kept = {key: report[key] for key in (*TEXTS, *NUMBERS, "held") if report.get(key) is not None}
     needed = {"id", "notebook"} | NEEDED[report["kind"]]
     wrong = [key for key, value in kept.items() if not fits(key, value)] or needed - kept.keys()
     if wrong:
-        raise ConfigError(f"a report has {', '.join(sorted(needed))}, texts of at most {MOST_TEXT} "
-                          f"characters and finite numbers; {', '.join(sorted(wrong))} is not so")
+        raise ConfigError(f"a report needs {', '.join(sorted(needed))}; its texts have at most "
+                          f"{MOST_TEXT} characters and its numbers are finite; wrong or missing: "
+                          f"{', '.join(sorted(wrong))}")
     return kept
 
 
@@ -223,8 +227,8 @@ def troubles(folder: Path) -> dict[str, str]:
 
 
 def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
-    """Print how many labs are open while labs start, and each lab that does not start, until the
-    hub ends. Return the hub's exit code."""
+    """Watch the labs until the hub ends, and return the hub's exit code. Prints how many labs are
+    open while labs start, and a sentence for each lab that does not start."""
     folder, last, printed_at, named_labs = Path(room.folder), "", 0.0, set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -250,8 +254,9 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
 # ---- Unsolved exercises, and files that learners hand in
 
 def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Returns for each exercise how many learners solved it, and how many tried and have not solved
-    it. The exercise with the most learners who have not solved it is first."""
+    """Return for each exercise the number of learners who solved it (`right`) and the number of
+    learners who tried and have not solved it (`not_yet`). The exercise with the largest `not_yet`
+    is first."""
     right: dict[str, dict[str, bool]] = {}
     for event in events:
         if event["kind"] == "exercise":
@@ -263,8 +268,8 @@ def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def collected(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the reports in a learner's file. The pseudonym is the name of the file, or of its
-    folder if the file is learner.json."""
+    """Yield the contents of a learner's file as reports. The pseudonym is the name of the file, or
+    the name of its folder if the file is learner.json."""
     from lessons.judging.learner import read
 
     if not path.is_file():
@@ -297,6 +302,7 @@ def main() -> None:
             return self.current_user["name"]
 
         def visible(self) -> Iterator[dict[str, Any]]:
+            """Return the reports that the current user may see."""
             mine, all_of_them = store.pseudonyms().get(self.who), self.who == teacher
             return (event for event in store.events() if all_of_them or event["pseudonym"] == mine)
 

@@ -48,17 +48,18 @@ def page(book: Any, name: str) -> str:
 
 
 def _libraries() -> list[str]:
-    """Returns the contents of LIBRARIES. The scripts run in the reader's browser, so each file must
-    be byte for byte the file that was reviewed. Raises ConfigError."""
+    """Return the contents of LIBRARIES. The scripts run in the reader's browser, so each file must
+    have the SHA-256 of the file that was reviewed. Raises ConfigError if a file is missing or
+    differs."""
     folder = cache_dir("slides")
     paths = {folder / "node_modules" / file: pinned for file, pinned in LIBRARIES.items()}
-    fetch = f"once, where there is a network: `{FETCH.format(folder)}`"
+    fetch = f"run this once with a network connection: `{FETCH.format(folder)}`"
     if lacks := [path for path in paths if not path.is_file()]:
         raise ConfigError(f"slides need {named(lacks[0])}; {fetch}")
     texts = [read_text(path, 1 << 24) for path in paths]
     for text, (path, pinned) in zip(texts, paths.items(), strict=True):
         if hashlib.sha256(text.encode()).hexdigest() != pinned:
-            raise ConfigError(f"{named(path)} is not the file that was pinned (SHA-256); remove "
+            raise ConfigError(f"{named(path)} does not have the pinned SHA-256; remove "
                               f"{named(folder)}, then {fetch}")
     return texts
 
@@ -93,7 +94,7 @@ def slides(book: Any, name: str) -> Any:
             cells.append(_slide(f"## {section}\n\n{shown}", new))
             new = False
     if not figures:
-        raise ConfigError(f"{name} has no figure in it: it has not run; `lpkit notebook` runs it")
+        raise ConfigError(f"{name} has no figure, so it has not run; run it by `lpkit notebook`")
     return nbformat.v4.new_notebook(cells=cells)
 
 
@@ -105,9 +106,9 @@ def _slide(source: str, new: bool) -> Any:
 
 
 def _short(source: str) -> str:
-    """Returns the first paragraphs: up to PROSE characters, at least one paragraph, and the
-    paragraph after a colon or a comma. Leaves out folded answers, and pictures of figures, because
-    figures have their own slides."""
+    """Return the first paragraphs of a cell: at least one paragraph, up to PROSE characters, and
+    the paragraph after one that ends with a colon or a comma. Folded answers are left out, and so
+    are pictures of figures, because figures have their own slides."""
     kept: list[str] = []
     source = re.sub(r"<details>.*?</details>|!\[[^]]*\]\(pictures/[^)]*\)", "", source, flags=re.S)
     for paragraph in source.strip().split("\n\n"):
@@ -122,6 +123,8 @@ def _without_last_sentence(source: str) -> str:
 
 
 def _shown(output: Any) -> str:
+    """Return the HTML of an output for a slide: a claim's card, a figure or a question; empty for
+    any other output."""
     data = output.get("data", {})
     for claim in cards([output]):
         why = f"<small>{html.escape(claim['why'])}</small>" if claim["why"] else ""

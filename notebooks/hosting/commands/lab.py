@@ -40,7 +40,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until SIGINT, SIGTERM or SIGHUP. Prints its result as soon as the lab answers."""
+    """Serve the lab until SIGINT, SIGTERM or SIGHUP. Prints its result as soon as the lab
+    answers. With --update or --reset, returns the changes and serves nothing."""
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
     shown_when()        # kernels inherit the variable, so check its value here
     root, children = copies.work_folder(args.course), processes.Children()
@@ -82,7 +83,8 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """Returns one line for all changes without notes, then lines for each change with notes."""
+    """Return the changes as lines: one line for all changes without notes, then several lines for
+    each change with notes."""
     plain: dict[str, list[str]] = {}
     lines = []
     for change in changes:

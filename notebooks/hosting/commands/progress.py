@@ -32,7 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.collect and args.delete:
-        raise ConfigError("--delete deletes the reports of a room; leave it out with --collect")
+        raise ConfigError("--delete deletes the reports of a room, and --collect reads files; give "
+                          "only one of them")
     store = Store(args.room)
     if not args.collect and not (args.room / "room.json").exists():
         raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, "
