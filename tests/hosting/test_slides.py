@@ -72,7 +72,8 @@ def test_a_notebook_that_has_not_run_and_a_missing_library_are_sentences(tmp_pat
     with pytest.raises(ConfigError, match="a has no figure, so it has not run"):
         slides.slides(book(GUESS), "a")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"slides need .*reveal\.css; once.*npm install --prefix"):
+    with pytest.raises(ConfigError, match=r"slides need .*reveal\.css; run this once.*npm "
+                                            r"install --prefix"):
         slides.page(book(FIGURE), "a")
 
 

@@ -1,7 +1,7 @@
 """Modules of the rows in `lessons.rows.adapters`, and peft's files of a prompt and a prefix.
 
-Each adapter can return the equivalent Linear: `merged`. The parameters of a fused matrix are stored
-by group of heads, like the matrix: `side_by_side`.
+Each adapter's `merged` returns the weight and the bias of the equivalent Linear. The parameters of
+an adapter of a fused matrix are stored by group of heads, like the matrix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,8 @@ class Bottleneck(Adapter):
 
 
 class ScaledKeysValues(Adapter):
-    """Multiply the keys and values of a grouped output by learned vectors."""
+    """Multiplies keys and values in the output of a fused Linear by learned vectors. `rows`: the
+    rows of queries, keys and values in each group of heads."""
 
     def __init__(self, base: nn.Linear, rows: Sequence[int]):
         super().__init__(base)
@@ -102,6 +103,8 @@ class ScaledKeysValues(Adapter):
 
 
 class ScaledInput(Adapter):
+    """Multiplies the input of a Linear by a learned vector."""
+
     def __init__(self, base: nn.Linear):
         super().__init__(base)
         w = base.weight
@@ -143,7 +146,7 @@ def add_dora(model: nn.Module, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def add_pissa(model: nn.Module, settings: LoraSettings) -> None:
-    """Split each matrix: B A is its best approximation of this rank, and the rest is frozen."""
+    """Split each matrix into B A, its best approximation of this rank, and a frozen rest."""
     add_lora(model, settings)
     for module in model.modules():
         if isinstance(module, Lora):
@@ -212,6 +215,7 @@ def _within(drop: nn.Dropout, attend: Attend, *given: Any) -> Tensor:
 # followed by its values
 
 def save_places(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the prompt or the prefix of a run into a folder, as peft does."""
     [settings], m = run.config.model.changes, run.config.model
     width = _width(settings, m)
     own = [p.detach() for p in adapted.rebuilt(run, tensors).parameters() if p.requires_grad]
@@ -222,6 +226,9 @@ def save_places(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def bring_places(folder: Path, config: Mapping[str, Any], base: Run, out: Path, name: str) -> Run:
+    """Return a new run in `out` from `base` and peft's files of a prompt or prefix in `folder`.
+    `config`: the contents of adapter_config.json; `name`: "prompt" or "prefix". Raises ConfigError
+    if the files do not fit the base model."""
     m, settings = base.config.model, MODEL_CHANGES[name].settings
     width = _width(settings, m)
     adapted.check_keys(folder, config, {
@@ -240,5 +247,5 @@ def bring_places(folder: Path, config: Mapping[str, Any], base: Run, out: Path, 
 
 
 def _width(settings: VirtualSettings, m: ModelConfig) -> int:
-    """Returns the elements of one position of a prompt, or of a layer's keys."""
+    """Return the number of elements of one position: of a prompt, or of one layer's keys."""
     return m.D if settings.in_stream else m.G * m.E

@@ -153,7 +153,8 @@ def share_layers(model: nn.Module, settings: SharedSettings) -> None:
 # ---- Initialisations
 
 def values(attention: nn.Module) -> torch.Tensor | None:
-    """Return the rows of values as a view (G, E, D); None if there are none."""
+    """Return the rows of the fused matrix that compute the values, as a view (G, E, D); None if the
+    attention has no matrix for values."""
     qkv = getattr(attention, "qkv", None)
     if qkv is None:
         return None
@@ -162,8 +163,9 @@ def values(attention: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def fixup(model: nn.Module) -> None:
-    """The last matrix of each branch is 0; the others are scaled by n^(-1/(2m - 2)), for n branches
-    of m matrices (Zhang et al. 2019, section 3): m is 2, or 3 if gate and up are multiplied."""
+    """Initialise by Fixup (Zhang et al. 2019, section 3). The last matrix of each branch is 0. The
+    other matrices are scaled by n^(-1/(2m - 2)) for n branches of m matrices; m is 2, or 3 if an
+    MLP multiplies gate and up."""
     fan_in(model)
     branches = 2 * len(model.blocks)
     for block in model.blocks:
@@ -178,7 +180,8 @@ def fixup(model: nn.Module) -> None:
 
 @torch.no_grad()
 def t_fixup(model: nn.Module) -> None:
-    """Each matrix of a fused product gets Xavier's initialisation separately."""
+    """Initialise by T-Fixup. Each matrix within a fused matrix gets Xavier's initialisation
+    separately."""
     m, L = model.config, model.config.L
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
@@ -197,7 +200,7 @@ def t_fixup(model: nn.Module) -> None:
 
 @torch.no_grad()
 def mup(model: nn.Module) -> None:
-    """muP's initialisation; its rates scale with 1 / width (`lessons.l27_width_and_mup.mup`)."""
+    """Initialise for muP. The matching learning rates are in `lessons.l27_width_and_mup.mup`."""
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
         nn.init.normal_(table, std=MUP_WIDTH ** -0.5)

@@ -1,10 +1,11 @@
 """Makes a larger model's tensors, one by one, from a smaller model's (rows of `growth.py`).
 
-In width, place i is a copy of place i mod n. A tensor that writes places has its rows copied. A
-tensor that reads places has each column divided among the copies, so that sums stay the same. Norms
-stay the same, since each place has equally many copies. Groups of heads are copied whole, and
-queries within each group, so that a query meets a copy of its own key. For a tied head, the last
-norm is divided among copies, since the head's columns are the embedding's.
+In width, place i of the large model is a copy of place i mod n of the small model's n places. The
+rows of a tensor that writes places are copied. Each column of a tensor that reads places is divided
+among the copies, so that sums stay the same. The statistics of norms stay the same, since each
+place has equally many copies. Groups of heads are copied as a whole, and queries within each group,
+so that a query meets a copy of its own key. With a tied head, the weight of the last norm is
+divided among the copies, since the head's columns are the embedding's columns.
 """
 
 import re
@@ -58,7 +59,8 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
 
 
 def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
-    """Returns the axes that a tensor writes and reads; empty: none."""
+    """Return the names (keys of `_axes`) of the axes that a tensor writes and reads; "" for
+    none."""
     module, kind = name.split(".")[-2:]
     if small.tied and name.startswith("norm."):
         return "", "width"
@@ -67,7 +69,8 @@ def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
-    """Returns, by axis, the place in the small model that each place in the large model copies."""
+    """Return, by axis, the place in the small model that each place in the large model copies, as
+    a tensor of indices."""
     queries, E = small.H // small.G, torch.arange(small.E)
     groups, query = torch.arange(large.G) % small.G, torch.arange(large.H // large.G) % queries
     slots = torch.cat((query, torch.tensor([queries, queries + 1])))     # and its key and value
@@ -80,7 +83,7 @@ def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
 
 
 def shares(t: Tensor, places: Tensor, uneven: float, draw: torch.Generator) -> Tensor:
-    """Return (..., N): the share of each copy of an element of t (..., n); an element's shares sum
-    to 1."""
+    """Return the share (..., N) of each copy of an element of t (..., n). `places` (N,) has the
+    element that each copy comes from; the shares of an element sum to 1."""
     drawn = 1 + uneven * (2 * torch.rand(*t.shape[:-1], len(places), generator=draw) - 1)
     return drawn / torch.zeros(t.shape).index_add_(-1, places, drawn)[..., places]
