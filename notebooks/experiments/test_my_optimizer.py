@@ -19,7 +19,8 @@ TINY = {"imports": "my_optimizer", "optimizer": "my_optimizer", "model.layers": 
 
 
 def gradients():
-    """The third gradient is large: afterwards the largest second moment is not the last one."""
+    """Return gradients of which the third is large. Afterwards the largest second moment so far is
+    not the last one, so a rule without the maximum fails."""
     chance = torch.Generator().manual_seed(0)
     sizes = (1.0, 1.0, 30.0, 0.1, 0.1, 0.1)
     return [size * torch.randn(5, 3, generator=chance, dtype=torch.float64) for size in sizes]
