@@ -160,7 +160,7 @@ def _beside(cell: "NotebookNode") -> "NotebookNode":
 
 
 def _kept(here: "NotebookNode", new: "NotebookNode") -> "NotebookNode":
-    """Returns the learner's cell, with its outputs, and with the course's metadata and tags."""
+    """Return the learner's cell, with its outputs, and with the course's metadata and tags."""
     here.metadata.pop("tags", None)
     here.metadata.update(new.metadata)
     return here
@@ -301,7 +301,7 @@ def _change(path: Path, done: str, notes: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_there(path: Path) -> bool:
-    """Returns True if the file exists. Raises ConfigError for a link, a folder or a device."""
+    """Return True if the file exists. Raises ConfigError for a link, a folder or a device."""
     with suppress(FileNotFoundError), files.open_own(path, "rb"):
         return True
     return False

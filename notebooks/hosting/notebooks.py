@@ -74,7 +74,7 @@ def parse(text: str, name: str) -> "NotebookNode":
 
 
 def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
-    """Returns the code cells with a tag."""
+    """Return the code cells with a tag."""
     return [cell for cell in book.cells if cell.cell_type == "code"
             and tag in cell.metadata.get("tags", [])]
 

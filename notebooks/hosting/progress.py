@@ -189,7 +189,7 @@ def checked(report: Any) -> dict[str, Any]:
 
 
 def fits(key: str, value: Any) -> bool:
-    """Returns True if the field `key` may have this value."""
+    """Return True if the field `key` may have this value."""
     if key in TEXTS:        # `isprintable` also refuses half of a surrogate pair
         return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
     if key == "held":
@@ -198,7 +198,7 @@ def fits(key: str, value: Any) -> bool:
 
 
 def table(events: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the reports as CSV. A spreadsheet would run a text that begins with = + - @ as a
+    """Return the reports as CSV. A spreadsheet would run a text that begins with = + - @ as a
     formula, so such a text gets a ' before it (OWASP, CSV injection)."""
     out = io.StringIO()
     writer = csv.DictWriter(out, FIELDS, extrasaction="ignore")

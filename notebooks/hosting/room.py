@@ -81,7 +81,7 @@ class Room:
     title: str = ""             # the room's name, on the hub's pages
 
     def socket_path(self, name: str) -> Path:
-        """Returns the path of a Unix socket of this room, in a folder that only root may change."""
+        """Return the path of a Unix socket of this room, in a folder that only root may change."""
         return SOCKETS / f"{name}-{self.port}"
 
 
@@ -162,7 +162,7 @@ def write(room: Room) -> None:
 
 
 def read(folder: Path) -> Room:
-    """Returns the room in a folder. Raises ConfigError if there is none."""
+    """Return the room in a folder. Raises ConfigError if there is none."""
     path = folder / "room.json"
     try:
         stored = json.loads(files.read_private(path, 1 << 24))
@@ -193,7 +193,7 @@ def _free_uid(members: Mapping[str, Member]) -> int:
 
 
 def new_code() -> str:
-    """Returns a code of 59 random bits that is easy to read from paper."""
+    """Return a code of 59 random bits that is easy to read from paper."""
     return "-".join("".join(secrets.choice(LETTERS) for _ in range(4)) for _ in range(3))
 
 
@@ -208,7 +208,7 @@ def refuse_what_cannot_be() -> None:
 
 
 def refuse_missing(authenticator: str) -> None:
-    """Raises ConfigError for an authenticator that JupyterHub would not find."""
+    """Raise ConfigError for an authenticator that JupyterHub would not find."""
     known = {entry.name for entry in entry_points(group="jupyterhub.authenticators")}
     module, _, name = authenticator.rpartition(".")
     with contextlib.suppress(ImportError, AttributeError):
@@ -221,7 +221,7 @@ def refuse_missing(authenticator: str) -> None:
 
 
 def refuse_closed(place: Path, what: str) -> None:
-    """Raises ConfigError if other users cannot reach a folder."""
+    """Raise ConfigError if other users cannot reach a folder."""
     for folder in (place, *place.parents):
         if not folder.stat().st_mode & 0o001:
             raise ConfigError(f"{what} is in {named(place)}, and learners may not enter "
@@ -230,7 +230,7 @@ def refuse_closed(place: Path, what: str) -> None:
 
 
 def _proxy(asked: str) -> str:
-    """Returns the path of configurable-http-proxy. Raises ConfigError if it is not installed."""
+    """Return the path of configurable-http-proxy. Raises ConfigError if it is not installed."""
     if path := shutil.which(asked or "configurable-http-proxy"):
         return path
     name = shown(asked) if asked else "configurable-http-proxy"
@@ -282,7 +282,7 @@ def url(room: Room) -> str:
 
 
 def answers(room: Room) -> bool:
-    """Returns True if the hub answers at the room's port, and only root listens there."""
+    """Return True if the hub answers at the room's port, and only root listens there."""
     table = Path("/proc/net", "tcp6" if ":" in room.address else "tcp").read_text()
     # the user ids (column 7) of the sockets that listen (state 0A) on the room's port
     if {row[7] for row in map(str.split, table.splitlines()[1:])

@@ -217,7 +217,7 @@ class Attempt:
         return self.record
 
     def completed(self) -> dict[str, Any]:
-        """Returns the ending of a run in which no cell failed. Some cells may not have run, because
+        """Return the ending of a run in which no cell failed. Some cells may not have run, because
         a cell ended the notebook, or because of their tags."""
         sources = {cell.id: cell.source.strip() for cell in self.book.cells}
         missing = [number for number, id in enumerate(self.code, 1)
@@ -231,7 +231,7 @@ class Attempt:
 
 
 def _asked(job: Job) -> dict[str, Any]:
-    """Returns the record of a run that has not begun."""
+    """Return the record of a run that has not begun."""
     packages = versions(("lpkit", "torch", "ipykernel", "nbclient"))
     installed = {name: version or "not installed" for name, version in packages.items()}
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
@@ -372,7 +372,7 @@ class _Kernel:
 
 
 def without_widgets(notebook: dict) -> dict:
-    """Returns a copy of an executed notebook (nbformat 4, as a dict) for readers without a kernel.
+    """Return a copy of an executed notebook (nbformat 4, as a dict) for readers without a kernel.
     It has no widget state, and no widget views in outputs that also have a picture, so that
     JupyterLab and sphinx show the stored pictures. A control without a picture keeps its view; the
     site uses it to explain where controls work.

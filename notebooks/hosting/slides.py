@@ -33,7 +33,7 @@ FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
 
 
 def page(book: Any, name: str) -> str:
-    """Returns the HTML of the slides. Raises ConfigError if a library is missing or is not the
+    """Return the HTML of the slides. Raises ConfigError if a library is missing or is not the
     pinned one, or if the notebook has not run."""
     from nbconvert import SlidesExporter
 
@@ -65,7 +65,7 @@ def _libraries() -> list[str]:
 
 
 def slides(book: Any, name: str) -> Any:
-    """Returns a notebook with one markdown cell for each slide. Each heading begins a new stack."""
+    """Return a notebook with one markdown cell for each slide. Each heading begins a new stack."""
     import nbformat
 
     cells, section, left_out, new, top, figures = [], name, False, True, False, 0

@@ -399,11 +399,11 @@ class Record:
         return [run["val_loss"] / plain[run["seed"]] - 1 for run in self.by_method[method]]
 
     def bytes_of(self, method: str) -> float:
-        """Returns the bytes that a rank sent per update."""
+        """Return the bytes that a rank sent per update."""
         return self.by_method[method][0]["bytes"]
 
     def first(self, method: str) -> list[float]:
-        """Returns the losses of the first updates of seed 0."""
+        """Return the losses of the first updates of seed 0."""
         return self.by_method[method][0]["losses"]
 
 

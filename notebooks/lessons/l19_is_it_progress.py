@@ -39,7 +39,7 @@ TRIES = 50          # changes that are tried one after the other
 
 
 def pool() -> tuple[dict[str, Any], list[float]]:
-    """Returns how the settings of the recorded runs differ from `cpu-3m`, and their losses."""
+    """Return how the settings of the recorded runs differ from `cpu-3m`, and their losses."""
     recorded = json.loads(POOL.read_text())
     return recorded["base"], recorded["losses"]["adamw"]
 
@@ -100,7 +100,7 @@ def losses_of(runs: Mapping[str, Run]) -> list[float]:
 
 
 def replayed(path: Path | str) -> dict[str, Any]:
-    """Returns the contents of a verdict file of `lpkit claim`. Raises DamagedError if the file was
+    """Return the contents of a verdict file of `lpkit claim`. Raises DamagedError if the file was
     altered, and ConfigError if judging its losses again gives a different verdict."""
     contents = records.read(Path(path))
     for old in contents["verdicts"]:

@@ -334,7 +334,7 @@ WARM = (0, 20, 100)
 
 
 def warmed(beta2: float, warmup: int, seed: int) -> float:
-    """Returns the validation loss after 120 updates at a rate that is slightly too high."""
+    """Return the validation loss after 120 updates at a rate that is slightly too high."""
     training = Training.build(config("adamw", 16, 0.032, seed).replace({
         "optimizer.beta2": beta2, "schedule.warmup_steps": warmup, "steps": 120,
         "eval_batches": 16}))

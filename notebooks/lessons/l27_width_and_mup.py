@@ -153,7 +153,7 @@ def check_figure(changes: Mapping[str, Mapping[int, Mapping[str, float]]]) -> di
 
 
 def width_runs() -> list[dict[str, Any]]:
-    """Returns the runs of `lpkit bench width-rates`."""
+    """Return the runs of `lpkit bench width-rates`."""
     return json.loads(next(MEASURED.glob("width-rates-*.json")).read_text())["runs"]
 
 

@@ -70,7 +70,7 @@ def trained(config: Config, state: Mapping[str, Tensor] | None = None, first: in
 
 
 def matrices(model: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the Linears of the blocks by name."""
+    """Return the Linears of the blocks by name."""
     return {name: module for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and "blocks." in name}
 
@@ -92,7 +92,7 @@ def rtn(w: Tensor, bits: int, group: int = GROUP) -> Tensor:
 
 
 def hessian(x: Tensor) -> Tensor:
-    """Returns the damped x^T x / M (K, K) of inputs x (M, K) in float64. The second derivative of a
+    """Return the damped x^T x / M (K, K) of inputs x (M, K) in float64. The second derivative of a
     row's squared output error is twice this matrix."""
     x = x.double()
     H = x.T @ x / len(x)
@@ -239,7 +239,7 @@ class Study:
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        """Returns the inputs x (M, K) of each Linear for tokens of the training data."""
+        """Return the inputs x (M, K) of each Linear for tokens of the training data."""
         seen: dict[str, list[Tensor]] = {name: [] for name in self.linears}
         hooks = [layer.register_forward_pre_hook(
             lambda _, args, name=name: seen[name].append(args[0].detach().flatten(0, 1)))
@@ -253,7 +253,7 @@ class Study:
 
     @cached_property
     def fisher(self) -> dict[str, Tensor]:
-        """Returns the diagonal of the Fisher matrix of the mean loss, with labels drawn from the
+        """Return the diagonal of the Fisher matrix of the mean loss, with labels drawn from the
         model: the mean over sequences of the squared gradient of the summed loss, per token."""
         generator = torch.Generator().manual_seed(0)
         weights = [layer.weight for layer in self.linears.values()]
@@ -287,7 +287,7 @@ class Study:
             return self.training.evaluate() - self.loss
 
     def change(self, name: str) -> dict[str, Tensor]:
-        """Returns the change that a method makes to each matrix."""
+        """Return the change that a method makes to each matrix."""
         by = method(name)
         return {layer: by(w, self.inputs[layer]) - w for layer, w in self.weights.items()}
 
@@ -319,7 +319,7 @@ class Study:
 
 
 def output_error(w: Tensor, new: Tensor, x: Tensor) -> float:
-    """Returns |x (new - w)^T|^2 / |x w^T|^2."""
+    """Return |x (new - w)^T|^2 / |x w^T|^2."""
     x = x.double()
     return ((x @ (new - w).double().T).square().sum() / (x @ w.double().T).square().sum()).item()
 
@@ -414,7 +414,7 @@ def record(seed: int, steps: int = STEPS) -> dict[str, Any]:
 
 
 def record_of_training(folder: Path, seed: int) -> dict[str, Any]:
-    """Returns the losses of QAT, of distillation and of the lottery tickets of a seed."""
+    """Return the losses of QAT, of distillation and of the lottery tickets of a seed."""
     run = teacher(folder, seed)
     dense = copied(load(run).model)
     return {"seed": seed, "rounding": rounded_training(dense, seed, ("int3", "int2")),
@@ -422,7 +422,7 @@ def record_of_training(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    """Returns the seeds of a record, `fewer-bits` or `fewer-trained`."""
+    """Return the seeds of a record, `fewer-bits` or `fewer-trained`."""
     return json.loads(next(MEASURED.glob(f"{name}-*.json")).read_text())["seeds"]
 
 
@@ -465,7 +465,7 @@ def best(effects: Mapping[str, Effect], pattern: str) -> str:
 
 
 def matrices_worse(seeds: Sequence[Mapping[str, Any]], effects: Mapping[str, Effect]) -> list[str]:
-    """Returns the matrices of the recorded models and of the model trained here for which GPTQ's
+    """Return the matrices of the recorded models and of the model trained here for which GPTQ's
     output error is not below RTN's."""
     models = [{name: Effect(**effect) for name, effect in row["effects"].items()} for row in seeds]
     return [f"{matrix}, {bits}" for model in [*models, effects] for bits in ("int4", "int3")

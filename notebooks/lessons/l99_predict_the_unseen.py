@@ -94,7 +94,7 @@ class Case:
 
 
 def device_seconds(step: StepTime) -> float:
-    """Returns the seconds of the device, without the host's overhead."""
+    """Return the seconds of the device, without the host's overhead."""
     return step.step_seconds - sum(row.seconds for row in step.rows if row.name == HOST)
 
 

@@ -146,7 +146,7 @@ class Frames:
         self.over = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the complete frames, unpacked."""
+        """Yield the complete frames, unpacked."""
         while len(self._rest) >= SIZES.size:
             size = SIZES.size + sum(SIZES.unpack_from(self._rest))
             if len(self._rest) < size:
@@ -243,7 +243,7 @@ def is_stub(node: ast.stmt) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Returns the name by which another process can import a value; empty if it cannot."""
+    """Return the name by which another process can import a value; empty if it cannot."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, torch.dtype):

@@ -82,7 +82,7 @@ class Asked:
 
 
 def asked(book: Any) -> Iterator[Asked]:
-    """Yields the exercises of a notebook, each with the text above it."""
+    """Yield the exercises of a notebook, each with the text above it."""
     prose = ""
     for cell in book.cells:
         if cell.cell_type == "markdown":

@@ -55,7 +55,7 @@ def exercise(name: str) -> "Exercise":
 
 
 def exercises() -> dict[str, "Exercise"]:
-    """Returns the exercises of all lessons, in the order of the course."""
+    """Return the exercises of all lessons, in the order of the course."""
     modules = map(importlib.import_module, names())
     return {name: each for module in modules
             for name, each in getattr(module, "EXERCISES", {}).items()}

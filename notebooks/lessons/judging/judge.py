@@ -76,7 +76,7 @@ class Exercise:
             raise ConfigError("an exercise needs at least one case, a tuple of arguments")
 
     def all_cases(self) -> Iterator[tuple]:
-        """Yields the written cases, then the drawn cases; they are the same for all learners."""
+        """Yield the written cases, then the drawn cases; they are the same for all learners."""
         yield from self.cases
         if self.draw is not None:
             chance = random.Random(self.spec.__name__)
@@ -141,7 +141,7 @@ def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
 
 
 def source_of(function: Callable) -> str:
-    """Returns the source without decorators. Raises OSError or TypeError if there is no source."""
+    """Return the source without decorators. Raises OSError or TypeError if there is no source."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
@@ -367,7 +367,7 @@ def to_do(exercise: Exercise) -> Verdict:
 
 
 def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
-    """Returns the hint for a known mistake that gives all of `answers`; empty if there is none."""
+    """Return the hint for a known mistake that gives all of `answers`; empty if there is none."""
     both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():

@@ -37,7 +37,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a tensor whose elements are marked as not written."""
+    """Return a tensor whose elements are marked as not written."""
     empty = torch.empty(shape, dtype=dtype)
     bits(empty).fill_(UNTOUCHED[dtype])
     return empty

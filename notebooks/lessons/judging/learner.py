@@ -78,7 +78,7 @@ class Learner:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Returns the judge's verdict and writes it to the learner's file, unless the exercise is still
+    """Return the judge's verdict and writes it to the learner's file, unless the exercise is still
     to do."""
     verdict = exercise.judged(attempt)
     if not exercise.name or verdict.status == "to do":

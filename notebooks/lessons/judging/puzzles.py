@@ -144,7 +144,7 @@ class Puzzle(Exercise):
         return self._why_not(triton().run(kernel, self, case, turn=turn), case)
 
     def _hint(self, cases: Sequence[tuple], answers: Sequence[Answer]) -> str:
-        """Returns the hint for a known mistake that gives the attempt's answers in every case."""
+        """Return the hint for a known mistake that gives the attempt's answers in every case."""
         for hint, source in self.mistaken().items():
             theirs = triton().answers(self, cases, source, False)
             if len(answers) >= len(cases) and all(
@@ -173,7 +173,7 @@ def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
 
 def moved(kernels: Sequence[tuple[str, Callable]],
           elements: int = ELEMENTS) -> list[dict[str, tuple[float, float]]]:
-    """Returns the bytes that each (name of the puzzle, kernel) reads and writes, by tensor and per
+    """Return the bytes that each (name of the puzzle, kernel) reads and writes, by tensor and per
     element of the first tensor, counted in the interpreter's loads and stores. Empty for a kernel
     that does not run or is not counted."""
     if versions(["triton"])["triton"] is None:
@@ -185,7 +185,7 @@ def moved(kernels: Sequence[tuple[str, Callable]],
 
 def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds: float = SECONDS,
         elements: int = 0) -> list[dict[str, Any]]:
-    """Returns the result of each (name of the puzzle, source of a kernel): `status` and `detail`;
+    """Return the result of each (name of the puzzle, source of a kernel): `status` and `detail`;
     if `elements` is given, `moved`, as in the function `moved`. `seconds` are per kernel."""
     env = {"TRITON_INTERPRET": "0" if compiled else "1"}
     return [asked(name, seconds, env, source=source, compiled=compiled, elements=elements)
@@ -202,7 +202,7 @@ def _by_triton(puzzle: Puzzle, cases: Sequence[tuple], source: str,
 
 
 def _for_each(answer: Answer, case: tuple) -> dict[str, list[float]]:
-    """Returns bytes read and written by tensor, per element of the first tensor; empty if the
+    """Return bytes read and written by tensor, per element of the first tensor; empty if the
     kernel did not run."""
     moved = answer.value["moved"] if answer.value else {}
     return {name: [n / case[0].numel() for n in both] for name, both in moved.items()}

@@ -162,7 +162,7 @@ def _gathered_bytes(part: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Returns the maximum over all ranks, element by element."""
+    """Return the maximum over all ranks, element by element."""
     x = x.clone()
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x

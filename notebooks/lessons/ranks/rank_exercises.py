@@ -59,7 +59,7 @@ def meet_as(place: Place, who: str) -> None:
 
 
 def called(source: str) -> Callable[..., Any]:
-    """Returns the function with this source."""
+    """Return the function with this source."""
     name = ast.parse(source).body[0].name
     return load(Parcel(entry=name, texts={name: source}), torch=torch, dist=dist, math=math,
                 Tensor=Tensor, F=torch.nn.functional)

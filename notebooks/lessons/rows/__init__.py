@@ -75,5 +75,5 @@ def unknown(table: Mapping[str, Any], name: Any, what: str,
 
 
 def modules() -> list[str]:
-    """Returns the names of the modules that add rows."""
+    """Return the names of the modules that add rows."""
     return sorted({module for rows in where().values() for module in rows.values()})

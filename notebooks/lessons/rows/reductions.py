@@ -32,12 +32,12 @@ def coded_bytes(bits: int, numbers: int) -> int:
 
 
 def sign_bytes(numbers: int) -> int:
-    """Returns the bytes of one bit per number and one float32 scale."""
+    """Return the bytes of one bit per number and one float32 scale."""
     return -(-numbers // 8) + 4
 
 
 def is_matrix(shape: tuple[int, ...], rank: int) -> bool:
-    """Returns whether PowerSGD compresses a parameter of this shape."""
+    """Return whether PowerSGD compresses a parameter of this shape."""
     return len(shape) == 2 and min(shape) > rank
 
 

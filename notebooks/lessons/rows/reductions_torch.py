@@ -198,7 +198,7 @@ class Averaged(Replicas):
             self.states.setdefault(name, {})[key] = t if t.ndim else t.item()
 
     def as_row(self, t: Tensor) -> Cut:
-        """Returns a tensor of this rank as one row of a tensor over all ranks."""
+        """Return a tensor of this rank as one row of a tensor over all ranks."""
         at = (self.ranks.rank, *[0] * t.ndim)
         return Cut(torch.Size((self.ranks.world, *t.shape)), t.dtype, (Piece(at, t[None]),), at[:1])
 
