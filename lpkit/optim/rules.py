@@ -10,10 +10,10 @@
               at this update
     update    the number of this update, from 1 on
 
-If a rule needs the whole matrix, and not only one number at a time, its row has
-`takes_parameter`, and the rule has a sixth argument, a `contracts.Parameter`. Weight decay is decoupled unless the docstring
-of a rule states otherwise: it scales the weight, and is not added to the gradient (Loshchilov &
-Hutter 2019, arXiv:1711.05101).
+If a rule needs the whole matrix, and not only one number at a time, its row has `takes_parameter`,
+and the rule has a sixth argument, a `contracts.Parameter`. Weight decay is decoupled unless the
+docstring of a rule states otherwise: it scales the weight, and is not added to the gradient
+(Loshchilov & Hutter 2019, arXiv:1711.05101).
 """
 
 from collections.abc import Callable

@@ -34,7 +34,8 @@ def teacher_of(settings: Distil) -> Run:
 
 
 def loss_of(settings: Distil, context: ObjectiveContext) -> Loss:
-    """Returns (1 - share) cross-entropy + share T^2 KL(teacher || student), logits divided by T."""
+    """Return the loss function (1 - share) cross-entropy + share T^2 KL(teacher || student). For
+    KL, both models' logits are divided by the temperature T."""
     from lpkit.training.sampling import trained
 
     run = teacher_of(settings)
@@ -58,11 +59,13 @@ def loss_of(settings: Distil, context: ObjectiveContext) -> Loss:
 
 
 def operations_of(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
-    """Returns the teacher's forward, of which autograd keeps nothing, and the second loss."""
+    """Return the operations that distillation adds, for predictions: the teacher's forward, which
+    saves nothing for backward, and the second loss."""
     model = teacher_of(settings).config.model
     if model.vocab != s.model.vocab:
-        raise ConfigError(f"objective.teacher={settings.teacher} has a vocabulary of {model.vocab:,}"
-                          f" tokens and the student of {s.model.vocab:,}; give both one tokenizer")
+        raise ConfigError(f"objective.teacher={settings.teacher} has a vocabulary of "
+                          f"{model.vocab:,} tokens and the student has {s.model.vocab:,}; use one "
+                          f"tokenizer for both")
     ops = operations(replace(s, model=model))
     forward = (ops.embed, ops.positions, *ops.block * model.L, ops.norm,
                replace(ops.head, params=0))

@@ -19,7 +19,7 @@ class Ramp(Settings):
 
 
 def size_at(step: int, settings: Ramp, sequences: int, context: int) -> tuple[int, int]:
-    """Returns (sequences, tokens of each) for update `step`, which counts from 0."""
+    """Return the number of sequences and the tokens of each sequence for update `step` (from 0)."""
     if step >= settings.until:
         return sequences, context
     return sequences // 2, context // 2 if settings.short else context

@@ -14,7 +14,8 @@ sys.path.append(str(resource("notebooks")))     # the course's `lessons`, for my
 
 
 def rule(w, g, slots, settings, update):
-    """Changes w and its slots in place; all are float32, and `update` counts from 1."""
+    """Update w and its slots in place with the gradient g. All tensors are float32 and have the
+    shape of w; `update` counts from 1."""
     mean, square, largest = slots
     mean.lerp_(g, 1 - settings.beta1)
     square.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
@@ -25,7 +26,8 @@ def rule(w, g, slots, settings, update):
 
 
 def definition(gradients: list[float], lr: float) -> float:
-    """Returns a number that starts at 0 after updates by `gradients`, without weight decay."""
+    """Return the weight after updates by `gradients`. It is one number that starts at 0, without
+    weight decay."""
     w = mean = square = largest = 0.0
     for update, g in enumerate(gradients, 1):
         mean = 0.9 * mean + 0.1 * g

@@ -26,14 +26,16 @@ class OwnSettings(Settings):
 
 
 def make(settings: OwnSettings) -> Recipe:
-    """y = x w^T, dx = g w, dw = g^T x: x activations, w weights, g gradients."""
+    """Return the recipe: the casts of both operands of y = x w^T, dx = g w and dw = g^T x, for
+    activations x, weights w and gradients g."""
     cast = Cast(format="e4m3fn", block=(1, settings.block), scale="power-of-two")
     return Recipe(compute="bfloat16", dtype="fp8", y=(cast, cast), dx=(cast, cast), dw=(cast, cast),
                   high_precision_layers=settings.high_precision_layers)
 
 
 def definition(block: list[float]) -> float:
-    """Returns the scale of a block: the smallest power of two that keeps it within 448."""
+    """Return the scale of a block: the smallest power of two by which the block can be divided so
+    that no magnitude exceeds 448."""
     largest = max(map(abs, block))
     return 2.0 ** math.ceil(math.log2(largest / 448)) if largest else 1.0
 

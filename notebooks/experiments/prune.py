@@ -38,8 +38,9 @@ class Prune:
                         p.abs().flatten().kthvalue(zeros)[0] if zeros else -1.0)
             for name, mask in self.masks.items():
                 if mask.shape != matrices[name].shape:
-                    raise ConfigError(f"the saved mask of {name} is {tuple(mask.shape)} and its "
-                                      f"weight is {tuple(matrices[name].shape)}; begin a new run")
+                    raise ConfigError(f"the saved mask of {name} has shape {tuple(mask.shape)} and "
+                                      f"its weight has {tuple(matrices[name].shape)}; begin a new "
+                                      f"run")
                 matrices[name].mul_(mask)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -30,7 +30,8 @@ class Qat(Settings):
 
 
 def make(settings: Qat) -> Recipe:
-    """y = q(x) q(w)^T, dx = g q(w), dw = g^T q(x); the gradient of q is that of the identity."""
+    """Return the recipe y = q(x) q(w)^T, dx = g q(w), dw = g^T q(x), where q rounds. For backward,
+    q counts as the identity."""
     w, x = Cast(format=settings.weights, block=(1, settings.group)), None
     if settings.activations != "none":
         x = Cast(format=settings.activations, block=(1, ALL))

@@ -13,13 +13,14 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.training.training import Training
 
 ROW = OPTIMIZERS["my_optimizer"]
-TINY = {"imports": "my_optimizer", "optimizer": "my_optimizer", "model.layers": 1, "model.width": 32,
-        "model.heads": 2, "model.context": 32, "global_batch": 2, "eval_batches": 1, "steps": 5,
-        "schedule.warmup_steps": 0}
+TINY = {"imports": "my_optimizer", "optimizer": "my_optimizer", "model.layers": 1,
+        "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 2,
+        "eval_batches": 1, "steps": 5, "schedule.warmup_steps": 0}
 
 
 def gradients():
-    """The third gradient is large: afterwards the largest second moment is not the last one."""
+    """Return gradients of which the third is large. Afterwards the largest second moment so far is
+    not the last one, so a rule without the maximum fails."""
     chance = torch.Generator().manual_seed(0)
     sizes = (1.0, 1.0, 30.0, 0.1, 0.1, 0.1)
     return [size * torch.randn(5, 3, generator=chance, dtype=torch.float64) for size in sizes]
@@ -42,12 +43,12 @@ def test_the_rule_is_pytorchs(decay):
 
 
 def test_the_definition_is_the_rule():
-    found = [g.flatten()[0].item() for g in gradients()]
+    first_elements = [g.flatten()[0].item() for g in gradients()]
     w, *slots = (torch.zeros(1, dtype=torch.float64) for _ in range(1 + len(ROW.slots)))
-    for update, g in enumerate(found, 1):
+    for update, g in enumerate(first_elements, 1):
         settings = type(ROW.settings)(lr=1e-2, weight_decay=0.0)
         my_optimizer.rule(w, torch.tensor([g], dtype=torch.float64), slots, settings, update)
-    assert my_optimizer.definition(found, 1e-2) == pytest.approx(w.item(), rel=1e-9)
+    assert my_optimizer.definition(first_elements, 1e-2) == pytest.approx(w.item(), rel=1e-9)
 
 
 def test_the_row_says_what_a_run_keeps():

@@ -41,9 +41,10 @@ def test_every_cast_is_the_definition(size):
 
 
 def test_a_run_by_it_is_near_bf16():
-    found = {}
+    losses = {}
     for name in ("bf16", "my_recipe"):
         training = Training.build(lpkit.preset("cpu-3m").replace(TINY | {"precision.recipe": name}))
-        found[name] = [training.update(step).loss.item() for step in range(5)]
-    assert found["my_recipe"] == pytest.approx(found["bf16"], rel=0.01)
-    assert found["my_recipe"] != found["bf16"] and found["my_recipe"][-1] < found["my_recipe"][0]
+        losses[name] = [training.update(step).loss.item() for step in range(5)]
+    assert losses["my_recipe"] == pytest.approx(losses["bf16"], rel=0.01)
+    mine = losses["my_recipe"]
+    assert mine != losses["bf16"] and mine[-1] < mine[0]

@@ -18,7 +18,7 @@ from lpkit.techniques.row import Settings
 
 
 def loss_of(settings: Settings, context: ObjectiveContext) -> Loss:
-    """Returns the mean over tokens of score times cross-entropy."""
+    """Return the loss function: the mean over tokens of score times cross-entropy."""
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with context.autocast:
             logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
@@ -28,8 +28,8 @@ def loss_of(settings: Settings, context: ObjectiveContext) -> Loss:
 
 
 def scores_of_rare_tokens(config: Config, path: Path) -> Config:
-    """Writes a score for each training token, count^-1/4 with mean 1, so that rare tokens have more
-    weight; returns the Config that reads the file."""
+    """Write a score for each training token into the file `path`, and return the Config that reads
+    it. A score is count^-1/4, divided by the mean of all scores, so rare tokens weigh more."""
     tokens = prepare(config.data, vocab=config.model.vocab).train
     counts = np.bincount(tokens, minlength=config.model.vocab)
     scores = counts[tokens].astype(np.float32) ** -0.25

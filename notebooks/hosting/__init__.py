@@ -1,6 +1,6 @@
-"""Hosting: the work of the commands for notebooks, learners and teachers.
+"""Hosting: the implementation of the commands for notebooks, learners and teachers.
 
-    command           the modules that `run` of commands/NAME.py calls
+    command           modules that the command's `run` (in commands/NAME.py) calls
     lpkit lab         lab.py, server.py, copies.py
     lpkit room        room.py, hub.py (JupyterHub's configuration), desk.py (one lab)
     lpkit progress    progress.py, which also runs the service for reports
@@ -24,17 +24,18 @@ from lpkit import processes
 
 
 def python(module: str) -> list[str]:
-    """Returns the command that runs `main` of a module in a new Python process. The process finds
-    the course's `hosting` and `lessons` first, then the modules that this process finds, and none
-    in the current folder. It sets no environment variable, since kernels would inherit it."""
+    """Return the command line that runs `main` of a module in a new Python process. The new process
+    looks for modules first in the course's folder (`hosting`, `lessons`), then where this process
+    looks, and not in the current folder. The path is part of the command line and not an
+    environment variable, since kernels would inherit the variable."""
     places = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
     return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {places!r}; "
                                         f"from {module} import main; main()"]
 
 
 def serve_until_told(serve: Callable[[], int], stop: Callable[[], None], goodbye: str) -> NoReturn:
-    """Calls `serve`, then exits with its exit code. If a signal called `stop`, exits with 128 + the
-    signal's number (0 for SIGINT)."""
+    """Call `serve`, then exit with its exit code. On a signal, call `stop` and exit with 128 + the
+    signal's number; on SIGINT, print `goodbye` and exit with 0."""
     code, heard = processes.hear(serve, stop)
     if heard == signal.SIGINT:
         print(f"\n{goodbye}", file=sys.stderr)

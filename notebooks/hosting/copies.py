@@ -1,5 +1,5 @@
-"""A learner's copies of the course. An update brings the course's changes, and keeps everything
-that the learner has written.
+"""A learner's copies of the course. An update adds the course's changes to the copies, and keeps
+everything that the learner has written.
 
 A work folder contains the notebooks, and in PRISTINE the course's version of each notebook at the
 last update. An update compares cells by their ids:
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 PRISTINE = ".pristine"
 LESSONS, PICTURES = "lessons", "pictures"       # folders next to the notebooks
-BESIDE = "-beside"      # suffix of the id of the course's cell, if the learner changed it, too
+BESIDE = "-beside"      # suffix of the id of the course's cell next to the learner's changed cell
 
 
 def work_folder(asked: Path | None = None) -> Path:
-    """Returns the work folder: `asked`, or `course` in the user's data directory. It is made if it
-    does not exist. Raises ConfigError for a link, for the folder of the course itself, and for a
-    folder with other contents; OSError."""
+    """Return the work folder: `asked`, or `course` in the user's data directory. A missing folder
+    is made. Raises ConfigError for a link, for the folder of the course itself, and for a folder
+    with other contents. Raises OSError if the folder cannot be made."""
     folder = (files.own_folder(asked) if asked else
               files.own_folder(files.data_dir("course"), 0o700)).resolve()
     if files.resource("notebooks").resolve() in (folder, *folder.parents):
-        raise ConfigError(f"{named(folder)} is the course itself, which stays as it is; choose "
+        raise ConfigError(f"{named(folder)} is the course itself, which must not change; choose "
                           f"another folder for your copies")
     if asked and any(folder.iterdir()) and not (folder / PRISTINE).is_dir():
-        raise ConfigError(f"{named(folder)} is not empty and holds no copies of the course; choose "
-                          f"a new folder, or an empty one")
+        raise ConfigError(f"{named(folder)} is not empty and has no copies of the course; choose a "
+                          f"new folder or an empty folder")
     files.own_folder(folder / PRISTINE)
     return folder
 
@@ -68,16 +68,17 @@ def update(folder: Path) -> list[dict[str, Any]]:
 
 
 def reset(folder: Path, name: str) -> dict[str, Any]:
-    """Replace the copies of a notebook and of its lesson by the course's. `name`: such as
-    03_number_formats, 03 or number_formats. Answers to exercises are kept. The old files stay in
-    the folder under another name; `backup` is the old notebook's."""
+    """Replace the copies of a notebook and of its lesson by the course's versions, and return the
+    change. `name`: such as 03_number_formats, 03 or number_formats. Answers to exercises are kept.
+    The old files stay in the folder under other names; the change's `backup` is the old notebook's
+    name."""
     path = by_name(_course(), Path(name).stem)
     with _alone(folder):
-        said = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
+        reset_notes = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
                 for note in _reset_lesson(folder, lesson)]
         change = _reset(folder, path)
-    change["notes"] += said
-    return change | {"done": "reset"} if said and change["done"] == "unchanged" else change
+    change["notes"] += reset_notes
+    return change | {"done": "reset"} if reset_notes and change["done"] == "unchanged" else change
 
 
 def _reset(folder: Path, path: Path) -> dict[str, Any]:
@@ -87,22 +88,24 @@ def _reset(folder: Path, path: Path) -> dict[str, Any]:
     try:
         answers = {cell.id: cell.source for cell in _read(mine).cells}
     except ConfigError as error:
-        answers, notes = {}, [f"{error}; no answer could be kept"]
+        answers, notes = {}, [f"{error}; your answers could not be kept"]
     for cell in tagged(new, "exercise"):
         cell.source = answers.get(cell.id, cell.source)
     if answers and _written(new) == mine.read_text():
-        return _change(path, "unchanged", ["it is the course's already"])
+        return _change(path, "unchanged", ["your copy equals the course's notebook"])
     backup = str(_beside_today(mine))
     return _bring(folder, path, text, _written(new), "reset", notes) | {"backup": backup}
 
 
 def merged(course: "NotebookNode", mine: "NotebookNode",
            was: "NotebookNode | None") -> tuple["NotebookNode", list[str]]:
-    """Returns `mine` with the changes from `was` to `course`, and a sentence for each cell that the
-    learner and the course both changed. Cells that the learner deleted stay deleted. A cell that
-    the learner added stays after the same cell."""
+    """Return the learner's notebook `mine` with the course's changes from `was` (the version of the
+    last update) to `course`, and a sentence for each cell that the learner and the course both
+    changed. Cells that the learner deleted stay deleted. A cell that the learner added stays after
+    the same cell."""
     before = {cell.id: _content(cell) for cell in was.cells} if was else {}
     now, last = {cell.id: _content(cell) for cell in course.cells}, None
+    # the learner's cells: those of the course by id, and own cells by the course's cell above them
     theirs: dict[str, NotebookNode] = {}
     own: dict[str | None, list[NotebookNode]] = defaultdict(list)
     for cell in mine.cells:
@@ -121,10 +124,10 @@ def merged(course: "NotebookNode", mine: "NotebookNode",
         elif _content(here) == then:
             cells.append(new)
         else:
-            both, said = _both(here, new)
+            both, clause = _both(here, new)
             cells += both
             first = next(iter(new.source.splitlines()), "")
-            notes.append(f"you and the course both changed {shown(first)}: {said}")
+            notes.append(f"you and the course both changed {shown(first)}: {clause}")
         cells += own[new.id]
     seen: set[str] = set()
     for cell in cells:
@@ -136,17 +139,20 @@ def merged(course: "NotebookNode", mine: "NotebookNode",
 
 
 def _both(here: "NotebookNode", new: "NotebookNode") -> tuple[list["NotebookNode"], str]:
-    """Returns the learner's cell and the course's cell in the order in which they should run, and a
-    clause that says so. The learner's cell keeps the id and the tags."""
+    """Return the learner's cell `here` and the course's cell `new` in the order in which they
+    should run, and the end of a sentence that says so. The learner's cell keeps the id and the
+    tags."""
     tags = new.metadata.get("tags", [])
     if "exercise" in tags:
         return [_kept(here, new)], "your answer stays; the task may read differently now"
     if "parameters" in tags:        # the second cell sets the values
-        return [_beside(new), _kept(here, new)], "yours stays, and the new cell stands before it"
-    return [_kept(here, new), _beside(new)], "yours stays, and the new cell stands after it"
+        return [_beside(new), _kept(here, new)], "your cell stays, and the new cell is before it"
+    return [_kept(here, new), _beside(new)], "your cell stays, and the new cell is after it"
 
 
 def _beside(cell: "NotebookNode") -> "NotebookNode":
+    """Return a copy of the course's cell with another id and without tags, so that it stands next
+    to the learner's cell and does not count as an exercise or a claim."""
     other = copy.deepcopy(cell)
     other.id += BESIDE
     other.metadata.pop("tags", None)
@@ -154,7 +160,7 @@ def _beside(cell: "NotebookNode") -> "NotebookNode":
 
 
 def _kept(here: "NotebookNode", new: "NotebookNode") -> "NotebookNode":
-    """Returns the learner's cell, with its outputs, and with the course's metadata and tags."""
+    """Return the learner's cell, with its outputs, and with the course's metadata and tags."""
     here.metadata.pop("tags", None)
     here.metadata.update(new.metadata)
     return here
@@ -175,7 +181,7 @@ def _lessons() -> list[Path]:
 
 
 def _copy_of(lesson: Path, folder: Path) -> Path:
-    """Returns the path of the copy of a lesson in `folder`, and makes its parent folders."""
+    """Return the path of a lesson's copy in `folder`, and make its parent folders."""
     place = lesson.relative_to(files.resource("notebooks"))
     for parent in (LESSONS, place.parent):
         files.own_folder(folder / parent)
@@ -183,9 +189,9 @@ def _copy_of(lesson: Path, folder: Path) -> Path:
 
 
 def _given_up(folder: Path) -> list[dict[str, Any]]:
-    """Handle notebooks and lessons that the course no longer has. Copies of notebooks, and of
-    lessons that the learner changed, are kept, and reported once. Copies of unchanged lessons are
-    removed. Returns the reports."""
+    """Handle the copies of notebooks and lessons that the course no longer has. Copies of notebooks
+    and of lessons that the learner changed are kept; copies of unchanged lessons are removed.
+    Returns a change for each kept copy, once."""
     ours, pristine, gone = files.resource("notebooks"), folder / PRISTINE, []
     for was in sorted((*pristine.glob("*.ipynb"), *(pristine / LESSONS).rglob("*.py"))):
         place = was.relative_to(pristine)
@@ -204,6 +210,7 @@ def _given_up(folder: Path) -> list[dict[str, Any]]:
 def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
     """Update the copy of a lesson in `folder`. Returns a change if the learner and the course both
     changed the lesson, else None."""
+    # `text`: the course's lesson; `before`: that of the last update; `mine`: the learner's copy
     text, here, was = path.read_text(), _copy_of(path, folder), _copy_of(path, folder / PRISTINE)
     before, there = was.read_text() if was.exists() else None, _is_there(here)
     mine = here.read_text("utf-8", "replace") if there else None    # not UTF-8: the learner's
@@ -212,7 +219,8 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
             return None
         files.write_atomically(was, text)       # so that it is reported once
         return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated",
-                "notes": [f"you and the course both changed it: yours stays; {way_back(path)}"]}
+                "notes": [f"you and the course both changed it: your copy stays; "
+                          f"{way_back(path)}"]}
     for place, old in ((here, mine), (was, before)):
         if old != text:
             files.write_atomically(place, text)
@@ -220,15 +228,15 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
 
 
 def _reset_lesson(folder: Path, path: Path) -> list[str]:
-    """Replace the copy of a lesson by the course's. Returns sentences that say what changed: where
-    the learner's version is now, or that the copy was missing."""
-    here, said = _copy_of(path, folder), "was missing, and is there again"
+    """Replace the copy of a lesson by the course's lesson. Returns a sentence that says where the
+    learner's version is now, or that the copy was missing; nothing if the copy is unchanged."""
+    here, clause = _copy_of(path, folder), "was missing and has been restored"
     if _is_there(here):
         if here.read_bytes() == path.read_bytes():
             return []
-        said = f"is now {_beside_today(here).name}"
+        clause = f"is now {_beside_today(here).name}"
     files.write_atomically(here, path.read_text())
-    return [f"your {LESSONS}/{here.name} {said}"]
+    return [f"your {LESSONS}/{here.name} {clause}"]
 
 
 def _beside_today(mine: Path) -> Path:
@@ -244,8 +252,8 @@ def _copy(path: Path, to: Path) -> Path:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock of the work folder, since two labs may start at once. Removes temporary files
-    that a killed process left."""
+    """Hold the lock of the work folder within the block, since two labs may start at once. Removes
+    temporary files that a killed process left."""
     pristine = files.own_folder(folder / PRISTINE)
     files.refuse_links(pristine)
     with files.locked(pristine / ".lock"):
@@ -268,20 +276,21 @@ def _update(path: Path, folder: Path) -> dict[str, Any] | None:
     try:
         book = _read(mine)
     except ConfigError as error:
-        return _change(path, "left", [f"{error}; `lpkit lab --reset {path.stem}` puts the "
-                                      f"course's there and keeps this one beside it"])
+        return _change(path, "left", [f"{error}; `lpkit lab --reset {path.stem}` replaces your "
+                                      f"copy by the course's and keeps it under another name"])
     new, before = parse(text, path.name), parse(before, was.name) if before else None
     if not {cell.id for cell in book.cells} & {cell.id for cell in new.cells}:
-        return _change(path, "left", ["none of its cells is the course's; rename the file, and "
-                                      "the course's will come"])
+        return _change(path, "left", ["it has no cell of the course's notebook; rename your file "
+                                      "to get the course's notebook"])
     book, notes = merged(new, book, before)
     return _bring(folder, path, text, _written(book), "updated", notes)
 
 
 def _bring(folder: Path, path: Path, text: str, mine: str, done: str,
            notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Write the copy, and then its pristine version. If the process is killed between the two, the
-    copy counts as changed by the learner, so nothing is lost."""
+    """Write the copy `mine`, then the course's version `text` into PRISTINE, and return the change.
+    If the process is killed between the two writes, the copy counts as changed by the learner, so
+    nothing is lost."""
     files.write_atomically(folder / path.name, mine)
     files.write_atomically(folder / PRISTINE / path.name, text)
     return _change(path, done, notes)
@@ -292,7 +301,7 @@ def _change(path: Path, done: str, notes: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_there(path: Path) -> bool:
-    """Returns True if the file exists. Raises ConfigError for a link, a folder or a device."""
+    """Return True if the file exists. Raises ConfigError for a link, a folder or a device."""
     with suppress(FileNotFoundError), files.open_own(path, "rb"):
         return True
     return False
@@ -305,7 +314,7 @@ def _read(path: Path) -> "NotebookNode":
         book = parse(files.read_text(path, MOST_BYTES), path.name)
     if all(cell.keys() >= {"id", "cell_type", "source", "metadata"} for cell in book.cells):
         return book
-    raise ConfigError(f"{named(path.name)} has cells without an id, as older tools write them")
+    raise ConfigError(f"{named(path.name)} has cells without an id; an older tool wrote it")
 
 
 def _written(book: "NotebookNode") -> str:

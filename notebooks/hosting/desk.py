@@ -2,9 +2,9 @@
 learner's copies of the course, and then becomes the hub's single-user JupyterLab.
 
 The lab has the settings QUIET_APP and QUIET_SETTINGS of `hosting.lab`. Kernels use Unix sockets in
-a folder of the learner instead of ports: when thirty kernels start at once, another process can
-take a kernel's port before its Python has started, and every user can connect to ports of
-127.0.0.1.
+a folder of the learner, not ports, for two reasons. When thirty kernels start at once, another
+process can take a kernel's port before the kernel's Python has started. And every user of the
+machine can connect to ports of 127.0.0.1.
 """
 
 import json

@@ -1,11 +1,11 @@
 """JupyterHub's configuration file for `lpkit room`. LPKIT_ROOM names the room.
 
 `Desk` starts each learner's lab as a separate Unix user. If this machine allows control groups
-(either version), the learner's share of memory is a limit for all kernels of a lab together, and
-labs have equal weights for the processors. Otherwise, the share limits each process (RLIMIT_DATA,
-which counts allocated memory, and not the address space that CUDA reserves), and the hub's log says
-so. Each lab has a separate log. `Desk` writes the states of labs into `labs.json`, from which the
-map, the teacher's terminal and the learner's page show failures.
+(version 1 or 2), the learner's share of memory limits all kernels of a lab together, and all labs
+have equal weights for the processors. Otherwise, the share limits each process (by RLIMIT_DATA,
+which counts allocated memory but not the address space that CUDA reserves), and the hub's log says
+so. Each lab has a separate log. `Desk` writes the states of labs into `labs.json`; the map, the
+teacher's terminal and the learner's page read failures from this file.
 Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 
@@ -100,7 +100,8 @@ class Desk(LocalProcessSpawner):
                     self.log.warning("%s's lab ended while it started; starting it once more",
                                      self.user.name)
                     address = await self._sit_down()
-            if self.proc.poll() is not None:    # else the hub would wait minutes for the socket
+            # without this check, the hub would wait for minutes: the socket accepts connections
+            if self.proc.poll() is not None:
                 raise self._failure("The lab ended twice while it started")
         except Exception as error:
             self._note("failed", str(getattr(error, "jupyterhub_message", error)))
@@ -165,6 +166,8 @@ class Desk(LocalProcessSpawner):
         return ip, port
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
+        """Return the function that the new process calls as root, before it becomes the learner's
+        server."""
         most = self.room.memory_bytes
         groups = own_groups(name, most)
         if not groups:
@@ -172,6 +175,7 @@ class Desk(LocalProcessSpawner):
         return partial(sit_down, self.member.uid, self.home, groups, most, self.own_network)
 
     def user_env(self, env: dict[str, str]) -> dict[str, str]:
+        """Return the environment of the learner's server."""
         room, home = self.room, str(self.home)
         threads = str(room.threads)
         mine = {"HOME": home, "USER": self.user.name, "LOGNAME": self.user.name,
@@ -196,8 +200,8 @@ class Desk(LocalProcessSpawner):
 
 
 def furnish(home: Path, uid: int, shared: Path) -> None:
-    """Makes the home of a learner with a copy of the shared caches, if it does not exist. Root
-    writes into it before the learner owns it, so the learner cannot redirect a write by a link."""
+    """Make a learner's home with a copy of the shared caches, if it does not exist. Root fills the
+    new folder before the learner owns it, so the learner cannot redirect a write by a link."""
     if home.exists():
         return
     new = home.with_name(f".{home.name}.new")
@@ -216,8 +220,8 @@ def furnish(home: Path, uid: int, shared: Path) -> None:
 
 
 def own_groups(name: str, memory_bytes: int) -> list[Path]:
-    """Returns the control groups of a learner's processes, and makes them if they do not exist.
-    Empty if this machine does not allow it."""
+    """Return the files `cgroup.procs` of a learner's control groups; missing groups are made. Empty
+    if this machine does not allow control groups."""
     try:
         if (CGROUPS / "cgroup.controllers").exists():       # control groups, version 2
             top = CGROUPS / GROUP
@@ -267,12 +271,14 @@ def leave_network() -> bool:
     open. Returns False if this machine does not allow it."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNET):
         return False
-    with socket.socket() as one:        # struct ifreq: name (16 bytes), flags
-        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+    with socket.socket() as any_socket:     # struct ifreq: name (16 bytes), flags
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
     return True
 
 
 def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None:
+    """Set JupyterHub's configuration `c`. `page`: the socket of the service for reports; `token`:
+    the service's token for the hub's API."""
     hub = Path(room.folder, "hub")
     scheme = "https" if room.tls else "http"
     c.JupyterHub.bind_url = f"{scheme}://{room.address}:{room.port}/"
@@ -317,11 +323,11 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
         "JUPYTERHUB_BASE_URL": "/", "JUPYTERHUB_CLIENT_ID": "service-progress",
         "JUPYTERHUB_SERVICE_NAME": "progress", "JUPYTERHUB_OAUTH_ACCESS_SCOPES": scopes,
         "JUPYTERHUB_SERVICE_PREFIX": "/services/progress/", "LPKIT_ROOM": room.folder,
-        "LPKIT_SOCKETS": ",".join(str(one.fileno()) for one in sockets),
+        "LPKIT_SOCKETS": ",".join(str(each.fileno()) for each in sockets),
         "LPKIT_TEACHER": room.teacher}
     while True:
         service = await asyncio.create_subprocess_exec(
-            *python("hosting.progress"), env=env, pass_fds=[one.fileno() for one in sockets])
+            *python("hosting.progress"), env=env, pass_fds=[each.fileno() for each in sockets])
         print(f"the service of reports ended with {await service.wait()}", file=sys.stderr)
         await asyncio.sleep(1.0)
 

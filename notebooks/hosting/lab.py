@@ -13,9 +13,10 @@ The kit sets the following, regardless of the user's own Jupyter settings:
 settings are in a private folder at the start of Jupyter's search path. Nothing under ~/.jupyter is
 written, and settings that the kit does not set are the user's.
 
-The server inherits a socket that already listens, so only our child can answer on its port. `serve`
-checks before it yields that the token gets access, and that these do not: a request without it, a
-page of another site, another host name, a write without the XSRF token.
+The server inherits a socket that already listens, so only our child can answer on its port. Before
+`serve` yields, it checks that a request with the token gets access, and that these requests do not:
+without the token, from a page of another site, under another host name, and a write without the
+XSRF token.
 Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting overrides).
 """
 
@@ -70,13 +71,14 @@ class Server:
         return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
-        """Returns the address of a file in the lab, with the token. It must not be an argument of a
-        command, since command lines are public."""
+        """Return the address of a file in the lab, with the token. Do not pass it to a command as
+        an argument, since other users can read command lines."""
         return f"http://{LOCAL}:{self.port}/lab/tree/{path}?token={self.token}"
 
     def open_browser(self) -> None:
-        """Opens the lab in a browser through a private file, since command lines are public. This
-        process starts the browser, because a child of the server would end with the server."""
+        """Open the lab in a browser, through a private file that has the token, since other users
+        can read command lines. This process starts the browser, because a child of the server would
+        end with the server."""
         (page,) = self.token_file.parent.glob("runtime/jpserver-*-open.html")
         # in a thread, since `open` waits for some browsers
         threading.Thread(target=webbrowser.open, args=[page.as_uri()], daemon=True).start()
@@ -86,8 +88,8 @@ class Server:
 
 
 def listen(asked: int = 0) -> socket.socket:
-    """Returns a socket that listens on port `asked`, or on the next free port (0: on any port).
-    Raises ConfigError."""
+    """Return a socket that listens on port `asked`, or on the next free port of the 49 after it; 0
+    means any free port. Raises ConfigError if all of them are taken."""
     if not 0 <= asked <= 65535:
         raise ConfigError(f"port must be between 0 and 65535, got {asked}")
     for port in range(asked, min(asked + 50, 65536)) if asked else [0]:
@@ -96,17 +98,18 @@ def listen(asked: int = 0) -> socket.socket:
         except OSError as error:
             taken = error
     raise ConfigError(f"no free port from {asked} to {asked + 49} on {LOCAL} ({taken.strerror}); "
-                      f"ask for another --port")
+                      f"choose another --port")
 
 
 @contextlib.contextmanager
 def serve(root: Path, *, port: int = 0,
           children: processes.Children | None = None) -> Iterator[Server]:
-    """Start JupyterLab in `root`, and yield it once it answers. At the end, also if this process is
-    killed, end the server, its kernels, its terminals and all their descendants.
+    """Start JupyterLab in `root`, and yield the server when it answers. At the end of the block,
+    and if this process is killed, the server, its kernels, its terminals and all their descendants
+    are killed.
 
-    port:     0: any free port; if the port is taken, the next free one (see `Server.port`)
-    children: starts the server; another thread can end the server through it
+    port      0: any free port; if the port is taken, the next free port (see `Server.port`)
+    children  starts the server; another thread can end the server through it
 
     Raises ConfigError for a server that does not start.
     """
@@ -142,6 +145,8 @@ def serve(root: Path, *, port: int = 0,
 
 
 def _environment(folder: Path) -> dict[str, str]:
+    """Return the server's environment. Variables that would replace the kit's token, gateway or
+    configuration are left out."""
     left_out = ("JUPYTER_TOKEN", "JUPYTER_GATEWAY", "JUPYTER_NO_CONFIG")
     env = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     paths = [str(folder / "config"), env.get("JUPYTER_CONFIG_PATH")]
@@ -153,7 +158,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _ask(server: Server, path: str, *, method: str = "GET", seconds: float = 10,
          **headers: str) -> tuple[int, http.client.HTTPMessage]:
-    """Returns the status and the headers of the answer to a request, sent without a proxy."""
+    """Send a request to the server, without a proxy, and return the answer's status and headers."""
     connection = http.client.HTTPConnection(LOCAL, server.port, timeout=seconds)
     with contextlib.closing(connection):
         connection.request(method, path, headers=headers)
@@ -162,13 +167,14 @@ def _ask(server: Server, path: str, *, method: str = "GET", seconds: float = 10,
 
 
 def _prove(server: Server) -> None:
-    """Checks that requests with the token get access, and that others do not. Raises ConfigError.
-    The socket already listens, so the first request waits until the server has started or ended."""
+    """Check that requests with the token get access, and that other requests do not. Raises
+    ConfigError for a wrong answer, or if the server does not start. The socket already listens, so
+    the first request waits until the server has started or ended."""
     course, nothing, token = "/api/contents?content=0", "/api/kernels/none", f"token {server.token}"
     try:
         inside, headers = _ask(server, course, seconds=START_SECONDS, Authorization=token)
         set_ = headers.get_all("Set-Cookie", [])
-        cookie = "; ".join(one.partition(";")[0] for one in set_)    # as browsers send it
+        cookie = "; ".join(header.partition(";")[0] for header in set_)    # as browsers send it
         answers = {
             "with the token": (inside, (200,)),
             "with its cookie": (_ask(server, course, Cookie=cookie)[0], (200,)),
@@ -190,8 +196,9 @@ def _prove(server: Server) -> None:
     wrong = [f"{status} {how} instead of {expected[0]}"
              for how, (status, expected) in answers.items() if status not in expected]
     if wrong:
-        raise ConfigError(f"JupyterLab answers {', '.join(wrong)}, so it was stopped; look for a "
-                          f"setting or an extension that opens it in `jupyter --paths`")
+        raise ConfigError(f"JupyterLab answers {', '.join(wrong)}, so it was stopped; look in the "
+                          f"folders of `jupyter --paths` for a setting or an extension that allows "
+                          f"such access")
 
 
 def has_display() -> bool:

@@ -17,8 +17,8 @@ MOST_BYTES = 1 << 28        # most bytes of a notebook
 
 
 def course() -> list[Path]:
-    """Returns the notebooks of the course, in order: those of `notebooks/` in the current folder,
-    or else the project's. Raises ConfigError."""
+    """Return the paths of the course's notebooks, in order: in `notebooks/` of the current folder
+    if it exists, else the project's. Raises ConfigError if there is neither folder."""
     for place in (Path.cwd() / "notebooks", resource("notebooks")):
         if place.is_dir():
             return sorted(place.glob("*.ipynb"))
@@ -27,8 +27,8 @@ def course() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """Returns the path of a notebook. `name`: such as 00_start_here, 00, start_here, or a path.
-    Raises ConfigError, which names the nearest."""
+    """Return the path of a notebook. `name`: such as 00_start_here, 00, start_here, or a path.
+    Raises ConfigError for an unknown name, with the nearest name."""
     if name.endswith(".ipynb") or os.sep in name:
         if not Path(name).is_file():
             raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
@@ -38,8 +38,8 @@ def find(name: str) -> Path:
 
 
 def by_name(paths: Iterable[Path], name: str) -> Path:
-    """Returns the path whose stem is `name`, or whose number is `name`, or whose stem without the
-    number is. Raises ConfigError; for an unknown number, it lists the numbers."""
+    """Return the path with the stem `name`, with the number `name`, or with the stem NUMBER_`name`.
+    Raises ConfigError for an unknown name; for an unknown number, the error lists the numbers."""
     known: dict[str, Path] = {}
     for path in paths:
         number, _, rest = path.stem.partition("_")
@@ -53,14 +53,13 @@ def read(path: Path) -> "NotebookNode":
     book = parse(read_text(path, MOST_BYTES), path.name)
     kernel = book.metadata.get("kernelspec", {}).get("name")
     if kernel != "python3":
-        raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started "
-                          f"here")
+        raise ConfigError(f"{path.name} needs the kernel {kernel!r}; lpkit starts only python3")
     return book
 
 
 def parse(text: str, name: str) -> "NotebookNode":
-    """Returns the notebook of a text. Raises ConfigError, which names the file `name`, if the text
-    is no notebook."""
+    """Return the notebook that a text contains. Raises ConfigError, which names the file `name`, if
+    the text is not a notebook."""
     # jsonschema imports this optional package, which takes longer than everything else: disable it
     sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
@@ -75,15 +74,15 @@ def parse(text: str, name: str) -> "NotebookNode":
 
 
 def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
-    """Returns the code cells with a tag."""
+    """Return the code cells with a tag."""
     return [cell for cell in book.cells if cell.cell_type == "code"
             and tag in cell.metadata.get("tags", [])]
 
 
 def claim(book: "NotebookNode") -> str:
-    """Returns the claims of a notebook, in one line. Raises ConfigError for a cell tagged `claim`
-    that does not test its claim: it is not plain Python (`%%script`), or has no assert directly in
-    the `with claim(...)` block, where it always runs."""
+    """Return the claims of a notebook, in one line. Raises ConfigError for a cell tagged `claim`
+    that does not test its claim: a cell that is not plain Python (`%%script`), or whose
+    `with claim(...)` block has no assert at its top level, where it always runs."""
     return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
 
 
@@ -98,5 +97,5 @@ def _claimed(source: str) -> str:
                     func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
                     if any(isinstance(held, ast.Assert) for held in node.body):
                 return said
-    raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; it "
-                      f"must be plain Python with an `assert` of its own in a `with claim(...):`")
+    raise ConfigError(f"the cell tagged `claim` that begins with {source[:40]!r} tests nothing; it "
+                      f"must be plain Python with an `assert` directly in a `with claim(...):`")

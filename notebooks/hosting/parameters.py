@@ -1,9 +1,9 @@
 """The parameters of a notebook: read the declarations in the cell tagged `parameters`, and set
 requested values.
 
-papermill would execute the *names* of parameters as code, and treat the text "false" as true. So
-this module reads the declarations from the syntax tree, accepts only declared names, and converts
-texts by annotation.
+papermill would execute the *names* of parameters as code, and treat the text "false" as true. This
+module reads the declarations from the syntax tree instead, accepts only declared names, and
+converts texts by their annotations.
 """
 
 import ast
@@ -43,19 +43,20 @@ class Parameter:
 
 
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
-    """Returns the parameters that the parameters cell declares. Executes nothing. Raises
-    ConfigError for a second such cell, which would overwrite the requested values."""
+    """Return the parameters that a notebook's parameters cell declares, by name. Executes nothing.
+    Raises ConfigError for a second such cell, because it would overwrite the requested values."""
     cells = tagged(book, "parameters")
     if len(cells) > 1:
-        raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
-    found = declared("".join(cell.source for cell in cells))
-    choose(found, {name: parameter.default for name, parameter in found.items()})
-    return found
+        raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all parameters in "
+                          f"one cell")
+    by_name = declared("".join(cell.source for cell in cells))
+    choose(by_name, {name: parameter.default for name, parameter in by_name.items()})
+    return by_name
 
 
 def declared(source: str) -> dict[str, Parameter]:
-    """Parse a parameters cell. Raises ConfigError, which shows the line, for anything but a
-    declaration. `choose` checks whether a default has its type."""
+    """Return the parameters that a cell's source declares, by name. Raises ConfigError, which shows
+    the line, for anything but a declaration. `choose` checks whether a default has its type."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -64,7 +65,7 @@ def declared(source: str) -> dict[str, Parameter]:
     comments = {token.start[0]: token.string.lstrip("#").strip()
                 for token in tokenize.generate_tokens(io.StringIO(source).readline)
                 if token.type == tokenize.COMMENT}
-    found = {}
+    by_name = {}
     for node in tree.body:
         if ast.unparse(node) == "from typing import Literal":    # annotations need this import
             continue
@@ -84,20 +85,20 @@ def declared(source: str) -> dict[str, Parameter]:
         except ValueError:
             raise ConfigError(f"the default of {name} must be a literal, not "
                               f"`{ast.unparse(node.value)}`") from None
-        found[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
+        by_name[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
                                 comment=comment)
-    return found
+    return by_name
 
 
 def _annotation(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise ConfigError(f"the type comment `{text}` is no annotation") from None
+        raise ConfigError(f"the type comment `{text}` is not an annotation") from None
 
 
 def _kind(node: ast.expr) -> Any:
-    """Returns the type of an annotation from its syntax tree, by a table of names. Evaluates
+    """Return the type that an annotation's syntax tree means, by a table of names. Evaluates
     nothing."""
     match node:
         case ast.Name(id=name) if name in KINDS:
@@ -120,8 +121,9 @@ def _kind(node: ast.expr) -> Any:
 
 def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
            tier: str | None = None) -> dict[str, Any]:
-    """Returns the value of every declared parameter. Texts are converted by annotation. Raises
-    ConfigError for a name that is not declared."""
+    """Return the value of every declared parameter: the requested value (`asked`), converted by its
+    annotation, or the default. `tier`: the value of the option --tier. Raises ConfigError for a
+    name that is not declared, and for a value that does not fit."""
     if tier is not None:
         if "tier" not in known:
             raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose "
@@ -147,8 +149,9 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
 def check() -> None:
     """Check and convert the parameters of the notebook whose kernel this is.
 
-    papermill or a person can set any name to any value. So this function reads the declared names
-    and the set names from the cells that ran. Raises ConfigError."""
+    papermill or a person can set any name to any value. This function therefore reads which names
+    are declared and which names are set from the cells that ran. Raises ConfigError for an
+    undeclared name or a value that does not fit."""
     from IPython import get_ipython
 
     shell, known, names = get_ipython(), {}, []
@@ -164,8 +167,9 @@ def check() -> None:
 
 
 def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
-    """Returns all combinations: ['lr=1e-3,3e-4', 'steps=10', 'steps=20'] gives four. A repeated key
-    makes a grid, and so do commas, except for a parameter that is a text or a tuple."""
+    """Return all combinations of settings: ['lr=1e-3,3e-4', 'steps=10', 'steps=20'] gives four. A
+    repeated key makes a grid. Commas make a grid, too, unless the parameter is a text or a
+    tuple."""
     axes: dict[str, list[str]] = {}
     for setting in settings:
         key, value = key_and_value(setting)
@@ -177,10 +181,10 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
 
 
 def with_parameters(book: "NotebookNode", asked: Mapping[str, Any]) -> "NotebookNode":
-    """Returns a copy of `book` with a cell, after its parameters cell, that sets the requested
-    values. Removes such a cell of an earlier run, if `book` is the output of a run. papermill does
-    not write the cell, because it turns a tuple into text and warns about annotations that it
-    cannot parse."""
+    """Return a copy of `book` with a new cell after its parameters cell, which sets the requested
+    values. If `book` is the output of an earlier run, that run's cell is removed. papermill is not
+    used for this, because it turns a tuple into text and warns about annotations that it cannot
+    parse."""
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)

@@ -67,8 +67,8 @@ class Store:
         self.problems: list[str] = []
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the reports in the order of arrival, without damaged lines. `problems` then has a
-        sentence for each line that is altered or lost, and for pseudonyms without a name."""
+        """Return the reports in the order of arrival, without damaged lines. Sets `problems` to a
+        sentence for each altered or lost line, and for pseudonyms without a name."""
         names = self._names()
         head = [(named(self.names), *names["lines"])] if "lines" in names else []
         if self._is_none():
@@ -76,41 +76,43 @@ class Store:
                              f"it aside"]
             return []
         events, self.problems = records.read_lines(self.path, CHAIN, head)
-        events = [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
+        events = [event for event in events if event.keys() >= {"pseudonym", "id", "kind"}]
         known = set(names["names"].values())
-        if lost := {str(one["pseudonym"]) for one in events} - known:
+        if lost := {str(event["pseudonym"]) for event in events} - known:
             self.problems.append(f"{named(self.names)} lacks the names of "
                                  f"{', '.join(sorted(lost))}")
         return events
 
     def pseudonyms(self) -> dict[str, str]:
-        """Returns pseudonyms by name. A damaged file is moved to damaged/, and new pseudonyms are
-        drawn."""
+        """Return the pseudonyms by learner's name. A damaged file is moved to damaged/, and new
+        pseudonyms are drawn."""
         return self._names()["names"]
 
     def _names(self) -> dict[str, Any]:
-        """Returns the record of the pseudonyms. `names`: pseudonyms by name. `lines`: the number
-        and the checksum of the last report, by which lost lines at the end are detected."""
+        """Return the contents of pseudonyms.json. `names`: pseudonyms by learner's name. `lines`:
+        the number and the checksum of the last report, which show whether lines at the end are
+        lost."""
         if not os.path.lexists(self.names):
             return {"names": {}}
         try:
-            found = records.read(self.names)
-            if not all(isinstance(one, str) for one in found["names"].values()):
+            stored = records.read(self.names)
+            if not all(isinstance(pseudonym, str) for pseudonym in stored["names"].values()):
                 raise DamagedError(f"{named(self.names)} has a pseudonym that is no text")
-            return found
+            return stored
         except (ConfigError, KeyError, AttributeError) as error:
             move_into(self.names.parent / "damaged", self.names)
             tell(f"lpkit: {error}; it was moved to damaged/, and learners get new names")
             return {"names": {}}
 
     def _is_none(self) -> bool:
-        """Returns True if the path of the reports is a pipe, a link or a folder, or too large."""
+        """Return True if the path of the reports is a pipe, a link, a folder, or too large a
+        file."""
         return os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
                                                or self.path.stat().st_size > MOST_KEPT)
 
     def pseudonym(self, name: str) -> str:
-        """Returns the pseudonym of a name. It stays the same until all reports are deleted. It is
-        random, so that nobody can compute it from the name."""
+        """Return the pseudonym of a learner's name. The pseudonym stays the same until all reports
+        are deleted. It is random, so that nobody can compute it from the name."""
         known = self.pseudonyms()
         while name not in known:
             drawn = f"{secrets.choice(FIRST)}-{secrets.choice(SECOND)}"
@@ -121,8 +123,9 @@ class Store:
         return known[name]
 
     def add(self, name: str, reports: Iterable[Any]) -> int:
-        """Stores the new reports among these, and returns how many they are. Ignores invalid
-        reports, and reports beyond EACH per learner, so that no learner can fill the disk."""
+        """Store the reports that are new, and return how many they are. Invalid reports are
+        ignored, and so are reports beyond EACH per learner, so that no learner can fill the
+        disk."""
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
                 move_into(self.path.parent / "damaged", self.path)
@@ -131,13 +134,13 @@ class Store:
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())
-            for one in reports:
+            for report in reports:
                 with contextlib.suppress(ConfigError):
-                    if (one := checked(one))["id"] not in ids and len(ids) < EACH:
-                        ids.add(one["id"])
-                        mine.append(one | {"pseudonym": who})
+                    if (report := checked(report))["id"] not in ids and len(ids) < EACH:
+                        ids.add(report["id"])
+                        mine.append(report | {"pseudonym": who})
             with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
+                file.truncate(file.read().rfind(b"\n") + 1)     # drops a line that a kill cut off
                 chain = records.Chain(self.path, CHAIN)
                 file.seek(0, os.SEEK_END)
                 file.write("".join(map(chain.line, mine)).encode())
@@ -149,11 +152,11 @@ class Store:
         return len(mine)
 
     def _look(self) -> None:
-        """Reads the ids of the reports in the file, if another process has changed it."""
+        """Read the ids of the reports again if another process has changed the file."""
         if self._stamp() != self._seen:
             self._known = {}
-            for one in self.events():
-                self._known.setdefault(one["pseudonym"], set()).add(one["id"])
+            for event in self.events():
+                self._known.setdefault(event["pseudonym"], set()).add(event["id"])
 
     def _stamp(self) -> tuple[int, int] | None:
         if not self.path.exists():
@@ -171,21 +174,22 @@ class Store:
 
 
 def checked(report: Any) -> dict[str, Any]:
-    """Returns the known fields of a report. A learner may send anything as a report. Raises
-    ConfigError."""
+    """Return the known fields of a report. Raises ConfigError if the report is invalid, since a
+    learner may send anything."""
     if not isinstance(report, dict) or report.get("kind") not in list(NEEDED):
         raise ConfigError(f"a report is a JSON object of kind {', '.join(NEEDED)}")
     kept = {key: report[key] for key in (*TEXTS, *NUMBERS, "held") if report.get(key) is not None}
     needed = {"id", "notebook"} | NEEDED[report["kind"]]
     wrong = [key for key, value in kept.items() if not fits(key, value)] or needed - kept.keys()
     if wrong:
-        raise ConfigError(f"a report has {', '.join(sorted(needed))}, texts of at most {MOST_TEXT} "
-                          f"characters and finite numbers; {', '.join(sorted(wrong))} is not so")
+        raise ConfigError(f"a report needs {', '.join(sorted(needed))}; its texts have at most "
+                          f"{MOST_TEXT} characters and its numbers are finite; wrong or missing: "
+                          f"{', '.join(sorted(wrong))}")
     return kept
 
 
 def fits(key: str, value: Any) -> bool:
-    """Returns True if the field `key` may have this value."""
+    """Return True if the field `key` may have this value."""
     if key in TEXTS:        # `isprintable` also refuses half of a surrogate pair
         return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
     if key == "held":
@@ -194,7 +198,7 @@ def fits(key: str, value: Any) -> bool:
 
 
 def table(events: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the reports as CSV. A spreadsheet would run a text that begins with = + - @ as a
+    """Return the reports as CSV. A spreadsheet would run a text that begins with = + - @ as a
     formula, so such a text gets a ' before it (OWASP, CSV injection)."""
     out = io.StringIO()
     writer = csv.DictWriter(out, FIELDS, extrasaction="ignore")
@@ -223,9 +227,9 @@ def troubles(folder: Path) -> dict[str, str]:
 
 
 def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
-    """Print how many labs are open while labs start, and each lab that does not start, until the
-    hub ends. Return the hub's exit code."""
-    folder, last, told, named_labs = Path(room.folder), "", 0.0, set()
+    """Watch the labs until the hub ends, and return the hub's exit code. Prints how many labs are
+    open while labs start, and a sentence for each lab that does not start."""
+    folder, last, printed_at, named_labs = Path(room.folder), "", 0.0, set()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return hub.wait(LOOK_SECONDS)
@@ -241,39 +245,40 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
                                         if lab["state"] == "starting")
             line += (f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up "
                      f"to {seconds:.0f} s")
-        due = told + max(TELL_SECONDS, seconds / 5)
+        due = printed_at + max(TELL_SECONDS, seconds / 5)
         if line != last and (not starting or time.monotonic() > due):
             tell(line)
-            last, told = line, time.monotonic()
+            last, printed_at = line, time.monotonic()
 
 
 # ---- Unsolved exercises, and files that learners hand in
 
 def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Returns for each exercise how many learners solved it, and how many tried and have not solved
-    it. The exercise with the most learners who have not solved it is first."""
+    """Return for each exercise the number of learners who solved it (`right`) and the number of
+    learners who tried and have not solved it (`not_yet`). The exercise with the largest `not_yet`
+    is first."""
     right: dict[str, dict[str, bool]] = {}
-    for one in events:
-        if one["kind"] == "exercise":
-            who = right.setdefault(one["name"], {})
-            who[one["pseudonym"]] = who.get(one["pseudonym"], False) or one["verdict"] == "right"
+    for event in events:
+        if event["kind"] == "exercise":
+            who, pseudonym = right.setdefault(event["name"], {}), event["pseudonym"]
+            who[pseudonym] = who.get(pseudonym, False) or event["verdict"] == "right"
     counts = {name: {"right": sum(who.values()), "not_yet": len(who) - sum(who.values())}
               for name, who in right.items()}
-    return dict(sorted(counts.items(), key=lambda one: (-one[1]["not_yet"], one[0])))
+    return dict(sorted(counts.items(), key=lambda row: (-row[1]["not_yet"], row[0])))
 
 
 def collected(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the reports in a learner's file. The pseudonym is the name of the file, or of its
-    folder if the file is learner.json."""
+    """Yield the contents of a learner's file as reports. The pseudonym is the name of the file, or
+    the name of its folder if the file is learner.json."""
     from lessons.judging.learner import read
 
     if not path.is_file():
         raise ConfigError(f"there is no file {named(path)}")
     learner, who = read(path), path.parent.name if path.stem == "learner" else path.stem
-    for name, one in learner.exercises.items():
+    for name, tried in learner.exercises.items():
         yield {"pseudonym": who, "kind": "exercise", "notebook": name.partition(".")[0],
-               "name": name, "verdict": "right" if one.right else "wrong",
-               "attempts": one.attempts, "time": one.first_right or ""}
+               "name": name, "verdict": "right" if tried.right else "wrong",
+               "attempts": tried.attempts, "time": tried.first_right or ""}
     for guess in learner.guesses:
         yield {"pseudonym": who, "kind": "guess", "notebook": guess.name.partition(".")[0],
                "name": guess.name, "value": guess.value, "unit": guess.unit, "factor": guess.factor,
@@ -297,8 +302,9 @@ def main() -> None:
             return self.current_user["name"]
 
         def visible(self) -> Iterator[dict[str, Any]]:
+            """Return the reports that the current user may see."""
             mine, all_of_them = store.pseudonyms().get(self.who), self.who == teacher
-            return (one for one in store.events() if all_of_them or one["pseudonym"] == mine)
+            return (event for event in store.events() if all_of_them or event["pseudonym"] == mine)
 
         def set_default_headers(self) -> None:
             self.set_header("Content-Security-Policy",
@@ -338,13 +344,13 @@ def main() -> None:
             peer = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", peer)
             members = rooms.read(store.path.parent).members
-            if (name := {one.uid: name for name, one in members.items()}.get(uid)) is None:
+            if (name := {member.uid: name for name, member in members.items()}.get(uid)) is None:
                 raise web.HTTPError(403)
             try:
-                said = json.loads(self.request.body)
+                sent = json.loads(self.request.body)
             except (ValueError, RecursionError):
-                said = None
-            self.write({"kept": store.add(name, said if isinstance(said, list) else [])})
+                sent = None
+            self.write({"kept": store.add(name, sent if isinstance(sent, list) else [])})
 
     handlers = {"": Map, "now": Now, "csv": Table, "report": Report,
                 "oauth_callback": HubOAuthCallbackHandler}

@@ -1,8 +1,9 @@
-"""A room: a JupyterHub on one machine for many learners, who cannot read one another's files or use
-up one another's resources.
+"""A room: a JupyterHub on one machine for many learners. Learners cannot read one another's files
+or use up one another's resources.
 
 Each learner is a Unix user without an account: a user id of UIDS, a private home, and a share of
-memory and threads (`hosting.hub`). So only root can open a room. Its files are in one folder:
+memory and threads (`hosting.hub`). Therefore only root can open a room. Its files are in one
+folder:
 
     room.json       names, user ids and codes; readable by root only. With the same folder, the same
                     room is opened again
@@ -80,15 +81,15 @@ class Room:
     title: str = ""             # the room's name, on the hub's pages
 
     def socket_path(self, name: str) -> Path:
-        """Returns the path of a Unix socket of this room, in a folder that only root may change."""
+        """Return the path of a Unix socket of this room, in a folder that only root may change."""
         return SOCKETS / f"{name}-{self.port}"
 
 
 def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
            proxy: str = "", authenticator: str = "", title: str = "", **how: object) -> Room:
-    """Returns the room in `folder`, which is made if it does not exist. Adds learners `names`.
+    """Return the room in `folder`, with learners `names` added. A missing room is made.
 
-    Raises ConfigError if the room cannot be opened; OSError.
+    Raises ConfigError if the room cannot be opened, and OSError if its files cannot be written.
     """
     refuse_what_cannot_be()
     refuse_missing(authenticator)
@@ -106,19 +107,21 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
         members.setdefault(name, Member(uid=_free_uid(members), code=new_code()))
     learners = len(members) - 1
     if not 0 < learners <= MOST:
-        raise ConfigError(f"a room is for 1 to {MOST} learners, and this would be for {learners}; "
-                          f"name some, or say --learners 30")
+        raise ConfigError(f"a room must have 1 to {MOST} learners, got {learners}; give their "
+                          f"names, or a number such as --learners 30")
     usable = machine_facts.memory_limit_bytes() or psutil.virtual_memory().total
     share = (usable - HUB_BYTES) // learners
     if share < LEAST_BYTES:
         most = (usable - HUB_BYTES) // LEAST_BYTES
         raise ConfigError(f"{learners} learners would have {share >> 20} MiB each, and a lab with "
-                          f"one kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
+                          f"one kernel needs {LEAST_BYTES >> 20} MiB; this machine has memory for "
+                          f"{most} learners")
     room = Room(folder=str(folder), teacher=teacher, members=members, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
                 proxy=_proxy(proxy), authenticator=authenticator, title=cut(title or folder.name),
                 **how)
-    for gpu in range(room.gpus):        # 1777: all may make tickets, and remove only their own
+    # 1777: all users may make tickets in the queue, and remove only their own tickets
+    for gpu in range(room.gpus):
         files.own_folder(folder / "turns").chmod(0o711)
         files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
     write(room)
@@ -159,22 +162,23 @@ def write(room: Room) -> None:
 
 
 def read(folder: Path) -> Room:
-    """Returns the room in a folder. Raises ConfigError if there is none."""
+    """Return the room in a folder. Raises ConfigError if there is none."""
     path = folder / "room.json"
     try:
-        told = json.loads(files.read_private(path, 1 << 24))
-        known = {one.name: told[one.name] for one in fields(Room) if one.name in told}
-        return Room(**known | {"members": {name: Member(**one)
-                                           for name, one in told["members"].items()}})
+        stored = json.loads(files.read_private(path, 1 << 24))
+        known = {field.name: stored[field.name] for field in fields(Room) if field.name in stored}
+        return Room(**known | {"members": {name: Member(**values)
+                                           for name, values in stored["members"].items()}})
     except FileNotFoundError:
         raise ConfigError(f"there is no room in {named(folder)}; `lpkit room` opens one") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{named(path)} is no room of this kit ({error}); move it away") from None
+        raise ConfigError(f"{named(path)} is not a room of lpkit ({error}); move the file "
+                          f"away") from None
 
 
 def joined(room: Room, name: str) -> Member:
-    """Returns the member of a name. A user who came through another authenticator becomes a new
-    member. Raises ConfigError."""
+    """Return the member with this name. A user who signed in through another authenticator becomes
+    a new member. Raises ConfigError for a name that cannot be a home's name."""
     if name in room.members:
         return room.members[name]
     if not NAME.fullmatch(name):
@@ -185,58 +189,59 @@ def joined(room: Room, name: str) -> Member:
 
 
 def _free_uid(members: Mapping[str, Member]) -> int:
-    return min(set(UIDS) - {one.uid for one in members.values()})
+    return min(set(UIDS) - {member.uid for member in members.values()})
 
 
 def new_code() -> str:
-    """Returns a code of 59 random bits that is easy to read from paper."""
+    """Return a code of 59 random bits that is easy to read from paper."""
     return "-".join("".join(secrets.choice(LETTERS) for _ in range(4)) for _ in range(3))
 
 
 def refuse_what_cannot_be() -> None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        raise ConfigError("a room keeps learners apart as Unix users, for which it must be opened "
-                          "by root of a Linux machine: `sudo lpkit room ...`; for one person there "
-                          "is `lpkit lab`")
+        raise ConfigError("a room runs each learner as a separate Unix user, so root must open it "
+                          "on a Linux machine: `sudo lpkit room ...`; for one person, use `lpkit "
+                          "lab`")
     for place in {sys.prefix, sys.base_prefix, str(files.PACKAGE),
                   str(files.resource("notebooks"))}:
         refuse_closed(Path(place), "what learners run")
 
 
 def refuse_missing(authenticator: str) -> None:
-    """Raises ConfigError for an authenticator that JupyterHub would not find."""
-    known = {one.name for one in entry_points(group="jupyterhub.authenticators")}
+    """Raise ConfigError for an authenticator that JupyterHub would not find."""
+    known = {entry.name for entry in entry_points(group="jupyterhub.authenticators")}
     module, _, name = authenticator.rpartition(".")
     with contextlib.suppress(ImportError, AttributeError):
         if authenticator in {"", *known}:
             return
         if getattr(import_module(module or "builtins"), name, None):
             return
-    raise ConfigError(f"there is no authenticator {shown(authenticator)} here, and a class of a "
-                      f"package would be module.Class; {nearest(authenticator, known)}")
+    raise ConfigError(f"there is no authenticator {shown(authenticator)}; give an installed "
+                      f"authenticator or a class as module.Class; {nearest(authenticator, known)}")
 
 
 def refuse_closed(place: Path, what: str) -> None:
-    """Raises ConfigError if other users cannot reach a folder."""
+    """Raise ConfigError if other users cannot reach a folder."""
     for folder in (place, *place.parents):
         if not folder.stat().st_mode & 0o001:
-            raise ConfigError(f"{what} lies in {named(place)}, and learners may not pass through "
-                              f"{named(folder)}; `chmod o+x {named(folder)}` lets them pass, or "
-                              f"move it to a place such as /opt")
+            raise ConfigError(f"{what} is in {named(place)}, and learners may not enter "
+                              f"{named(folder)}; run `chmod o+x {named(folder)}`, or move it to a "
+                              f"place such as /opt")
 
 
 def _proxy(asked: str) -> str:
-    """Returns the path of configurable-http-proxy. Raises ConfigError if it is not installed."""
-    if found := shutil.which(asked or "configurable-http-proxy"):
-        return found
+    """Return the path of configurable-http-proxy. Raises ConfigError if it is not installed."""
+    if path := shutil.which(asked or "configurable-http-proxy"):
+        return path
     name = shown(asked) if asked else "configurable-http-proxy"
-    raise ConfigError(f"{name}, the hub's door, is not on this machine; `npm install -g "
-                      f"configurable-http-proxy` brings it")
+    raise ConfigError(f"{name}, the hub's proxy, is not installed; run `npm install -g "
+                      f"configurable-http-proxy`")
 
 
 @contextlib.contextmanager
 def serve(room: Room, children: processes.Children | None = None) -> Iterator[subprocess.Popen]:
-    """Starts the hub, and yields its keeper once the hub answers. Ends all labs at the end."""
+    """Start the hub, and yield its keeper (the process that ends when the hub ends) once the hub
+    answers. At the end of the block, the hub and all labs are killed."""
     refuse_taken(room)
     Path(room.folder, "hub", "labs.json").unlink(missing_ok=True)       # left by an earlier hub
     folder = processes.new_folder()
@@ -256,8 +261,8 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
             yield keeper
         finally:
             processes.end(keeper)
-            for one in read(Path(room.folder)).members.values():    # folders of kernels' sockets
-                shutil.rmtree(SOCKETS / str(one.uid), ignore_errors=True)
+            for member in read(Path(room.folder)).members.values():    # folders of kernels' sockets
+                shutil.rmtree(SOCKETS / str(member.uid), ignore_errors=True)
             for name in ("hub", "proxy", "reports"):
                 room.socket_path(name).unlink(missing_ok=True)
 
@@ -268,8 +273,8 @@ def refuse_taken(room: Room) -> None:
             socket.create_server((room.address, port)).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"the room cannot listen on {room.address}, port {room.port} "
-                          f"({getattr(error, 'strerror', None) or error}); ask for another "
-                          f"--port or --address") from None
+                          f"({getattr(error, 'strerror', None) or error}); choose another --port "
+                          f"or --address") from None
 
 
 def url(room: Room) -> str:
@@ -277,9 +282,9 @@ def url(room: Room) -> str:
 
 
 def answers(room: Room) -> bool:
-    """Returns True if the hub answers at the room's port, and only root listens there."""
+    """Return True if the hub answers at the room's port, and only root listens there."""
     table = Path("/proc/net", "tcp6" if ":" in room.address else "tcp").read_text()
-    # users that listen (state 0A) there
+    # the user ids (column 7) of the sockets that listen (state 0A) on the room's port
     if {row[7] for row in map(str.split, table.splitlines()[1:])
             if row[3] == "0A" and row[1].endswith(f":{room.port:04X}")} != {"0"}:
         return False

@@ -2,8 +2,8 @@
 
 nbclient runs the cells. (papermill would mark every cell of a killed kernel as `completed`, and
 would treat a notebook that ends early with `sys.exit(0)` as a success.) This module counts the
-cells that ran. Its record is NAME.json next to NAME.ipynb, which is replaced atomically at the
-start, when each cell begins, and at the end. Its units are seconds and bytes.
+cells that ran. The record is NAME.json next to NAME.ipynb. It is replaced atomically at the start
+of the run, at the start of each cell, and at the end of the run. Its units are seconds and bytes.
 
 A notebook has a claim: its cell tagged `claim` contains `with claim("..."):`, whose text is the
 claim and whose asserts test it. The cell is also tagged `raises-exception`, so that the cells below
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 FORMAT = "lpkit-notebook-run"
 SAMPLE_SECONDS = 0.1
 UNFINISHED = ("asked", "running")
-PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
-            "counted in each; at least the kernel's own VmHWM")
+PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, with shared pages "
+            "counted in each process; at least the kernel's VmHWM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ class Job:
 
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
-    """Makes a job for each point of the grid. Checks all jobs before any of them starts."""
+    """Return a job for each combination of the settings. All jobs are checked here, before any of
+    them starts."""
     book = read(path)
     known, _ = parameters(book), claim(book)
     points = grid(known, settings)
@@ -88,8 +89,8 @@ def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
 
 
 def _refuse_strangers(job: Job) -> None:
-    """Raises ConfigError unless the files in `out` may be replaced. They must be the output of an
-    earlier run of the same notebook, and that run must have ended."""
+    """Raise ConfigError unless the job's files in `out` may be replaced: they must be the output of
+    an earlier run of the same notebook, and that run must have ended."""
     if job.out.exists() and not job.out.is_dir():
         raise ConfigError(f"--out {job.out.name} is a file; give a folder")
     recorded = job.record.exists()
@@ -150,14 +151,14 @@ class Attempt:
             self.update(**ending, result=state, why=why, claims=self.claims, end=_now())
 
     def written(self) -> str:
-        """Returns the current notebook as text, without widgets: without a kernel, a widget shows
-        an error message. Figures are stored as pictures, too."""
+        """Return the current notebook as text, without widgets, since a widget shows an error
+        message if there is no kernel. Figures are also stored as pictures, which stay."""
         import nbformat  # already imported by `read`, so this is fast, also when a signal ends us
 
         for _ in range(50):
             with contextlib.suppress(RuntimeError):     # nbclient's thread changed a dict meanwhile
                 return nbformat.writes(without_widgets(self.executed))
-        raise OSError(f"{self.job.output.name} is never whole")
+        raise OSError(f"{self.job.output.name} changes too often to be written")
 
     def cell_starts(self, cell: "NotebookNode", cell_index: int) -> None:
         if cell.get("id") in self.code:
@@ -216,7 +217,7 @@ class Attempt:
         return self.record
 
     def completed(self) -> dict[str, Any]:
-        """Returns the ending of a run in which no cell failed. Some cells may not have run, because
+        """Return the ending of a run in which no cell failed. Some cells may not have run, because
         a cell ended the notebook, or because of their tags."""
         sources = {cell.id: cell.source.strip() for cell in self.book.cells}
         missing = [number for number, id in enumerate(self.code, 1)
@@ -230,7 +231,7 @@ class Attempt:
 
 
 def _asked(job: Job) -> dict[str, Any]:
-    """Returns the record of a run that has not begun."""
+    """Return the record of a run that has not begun."""
     packages = versions(("lpkit", "torch", "ipykernel", "nbclient"))
     installed = {name: version or "not installed" for name, version in packages.items()}
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
@@ -303,8 +304,8 @@ def _supervise(children: processes.Children, share: Mapping[str, str],
 
 
 def main() -> None:
-    """Do the job in the private folder that is the argument of this process. On SIGTERM from its
-    keeper, it exits at once, and the keeper ends the kernel."""
+    """Run the job that is described in the private folder given as this process's argument. On
+    SIGTERM from its keeper, this process exits at once, and the keeper kills the kernel."""
     folder = Path(sys.argv[1])
     fields = ast.literal_eval((folder / "job").read_text())     # reads literals, runs nothing
     fields |= {name: Path(fields[name]) for name in ("path", "out")}
@@ -332,7 +333,7 @@ class _Kernel:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Samples the kernel's memory every SAMPLE_SECONDS during the block."""
+        """Sample the kernel's memory every SAMPLE_SECONDS during the block."""
         over = threading.Event()
 
         def watch() -> None:
@@ -364,14 +365,14 @@ class _Kernel:
         code = self.process.poll() if self.process else None
         if code == -signal.SIGKILL:
             return (f" (killed by SIGKILL, as the system does when memory runs out; "
-                    f"it held up to {self.peak_rss_bytes / 1e6:,.0f} MB)")
+                    f"it used up to {self.peak_rss_bytes / 1e6:,.0f} MB)")
         if code is not None and code < 0:
             return f" (killed by {signal.Signals(-code).name})"
-        return "" if code is None else f" (it left with exit code {code})"
+        return "" if code is None else f" (it ended with exit code {code})"
 
 
 def without_widgets(notebook: dict) -> dict:
-    """Returns a copy of an executed notebook (nbformat 4, as a dict) for readers without a kernel.
+    """Return a copy of an executed notebook (nbformat 4, as a dict) for readers without a kernel.
     It has no widget state, and no widget views in outputs that also have a picture, so that
     JupyterLab and sphinx show the stored pictures. A control without a picture keeps its view; the
     site uses it to explain where controls work.

@@ -1,11 +1,13 @@
 """The process that `lab.serve` starts: JupyterLab with locked options, on an inherited socket that
 already listens.
 
-`python server.py FILE`: FILE is private JSON with `fd`, the number of the socket, and `traits`, the
-locked options by class. Jupyter takes an option from the most specific class that any file names,
-regardless of the order of files. So after all files have been read, the options OURS are removed
-from every class, which restores Jupyter's defaults, and then `traits` are set. All other options
-are the user's.
+    python server.py FILE
+
+FILE is private JSON with `fd`, the file descriptor of the socket, and `traits`, the locked options
+by class. Jupyter takes an option from the most specific class that any configuration file names,
+regardless of the order of files. Therefore, after all files have been read, the options OURS are
+removed from every class, which restores Jupyter's defaults, and then `traits` are set. All other
+options are the user's.
 Source: Jupyter Server 2.21, `ServerApp.initialize`.
 """
 
@@ -92,10 +94,10 @@ class LockedServer(OnSocket):
 
 
 def main(path: Path) -> None:
-    told = json.loads(path.read_text())
-    LockedServer.inherit(told["fd"])
+    given = json.loads(path.read_text())
+    LockedServer.inherit(given["fd"])
     app = LockedServer.instance(jpserver_extensions={"jupyterlab": True})
-    app.locked = told["traits"]
+    app.locked = given["traits"]
     # a new secret makes cookies of earlier servers invalid, and cookies that others made
     app.locked["ServerApp"]["cookie_secret"] = secrets.token_bytes(32)
     app.initialize(argv=[], starter_extension="lab")

@@ -33,40 +33,42 @@ FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
 
 
 def page(book: Any, name: str) -> str:
-    """Returns the HTML of the slides. Raises ConfigError if a library is missing or is not the
+    """Return the HTML of the slides. Raises ConfigError if a library is missing or is not the
     pinned one, or if the notebook has not run."""
     from nbconvert import SlidesExporter
 
     css, *scripts = _libraries()
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text("utf-8")
-    scripts = [re.sub("</(?=script)", r"<\\/", one, flags=re.I) for one in (*scripts, plotly)]
-    template = read_text(Path(__file__).with_name("slides.html"), 1 << 20)
-    told = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
-            "nonce": secrets.token_urlsafe(16)}
-    return SlidesExporter(raw_template=template).from_notebook_node(slides(book, name), told)[0]
+    scripts = [re.sub("</(?=script)", r"<\\/", text, flags=re.I) for text in (*scripts, plotly)]
+    exporter = SlidesExporter(raw_template=read_text(
+        Path(__file__).with_name("slides.html"), 1 << 20))
+    resources = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
+                 "nonce": secrets.token_urlsafe(16)}
+    return exporter.from_notebook_node(slides(book, name), resources)[0]
 
 
 def _libraries() -> list[str]:
-    """Returns the contents of LIBRARIES. The scripts run in the reader's browser, so each file must
-    be byte for byte the file that was reviewed. Raises ConfigError."""
+    """Return the contents of LIBRARIES. The scripts run in the reader's browser, so each file must
+    have the SHA-256 of the file that was reviewed. Raises ConfigError if a file is missing or
+    differs."""
     folder = cache_dir("slides")
     paths = {folder / "node_modules" / file: pinned for file, pinned in LIBRARIES.items()}
-    fetch = f"once, where there is a network: `{FETCH.format(folder)}`"
+    fetch = f"run this once with a network connection: `{FETCH.format(folder)}`"
     if lacks := [path for path in paths if not path.is_file()]:
         raise ConfigError(f"slides need {named(lacks[0])}; {fetch}")
     texts = [read_text(path, 1 << 24) for path in paths]
     for text, (path, pinned) in zip(texts, paths.items(), strict=True):
         if hashlib.sha256(text.encode()).hexdigest() != pinned:
-            raise ConfigError(f"{named(path)} is not the file that was pinned (SHA-256); remove "
+            raise ConfigError(f"{named(path)} does not have the pinned SHA-256; remove "
                               f"{named(folder)}, then {fetch}")
     return texts
 
 
 def slides(book: Any, name: str) -> Any:
-    """Returns a notebook with one markdown cell for each slide. Each heading begins a new stack."""
+    """Return a notebook with one markdown cell for each slide. Each heading begins a new stack."""
     import nbformat
 
-    made, section, left_out, new, top, figures = [], name, False, True, False, 0
+    cells, section, left_out, new, top, figures = [], name, False, True, False, 0
     for cell in book.cells:
         if cell.cell_type == "markdown":
             for part in re.split(r"\n(?=## )", cell.source):
@@ -74,26 +76,26 @@ def slides(book: Any, name: str) -> Any:
                     title, _, part = part.partition("\n")
                     new, left_out, section = True, title.startswith(LEFT_OUT), title.lstrip("# ")
                     top = title.startswith("# ")
-                elif made and not left_out and part[:1].islower() | part.startswith("$$"):
-                    made[-1].source += f"\n\n{_short(part)}"       # the sentence continues
+                elif cells and not left_out and part[:1].islower() | part.startswith("$$"):
+                    cells[-1].source += f"\n\n{_short(part)}"       # the sentence continues
                     continue
                 if (prose := _short(part)) and not left_out:
-                    made.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
+                    cells.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
                     new = top = False
         outputs = () if left_out else cell.get("outputs", ())
         kept = list(filter(None, map(_shown, outputs)))
         # announces an output that is left out
-        if outputs and not kept and made and made[-1].source.endswith(":"):
-            made[-1].source = _without_last_sentence(made[-1].source)
-            if "\n" not in made[-1].source:
-                new = made.pop().metadata.slideshow.slide_type == "slide"
+        if outputs and not kept and cells and cells[-1].source.endswith(":"):
+            cells[-1].source = _without_last_sentence(cells[-1].source)
+            if "\n" not in cells[-1].source:
+                new = cells.pop().metadata.slideshow.slide_type == "slide"
         for shown in kept:
             figures += "class='plot'" in shown
-            made.append(_slide(f"## {section}\n\n{shown}", new))
+            cells.append(_slide(f"## {section}\n\n{shown}", new))
             new = False
     if not figures:
-        raise ConfigError(f"{name} has no figure in it: it has not run; `lpkit notebook` runs it")
-    return nbformat.v4.new_notebook(cells=made)
+        raise ConfigError(f"{name} has no figure, so it has not run; run it by `lpkit notebook`")
+    return nbformat.v4.new_notebook(cells=cells)
 
 
 def _slide(source: str, new: bool) -> Any:
@@ -104,15 +106,15 @@ def _slide(source: str, new: bool) -> Any:
 
 
 def _short(source: str) -> str:
-    """Returns the first paragraphs: up to PROSE characters, at least one paragraph, and the
-    paragraph after a colon or a comma. Leaves out folded answers, and pictures of figures, because
-    figures have their own slides."""
+    """Return the first paragraphs of a cell: at least one paragraph, up to PROSE characters, and
+    the paragraph after one that ends with a colon or a comma. Folded answers are left out, and so
+    are pictures of figures, because figures have their own slides."""
     kept: list[str] = []
     source = re.sub(r"<details>.*?</details>|!\[[^]]*\]\(pictures/[^)]*\)", "", source, flags=re.S)
-    for one in source.strip().split("\n\n"):
-        if kept and sum(map(len, kept)) + len(one) > PROSE and kept[-1][-1:] not in ":,":
+    for paragraph in source.strip().split("\n\n"):
+        if kept and sum(map(len, kept)) + len(paragraph) > PROSE and kept[-1][-1:] not in ":,":
             break
-        kept.append(one)
+        kept.append(paragraph)
     return "\n\n".join(kept)
 
 
@@ -121,6 +123,8 @@ def _without_last_sentence(source: str) -> str:
 
 
 def _shown(output: Any) -> str:
+    """Return the HTML of an output for a slide: a claim's card, a figure or a question; empty for
+    any other output."""
     data = output.get("data", {})
     for claim in cards([output]):
         why = f"<small>{html.escape(claim['why'])}</small>" if claim["why"] else ""

@@ -3,8 +3,8 @@
 Compares a block whose matrices are split over processes, and a ring of keys and values, with one
 process.
 
-    found = split(processes=4)          # errors and messages of each rank, by study
-    found["tensor"].off["y"], found["tensor"].sent_bytes, found["zig-zag"].scores
+    cuts = split(processes=4)           # errors and sent bytes, by study
+    cuts["tensor"].off["y"], cuts["tensor"].sent_bytes, cuts["zig-zag"].scores
     tensor_bytes(m, tokens, ranks), ring_bytes(m, tokens, ranks)    # per layer, both passes
     pairs_view(ranks=8, window=0)       # for an Explorer: who computes which pair, and when
 """
@@ -52,8 +52,13 @@ ZIG_ZAG, IN_ORDER = "zig-zag", "in order"
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Results of the ranks. `off`: by tensor, the largest error against one process in float64,
-    over the largest element. `sent_bytes`: of rank 0, by kind. `scores`: by step and rank."""
+    """The result of one study.
+
+    off         by tensor: the largest error over ranks, compared with one process in float64, over
+                the largest element
+    sent_bytes  by kind of message: bytes that rank 0 sends
+    scores      by step and rank: attention scores that the rank computes (only for a ring)
+    """
 
     off: dict[str, float]
     sent_bytes: dict[str, float]
@@ -70,39 +75,44 @@ class Cut:
 
 
 def split(processes: int, parent: WarmParent | None = None) -> dict[str, Cut]:
-    """Run every study on real processes."""
+    """Run every study on `processes` real processes, and return the results by study."""
     with Processes(f"{__name__}:_study", world=processes, parent=parent) as running:
         by_rank = running.wait()
-    return {name: Cut(off={key: max(one[name]["off"][key] for one in by_rank)
+    return {name: Cut(off={key: max(result[name]["off"][key] for result in by_rank)
                            for key in first["off"]},
                       sent_bytes=first["sent"],
-                      scores=list(map(list, zip(*(one[name]["scores"] for one in by_rank)))))
+                      scores=list(map(list, zip(*(result[name]["scores"] for result in by_rank)))))
             for name, first in by_rank[0].items()}
 
 
 def tensor_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
-    """Return the bytes that a rank sends per layer, both passes: four gathers and four scatters."""
+    """Return the bytes that a rank of tensor parallelism sends per layer, forward and backward:
+    four gathers and four scatters of `tokens` rows of D elements."""
     return 8 * (ranks - 1) / ranks * tokens * m.D * itemsize
 
 
 def ring_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
-    """Return the bytes of a ring's rank: keys and values forward, twice as much backward."""
+    """Return the bytes that a rank of a ring sends per layer: keys and values in forward; keys,
+    values and their gradients in backward."""
     return 3 * 2 * (ranks - 1) / ranks * tokens * m.G * m.E * itemsize
 
 
 # Code that runs in a rank.
 
-def _study(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+def _study(place: Place, given: dict[str, Any]) -> dict[str, Any]:
+    """Run all studies on this rank; each returns what `_result` returns."""
     meet_as(place, "split")
-    found = {"tensor": _tensor(_weights()), "gate and up in halves": _halves(_weights()),
-             "vocabulary": _vocabulary(), ZIG_ZAG: _round(ZIG_ZAG), IN_ORDER: _round(IN_ORDER),
-             "kit": _kit()}
+    results = {"tensor": _tensor(_weights()), "gate and up in halves": _halves(_weights()),
+               "vocabulary": _vocabulary(), ZIG_ZAG: _round(ZIG_ZAG), IN_ORDER: _round(IN_ORDER),
+               "kit": _kit()}
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def _result(got: Mapping[str, Tensor], want: Mapping[str, Tensor], sent: Mapping[str, float],
             scores: Sequence[int] = ()) -> dict[str, Any]:
+    """Return a study's result on this rank: the errors of `got` against `want` (float64), the sent
+    bytes and the scores."""
     off = {name: ((t.double() - want[name]).abs().max() / want[name].abs().max()).item()
            for name, t in got.items()}
     return {"off": off, "sent": dict(sent), "scores": list(scores)}
@@ -122,11 +132,12 @@ COLUMNS = ("out", "down")       # matrices split by columns; the others are spli
 
 
 def _part(name: str, w: Tensor) -> Tensor:
+    """Return this rank's part of the whole matrix w."""
     return w.chunk(dist.get_world_size(), dim=int(name in COLUMNS))[dist.get_rank()]
 
 
 def gathered(x: Tensor) -> Tensor:
-    """Gather the tokens of all ranks: (T / R, D) -> (T, D)."""
+    """Return the tokens of all ranks: (T / R, D) -> (T, D)."""
     whole = x.new_empty(len(x) * dist.get_world_size(), x.shape[1])
     all_gather(whole, x.contiguous())
     return whole
@@ -165,9 +176,11 @@ class Scatter(torch.autograd.Function):
 
 def block(x: Tensor, w: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = lambda x: x,
           scatter: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-    """Return attention and an MLP of x: (T, D) -> (T, D). With `gather` and `scatter`, w are parts
-    of the matrices and x is a part of the tokens; the result is the same part of the whole block's
-    output."""
+    """Return the output of attention and an MLP for tokens x: (T, D) -> (T, D).
+
+    With `gather` and `scatter`, x are this rank's tokens (T / R, D) and w this rank's parts of the
+    matrices; the result is the output for this rank's tokens. Between `gather` and `scatter`, the
+    rank has all tokens and some of the heads or of the MLP's columns."""
     h = gather(F.rms_norm(x, (D,), eps=1e-6))
     q, k, v = ((h @ w[name].mT).unflatten(1, (-1, E)).movedim(1, 0)[None] for name in "qkv")
     x = x + scatter(plain(q, k, v)[0].movedim(0, 1).flatten(1) @ w["out"].mT)
@@ -177,6 +190,7 @@ def block(x: Tensor, w: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]
 
 def _with_gradients(x: Tensor, w: Mapping[str, Tensor], d_y: Tensor,
                     *sent: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return y = block(x, w) and the gradients of x and of each w, given the gradient d_y of y."""
     leaves = {"x": x, **w}
     leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
     y = block(leaves["x"], {name: leaves[name] for name in w}, *sent)
@@ -185,7 +199,7 @@ def _with_gradients(x: Tensor, w: Mapping[str, Tensor], d_y: Tensor,
 
 
 def _tensor(w: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Run the block on all ranks; only between a gather and a scatter are sequences whole."""
+    """Compare the block that is split over all ranks with the whole block in float64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, d_y = (_drawn(T, D, seed=seed) for seed in (11, 12))
     want = _with_gradients(x.double(), {name: t.double() for name, t in w.items()}, d_y.double())
@@ -198,14 +212,15 @@ def _tensor(w: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _sent(count: MessageCount) -> Counter[str]:
-    """Return bytes sent by kind."""
+    """Return the bytes that each rank sends, by kind of message."""
     return Counter(sent_bytes(count.sent))
 
 
 def _halves(w: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Split an MLP whose gate and up are one matrix; a rank treats half of its rows as gate. If the
-    stacked matrix is split, the first ranks have only gate rows; if gate and up are split alike,
-    each rank has half of each."""
+    """Compare two ways to split an MLP whose gate and up are stacked in one matrix (2 F, D). Each
+    rank treats the first half of its rows as gate. "in the middle" splits the stacked matrix, so
+    the first ranks get only gate rows and the result is wrong; "alike" splits gate and up
+    separately, so each rank gets a part of both."""
     x, wide = _drawn(T, D, seed=11), {name: t.double() for name, t in w.items()}
     want = F.silu(x.double() @ wide["gate"].mT) * (x.double() @ wide["up"].mT) @ wide["down"].mT
 
@@ -222,8 +237,9 @@ def _halves(w: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _vocabulary() -> dict[str, Any]:
-    """Compute nats from logits that are split over ranks: per token, three numbers are all-reduced
-    and no logits are sent."""
+    """Compute the cross-entropy (nats) of logits that are split over ranks by vocabulary. Three
+    numbers per token are all-reduced: the largest logit, the sum of exponentials and the target's
+    logit. No logits are sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     h, head = 8 * _drawn(T, D, seed=13), 4 * _drawn(V, D, seed=14)
     targets = torch.randint(V, (T,), generator=torch.Generator().manual_seed(15))
@@ -233,7 +249,7 @@ def _vocabulary() -> dict[str, Any]:
         dist.all_reduce(top, dist.ReduceOp.MAX)
         total = (logits - top[:, None]).exp().sum(1)
         dist.all_reduce(total)
-        here = (targets >= first) & (targets < first + V // ranks)
+        here = (targets >= first) & (targets < first + V // ranks)     # targets of this rank
         own = logits.gather(1, (targets - first).clamp(0, V // ranks - 1)[:, None])[:, 0] * here
         dist.all_reduce(own)
     want = F.cross_entropy(h.double() @ head.double().mT, targets, reduction="none")
@@ -243,18 +259,20 @@ def _vocabulary() -> dict[str, Any]:
 # A ring, step by step.
 
 def chunks_of(rank: int, ranks: int, order: str) -> tuple[int, int]:
-    """Return the two chunks (of two per rank) that the rank holds."""
+    """Return the numbers of the two chunks of the sequence that the rank holds; there are two
+    chunks per rank."""
     return (rank, 2 * ranks - 1 - rank) if order == ZIG_ZAG else (2 * rank, 2 * rank + 1)
 
 
 def _qkv() -> tuple[Tensor, ...]:
-    """Return q, k, v in the layout of a model with these heads, and the output's gradient."""
+    """Return q (1, H, T, E), k and v (1, G, T, E), and the output's gradient (1, H, T, E)."""
     return tuple(_drawn(1, n, T, E, seed=20 + i) * math.sqrt(E) for i, n in enumerate((H, G, G, H)))
 
 
 def _round(order: str) -> dict[str, Any]:
-    """Run one forward round of the ring. `off` after each step is the error of the output that
-    combines the keys received so far, so it covers fewer keys before the last step."""
+    """Run one forward round of the ring, step by step. After each step, `off` has the error of the
+    output that combines the keys received so far; before the last step some keys are missing, so
+    the error is large."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     q, k, v, _ = _qkv()
     want = plain(*(t.double() for t in (q, k, v)))
@@ -268,10 +286,13 @@ def _round(order: str) -> dict[str, Any]:
         seen = columns <= rows[:, None]
         s = q[:, :, rows] @ at_hand[0].repeat_interleave(H // G, 1).mT / math.sqrt(E)
         s = s.masked_fill(~seen, -torch.inf)
+        # the output for these keys alone, and the logarithm of its softmax's denominator; rows
+        # without a visible key get clamped values and a weight of 0
         sums.append(s.logsumexp(-1))
         outs.append((s - s.amax(-1, keepdim=True).clamp(min=-1e30)).exp())
         outs[-1] = outs[-1] / outs[-1].sum(-1, keepdim=True).clamp(min=1e-30)
         outs[-1] = outs[-1] @ at_hand[1].repeat_interleave(H // G, 1)
+        # outputs of several sets of keys are averaged with their denominators as weights
         weights = torch.stack(sums).softmax(0)[..., None]
         out = sum(w * o for w, o in zip(weights, outs))
         distance = (out - want[:, :, rows]).abs().max() / want.abs().max()
@@ -293,7 +314,7 @@ def _passed(t: Tensor) -> Tensor:
 
 
 def _kit() -> dict[str, Any]:
-    """Run the kit's ring, forward and backward."""
+    """Compare the kit's ring with plain attention in float64: the output and the gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     *qkv, d_out = _qkv()
 
@@ -314,9 +335,9 @@ def _kit() -> dict[str, Any]:
 # ---- Figures
 
 def turns(ranks: int, order: str, window: int = 0) -> list[list[int | None]]:
-    """Return, by the query's and the key's chunk, the step of the ring in which the pair is
-    computed; None if nothing in the pair is visible. `window`: chunks of keys that a query sees
-    before its own chunk; 0 means all."""
+    """Return a table of pairs of chunks (rows: queries, columns: keys): the step of the ring in
+    which the pair is computed; None if no key of the pair is visible. `window`: the chunks of keys
+    before its own chunk that a query sees; 0 means all."""
     holder = holders(ranks, order)
     return [[(holder[a] - holder[b]) % ranks if 0 <= a - b <= (window or a) else None
              for b in range(2 * ranks)] for a in range(2 * ranks)]
@@ -330,11 +351,11 @@ def holders(ranks: int, order: str) -> dict[int, int]:
 def waits(ranks: int, order: str, window: int = 0) -> float:
     """Return the pairs of chunks that a ring waits for: the sum over steps of the busiest
     rank's pairs. A pair on the diagonal counts as half."""
-    found = turns(ranks, order, window)
+    steps = turns(ranks, order, window)
     work = [[0.0] * ranks for _ in range(ranks)]
     for rank in range(ranks):
         for a in chunks_of(rank, ranks, order):
-            for b, step in enumerate(found[a]):
+            for b, step in enumerate(steps[a]):
                 if step is not None:
                     work[step][rank] += 0.5 if a == b else 1.0
     return sum(map(max, work))
@@ -345,11 +366,11 @@ def pairs_view(ranks: int, window: int) -> dict:
     which each pair is computed (number) and its rank (colour), in order and in zig-zag."""
     data, notes = [], []
     for x, y, order in (("x", "y", IN_ORDER), ("x2", "y2", ZIG_ZAG)):
-        found, holder = turns(ranks, order, window), holders(ranks, order)
+        steps, holder = turns(ranks, order, window), holders(ranks, order)
         names = [str(n) for n in range(2 * ranks)]
         colours = [[None if step is None else holder[a] for step in row]
-                   for a, row in enumerate(found)]
-        words = [["" if step is None else str(step + 1) for step in row] for row in found]
+                   for a, row in enumerate(steps)]
+        words = [["" if step is None else str(step + 1) for step in row] for row in steps]
         data.append(heat(
             names, names, colours, ends=(0, max(1, ranks - 1)), text=words, xaxis=x, yaxis=y,
             bar={"title": {"text": "rank"}, "x": 1.01, "dtick": max(1, ranks // 8)},
@@ -359,7 +380,7 @@ def pairs_view(ranks: int, window: int) -> dict:
                           0, 1.02, xref=f"{x} domain", yref="paper"))
     across = {"showgrid": False, "type": "category"}
     return figure(
-        data, "Who attends a chunk of queries to a chunk of keys, and in which step of the ring",
+        data, "The rank and the step of the ring that compute each pair of chunks",
         height=520, annotations=notes, margin={"t": 90},
         xaxis=axis("chunk of keys", domain=[0, 0.46], **across),
         xaxis2=axis("chunk of keys", domain=[0.54, 1], anchor="y2", **across),

@@ -1,8 +1,9 @@
 """Lesson 17, pipelines: its study, its figures and its exercises.
 
-Computes when each rank of a pipeline works, the time of an update, and the held activations: by a
-formula, by a clock that steps through a schedule's order, and by real processes whose stages sleep.
-Also counts the products of a backward that is split into dx and dw.
+Computes when each rank of a pipeline works, the time of an update, and the activations that ranks
+hold, in three ways: by a formula, by a simulated clock that steps through a schedule's order, and
+by real processes whose stages sleep. Also counts the matmuls of a backward that is split into dx
+and dw.
 
     paths = fitting(4, 8)                           # schedules of 4 ranks and 8 micro-batches
     timed(paths["1f1b"], 1, 1, 1).step_seconds      # F, dx and dw of all layers of a rank
@@ -52,14 +53,15 @@ __all__ = ["SCHEDULES", "Pipeline", "WarmParent", "clock", "deferred", "deferrin
 
 # ---- The study: orders and their clock
 
-LEAST, LABELLED = 1, 600        # fewest chunks; most actions of a figure that labels each action
+LEAST, LABELLED = 1, 600        # fewest chunks of a rank; most actions that a figure labels
 # also rehearsed by PyTorch's runtime; dualpipev mixes whole backwards with split ones
 PEERS = ("1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A schedule for a number of ranks (each with `chunks` stages) and of micro-batches."""
+    """A schedule for a number of ranks, each with `chunks` stages, and a number of micro-batches.
+    `order` has the actions of each rank."""
 
     name: str
     ranks: int
@@ -68,16 +70,16 @@ class Path:
     order: Order
 
     def on_paper(self, forward: float, dx: float, dw: float) -> float:
-        """Return the seconds of an update by formula: work plus bubble. F, dx and dw are the
-        seconds of all layers of a rank."""
+        """Return the seconds of an update by formula: work plus bubble. `forward`, `dx` and `dw`:
+        seconds of all layers of a rank for one micro-batch."""
         each = [seconds / self.chunks for seconds in (forward, dx, dw)]
         return (self.micro_batches * (forward + dx + dw)
                 + SCHEDULES[self.name].bubble(self.ranks, *each))
 
 
 def path(name: str, ranks: int, micro_batches: int, chunks: int = LEAST) -> Path:
-    """Return the schedule with the nearest number of chunks that it supports. Raises
-    ConfigError."""
+    """Return a schedule with `chunks` chunks per rank, or the nearest number that it supports.
+    Raises ConfigError for ranks and micro-batches that the schedule does not support."""
     least, most = SCHEDULES[name].chunks
     chunks = min(max(chunks, least), most)
     return Path(name=name, ranks=ranks, micro_batches=micro_batches, chunks=chunks,
@@ -85,31 +87,33 @@ def path(name: str, ranks: int, micro_batches: int, chunks: int = LEAST) -> Path
 
 
 def fitting(ranks: int, micro_batches: int) -> dict[str, Path]:
-    """Return all schedules that have an order for these numbers."""
+    """Return all schedules that support these numbers, by name."""
     return {name: path(name, ranks, micro_batches) for name, row in SCHEDULES.items()
             if not row.problem(ranks, row.chunks[0], micro_batches)}
 
 
-def timed(one: Path, forward: float, dx: float, dw: float, message_seconds: float = 0.0) -> Timed:
-    """Run the clock. F, dx and dw are seconds of all layers of a rank for one micro-batch."""
-    return clock(one.order, forward=forward / one.chunks, dx=dx / one.chunks, dw=dw / one.chunks,
-                 message_seconds=message_seconds)
+def timed(path: Path, forward: float, dx: float, dw: float, message_seconds: float = 0.0) -> Timed:
+    """Return the times of a schedule by the simulated clock. `forward`, `dx` and `dw`: seconds of
+    all layers of a rank for one micro-batch; each stage takes its share."""
+    return clock(path.order, forward=forward / path.chunks, dx=dx / path.chunks,
+                 dw=dw / path.chunks, message_seconds=message_seconds)
 
 
-def timed_twice(one: Path, forward: float, dx: float, dw: float) -> Timed:
-    """Run the clock for PyTorch, which runs the graph for dx and later again for dw. A Function
-    that computes both then computes both twice. The first stage needs no dx, so its graph runs only
-    once."""
-    last = one.ranks * one.chunks - 1
-    both = (dx + dw) / one.chunks
-    first = 0.0 if SCHEDULES[one.name].splits else both
-    return clock(one.order, forward=forward / one.chunks, dx=[first, *[both] * last],
-                 dw=both if SCHEDULES[one.name].splits else 0.0)
+def timed_twice(path: Path, forward: float, dx: float, dw: float) -> Timed:
+    """Return the times of a schedule on PyTorch's runtime by the simulated clock. PyTorch runs
+    autograd's graph for dx and later again for dw, so a Function that computes both gradients
+    computes both twice. The first stage needs no dx, so its graph runs only once."""
+    last = path.ranks * path.chunks - 1
+    both = (dx + dw) / path.chunks
+    first = 0.0 if SCHEDULES[path.name].splits else both
+    return clock(path.order, forward=forward / path.chunks, dx=[first, *[both] * last],
+                 dw=both if SCHEDULES[path.name].splits else 0.0)
 
 
-def held(one: Path, found: Timed) -> list[float]:
-    """Return the peak of each rank, in activations of all its layers for one micro-batch."""
-    return [found.rank_peaks[rank] / one.chunks for rank in range(one.ranks)]
+def held(path: Path, times: Timed) -> list[float]:
+    """Return the peak of the activations that each rank holds. The unit is the activations of all
+    layers of a rank for one micro-batch."""
+    return [times.rank_peaks[rank] / path.chunks for rank in range(path.ranks)]
 
 
 # ---- The study: a rehearsal. Stages sleep, so two cores can run eight ranks.
@@ -119,8 +123,12 @@ PROGRESS_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Results by schedule: `kit` on the kit's runtime with `deferring`, and `torch` in seconds on
-    PyTorch's runtime, for PEERS. `others`: the share of the cores that other processes used."""
+    """The times of an update on both runtimes.
+
+    kit     by schedule: times on the kit's runtime, with `deferring`
+    torch   by schedule of PEERS: seconds on PyTorch's runtime
+    others  share of the cores that other processes used
+    """
 
     kit: Mapping[str, Timed]
     torch: Mapping[str, float]
@@ -129,24 +137,25 @@ class Rehearsal:
 
 def rehearse(paths: Mapping[str, Path], seconds: tuple[float, float, float], *, rounds: int = 2,
              parent: WarmParent | None = None) -> Rehearsal:
-    """Rehearse the schedules; F, dx and dw of all layers of a rank take `seconds`."""
+    """Rehearse the schedules on both runtimes. `seconds`: the time of F, dx and dw of all layers of
+    a rank for one micro-batch."""
     others, kit = hardware.others(), {}
-    for name, one in paths.items():
-        forward, dx, dw = (each / one.chunks for each in seconds)
-        kit[name] = rehearsal.rehearse(one.order, forward=forward, dx=dx, dw=dw, rounds=rounds,
+    for name, path in paths.items():
+        forward, dx, dw = (each / path.chunks for each in seconds)
+        kit[name] = rehearsal.rehearse(path.order, forward=forward, dx=dx, dw=dw, rounds=rounds,
                                        parent=parent)
-    told = {"rounds": rounds, "seconds": seconds,
+    given = {"rounds": rounds, "seconds": seconds,
             "cases": [[each.name, each.chunks, each.micro_batches] for each in paths.values()
                       if each.name in PEERS]}
     world = next(iter(paths.values())).ranks
-    with Processes(f"{__name__}:rehearsed", told, world=world, parent=parent,
+    with Processes(f"{__name__}:rehearsed", given, world=world, parent=parent,
                    progress_seconds=PROGRESS_SECONDS) as running:
         peers = running.wait()[0]
     return Rehearsal(kit=kit, torch=peers, others=others())
 
 
 class Stage(nn.Module):
-    """A stage that sleeps, for PyTorch's runtime."""
+    """A stage for PyTorch's runtime that sleeps instead of computing."""
 
     def __init__(self, number: int, sleeper: Sleeper):
         super().__init__()
@@ -156,20 +165,20 @@ class Stage(nn.Module):
         return Nap.apply(x, self.w, self.sleeper, self.number)
 
 
-def rehearsed(place: Place, told: dict[str, Any]) -> dict[str, float]:
+def rehearsed(place: Place, given: dict[str, Any]) -> dict[str, float]:
     """Return the shortest update by schedule on PyTorch's runtime; each rank calls it."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
-    found = {}
+    shortest = {}
     try:
-        for number, (name, chunks, m) in enumerate(told["cases"]):
+        for number, (name, chunks, m) in enumerate(given["cases"]):
             place.at(number, "rehearsal")
-            naps = [[each / chunks for each in told["seconds"]]] * place.world * chunks
+            naps = [[each / chunks for each in given["seconds"]]] * place.world * chunks
             step = _torchs(name, place, chunks, m, Sleeper(naps))
-            found[name] = min(_seconds(step) for _ in range(told["rounds"]))
+            shortest[name] = min(_seconds(step) for _ in range(given["rounds"]))
     finally:
         dist.destroy_process_group()
-    return found
+    return shortest
 
 
 def _seconds(step: Callable[[], Any]) -> float:
@@ -181,15 +190,16 @@ def _seconds(step: Callable[[], Any]) -> float:
 
 
 def _torchs(name: str, place: Place, chunks: int, m: int, sleeper: Sleeper) -> Callable[[], Any]:
+    """Return a function that runs one update of m micro-batches on PyTorch's runtime."""
     kind, stages = SCHEDULES[name].load(), place.world * chunks
     ids = SCHEDULES[name].stages(place.rank, place.world, chunks)
     parts = [PipelineStage(Stage(stage, sleeper), stage, stages, torch.device("cpu"))
              for stage in ids]
-    made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,
-                loss_fn=lambda y, target: (y - target).sum())
+    schedule = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts,
+                    n_microbatches=m, loss_fn=lambda y, target: (y - target).sum())
     first = (torch.zeros(m, 1),) if 0 in ids else ()
     last = {"target": torch.zeros(m, 1), "losses": []} if stages - 1 in ids else {}
-    return partial(made.step, *first, **last)
+    return partial(schedule.step, *first, **last)
 
 
 # ---- The study: the number of products of a backward in two parts
@@ -199,7 +209,7 @@ PARTS = ("F", "dx", "dw")
 
 
 class Counting:
-    """A backend that counts its products."""
+    """A backend that counts its matmuls (`count`); everything else is the wrapped backend's."""
 
     def __init__(self, inner: Any):
         self.inner, self.count = inner, 0
@@ -214,8 +224,9 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A block's forward and backward in one of three ways. `products` and `seconds` (medians) are
-    by part; a backward that is not split counts as dx."""
+    """A block's forward and backward in one of three ways: WHOLE, TWICE or LATER. `products`
+    (matmuls) and `seconds` (medians) are by part of PARTS; a backward that is not split counts as
+    dx. `gradients`: the gradients of the block's parameters."""
 
     products: Mapping[str, int]
     seconds: Mapping[str, float]
@@ -231,12 +242,13 @@ def block_of(recipe: str, width: int) -> Config:
 
 
 def split(recipe: str = "fp8-tensorwise", *, width: int = 256, rounds: int = 3) -> dict[str, Split]:
-    """Run a transformer's block with a whole backward; with a backward split by the graph, as
-    PyTorch's pipelines do; and with one split by `deferring`."""
+    """Run a block of a Transformer in three ways and return the results by way: with a whole
+    backward; with a backward that is split by running autograd's graph twice, as PyTorch's
+    pipelines do; and with a backward that is split by `deferring`."""
     config = block_of(recipe, width)
     training = Training.build(config, data=RandomTokens(config))
     block, autocast = training.model.blocks[0], training.decisions.autocast
-    layers = [one for one in block.modules() if isinstance(one, ScaledLinear)]
+    layers = [module for module in block.modules() if isinstance(module, ScaledLinear)]
     for layer in layers:
         layer.arithmetic = Counting(layer.arithmetic)
     draw = torch.Generator().manual_seed(0)
@@ -248,7 +260,7 @@ def split(recipe: str = "fp8-tensorwise", *, width: int = 256, rounds: int = 3) 
         with autocast:
             return block(x, rotation)
 
-    found = {}
+    results = {}
     for name, steps in {WHOLE: _whole, TWICE: _by_the_graph, LATER: _by_queue}.items():
         counts, seconds = {}, {}
         for _ in range(rounds):
@@ -260,11 +272,14 @@ def split(recipe: str = "fp8-tensorwise", *, width: int = 256, rounds: int = 3) 
                 for layer in layers:
                     layer.arithmetic.count = 0
                 began = time.perf_counter()
-        found[name] = Split(products=counts, gradients=tuple(
+        results[name] = Split(products=counts, gradients=tuple(
             p.grad.clone() for p in block.parameters()),
             seconds={part: median(each) for part, each in seconds.items()})
-    return found
+    return results
 
+
+# Each function below runs the parts of a step and yields after each part, so that the caller can
+# time it and count its matmuls.
 
 def _whole(forward: Callable[[], Tensor], block: nn.Module, x: Tensor, g: Tensor) -> Iterator[None]:
     y = forward()
@@ -297,9 +312,9 @@ def _by_queue(forward: Callable[[], Tensor], block: nn.Module, x: Tensor,
     yield
 
 
-def same_bits(found: Mapping[str, Split], name: str) -> bool:
-    """Whether the gradients equal those of the whole backward, bit by bit."""
-    return all(map(torch.equal, found[name].gradients, found[WHOLE].gradients))
+def same_bits(splits: Mapping[str, Split], name: str) -> bool:
+    """Whether the gradients of a way equal the gradients of the whole backward, bit by bit."""
+    return all(map(torch.equal, splits[name].gradients, splits[WHOLE].gradients))
 
 
 # ---- Figures and tables
@@ -310,26 +325,28 @@ FAINTER = 0.55          # opacity factor for each further chunk of a rank
 
 
 def gantt(rows: Mapping[str, tuple[Path, Timed]], title: str, unit: str = "") -> dict:
-    """Return the plotly spec of when each rank computes, one schedule below the other. White areas
-    are the bubble."""
-    many = sum(len(actions) for one, _ in rows.values() for actions in one.order.values())
-    names = [_rank(name, rank) for name, (one, _) in rows.items() for rank in range(one.ranks)]
+    """Return the plotly spec of the actions of each rank over time, one schedule below the other.
+    White areas are the bubble. `rows`: by the schedule's label; `unit`: of the time axis."""
+    # each block is one action: its row, its micro-batch, its begin and end, its stage, and the
+    # place of this stage among the rank's stages
+    many = sum(len(actions) for path, _ in rows.values() for actions in path.order.values())
+    names = [_rank(name, rank) for name, (path, _) in rows.items() for rank in range(path.ranks)]
     traces = []
     for kind, (words, colour) in KINDS.items():
-        found = [(_rank(name, rank), micro, found.begins[rank][i], found.ends[rank][i],
-                  stage, SCHEDULES[one.name].stages(rank, one.ranks, one.chunks).index(stage))
-                 for name, (one, found) in rows.items() for rank, actions in one.order.items()
+        blocks = [(_rank(name, rank), micro, times.begins[rank][i], times.ends[rank][i],
+                  stage, SCHEDULES[path.name].stages(rank, path.ranks, path.chunks).index(stage))
+                 for name, (path, times) in rows.items() for rank, actions in path.order.items()
                  for i, (stage, is_kind, micro) in enumerate(actions) if is_kind == kind]
-        if found:
+        if blocks:
             traces.append(bars(
-                [row for row, *_ in found], [end - begin for _, _, begin, end, *_ in found], words,
-                colour, base=[begin for _, _, begin, *_ in found],
-                text=[str(micro) if many <= LABELLED else "" for _, micro, *_ in found],
+                [row for row, *_ in blocks], [end - begin for _, _, begin, end, *_ in blocks],
+                words, colour, base=[begin for _, _, begin, *_ in blocks],
+                text=[str(micro) if many <= LABELLED else "" for _, micro, *_ in blocks],
                 textposition="inside", insidetextanchor="middle", constraintext="none",
                 textfont={"size": 10, "color": "#ffffff"},
-                customdata=[[micro, stage, end] for _, micro, _, end, stage, _ in found],
+                customdata=[[micro, stage, end] for _, micro, _, end, stage, _ in blocks],
                 marker={"color": colour, "line": {"color": "#ffffff", "width": 0.5},
-                        "opacity": [FAINTER**chunk for *_, chunk in found]},
+                        "opacity": [FAINTER**chunk for *_, chunk in blocks]},
                 hover="micro-batch %{customdata[0]} in stage %{customdata[1]}, "
                       "%{base:.4g} to %{customdata[2]:.4g}"))
     return figure(traces, title, height=120 + 27 * len(names), barmode="overlay", bargap=0.12,
@@ -345,45 +362,48 @@ def _rank(name: str, rank: int) -> str:
 def view(schedule: str, ranks: int, micro_batches: int, chunks: int, forward: float, dx: float,
          dw: float, message: float) -> tuple[dict, str]:
     """Return a figure and a table of one schedule for an Explorer."""
-    one = path(schedule, ranks, micro_batches, chunks)
-    found = timed(one, forward, dx, dw, message)
+    planned = path(schedule, ranks, micro_batches, chunks)
+    times = timed(planned, forward, dx, dw, message)
     work = micro_batches * (forward + dx + dw)
-    paper, most = one.on_paper(forward, dx, dw), held(one, found)
-    rows = [("an update", f"{found.step_seconds:.4g}", f"{paper:.4g}"),
+    paper, most = planned.on_paper(forward, dx, dw), held(planned, times)
+    rows = [("time of an update", f"{times.step_seconds:.4g}", f"{paper:.4g}"),
             ("work of a rank", f"{work:.4g}", f"{work:.4g}"),
-            ("bubble", f"{found.bubble_share:.1%}", f"{1 - work / paper:.1%}"),
+            ("bubble", f"{times.bubble_share:.1%}", f"{1 - work / paper:.1%}"),
             ("micro-batches held by rank 0", f"{most[0]:g}", ""),
-            (f"by rank {ranks - 1}", f"{most[-1]:g}", "")]
-    title = f"{schedule}: {ranks} ranks, stages of each: {one.chunks}"
-    return gantt({"": (one, found)}, title), html_table(("", "by the clock", "on paper"), rows)
+            (f"micro-batches held by rank {ranks - 1}", f"{most[-1]:g}", "")]
+    title = f"{schedule}: {ranks} ranks, {planned.chunks} stage{'s' * (planned.chunks > 1)} each"
+    return gantt({"": (planned, times)}, title), html_table(
+        ("", "by the clock", "by formula"), rows)
 
 
 def steps_table(paths: Mapping[str, Path], seconds: tuple[float, float, float]) -> str:
-    """Return an HTML table of an update and its bubble by schedule: on paper and by the clock."""
+    """Return an HTML table of the time of an update and its bubble by schedule: by formula and by
+    the simulated clock."""
     lines, work = [], sum(seconds)
-    for name, one in paths.items():
-        found, paper = timed(one, *seconds), one.on_paper(*seconds)
-        lines.append((name, one.chunks, _ms(paper), f"{1 - one.micro_batches * work / paper:.1%}",
-                      _ms(found.step_seconds), f"{found.bubble_share:.1%}"))
-    return html_table(("", "stages of a rank", "on paper", "bubble", "by the clock", "bubble"),
-                      lines)
+    for name, path in paths.items():
+        times, paper = timed(path, *seconds), path.on_paper(*seconds)
+        lines.append((name, path.chunks, _ms(paper), f"{1 - path.micro_batches * work / paper:.1%}",
+                      _ms(times.step_seconds), f"{times.bubble_share:.1%}"))
+    return html_table(("schedule", "stages per rank", "update, by formula", "bubble",
+                       "update, by the clock", "bubble"), lines)
 
 
 def rehearsal_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
                     run: Rehearsal) -> str:
-    """Return an HTML table of an update by schedule: by the clock and on both runtimes."""
+    """Return an HTML table of the time of an update by schedule: by the simulated clock and as
+    measured on both runtimes. PyTorch's runtime computes dw twice (`timed_twice`)."""
     lines, kit = [], {name: each.step_seconds for name, each in run.kit.items()}
-    for name, one in paths.items():
+    for name, path in paths.items():
         line = [name]
-        for due, runs in ((timed, kit), (timed_twice, run.torch)):
+        for predict, runs in ((timed, kit), (timed_twice, run.torch)):
             if name in runs:
-                said, measured = due(one, *seconds).step_seconds, runs[name]
-                line += [_ms(said), _ms(measured), f"{measured / said - 1:+.1%}"]
+                predicted, measured = predict(path, *seconds).step_seconds, runs[name]
+                line += [_ms(predicted), _ms(measured), f"{measured / predicted - 1:+.1%}"]
             else:
                 line += ["", "", ""]
         lines.append(tuple(line))
-    return html_table(("", "clock", "the kit's runtime", "off", "clock, dw made twice",
-                       "PyTorch's runtime", "off"), lines,
+    return html_table(("schedule", "by the clock", "kit's runtime", "difference",
+                       "by the clock, dw computed twice", "PyTorch's runtime", "difference"), lines,
                       caption="; ".join(filter(None, (rehearsal.HOW,
                                                       disturbance(run.others)))))
 
@@ -394,42 +414,45 @@ def _ms(seconds: float) -> str:
 
 def held_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
                run: Rehearsal) -> str:
-    """Return an HTML table of the micro-batches that each rank holds: by the clock and counted."""
+    """Return an HTML table of the most micro-batches that each rank holds: by the simulated clock
+    and as counted on the kit's runtime."""
     lines = []
-    for name, one in paths.items():
-        both = held(one, timed(one, *seconds)), held(one, run.kit[name])
+    for name, path in paths.items():
+        both = held(path, timed(path, *seconds)), held(path, run.kit[name])
         lines.append((name, *(" ".join(f"{each:g}" for each in ranks) for ranks in both)))
-    return html_table(("micro-batches, by rank", "by the clock", "alive, counted"), lines)
+    return html_table(("micro-batches held by rank 0, 1, ...", "by the clock", "counted"), lines)
 
 
-def split_table(found: Mapping[str, Split]) -> str:
-    """Return an HTML table of a block's products and seconds, by part."""
+def split_table(splits: Mapping[str, Split]) -> str:
+    """Return an HTML table of the matmuls and the seconds of a block, by part."""
     lines = []
-    for name, one in found.items():
-        by_part = [(f"{one.products[part]}", f"{1e3 * one.seconds[part]:.1f} ms")
-                   if part in one.products else ("", "") for part in PARTS]
+    for name, split in splits.items():
+        by_part = [(f"{split.products[part]}", f"{1e3 * split.seconds[part]:.1f} ms")
+                   if part in split.products else ("", "") for part in PARTS]
         lines.append((name, *(" in ".join(filter(None, each)) for each in by_part),
-                      str(sum(one.products.values())),
-                      "yes" if same_bits(found, name) else "no"))
-    return html_table(("products of a block", "forward", "dx", "dw", "together",
-                       "gradients as those of one backward, to the bit"), lines)
+                      str(sum(split.products.values())),
+                      "yes" if same_bits(splits, name) else "no"))
+    return html_table(("matmuls of a block", "forward", "dx", "dw", "total",
+                       "gradients equal one backward's, bit by bit"), lines)
 
 
 def worst(paths: Mapping[str, Path], seconds: tuple[float, float, float],
           run: Rehearsal) -> tuple[float, str]:
-    """Return the largest relative difference between an update on the kit's runtime and the clock,
-    and its schedule."""
-    return max((abs(run.kit[name].step_seconds / timed(one, *seconds).step_seconds - 1), name)
-               for name, one in paths.items())
+    """Return the largest relative difference between the time of an update on the kit's runtime and
+    by the simulated clock, and the name of its schedule."""
+    return max((abs(run.kit[name].step_seconds / timed(path, *seconds).step_seconds - 1), name)
+               for name, path in paths.items())
 
 
-def by_products(found: Mapping[str, Split], ranks: int, micro_batches: int
+def by_products(splits: Mapping[str, Split], ranks: int, micro_batches: int
                 ) -> dict[str, tuple[Path, Timed]]:
-    """Return schedules for `gantt` with one block per rank, if each product takes equally long."""
-    one, zero = (path(schedule, ranks, micro_batches) for schedule in ("1f1b", "zero-bubble"))
-    whole, later, twice = ([float(found[how].products.get(part, 0)) for part in PARTS]
+    """Return schedules for `gantt` with one block of the model per rank. The time unit is one
+    matmul: `splits` has the matmuls of each part."""
+    plain, zero = (path(schedule, ranks, micro_batches) for schedule in ("1f1b", "zero-bubble"))
+    whole, later, twice = ([float(splits[how].products.get(part, 0)) for part in PARTS]
                            for how in (WHOLE, LATER, TWICE))
-    return {"1f1b": (one, timed(one, *whole)), "zero bubble, deferring": (zero, timed(zero, *later)),
+    return {"1f1b": (plain, timed(plain, *whole)),
+            "zero bubble, deferring": (zero, timed(zero, *later)),
             "zero bubble, asked twice": (zero, timed_twice(zero, twice[0], twice[1], 0.0))}
 
 
@@ -451,6 +474,7 @@ def bubble(ranks: int, micro_batches: int, chunks: int) -> float:
 
 
 def _gpipe(rank: int, ranks: int, micro_batches: int) -> list[str]:
+    """Return a rank's actions by GPipe: all forwards, then all backwards."""
     return [f"{kind}{i}" for kind in "FB" for i in range(micro_batches)]
 
 
@@ -481,7 +505,7 @@ def _in_any_order(r: Random, ranks: int, m: int) -> list[list[str]]:
     left = {(rank, f"{kind}{i}") for rank in range(ranks) for kind in "FB" for i in range(m)}
     orders: list[list[str]] = [[] for _ in range(ranks)]
     while left:
-        ready = sorted(one for one in left if not _needed(*one) & left)
+        ready = sorted(action for action in left if not _needed(*action) & left)
         rank, action = r.choice(ready)
         left.remove((rank, action))
         orders[rank].append(action)
@@ -502,7 +526,7 @@ def _orders(r: Random) -> tuple[list[list[str]], float, float]:
           ([["F0", "F1", "B0"], ["F0", "B0", "F1", "B1"]], 1.0, 2.0),
           minutes=10, stars=3, draw=_orders, drawn=60,
           mistakes={"ranks wait for one another": lambda orders, forward, backward: max(
-                        sum(forward if one[0] == "F" else backward for one in actions)
+                        sum(forward if action[0] == "F" else backward for action in actions)
                         for actions in orders)})
 def step_seconds(orders: list[list[str]], forward: float, backward: float) -> float:
     ends = {}

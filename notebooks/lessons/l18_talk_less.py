@@ -3,7 +3,7 @@
 Runs all-reduces built from messages between two ranks over slowed-down links, and ways to send
 fewer bytes: compression with error feedback, averaging weights every few updates, gossip.
 
-    paced(sizes)["ring", 65536]         # seconds of a real all-reduce over paced links of 8 ranks
+    paced(sizes).flat["ring", 65536]    # seconds of a real all-reduce over paced links of 8 ranks
     seconds("ring", 65536, LINK)        # by the alpha-beta formula
     crossing("tree", "ring", LINK)      # bytes at which both take the same time
     first_updates(["bits-4"])           # losses and bytes of four ranks that train here
@@ -58,13 +58,15 @@ class Speed:
 
 
 RANKS, NODE = 8, 4
-LINK = Speed(0.01, 4e6)             # between any two ranks
-NEAR = Speed(0.001, 40e6)           # between ranks of a node, in the rounds with nodes
+LINK = Speed(0.01, 4e6)             # the link between any two ranks
+NEAR = Speed(0.001, 40e6)           # the link between ranks of one node, if there are nodes
 
 
 class Paced:
-    """Messages of one rank. A message occupies the rank's outgoing link for bytes / rate seconds.
-    The receiver sleeps until the message would arrive; processes on one machine share a clock."""
+    """Sends and receives the messages of one rank at the speed of a slow link. A message occupies
+    the rank's outgoing link for bytes / rate seconds. It carries its time of arrival, and the
+    receiver sleeps until then; processes on one machine share a clock. `near`: the speed within a
+    node; None: LINK everywhere."""
 
     def __init__(self, rank: int, near: Speed | None = None):
         self.rank, self.near, self.free = rank, near, 0.0
@@ -85,10 +87,12 @@ class Paced:
         return message[8:].view(like.dtype).view_as(like)
 
     def swap(self, x: Tensor, to: int, like: Tensor, sender: int) -> Tensor:
+        """Send x to rank `to`, and return the tensor from `sender`, which has `like`'s shape."""
         self.send(x, to)
         return self.receive(like, sender)
 
     def end(self) -> None:
+        """Wait until all messages are sent."""
         for work, _ in self.pending:
             work.wait()
         self.pending.clear()
@@ -173,26 +177,29 @@ ALGORITHMS: dict[str, Callable[[Tensor, int, int, Paced], Tensor]] = {
 
 
 def costs(name: str, n: int) -> tuple[float, float]:
-    """Returns the number of latencies, and the factor on the bytes, of an all-reduce of n ranks."""
+    """Return the cost of an all-reduce of n ranks: the number of latencies in a row, and the bytes
+    that pass through a rank's link one after the other, over the bytes of the message."""
     steps = math.log2(n)
     return {"direct": (1, n - 1), "ring": (2 * (n - 1), 2 * (n - 1) / n),
             "tree": (2 * steps, 2 * steps), "halving-doubling": (2 * steps, 2 * (n - 1) / n)}[name]
 
 
 def seconds(name: str, nbytes: float, speed: Speed, n: int = RANKS) -> float:
+    """Return the seconds of an all-reduce of `nbytes` by the alpha-beta formula."""
     latencies, times = costs(name, n)
     return latencies * speed.latency + times * nbytes / speed.bytes_per_second
 
 
-def crossing(one: str, other: str, speed: Speed, n: int = RANKS) -> float:
-    """Returns the bytes at which two algorithms take the same time."""
-    (a, b), (c, d) = costs(one, n), costs(other, n)
+def crossing(first: str, other: str, speed: Speed, n: int = RANKS) -> float:
+    """Return the bytes at which two algorithms take the same time by the formula."""
+    (a, b), (c, d) = costs(first, n), costs(other, n)
     return (a - c) / (d - b) * speed.latency * speed.bytes_per_second
 
 
 def in_nodes(nbytes: float) -> dict[str, float]:
-    """Returns the seconds of a long all-reduce over two nodes of NODE ranks. In a ring, the links
-    between nodes are always busy; in `hierarchical`, each rank sends one part between nodes."""
+    """Return the seconds of a long all-reduce over two nodes of NODE ranks, by algorithm. In a
+    ring, the links between nodes are always busy. In `hierarchical`, each rank sends one part of
+    the message between nodes."""
     nodes, inside, hops = RANKS // NODE, 2 * (NODE - 1), 2 * (RANKS - 1)
     wire = nbytes / RANKS / LINK.bytes_per_second       # seconds of one part between nodes
     return {"ring": LINK.latency + hops * wire, "hierarchical": (
@@ -205,30 +212,32 @@ SIZES = tuple(2**i for i in range(12, 19))      # bytes: 4 KiB to 256 KiB
 
 @dataclass(frozen=True)
 class Race:
-    """Seconds by algorithm and bytes (the slowest rank in the fastest round), seconds with nodes,
-    and the largest error against PyTorch's all-reduce, relative to the largest sum."""
+    """Measured seconds of all-reduces: the slowest rank in the fastest round."""
 
-    flat: dict[tuple[str, int], float]
-    nodes: dict[str, float]
-    error: float
+    flat: dict[tuple[str, int], float]      # by algorithm and bytes, without nodes
+    nodes: dict[str, float]                 # by algorithm, for the largest message, with nodes
+    error: float        # largest difference from PyTorch's all-reduce, over the largest sum
     spreads: dict[str, list[float]]         # distances from the mean after each round of gossip
 
 
 def paced(sizes: Sequence[int] = SIZES, rounds: int = 3, gossips: int = 40,
           parent: WarmParent | None = None) -> Race:
-    """Runs every algorithm on RANKS processes over paced links, and then gossip."""
-    found = on_ranks(race, RANKS, parent, sizes=list(sizes), rounds=rounds, gossips=gossips)
-    slowest = {key: max(one["seconds"][key] for one in found) for key in found[0]["seconds"]}
+    """Run every algorithm on RANKS processes over paced links, and then `gossips` rounds of
+    gossip. `sizes`: bytes of the messages."""
+    by_rank = on_ranks(race, RANKS, parent, sizes=list(sizes), rounds=rounds, gossips=gossips)
+    slowest = {key: max(rank["seconds"][key] for rank in by_rank) for key in by_rank[0]["seconds"]}
     flat = {(key.split()[0], int(key.split()[1])): value for key, value in slowest.items()
             if len(key.split()) == 2}
     nodes = {key.split()[1]: value for key, value in slowest.items() if len(key.split()) == 3}
-    return Race(flat, nodes, max(one["error"] for one in found), found[0]["spreads"])
+    return Race(flat, nodes, max(rank["error"] for rank in by_rank), by_rank[0]["spreads"])
 
 
-def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+def race(place: Place, given: dict[str, Any]) -> dict[str, Any]:
+    """Time all algorithms, together with the other ranks. Returns the fastest `seconds` by case,
+    the largest `error`, and the `spreads` of gossip."""
     meet_as(place, "race")
-    rank, ranks, largest = place.rank, place.world, max(told["sizes"])
-    cases = [(f"{name} {nbytes}", function, nbytes, None) for nbytes in told["sizes"]
+    rank, ranks, largest = place.rank, place.world, max(given["sizes"])
+    cases = [(f"{name} {nbytes}", function, nbytes, None) for nbytes in given["sizes"]
              for name, function in ALGORITHMS.items()]
     cases += [(f"nodes {function.__name__} {largest}", function, largest, NEAR)
               for function in (ring, hierarchical)]
@@ -240,7 +249,7 @@ def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
         place.at(number, key)
         draw = torch.Generator().manual_seed(rank)
         x = torch.randn(nbytes // 4, generator=draw)
-        for _ in range(told["rounds"]):
+        for _ in range(given["rounds"]):
             link = Paced(rank, near)
             dist.barrier()
             begun = time.monotonic()
@@ -253,12 +262,13 @@ def race(place: Place, told: dict[str, Any]) -> dict[str, Any]:
         due = x.clone()
         dist.all_reduce(due)
         error = max(error, ((total - due).abs().max() / due.abs().max()).item())
-    return {"seconds": fastest, "error": error, "spreads": spreads(told["gossips"])}
+    return {"seconds": fastest, "error": error, "spreads": spreads(given["gossips"])}
 
 
 def spreads(rounds: int) -> dict[str, list[float]]:
-    """Returns the distance of the ranks from their mean after each round of gossip, relative to the
-    start, with the averaging functions that training uses. It is the root of a sum of squares."""
+    """Return, by method of gossip, the distance of the ranks' vectors from their mean after each
+    round, over the distance at the start. The distance is the root of the sum of squares over ranks
+    and elements. The averaging functions are the functions that training uses."""
     by_method = {}
     for name in ("gossip-ring", "gossip-exponential"):
         average, state = REDUCTIONS[name].load().keywords["average"], {}
@@ -271,33 +281,35 @@ def spreads(rounds: int) -> dict[str, list[float]]:
             far = (x - mean / dist.get_world_size()).square().sum()
             dist.all_reduce(far)
             distances.append(far.sqrt().item())
-        by_method[name] = [one / distances[0] for one in distances]
+        by_method[name] = [distance / distances[0] for distance in distances]
     return by_method
 
 
 def second_eigenvalue(n: int) -> float:
-    """Returns the second eigenvalue of averaging with both neighbours on a ring of n ranks."""
+    """Return lambda_2, the second largest eigenvalue of averaging with both neighbours on a ring of
+    n ranks. Each round of gossip shrinks the distance from the mean by this factor."""
     return (1 + 2 * math.cos(2 * math.pi / n)) / 3
 
 
 def decay(distances: Sequence[float]) -> float:
-    """Returns the factor by which a round shrinks the distance, measured over the second half of
-    the rounds, where only the slowest mode is left."""
+    """Return the factor by which a round shrinks the distance from the mean. It is measured over
+    the second half of the rounds, where only the slowest mode is left."""
     half = len(distances) // 2
     return (distances[-1] / distances[half]) ** (1 / (len(distances) - 1 - half))
 
 
 def line(name: str, flat: Mapping[tuple[str, int], float]) -> tuple[float, float]:
-    """Returns the seconds of an empty message and the seconds per byte. The slope is the median
-    over all pairs of points (Theil-Sen), so one late message does not change it."""
-    points = [(nbytes, took) for (one, nbytes), took in flat.items() if one == name]
+    """Fit a line through an algorithm's measured times. Returns the seconds of an empty message and
+    the seconds per byte. The slope is the median over all pairs of points (Theil-Sen), so one late
+    message does not change it."""
+    points = [(nbytes, took) for (algorithm, nbytes), took in flat.items() if algorithm == name]
     slope = median((b - a) / (y - x) for (x, a), (y, b) in itertools.combinations(points, 2))
     return median(took - slope * nbytes for nbytes, took in points), slope
 
 
-def measured_crossing(one: str, other: str, flat: Mapping[tuple[str, int], float]) -> float:
-    """Returns the bytes at which the lines through two algorithms' measured times cross."""
-    (a, b), (c, d) = line(one, flat), line(other, flat)
+def measured_crossing(first: str, other: str, flat: Mapping[tuple[str, int], float]) -> float:
+    """Return the bytes at which the lines through the measured times of two algorithms cross."""
+    (a, b), (c, d) = line(first, flat), line(other, flat)
     return (a - c) / (d - b)
 
 
@@ -320,11 +332,13 @@ def config(method: str, seed: int = 0) -> Config:
 
 
 def predicted_bytes(method: str) -> float:
-    """Returns the bytes that a rank sends in an update, by the method's row."""
+    """Return the bytes that a rank sends per update, as the method's row predicts; for the plain
+    all-reduce, the bytes of a ring."""
     row, m = REDUCTIONS[method], config(method).model
     shapes = [bucket[0] if len(bucket) == 1 else (sum(map(math.prod, bucket)),)
               for bucket in buckets(m, row.bucket_bytes // 4)]
     sent = row.sent or REDUCTIONS["local-10"].sent
+    # local-10 sends the bytes of one all-reduce in ten updates
     return sum(sent(shape, WORLD, 4) for shape in shapes) * (1 if row.sent else 10)
 
 
@@ -332,13 +346,14 @@ def parameters() -> int:
     return sum(map(math.prod, sum(buckets(config(PLAIN).model, 1 << 40), ())))
 
 
-def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trains told["runs"] (method, seed) for told["updates"], one after the other. Returns for each
-    run the losses of the first updates, the bytes that this rank sends per update, the last
-    validation loss, and the distance of the ranks' weights from their mean over the mean's norm."""
+def train(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train the runs given["runs"] (method, seed) for given["updates"] updates, one run after the
+    other. Returns for each run the losses of the first updates, the `bytes` that this rank sends
+    per update, the last `val_loss`, and `apart`: the mean distance of the ranks' weights from the
+    mean of the weights, over the norm of that mean."""
     torch.set_num_threads(1)
     results, store = [], place.store
-    for number, (method, seed) in enumerate(told["runs"]):
+    for number, (method, seed) in enumerate(given["runs"]):
         place.at(number, method)
         place.store = f"{store}-{number}"
         settings = config(method, seed)
@@ -346,24 +361,25 @@ def train(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
             training = Training.build(settings, ranks=ranks)
             with MessageCount() as count:       # ten updates: local SGD averages every tenth update
                 losses = [training.update(step).loss.item() for step in range(FIRST)]
-            for step in range(FIRST, told["updates"]):
+            for step in range(FIRST, given["updates"]):
                 training.update(step)
-            sent = sum(each_sends(one) * times for one, times in count.sent.items()
-                       if one.nbytes > 4 or one.kind == SEND)
+            sent = sum(each_sends(message) * times for message, times in count.sent.items()
+                       if message.nbytes > 4 or message.kind == SEND)
             weights = torch.cat([p.detach().flatten() for p in training.model.parameters()])
             mean = ranks.mean(weights)
             far = ranks.mean((weights - mean).norm()) / mean.norm()
             results.append({"method": method, "seed": seed, "losses": losses,
                             "bytes": sent / FIRST, "apart": far.item(),
-                            "val_loss": training.evaluate() if told["evaluate"] else None})
+                            "val_loss": training.evaluate() if given["evaluate"] else None})
     return results
 
 
 def first_updates(methods: Sequence[str], parent: WarmParent | None = None) -> dict[str, dict]:
-    """Returns rank 0's results of `train` by method, after the first ten updates of the record."""
+    """Return rank 0's results of `train` by method, for the first ten updates of the recorded
+    runs."""
     runs = [(method, 0) for method in methods]
-    found, *_ = on_ranks(train, WORLD, parent, runs=runs, updates=FIRST, evaluate=False)
-    return {one["method"]: one for one in found}
+    results, *_ = on_ranks(train, WORLD, parent, runs=runs, updates=FIRST, evaluate=False)
+    return {run["method"]: run for run in results}
 
 
 @dataclass(frozen=True)
@@ -375,19 +391,19 @@ class Record:
 
     def __post_init__(self):
         object.__setattr__(self, "by_method", {
-            method: [one for one in self.runs if one["method"] == method] for method in METHODS})
+            method: [run for run in self.runs if run["method"] == method] for method in METHODS})
 
     def more(self, method: str) -> list[float]:
-        """Returns the method's loss over the plain all-reduce's, minus 1, by seed."""
-        plain = {one["seed"]: one["val_loss"] for one in self.by_method[PLAIN]}
-        return [one["val_loss"] / plain[one["seed"]] - 1 for one in self.by_method[method]]
+        """Return, by seed, the method's loss over the loss of the plain all-reduce, minus 1."""
+        plain = {run["seed"]: run["val_loss"] for run in self.by_method[PLAIN]}
+        return [run["val_loss"] / plain[run["seed"]] - 1 for run in self.by_method[method]]
 
     def bytes_of(self, method: str) -> float:
-        """Returns the bytes that a rank sent per update."""
+        """Return the bytes that a rank sent per update."""
         return self.by_method[method][0]["bytes"]
 
     def first(self, method: str) -> list[float]:
-        """Returns the losses of the first updates of seed 0."""
+        """Return the losses of the first updates of seed 0."""
         return self.by_method[method][0]["losses"]
 
 
@@ -397,25 +413,25 @@ def record() -> Record:
 
 # ---- Figures
 
-def race_figure(found: Race, others: float = 0.0) -> dict:
-    """The plotly spec of seconds over bytes: lines by formula, points as measured."""
-    sizes, data = sorted({nbytes for _, nbytes in found.flat}), []
+def race_figure(measured: Race, others: float = 0.0) -> dict:
+    """Return the plotly spec of seconds over bytes: lines by formula, measured points."""
+    sizes, data = sorted({nbytes for _, nbytes in measured.flat}), []
     for name, colour in zip(ALGORITHMS, (*COLOURS[:3], COLOURS[4])):
         data.append(scatter(sizes, [seconds(name, size, LINK) for size in sizes],
                             f"{name}, formula", colour, hover="%{x} bytes: %{y:.3f} s"))
-        data.append(scatter(sizes, [found.flat[name, size] for size in sizes], f"{name}, measured",
-                            colour, mode="markers", marker={"size": 9}, showlegend=False,
-                            hover="%{x} bytes: %{y:.3f} s", **SECONDS))
-    return figure(data, "All-reduce over paced links of 8 ranks", others=others, height=440,
+        data.append(scatter(sizes, [measured.flat[name, size] for size in sizes],
+                            f"{name}, measured", colour, mode="markers", marker={"size": 9},
+                            showlegend=False, hover="%{x} bytes: %{y:.3f} s", **SECONDS))
+    return figure(data, "All-reduce over slowed links of 8 ranks", others=others, height=440,
                   xaxis=axis("bytes of the message", type="log", dtick=1, exponentformat="SI"),
                   yaxis=axis("seconds", type="log", dtick="D2"))
 
 
-def frontier_figure(found: Record) -> dict:
+def frontier_figure(record: Record) -> dict:
     """The plotly spec of loss over bytes: a point per method with its range over seeds, and the
     frontier: the methods that no other method beats in both."""
-    plain, n = found.bytes_of(PLAIN), parameters()
-    points = {method: (found.bytes_of(method) / n, 100 * fmean(found.more(method)))
+    plain, n = record.bytes_of(PLAIN), parameters()
+    points = {method: (record.bytes_of(method) / n, 100 * fmean(record.more(method)))
               for method in METHODS}
     front, best = [], math.inf
     for x, y in sorted(points.values()):
@@ -425,38 +441,38 @@ def frontier_figure(found: Record) -> dict:
     data = [scatter(*zip(*front), "frontier", line={"dash": "dot", "shape": "hv"}, hover=None,
                     colour="#777")]
     for i, (method, (x, y)) in enumerate(points.items()):
-        each = [100 * more for more in found.more(method)]
+        each = [100 * more for more in record.more(method)]
         data.append(scatter(
             [x], [y], "all-reduce" if method == PLAIN else method, COLOURS[i % len(COLOURS)],
             mode="markers", marker={"size": 10, "symbol": SYMBOLS[i // len(COLOURS)]},
             error_y={"type": "data", "symmetric": False, "array": [max(each) - y],
                      "arrayminus": [y - min(each)]},
-            hover=f"%{{x:.3g}} bytes a parameter, {plain / n / x:.3g} times fewer: %{{y:+.1f}}%"))
-    return figure(data, "Loss over bytes: four ranks, 300 updates", height=520,
+            hover=f"%{{x:.3g}} bytes per parameter, {plain / n / x:.3g} times fewer: "
+                  f"%{{y:+.1f}}%"))
+    return figure(data, "Loss over sent bytes: four ranks, 300 updates", height=520,
                   legend={"orientation": "h", "y": -0.25},
                   xaxis=axis("bytes that a rank sends per parameter and update", type="log",
                              dtick=1),
-                  yaxis=axis("loss over that of all-reduce, %"),
+                  yaxis=axis("loss above the all-reduce's, %"),
                   shapes=[rule(y=2.0)], annotations=[note("2%", 0.0, 2.0, xref="paper")])
 
 
 SYMBOLS = ("circle", "diamond", "square", "x")
 
 
-def spread_figure(found: Race) -> dict:
+def spread_figure(measured: Race) -> dict:
     """The plotly spec of gossip's distance from the mean, with lambda_2 to the power of the round.
     The zeros of the exponential graph are left out, since the axis is logarithmic."""
     names = {"gossip-ring": "ring, measured", "gossip-exponential": "exponential graph, measured"}
-    data = [scatter(range(len(each)), [one if one > 1e-9 else None for one in each], names[name],
-                    colour, mode="markers", hover="round %{x}: %{y:.2g}")
-            for (name, each), colour in zip(found.spreads.items(), COLOURS)]
-    each = second_eigenvalue(RANKS)
-    rounds = list(range(len(found.spreads["gossip-ring"])))
-    data.append(scatter(rounds, [each**one for one in rounds], "ring, lambda_2 to the round",
-                        COLOURS[0], hover=None))
+    data = [scatter(range(len(distances)), [d if d > 1e-9 else None for d in distances],
+                    names[name], colour, mode="markers", hover="round %{x}: %{y:.2g}")
+            for (name, distances), colour in zip(measured.spreads.items(), COLOURS)]
+    eigenvalue, rounds = second_eigenvalue(RANKS), range(len(measured.spreads["gossip-ring"]))
+    data.append(scatter(list(rounds), [eigenvalue**count for count in rounds],
+                        "ring, lambda_2 to the power of the round", COLOURS[0], hover=None))
     return figure(data, "Gossip: distance of 8 ranks from their mean", height=400,
-                  xaxis=axis("rounds"), yaxis=axis("distance over the first", type="log", dtick=1,
-                                                   exponentformat="power"))
+                  xaxis=axis("rounds"), yaxis=axis("distance, over that at the start", type="log",
+                                                   dtick=1, exponentformat="power"))
 
 
 # ---- Exercises
@@ -467,8 +483,8 @@ exercise = adding_to(EXERCISES)
 
 @exercise("18.crossing", (8, 1e-5, 1e-9), (16, 2e-6, 1e-10), (4, 1e-3, 1e-8), minutes=5,
           draw=lambda r: (2 ** r.randint(2, 10), 10 ** r.uniform(-6, -3), 10 ** r.uniform(-11, -8)),
-          mistakes={"a tree sends all bytes up and all bytes down: 2 log2(n) times": lambda n, a, b: (
-                        2 * (n - 1) - 2 * math.log2(n)) * a
+          mistakes={"a tree sends all bytes up and all bytes down: 2 log2(n) times":
+                        lambda n, a, b: (2 * (n - 1) - 2 * math.log2(n)) * a
                         / ((math.log2(n) - 2 * (n - 1) / n) * b),
                     "the ring has more latencies, the tree has more bytes": lambda n, a, b: (
                         2 * math.log2(n) - 2 * (n - 1)) * a
@@ -486,6 +502,7 @@ def _gradients(r: Random) -> tuple[list[list[float]]]:
 
 
 def _feedback(gradients: Sequence[Sequence[float]], error: Callable) -> list[list[float]]:
+    """Send the largest element of each gradient; `error` computes what is added to the next one."""
     left, sent = [0.0] * len(gradients[0]), []
     for g in gradients:
         x = [a + b for a, b in zip(g, left)]

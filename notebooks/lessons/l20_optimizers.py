@@ -1,8 +1,8 @@
 """Lesson 20, optimizers: its study, its figures and its exercises.
 
-Updates the kit's model with every rule. The bytes of a rule's state are counted in advance and in a
-real update. The seconds of its work are compared with the bytes that it moves. (Lesson 26 compares
-Muon's seconds with its FLOPs.)
+Updates the kit's model with every rule (optimizer). The bytes of a rule's state are predicted and
+compared with a real update. The seconds of a rule's update are compared with the bytes that it
+moves. (Lesson 26 compares Muon's seconds with its FLOPs.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from lpkit.timing import Watch
 
 # ---- The study
 
-ON_A_GPU = "on a GPU both rules are one pass, and with a small batch the difference may show"
+ON_A_GPU = ("on a GPU, both rules make one pass over their data, and a small batch may show the "
+            "difference")
 
 # ways to store a rule's state between updates
 FORMS = {"float32": {}, "8 bits": {"memory.moment_format": "int8"},
@@ -61,36 +62,38 @@ TINY = {"model.layers": 1, "model.context": 32, "global_batch": 2}     # for fas
 
 
 def count(config: Config, form: str = "") -> int:
-    """Returns the bytes of a config's state, tensor by tensor. Without `form`, these are the slots
-    in float32. A form of FORMS adds its overhead: whole blocks in 8 bits; one counter per tensor
-    for PyTorch's fused kernel; and, on a disk, one number for an empty slot."""
-    found, each = 0, shapes(config.model)
+    """Return the bytes of the optimizer state of a config, summed tensor by tensor.
+
+    Without `form`, all slots are float32. A form of FORMS adds its overhead: in 8 bits, each tensor
+    has whole blocks with a scale; in float32, PyTorch's fused kernel has one counter per tensor; on
+    a disk, an empty slot takes one number."""
+    nbytes, each = 0, shapes(config.model)
     for name, own in rules_of(each, config.optimizer).items():
         for slot in find(own.name).slots:
             numbers = math.prod(slot.shape(each[name], own) or each[name])
             if form == "8 bits":
-                found += numbers + FLOAT32 * -(-numbers // BLOCK)
+                nbytes += numbers + FLOAT32 * -(-numbers // BLOCK)
             else:
-                found += FLOAT32 * max(numbers, form == "on a disk")
+                nbytes += FLOAT32 * max(numbers, form == "on a disk")
     counted = find(config.optimizer.name).fused and form == "float32"
-    return found + FLOAT32 * len(each) * bool(counted)
+    return nbytes + FLOAT32 * len(each) * bool(counted)
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Bytes of one rule's state. `formula`: by bytes per parameter; `counted`: tensor by tensor."""
+    """Bytes of one rule's optimizer state: predicted in two ways, and measured."""
 
-    formula: float
-    counted: int
+    formula: float          # the kit's prediction, by bytes per parameter
+    counted: int            # by `count`, tensor by tensor
     measured: int
     peak: int               # peak bytes of the whole update
     elsewhere: int          # bytes off the device
 
 
 def state(config: Config, form: str, *, beside: int = 0) -> State:
-    """Takes two real updates and tracks every byte of the second one. `beside`: bytes that are off
-    the device in any case, such as labels that are drawn for a GPU. Raises ConfigError for a rule
-    without state."""
+    """Run two real updates and measure the state in the second one. `beside`: bytes off the device
+    that are not optimizer state, such as labels that are drawn for a GPU. Raises ConfigError for a
+    rule without state that is stored in 8 bits or on a disk."""
     seen = measure.memory(config.replace(FORMS[form]))
     here = {"memory.optimizer_state": "device"}
     if form == "8 bits":
@@ -103,30 +106,31 @@ def state(config: Config, form: str, *, beside: int = 0) -> State:
 
 
 def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | None]]:
-    """Returns each rule's bytes by form; None if the rule has no state to store."""
-    found = {}
+    """Return the state of each rule by form; None for a form that a rule without state lacks."""
+    by_rule = {}
     for name in names:
-        one = config.replace({"optimizer": name})
-        first = state(one, "float32")
-        found[name] = {"float32": first} | {
-            form: state(one, form, beside=first.elsewhere) if OPTIMIZERS[name].slots else None
+        with_rule = config.replace({"optimizer": name})
+        first = state(with_rule, "float32")
+        by_rule[name] = {"float32": first} | {
+            form: state(with_rule, form, beside=first.elsewhere) if OPTIMIZERS[name].slots else None
             for form in ("8 bits", "on a disk")}
-    return found
+    return by_rule
 
 
 def flops(config: Config) -> float:
-    """Returns the FLOPs of an update's matrix products; 0 for a rule without products."""
+    """Return the FLOPs of the matmuls in a rule's update; 0 for a rule without matmuls."""
     return optimizer_work(config).flops * parameter_count(config.model)
 
 
 def drawn(config: Config) -> float:
-    """Returns the passes for labels that the model draws, per forward and backward of an update."""
-    return sum(1 / every for one in rules(config.optimizer)
-               for every in find(one.name).passes(one).values())
+    """Return how many additional forward and backward passes a rule makes per update, on average.
+    Sophia makes one for labels drawn from the model in every n-th update."""
+    return sum(1 / every for rule in rules(config.optimizer)
+               for every in find(rule.name).passes(rule).values())
 
 
 def overhead(config: Config) -> float:
-    """Returns the FLOPs of the update over those of forward and backward."""
+    """Return the FLOPs of a rule's update over the FLOPs of forward and backward."""
     return flops(config) / training_flops(config.model, batch=config.global_batch) + drawn(config)
 
 
@@ -136,12 +140,12 @@ PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd", "_linalg_eigh
 
 
 class Passes(TorchDispatchMode):
-    """Counts the bytes that operations read and write, and the elements that are written by
-    operations other than matrix products."""
+    """Counts the bytes that operations read and write (`moved`), and the elements that operations
+    other than matmuls write (`written`)."""
 
     def __init__(self):
         super().__init__()
-        self.moved, self.elements_written = 0, 0
+        self.moved, self.written = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -152,55 +156,54 @@ class Passes(TorchDispatchMode):
         wrote = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         self.moved += sum(t.nbytes for t in [*read.values(), *wrote])
         if func.__name__.partition(".")[0] not in PRODUCTS:
-            self.elements_written += sum(t.numel() for t in wrote)
+            self.written += sum(t.numel() for t in wrote)
         return out
 
 
 @cache
 def passes(name: str, side: int = 128) -> tuple[float, float]:
-    """Returns, per element of a square matrix, the bytes that a rule's definition moves and the
-    operations other than products, in an update that is not the first one."""
+    """Run the second update of a rule's definition on a matrix of `side` x `side`. Returns, per
+    element of the matrix, the bytes that are moved and the operations other than matmuls."""
     row, p = OPTIMIZERS[name], (side, side)
     settings, w, g = row.settings, torch.randn(p), torch.randn(p)
     shapes = [slot.shape(p, settings) for slot in row.slots]
     slots = [torch.zeros(p if own is None else own) for own in shapes]
-    told = (Parameter("a", p),) if row.takes_parameter else ()
+    parameter = (Parameter("a", p),) if row.takes_parameter else ()
     update = row.load()
-    update(w, g, slots, settings, 1, *told)
+    update(w, g, slots, settings, 1, *parameter)
     with Passes() as seen:
-        update(w, g, slots, settings, 2, *told)
-    return seen.moved / w.numel(), seen.elements_written / w.numel()
+        update(w, g, slots, settings, 2, *parameter)
+    return seen.moved / w.numel(), seen.written / w.numel()
 
 
 # Seconds.
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """The best times over rounds in which all rules and the runners `beside` took turns, in
-    seconds."""
+    """The best seconds over rounds in which all rules and the runners `beside` took turns."""
 
-    forward_backward: float
-    optimizer: dict[str, float]
-    beside: tuple[float, ...]
-    others: float           # share of the cores that other processes used
-    where: str
+    forward_backward: float         # seconds of forward and backward
+    optimizer: dict[str, float]     # seconds of the update, by rule
+    beside: tuple[float, ...]       # seconds of each further runner
+    others: float                   # share of the cores that other processes used
+    where: str                      # the device and the number of rounds, for captions
 
     @property
     def caption(self) -> str:
         return "; ".join(filter(None, (self.where, disturbance(self.others))))
 
     def share(self, name: str) -> float:
-        """The time of the rule's update over the time of forward and backward."""
+        """Return the time of a rule's update over the time of forward and backward."""
         return self.optimizer[name] / self.forward_backward
 
     def gain(self, name: str, base: str) -> float:
-        """Speed-up of a whole update with `name` over one with `base`."""
+        """Return the speed-up of a whole update with rule `name` over an update with `base`."""
         return (1 + self.share(base)) / (1 + self.share(name))
 
 
 def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = iter,
           beside: Sequence[Callable[[], object]] = ()) -> Timed:
-    """Times the rules `names` and the runners `beside` in turns."""
+    """Measure the rules `names` and the runners `beside`, which take turns in `rounds` rounds."""
     benches = {name: Bench(config.replace({"optimizer": name})) for name in names}
     spent: dict[str, list] = {name: [] for name in names}
 
@@ -208,88 +211,96 @@ def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = i
         return lambda: spent[name].append(by_phase(bench))
 
     first = benches[names[0]]
-    each = [runner(name, bench) for name, bench in benches.items()]
-    times, others = take_turns([*each, *beside], rounds, watch)
-    ended = {name: list(zip(*found[1:])) for name, found in spent.items()}  # without the warm-up
-    return Timed(forward_backward=min(min(map(sum, zip(*found[:2]))) for found in ended.values()),
-                 optimizer={name: min(found[2]) for name, found in ended.items()},
-                 beside=tuple(map(min, times[len(each):])),
+    runners = [runner(name, bench) for name, bench in benches.items()]
+    times, others = take_turns([*runners, *beside], rounds, watch)
+    # by rule: the seconds of each phase in all rounds; the first round is a warm-up
+    phases = {name: list(zip(*by_round[1:])) for name, by_round in spent.items()}
+    return Timed(forward_backward=min(min(map(sum, zip(*each[:2]))) for each in phases.values()),
+                 optimizer={name: min(each[2]) for name, each in phases.items()},
+                 beside=tuple(map(min, times[len(runners):])),
                  others=others, where=f"{first.where}, the best of {rounds} rounds")
 
 
 # ---- Figures and tables
 
-def states_table(found: Mapping[str, Mapping[str, State | None]], parameters: int) -> str:
-    """HTML: bytes per parameter by rule and form, and how much formula and count differ."""
+def states_table(states: Mapping[str, Mapping[str, State | None]], parameters: int) -> str:
+    """Return an HTML table of measured bytes per parameter by rule and form, and of the differences
+    (in bytes) of the formula and of the count by tensor from the measurement."""
     lines = []
-    for name, forms in found.items():
+    for name, forms in states.items():
         cells = []
-        for one in forms.values():
-            cells += ["-", "", ""] if one is None else [
-                f"{one.measured / parameters:.3f}", f"{one.formula - one.measured:+,.0f}",
-                f"{one.counted - one.measured:+,}"]
+        for state in forms.values():
+            cells += ["-", "", ""] if state is None else [
+                f"{state.measured / parameters:.3f}", f"{state.formula - state.measured:+,.0f}",
+                f"{state.counted - state.measured:+,}"]
         lines.append((name, *cells))
-    heads = [head for form in FORMS for head in (f"{form}, B a parameter", "formula", "by tensor")]
+    heads = [head for form in FORMS for head in (
+        f"{form}, bytes per parameter", "formula off by, bytes", "count off by, bytes")]
     return html_table(("rule", *heads), lines)
 
 
 def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
-    """For an Explorer: what each rule stores and computes."""
-    made = {name: passes(name)[1] for name in OPTIMIZERS}
+    """Return a view for an Explorer: the bytes that each rule stores, and the FLOPs of its update
+    over those of forward and backward."""
+    operations = {name: passes(name)[1] for name in OPTIMIZERS}
 
     def show(model: str, tokens: int) -> dict:
-        one, own = models[model].model, {}
-        numbers, whole = parameter_count(one), training_flops(one) * tokens / one.context
+        m, own = models[model].model, {}
+        numbers, whole = parameter_count(m), training_flops(m) * tokens / m.context
         for name in OPTIMIZERS:
             config = models[model].replace({"optimizer": name})
             again = drawn(config)
             products = flops(config) / whole + again
-            own[name] = (count(config) / numbers, products + made[name] * numbers / whole,
+            own[name] = (count(config) / numbers, products + operations[name] * numbers / whole,
                          COLOURS[2 if products else 0])
         order = sorted(own, key=lambda name: own[name])
         colours = [own[name][2] for name in order]
-        left = bars(order, [own[name][0] for name in order], "kept", colours, showlegend=False,
-                    hover="%{y}: %{x:.3f} bytes a parameter",
+        left = bars(order, [own[name][0] for name in order], "state", colours, showlegend=False,
+                    hover="%{y}: %{x:.3f} bytes per parameter",
                     text=[f"{own[name][0]:.3g}" for name in order])
-        right = bars(order, [100 * own[name][1] for name in order], "computed", colours,
+        right = bars(order, [100 * own[name][1] for name in order], "FLOPs", colours,
                      showlegend=False, xaxis="x2", hover="%{y}: %{x:.3g}%",
                      text=[f"{100 * own[name][1]:.2g}%" for name in order])
         return figure(
-            [left, right], f"{model}, {tokens:,} tokens an update", height=460,
-            xaxis=axis("kept, bytes a parameter", domain=[0, 0.44], range=[0, 48]),
-            xaxis2=axis("computed, % of forward and backward", domain=[0.54, 1], type="log",
+            [left, right], f"{model}, {tokens:,} tokens per update", height=460,
+            xaxis=axis("state, bytes per parameter", domain=[0, 0.44], range=[0, 48]),
+            xaxis2=axis("FLOPs, % of forward and backward", domain=[0.54, 1], type="log",
                         range=[-4.5, 3.2], anchor="y", dtick=1, exponentformat="power"),
             yaxis=axis("", **NAMES), bargap=0.3)
 
     return show
 
 
-def seconds_table(found: Timed, config: Config) -> str:
-    """HTML: the time of each rule's update, and of forward and backward."""
+def seconds_table(timed: Timed, config: Config) -> str:
+    """Return an HTML table of the time of each rule's update, compared with forward and
+    backward."""
     lines = []
-    for name, seconds in found.optimizer.items():
+    for name, seconds in timed.optimizer.items():
         share = overhead(config.replace({"optimizer": name}))
-        lines.append((name, f"{1e3 * seconds:.2f} ms", f"{found.share(name):.1%}",
-                      f"{share:.1%}" if share else "no products",
-                      f"{found.gain(name, 'adamw'):.3f} times"))
-    return html_table(("rule", "its work", "over forward and backward", "of their FLOPs",
-                       "a whole update, as fast as AdamW's"), lines, caption=found.caption)
+        lines.append((name, f"{1e3 * seconds:.2f} ms", f"{timed.share(name):.1%}",
+                      f"{share:.1%}" if share else "no matmuls",
+                      f"{timed.gain(name, 'adamw'):.3f} times"))
+    return html_table(("rule", "time of its update", "over forward and backward",
+                       "FLOPs, over forward and backward", "speed-up of a step over AdamW"), lines,
+                      caption=timed.caption)
 
 
-def moved_table(found: Timed) -> str:
-    """HTML: the bytes that a rule moves per parameter: in one pass, and by its definition."""
+def moved_table(timed: Timed) -> str:
+    """Return an HTML table of the bytes that a rule moves per parameter, in one pass and operation
+    by operation, and of its time."""
     lines = []
     for name in ("adamw", "lion"):
         row = OPTIMIZERS[name]
         lines.append((name, f"{one_pass(row):.0f}", f"{passes(name)[0]:.0f}",
                       "PyTorch's fused kernel" if row.fused else "its definition",
-                      f"{1e3 * found.optimizer[name]:.2f} ms"))
-    return html_table(("rule", "in one pass, B a parameter", "operation by operation",
-                       "runs on a CPU as", "takes"), lines, caption=found.caption)
+                      f"{1e3 * timed.optimizer[name]:.2f} ms"))
+    return html_table(("rule", "one pass, bytes per parameter", "operation by operation",
+                       "runs on a CPU as", "time"), lines, caption=timed.caption)
 
 
 def one_pass(row: Optimizer) -> float:
-    """Bytes per parameter that read weight, gradient and slots, and write weight and slots."""
+    """Return the bytes per parameter of one pass, which reads the weight, the gradient and the
+    slots, and writes the weight and the slots."""
     return FLOAT32 * (3 + 2 * row.slots_per_number)
 
 
@@ -300,6 +311,7 @@ exercise = adding_to(EXERCISES)
 
 
 def _case(r: Random) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a weight, a gradient and a momentum of one shape."""
     shape = (r.randint(1, 4), r.randint(1, 5))
     return tuple(normal(r, *shape, size=size) for size in (0.5, 1.0, 0.3))
 
@@ -321,7 +333,7 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float, d
            0.1, 0.5),
           (torch.ones(1, 2), torch.tensor([[1e-8, 0.0]]), torch.zeros(1, 2), torch.zeros(1, 2), 1,
            0.1, 0.0), minutes=6,
-          draw=lambda r: ((one := _case(r)) + (one[2].square() + 0.01, r.randint(1, 9),
+          draw=lambda r: ((case := _case(r)) + (case[2].square() + 0.01, r.randint(1, 9),
                                                r.uniform(0.01, 0.2), r.uniform(0, 0.5))),
           mistakes={"both means begin at 0: divide them by 1 - beta^update":
                         lambda *case: _adamw(*case, corrected=False),

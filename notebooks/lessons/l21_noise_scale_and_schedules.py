@@ -56,7 +56,7 @@ SEEDS = 3
 SMALL, PARTS = 4, 16    # sequences of a micro-batch, micro-batches of a group
 GROUPS = 4              # groups at each evaluation: 50 evaluations have 3,200 micro-batches
 HELD = 128                          # validation sequences, the same for all runs
-NOT_COMPARED = "no run here reached the loss, or none of that batch size is recorded"
+NOT_COMPARED = "no recorded run with this batch size reached the loss"
 
 
 def config(optimizer: str, batch: int, lr: float, seed: int = 0) -> Config:
@@ -70,7 +70,8 @@ def held_out() -> Batch:
 
 
 def moments_to_look() -> Iterator[int]:
-    """Yield the steps after which a run is evaluated: 4% apart, and at least one step apart."""
+    """Yield the steps after which a run is evaluated. Each is 4% later than the step before, and at
+    least one step."""
     step = 5
     while True:
         yield step
@@ -78,8 +79,8 @@ def moments_to_look() -> Iterator[int]:
 
 
 def curve(training: Training, held: Batch, last: float) -> Iterator[tuple[int, float]]:
-    """Trains until the loss of `held` is at most `last`; yields (steps, loss) on the way. Ends
-    early if the run diverges or after the config's steps."""
+    """Train until the loss of the batch `held` is at most `last`, and yield (steps, loss) at each
+    evaluation. Ends early if the run diverges, and after the config's steps."""
     looks = moments_to_look()
     due = next(looks)
     for step in range(training.config.steps):
@@ -96,7 +97,8 @@ def curve(training: Training, held: Batch, last: float) -> Iterator[tuple[int, f
 
 
 def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None:
-    """Returns the step at which a curve first reaches `target`, interpolated linearly."""
+    """Return the step at which a curve of (step, loss) first reaches `target`, interpolated
+    linearly; None if it does not."""
     for (s0, above), (s1, loss) in itertools.pairwise(points):
         if loss <= target < above:
             return s0 + (s1 - s0) * (above - target) / (above - loss)
@@ -104,21 +106,23 @@ def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None
 
 
 def squared(gradients: Sequence[torch.Tensor]) -> float:
+    """Return the squared norm of all gradients together."""
     return sum(g.square().sum().item() for g in gradients)
 
 
 def squared_norms(training: Training, *, groups: int = GROUPS, first: int = 0
                   ) -> tuple[list[float], list[float]]:
-    """Returns, for each group of PARTS micro-batches, the mean of the squared gradient norms and
-    the squared norm of the mean gradient. The text is drawn with a seed that no run uses."""
+    """Return two numbers for each group of PARTS micro-batches: the mean of the squared gradient
+    norms of the micro-batches, and the squared norm of their mean gradient. `first`: number of the
+    first group. The text is drawn with a seed that no run uses."""
     text = Training.build(config("adamw", SMALL * PARTS, 0.001, seed=12345)).data
     parameters, small, large = list(training.model.parameters()), [], []
     for group in range(first, first + groups):
         total, norms = [torch.zeros_like(p) for p in parameters], []
         for piece in text.batch(group).chunk(PARTS):
-            found = torch.autograd.grad(training.loss(training.model, piece), parameters)
-            norms.append(squared(found))
-            torch._foreach_add_(total, found)
+            gradients = torch.autograd.grad(training.loss(training.model, piece), parameters)
+            norms.append(squared(gradients))
+            torch._foreach_add_(total, gradients)
         small.append(fmean(norms))
         large.append(squared(total) / PARTS**2)
     return small, large
@@ -136,8 +140,8 @@ class Estimate:
 
 def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int = SMALL,
                 b_large: int = SMALL * PARTS, resamples: int = 1000, seed: int = 0) -> Estimate:
-    """Return the noise scale from pairs of squared gradient norms of small and large batches, with
-    a bootstrap interval over the pairs.
+    """Estimate the noise scale from pairs of squared gradient norms: of batches of `b_small` and of
+    `b_large` sequences. The interval is a bootstrap over the pairs.
 
     E|g_B|^2 = |G|^2 + S / B, so two batch sizes determine G and S (McCandlish et al. 2018, appendix
     A.1). If a resample has no signal (|G|^2 <= 0), its scale is infinite.
@@ -174,23 +178,23 @@ def noise_on_the_way(optimizer: str, batch: int, lr: float, held: Batch, last: f
 
 def in_phases(looks: Sequence[Mapping[str, float]], phases: int = PHASES
               ) -> list[tuple[float, Estimate]]:
-    """Returns the mean loss and the noise scale of each part of a run, pooled over its evaluations.
-    A single evaluation is not enough: it has the mean gradient of one point on a noisy path."""
-    found = []
+    """Return the mean loss and the noise scale of each of `phases` parts of a run. The evaluations
+    of a part are pooled, because the squared norms at a single evaluation are too noisy."""
+    estimates = []
     for k in range(phases):
         part = looks[k * len(looks) // phases:(k + 1) * len(looks) // phases]
-        found.append((fmean(at["loss"] for at in part), noise_scale(
+        estimates.append((fmean(at["loss"] for at in part), noise_scale(
             [at["small"] for at in part], [at["large"] for at in part], seed=k)))
-    return found
+    return estimates
 
 
 # ---- Recorded runs
 
 @dataclass(frozen=True)
 class Best:
-    """The learning rate that reaches a loss in the fewest updates, and that number of updates. Both
-    are interpolated on the grid by a parabola. `spread`: standard deviation over seeds of the
-    logarithm of the updates."""
+    """The learning rate that reaches a loss in the fewest updates, and the number of these updates
+    (`steps`). Both are interpolated between the grid's learning rates by a parabola. `spread`: the
+    standard deviation over seeds of the logarithm of the updates."""
 
     lr: float
     steps: float
@@ -209,19 +213,22 @@ class Record:
 
     @cached_property
     def _steps(self) -> dict[tuple, list[float]]:
-        """Updates per seed by (optimizer, batch, target, lr), if all seeds reached the target."""
-        found: dict[tuple, list[float]] = {}
+        """Return the updates of each seed by (optimizer, batch, target, lr), for runs of which all
+        seeds reached the target."""
+        by_setting: dict[tuple, list[float]] = {}
         for run in self.data["runs"]:
             for target, steps in zip(TARGETS, run["steps"], strict=True):
                 key = run["optimizer"], run["batch"], target, run["lr"]
-                found.setdefault(key, []).append(steps)
-        return {key: steps for key, steps in found.items() if None not in steps}
+                by_setting.setdefault(key, []).append(steps)
+        return {key: steps for key, steps in by_setting.items() if None not in steps}
 
     def by_rate(self, optimizer: str, batch: int, target: float) -> dict[float, list[float]]:
         return {key[3]: steps for key, steps in sorted(self._steps.items())
                 if key[:3] == (optimizer, batch, target)}
 
     def best(self, optimizer: str, batch: int, target: float) -> Best:
+        """Return the best learning rate for a batch size and a target loss. If the best rate is at
+        an end of the grid, it is not interpolated."""
         rates = self.by_rate(optimizer, batch, target)
         x = [math.log(lr) for lr in rates]
         y = [fmean(map(math.log, steps)) for steps in rates.values()]
@@ -237,20 +244,20 @@ class Record:
 
     def spread(self, optimizer: str) -> float:
         """Return `Best.spread` pooled over batches and targets (root mean square)."""
-        found = [self.best(optimizer, batch, target).spread
+        spreads = [self.best(optimizer, batch, target).spread
                  for batch in (*BATCHES, ANCHOR) for target in TARGETS]
-        return math.sqrt(fmean(s * s for s in found))
+        return math.sqrt(fmean(s * s for s in spreads))
 
     @cached_property
     def scales(self) -> dict[str, list[tuple[float, Estimate]]]:
-        """Losses and noise scales along the run with each optimizer's largest batch."""
+        """Return, by optimizer, the losses and noise scales along its run with ANCHOR sequences."""
         return {name: in_phases(way["looks"]) for name, way in self.data["noise"].items()}
 
     def on_the_way(self, optimizer: str, target: float, draw: int | None = None
                    ) -> tuple[float, float]:
-        """Returns the noise scale of a whole run to `target`, and the share of the anchor's updates
-        that an infinite batch would need. `draw`: number of a bootstrap resample; None: the
-        estimate."""
+        """Return the noise scale of a whole run to `target`, and the updates that an infinite batch
+        would need over the anchor's updates. Each update of the anchor counts with the noise scale
+        at its loss. `draw`: number of a bootstrap resample; None: the estimate."""
         known = [(loss, math.log(min(1e4, e.value if draw is None else e.resampled[draw])))
                  for loss, e in self.scales[optimizer]]
         ways, needed, noisy = self.data["noise"][optimizer]["curve"], 0.0, 0.0
@@ -263,9 +270,9 @@ class Record:
         return noisy / needed, needed / last
 
     def predicted(self, optimizer: str, batch: int, target: float) -> Estimate:
-        """Predict the updates with `batch` sequences from the anchor's updates and the noise. The
-        interval is for a mean of SEEDS runs: it includes the bootstrap of the noise and the spread
-        over seeds of both batches."""
+        """Predict the updates to `target` with `batch` sequences from the anchor's updates and the
+        noise scale. The 95% interval is for a mean of SEEDS runs. It includes the bootstrap of the
+        noise scale and the spread over seeds of both batches."""
         anchor, spread = self.best(optimizer, ANCHOR, target), self.spread(optimizer)
         rng, drawn = Random(0), []
 
@@ -276,18 +283,19 @@ class Record:
         for draw in range(400):
             drawn.append(steps(draw) * math.exp(rng.gauss(0, spread * math.sqrt(2 / SEEDS))))
         drawn.sort()
-        return Estimate(steps(None), drawn[9], drawn[-10], tuple(drawn))
+        return Estimate(steps(None), drawn[9], drawn[-10], tuple(drawn))    # 2.5% of 400 draws
 
     def law(self, optimizer: str, target: float) -> tuple[float, float]:
-        """Returns S_min and B_noise of the law that fits the updates of the smallest and of the
-        largest batch."""
+        """Return S_min and B_noise of the law steps(B) = S_min (1 + B_noise / B) through the
+        updates of the smallest and of the largest batch."""
         small, large = (self.best(optimizer, batch, target).steps for batch in (BATCHES[0], ANCHOR))
         scale = (small - large) / (large / BATCHES[0] - small / ANCHOR)
         return large / (1 + scale / ANCHOR), scale
 
 
 def between(known: Sequence[tuple[float, float]], x: float) -> float:
-    """Interpolate linearly in `known`, whose x values decrease; constant outside its range."""
+    """Return y at x, interpolated linearly between the points `known`, whose x values decrease.
+    Outside of their range, y is constant."""
     if x >= known[0][0]:
         return known[0][1]
     for (x0, y0), (x1, y1) in itertools.pairwise(known):
@@ -305,13 +313,14 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 # ---- Warm-up, and growing batches
 
 def untuned(config: Config) -> int:
-    """Returns `schedule.warmup_steps` by Ma & Yarats 2019, https://arxiv.org/abs/1910.04209: twice
-    the number of updates over which Adam's second moment averages."""
+    """Return the warm-up steps by the rule of Ma & Yarats 2019, https://arxiv.org/abs/1910.04209:
+    twice the number of updates over which Adam's second moment averages."""
     return round(2 / (1 - config.optimizer.beta2))
 
 
 def steps_of(config: Config, tokens: float) -> int:
-    """Returns the updates that read this many tokens, with growing `sizes` too; at most all."""
+    """Return the number of updates that read this many tokens, at most all updates of the run. The
+    sizes of updates may grow."""
     return 1 + bisect_left(range(config.steps - 1), tokens,
                            key=lambda step: config.tokens_after(step + 1))
 
@@ -325,7 +334,7 @@ WARM = (0, 20, 100)
 
 
 def warmed(beta2: float, warmup: int, seed: int) -> float:
-    """Returns the validation loss after 120 updates at a rate that is slightly too high."""
+    """Return the validation loss after 120 updates at a rate that is slightly too high."""
     training = Training.build(config("adamw", 16, 0.032, seed).replace({
         "optimizer.beta2": beta2, "schedule.warmup_steps": warmup, "steps": 120,
         "eval_batches": 16}))
@@ -335,8 +344,8 @@ def warmed(beta2: float, warmup: int, seed: int) -> float:
 
 
 def seconds_of(config: Config) -> float:
-    """Returns the CPU seconds of all updates of a run except the first. Time that other processes
-    use is not included."""
+    """Return the CPU seconds of a run's updates, without a warm-up update. Time that other
+    processes use is not included."""
     training = Training.build(config)
     training.update(0)
     begun = process_time()
@@ -351,25 +360,27 @@ TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
 
 
 def steps_figure(record: Record, optimizer: str) -> dict:
-    """The plotly spec of updates over batch sizes: measured, and predicted with intervals."""
+    """Return the plotly spec of updates over batch sizes: measured, and predicted with
+    intervals."""
     data = []
     for target, colour in TARGET_COLOURS.items():
-        found = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
+        predicted = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
         measured = [record.best(optimizer, batch, target).steps for batch in (*BATCHES, ANCHOR)]
         data += [
             scatter([*BATCHES, *reversed(BATCHES)],
-                    [*(e.low for e in found.values()), *(e.high for e in reversed(found.values()))],
-                    f"95% of the prediction to {target}", colour, fill="toself", opacity=0.25,
+                    [*(e.low for e in predicted.values()),
+                     *(e.high for e in reversed(predicted.values()))],
+                    f"95% interval to {target} nats", colour, fill="toself", opacity=0.25,
                     line={"width": 0}, hover=None),
-            scatter(BATCHES, [e.value for e in found.values()], f"predicted to {target}", colour,
-                    line={"dash": "dash"}, hover="%{x} sequences: %{y:.0f} updates"),
-            scatter((*BATCHES, ANCHOR), measured, f"measured to {target}", colour,
+            scatter(BATCHES, [e.value for e in predicted.values()], f"predicted to {target} nats",
+                    colour, line={"dash": "dash"}, hover="%{x} sequences: %{y:.0f} updates"),
+            scatter((*BATCHES, ANCHOR), measured, f"measured to {target} nats", colour,
                     mode="markers", marker={"size": 9}, hover="%{x} sequences: %{y:.0f} updates")]
-    return figure(data, f"Updates to two losses by {NAMES[optimizer]}", height=420,
+    return figure(data, f"Updates of {NAMES[optimizer]} to two losses", height=420,
                   xaxis=axis("sequences in a batch", type="log", tickvals=[*BATCHES, ANCHOR]),
                   yaxis=axis("updates", type="log", dtick="D2"),
-                  annotations=[note(f"predicted from {ANCHOR} sequences and the noise", 0.5, 1,
-                                    "center top", xref="paper", yref="paper",
+                  annotations=[note(f"predicted from {ANCHOR} sequences and the noise scale",
+                                    0.5, 1, "center top", xref="paper", yref="paper",
                                     font={"color": FAINT})])
 
 
@@ -378,12 +389,13 @@ def best_rates(record: Record, optimizer: str, target: float = TARGETS[-1]) -> d
 
 
 def rates_figure(record: Record) -> dict:
-    """The plotly spec of the best learning rate over batch sizes, with both rules."""
+    """Return the plotly spec of the best learning rate over batch sizes, with the linear rule and
+    the square-root rule."""
     data, batches = [], (*BATCHES, ANCHOR)
     for optimizer, colour in zip(RATES, COLOURS):
-        found = best_rates(record, optimizer)
-        start = found[BATCHES[0]]
-        data.append(scatter(batches, found.values(), f"{NAMES[optimizer]}, best", colour,
+        rates = best_rates(record, optimizer)
+        start = rates[BATCHES[0]]
+        data.append(scatter(batches, rates.values(), f"{NAMES[optimizer]}, best", colour,
                             mode="lines+markers", line={"width": 3},
                             hover="%{x} sequences: %{y:.4g}"))
         for rule_name, power, dash in (("linear", 1.0, "dash"), ("square root", 0.5, "dot")):
@@ -397,35 +409,38 @@ def rates_figure(record: Record) -> dict:
 
 
 def cells(record: Record, optimizer: str) -> list[tuple[int, float, Estimate, float]]:
-    """Returns batch, target, prediction and measured updates of each cell."""
+    """Return batch, target, prediction and measured updates for each target and batch."""
     return [(batch, target, record.predicted(optimizer, batch, target),
              record.best(optimizer, batch, target).steps)
             for target in TARGETS for batch in BATCHES]
 
 
 def held_cells(record: Record, optimizer: str) -> int:
+    """Return the number of cells whose interval contains the measured updates."""
     return sum(e.low <= steps <= e.high for _, _, e, steps in cells(record, optimizer))
 
 
 def cells_table(record: Record, optimizer: str) -> str:
-    """HTML: a row for each batch and target."""
+    """Return an HTML table of predicted and measured updates for each target and batch."""
     rows = [(f"{batch}", f"{target}", f"{e.value:.0f}", f"{e.low:.0f} to {e.high:.0f}",
              f"{steps:.0f}",
              "yes" if e.low <= steps <= e.high else f"no, {steps / e.value - 1:+.0%}")
             for batch, target, e, steps in cells(record, optimizer)]
-    heads = ("sequences", "target", "predicted", "95% interval", "measured", "holds it")
+    heads = ("sequences", "target, nats", "predicted updates", "95% interval", "measured",
+             "in the interval")
     return html_table(heads, rows)
 
 
 def scales_table(record: Record) -> str:
-    """HTML: the noise scale along the recorded runs of ANCHOR sequences."""
+    """Return an HTML table of the noise scale along the recorded runs with ANCHOR sequences."""
     rows = [(NAMES[name], f"{loss:.2f}", f"{e.value:.1f}", f"{e.low:.1f} to {e.high:.1f}")
-            for name, found in record.scales.items() for loss, e in found]
+            for name, estimates in record.scales.items() for loss, e in estimates]
     return html_table(("optimizer", "loss, nats", "noise scale, sequences", "95% interval"), rows)
 
 
 def law_error(record: Record, optimizer: str, target: float) -> float:
-    """The largest relative error of the law between the two batch sizes that it is fitted to."""
+    """Return the largest relative error of the fitted law at the batch sizes between the two that
+    it is fitted to."""
     least, scale = record.law(optimizer, target)
     return max(abs(least * (1 + scale / batch) / record.best(optimizer, batch, target).steps - 1)
                for batch in BATCHES[1:])
@@ -436,22 +451,25 @@ def law_errors(record: Record) -> list[float]:
 
 
 def law_table(record: Record) -> str:
-    """HTML: the law fitted to the smallest and the largest batch, and the noise scale."""
+    """Return an HTML table of the law that is fitted to the smallest and the largest batch, and of
+    the noise scale by gradients."""
     rows = []
     for optimizer, target in itertools.product(RATES, TARGETS):
         least, scale = record.law(optimizer, target)
         rows.append((NAMES[optimizer], f"{target}", f"{least:.0f}", f"{scale:.1f}",
                      f"{record.on_the_way(optimizer, target)[0]:.1f}",
                      f"{law_error(record, optimizer, target):.0%}"))
-    return html_table(("optimizer", "target", "least updates",
-                       f"B_noise by the updates of {BATCHES[0]} and {ANCHOR}",
-                       "B_noise by the gradients", "the law is off between them by at most"), rows)
+    return html_table(("optimizer", "target, nats", "S_min, updates",
+                       f"B_noise by the updates with {BATCHES[0]} and {ANCHOR} sequences",
+                       "B_noise by the gradients", "largest error of the law between these sizes"),
+                      rows)
 
 
 def rate_exponent(record: Record, optimizer: str) -> float:
-    """The exponent with which the best learning rate grows with the batch: 1 linear, 0.5 root."""
-    found = best_rates(record, optimizer)
-    return slope(list(found), list(found.values()))
+    """Return the exponent with which the best learning rate grows with the batch size: 1 is the
+    linear rule, 0.5 the square-root rule."""
+    rates = best_rates(record, optimizer)
+    return slope(list(rates), list(rates.values()))
 
 
 # ---- Exercises

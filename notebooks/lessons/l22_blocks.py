@@ -2,7 +2,8 @@
 
     by_depth(layers, seeds)             # predicted and measured curves of five blocks, by name
     trained("sas-p", steps)             # losses of a short run
-    matrices("sas-p"), step("sas-p")    # size of a block's matrices; config of an update
+    matrices("sas-p")                   # elements of a block's matrices, over width^2
+    step("sas-p")                       # the config of an update, for timing
 
 The closed forms are in `lessons.signals`, the blocks in `lessons.rows.blocks`. `unshaped`, a block
 without a skip around attention and without a remedy, is a row of this module.
@@ -56,7 +57,7 @@ block_rows.BLOCKS["unshaped"] = Kind(
 
 # ---- Depth
 
-STUDIED = {     # by name in figures: the block, the form of its formula, its norms
+STUDIED = {     # by name in figures: the row of `model.block`, its formula in signals, `model.norm`
     "pre-norm": ("pre-norm", "pre-norm", "layernorm"),
     "no norm": ("pre-norm", "without norm", "none"),
     "no skip": ("unshaped", "without skip", "layernorm"),
@@ -67,6 +68,7 @@ TOKENS = 64
 
 
 def small(block: str, layers: int, **settings: Any) -> ModelConfig:
+    """Return the model that is studied by depth: width 128, TOKENS tokens."""
     return ModelConfig(**{"layers": layers, "width": 128, "heads": 4, "vocab": 256,
                           "context": TOKENS, "block": block, "init": "llama"} | settings)
 
@@ -77,51 +79,56 @@ def tokens() -> Tensor:
 
 
 def by_depth(layers: int, seeds: int) -> dict[str, tuple[Curves, Curves]]:
-    """Return predicted and measured curves by name."""
-    found = {}
+    """Return the predicted and the measured curves of each block of STUDIED, by its name. The
+    measured curves are means over `seeds` initialisations."""
+    curves = {}
     for name, (block, form, norm) in STUDIED.items():
         m = small(block, layers, norm=norm)
-        found[name] = signals.predicted(m, tokens(), form), signals.measured(m, tokens(), seeds)
-    return found
+        curves[name] = signals.predicted(m, tokens(), form), signals.measured(m, tokens(), seeds)
+    return curves
 
 
-def off(found: tuple[Curves, Curves]) -> tuple[float, float]:
-    """Return the formula's largest error over depth: relative for variance, absolute for cosine."""
-    here, there = found
-    return (max(abs(a / b - 1) for a, b in zip(here.variance, there.variance)),
-            max(abs(a - b) for a, b in zip(here.cosine, there.cosine)))
+def off(curves: tuple[Curves, Curves]) -> tuple[float, float]:
+    """Return the largest errors of the formula over depth: of the variance (relative) and of the
+    cosine (absolute). `curves`: predicted and measured."""
+    predicted, measured = curves
+    return (max(abs(a / b - 1) for a, b in zip(predicted.variance, measured.variance)),
+            max(abs(a - b) for a, b in zip(predicted.cosine, measured.cosine)))
 
 
-def depth_figure(found: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
-    """Plot `what` (variance, cosine or gradient): lines are predicted, dots measured."""
+def depth_figure(by_block: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
+    """Return the plotly spec of `what` (variance, cosine or gradient) by depth. Lines are
+    predicted, dots are measured; some blocks have no prediction of the gradient."""
     data = []
-    for (name, curves), colour in zip(found.items(), COLOURS):
-        here, there = (getattr(one, what) for one in curves)
-        every = max(1, len(there) // 12)
-        at = [*range(0, len(there), every)]
-        data.append(scatter(at, [there[i] for i in at], f"{name}, measured", colour, mode="markers",
-                            showlegend=not here))
-        if here:
-            data.append(scatter(range(len(here)), here, name, colour))
-    titles = {"variance": "Variance of the stream by depth", "cosine": "How alike tokens are",
-              "gradient": "Variance of the stream's gradient, over that behind the last layer"}
+    for (name, curves), colour in zip(by_block.items(), COLOURS):
+        predicted, measured = (getattr(each, what) for each in curves)
+        every = max(1, len(measured) // 12)
+        at = [*range(0, len(measured), every)]
+        data.append(scatter(at, [measured[i] for i in at], f"{name}, measured", colour,
+                            mode="markers", showlegend=not predicted))
+        if predicted:
+            data.append(scatter(range(len(predicted)), predicted, name, colour))
+    titles = {"variance": "Variance of the residual stream by depth",
+              "cosine": "Similarity of tokens by depth",
+              "gradient": "Variance of the stream's gradient, over that after the last layer"}
     scale = {} if what == "cosine" else POWERS
     return figure(data, f"{titles[what]}: lines by formula, dots measured", height=430,
-                  xaxis=axis("layers behind"), yaxis=axis(
+                  xaxis=axis("layers so far"), yaxis=axis(
                       "mean cosine of two tokens" if what == "cosine" else "variance", **scale))
 
 
 def collapse_depth(layers: int, at: float = 0.9) -> int:
-    """Return the number of layers without a skip after which tokens are this alike, by formula."""
+    """Return the number of layers without a skip after which the mean cosine of two tokens exceeds
+    `at`, by formula; `layers` if it does not."""
     m = small("unshaped", layers)
     curve = signals.predicted(m, tokens(), "without skip").cosine
-    return next((i for i, one in enumerate(curve) if one > at), layers)
+    return next((i for i, cosine in enumerate(curve) if cosine > at), layers)
 
 
 # ---- Two matrices
 
 def matrices(block: str) -> int:
-    """Return the elements of a block's matrices, in units of the width squared."""
+    """Return the number of elements of a block's matrices, over the width squared."""
     m = ModelConfig(width=384, heads=6, block=block)
     return round(of(m).linear_weights / m.D**2)
 
@@ -134,6 +141,7 @@ def step(block: str) -> Config:
 
 
 def faster_by_flops(block: str, than: str = "pre-norm") -> float:
+    """Return the FLOPs of an update with the block `than` over those with `block`."""
     return training_flops(step(than).model) / training_flops(step(block).model)
 
 
@@ -156,22 +164,25 @@ def trained(block: str, steps: int) -> tuple[list[float], float]:
     return losses, training.evaluate()
 
 
-def losses_figure(found: Mapping[str, tuple[list[float], float]]) -> dict:
+def losses_figure(runs: Mapping[str, tuple[list[float], float]]) -> dict:
     data = [scatter(range(1, len(losses) + 1), losses, name, colour)
-            for (name, (losses, _)), colour in zip(found.items(), COLOURS)]
-    return figure(data, "Twelve layers of width 64 at the same rate", height=380,
-                  xaxis=axis("updates"), yaxis=axis("loss, nats a token"))
+            for (name, (losses, _)), colour in zip(runs.items(), COLOURS)]
+    return figure(data, "Twelve layers of width 64 at the same learning rate", height=380,
+                  xaxis=axis("updates"), yaxis=axis("training loss, nats per token"))
 
 
-def speed_figure(names: list[str], seconds: list[float], said: list[float], others: float) -> dict:
-    ratio = [seconds[0] / one for one in seconds]
+def speed_figure(names: list[str], seconds: list[float], predicted: list[float],
+                 others: float) -> dict:
+    """Return the plotly spec of the speed of each block over the first one's: `predicted` by FLOPs
+    and measured in `seconds` per update. `others`: share of the cores that other processes used."""
+    ratio = [seconds[0] / each for each in seconds]
     return figure([
-        scatter(names, said, "by FLOPs", ANSWER_COLOURS["formula"], mode="markers",
+        scatter(names, predicted, "by FLOPs", ANSWER_COLOURS["formula"], mode="markers",
                 marker={"size": 12, "symbol": "line-ew-open"}),
         scatter(names, ratio, "measured", ANSWER_COLOURS["measured"], mode="markers",
                 marker={"size": 10}, meta="seconds")],
-        "Updates a second, over pre-norm's", others=others, height=340,
-        yaxis=axis("times as fast"))
+        "Updates per second, over pre-norm's", others=others, height=340,
+        yaxis=axis("speed-up over pre-norm"))
 
 
 # ---- Exercises
@@ -186,9 +197,10 @@ def _values(r: Random) -> tuple[Tensor]:
     return (normal(r, *before, r.randint(1, 9), r.randint(1, 3)),)
 
 
-@exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),), (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
+@exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),),
+          (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
           (normal(Random(1), 512, 1),), draw=_values, tolerance=1e-5, minutes=5,
-           # no room for a (T, T) matrix, not even of bytes
+          # too little memory for a (T, T) matrix, even with one byte per element
           most_bytes=lambda v: max(v.shape[-2] ** 2, 1 << 14),
           mistakes={"divide each sum by its number of tokens": lambda v: v.cumsum(-2),
                     "a token sees itself and the past, but no later token":

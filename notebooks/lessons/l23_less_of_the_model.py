@@ -1,14 +1,15 @@
 """Lesson 23, Less of the model: its study, its figures and its exercises.
 
-A schedule gives the share of the tokens that each layer sees in each update. An update's FLOPs are
+A schedule gives the share of the tokens that each layer sees in each update. The FLOPs of an update
+are
 
     head + sum over layers of (s * weights + s^2 * pairs)
 
-with s the layer's share, `weights` the FLOPs of a layer's products with its weights, and `pairs`
-the FLOPs of attention, which computes a score for each pair of tokens. Six published schedules are
-rows of `rows/depth.py`; their FLOPs are counted and their seconds measured here. Then runs are
-compared at equal FLOPs: a whole model, a model stacked from few layers, and a small model. FLOPs
-are of updates, losses in nats per token. Ways to grow a model are rows of `rows/growth.py`.
+with s the layer's share, `weights` the FLOPs of the matmuls with a layer's weights, and `pairs` the
+FLOPs of attention, which computes a score for each pair of tokens. Six published schedules are rows
+of `rows/depth.py`; this module counts their FLOPs and measures their seconds. Then runs are
+compared at equal FLOPs: a whole model, a model stacked from few layers, and a small model. Losses
+are in nats per token. Ways to grow a model are rows of `rows/growth.py`.
 """
 
 from __future__ import annotations
@@ -65,26 +66,26 @@ def scheduled(config: Config, name: str, **settings: Any) -> Config:
 
 
 def shares(config: Config, step: int) -> tuple[float, ...]:
-    """Returns the share of the tokens that each layer sees in the update after `step`."""
+    """Return the share of the tokens that each layer sees in update `step` (from 0)."""
     if not config.governors:
         return (1.0,) * config.model.layers
-    said = config.governors[0]
-    return GOVERNORS[said.name].shares(said, config.model.layers, config.steps, config.seed, step)
+    governor = config.governors[0]
+    return GOVERNORS[governor.name].shares(governor, config.model.layers, config.steps, config.seed,
+                                           step)
 
 
 def picture(config: Config) -> list[tuple[float, ...]]:
-    """Returns the shares of every update."""
+    """Return the shares of all layers for every update of a run."""
     return [shares(config, step) for step in range(config.steps)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """FLOPs of an update for a sequence of T tokens: a layer's products with its weights, a layer's
-    attention over pairs of tokens, and the head."""
+    """The FLOPs of an update for one sequence of T tokens, forward and backward."""
 
-    weights: float
-    pairs: float
-    head: float
+    weights: float          # of the matmuls with one layer's weights
+    pairs: float            # of one layer's attention over pairs of tokens
+    head: float             # of the head
     T: int
 
     @classmethod
@@ -109,8 +110,8 @@ class Price:
 
 
 def expected(config: Config) -> float:
-    """Returns the share of the FLOPs that progressive layer dropping saves, averaged over its
-    draws, with the row's `theta` (0.5) and `gamma` (100 / updates)."""
+    """Return the share of the FLOPs that progressive layer dropping saves on average over its
+    draws, with the row's default `theta` (0.5) and `gamma` (100 / updates)."""
     price, layers = Price.of(config.model), config.model.layers
     kept = fmean(progressive(0.5, 100 / config.steps, layers, t) for t in range(config.steps))
     whole = price.update((1.0,) * layers)
@@ -118,7 +119,7 @@ def expected(config: Config) -> float:
 
 
 def saved(config: Config) -> float:
-    """Returns the share of a whole run's FLOPs that the schedule of `config` saves."""
+    """Return the share of the whole model's FLOPs that the schedule of `config` saves in a run."""
     price = Price.of(config.model)
     return 1 - price.run(config) / price.run(config.replace({"governors": []}))
 
@@ -128,12 +129,12 @@ def flops(config: Config) -> float:
     return config.global_batch * Price.of(config.model).run(config)
 
 
-# By the probabilities themselves, which is how papers state their savings
+# Savings as papers state them: by the probabilities, without draws
 
 def progressive(theta: float, gamma: float, layers: int, step: int) -> float:
-    """Return the mean probability with which progressive layer dropping keeps a layer. The last
-    layer's probability falls to `theta`; the others are on the line from 1 to it (Zhang and He
-    2020)."""
+    """Return the probability of keeping a layer in update `step`, averaged over layers, by
+    progressive layer dropping (Zhang and He 2020). The last layer's probability falls from 1 to
+    `theta`; the probabilities of the layers below it are on a line from 1 to the last layer's."""
     last = (1 - theta) * math.exp(-gamma * step) + theta
     return 1 - (1 - last) * (layers + 1) / (2 * layers)
 
@@ -146,22 +147,24 @@ TOKENS = (1.0,) * 5 + (0.5,) * 6 + (1.0,)
 
 
 def published_table() -> str:
-    """HTML: the share of layers and tokens that two papers leave out, and their stated savings."""
+    """Return an HTML table of the share of layers or tokens that two papers leave out, their stated
+    savings, and the speed-up that follows."""
     pld, tokens = 1 - progressive(0.5, 1.0, BERT, 10_000), 1 - sum(TOKENS) / BERT
-    return html_table(("", "left out of the layers", "they say", "so"), [
+    return html_table(("method", "share left out of all layers", "savings in the paper",
+                       "speed-up"), [
         ("progressive layer dropping, theta = 0.5 (Zhang and He 2020)", f"{pld:.1%}",
-         "24% less time a sample, 2.5 times faster to an accuracy",
-         f"{1 / 0.76:.2f} times by the time, {2.5 * 0.76:.1f} times by fewer samples"),
+         "24% less time per sample, 2.5 times faster to an accuracy",
+         f"{1 / 0.76:.2f} times per sample, {2.5 * 0.76:.1f} times by fewer samples"),
         ("token dropping, half of the tokens in 6 layers (Hou et al. 2022)", f"{tokens:.1%}",
-         "25% less pretraining cost", f"{1 / (1 - tokens):.2f} times, with as many updates")],
+         "25% less pretraining cost", f"{1 / (1 - tokens):.2f} times with as many updates")],
         caption="BERT of 12 layers")
 
 
 # ---- Real updates
 
 def counted(config: Config) -> float:
-    """Returns the FLOPs of all updates of a run, as PyTorch counts them by operation. Attention is
-    `plain`, since the counter does not know the fused attention of a CPU."""
+    """Run all updates and return their FLOPs, as PyTorch counts them by operation. Attention is
+    `plain`, since PyTorch's counter does not know the fused attention of a CPU."""
     config = config.replace({"system.attention": "plain"})
     training = Training.build(config, data=RandomTokens(config))
     with FlopCounterMode(display=False) as counter:
@@ -172,15 +175,15 @@ def counted(config: Config) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of a run's updates by config and phase: for each update the best of several rounds in
-    which the configs took turns. `others`: the share of the cores that other processes used."""
+    """Seconds of a run's updates. Each update counts with its best time over several rounds in
+    which the configs took turns."""
 
-    phases: dict[str, tuple[float, ...]]
-    others: float
-    where: str
+    phases: dict[str, tuple[float, ...]]    # by config: the seconds of each phase of PHASES
+    others: float           # share of the cores that other processes used
+    where: str              # the device and the number of rounds, for captions
 
     def over_whole(self, name: str) -> float:
-        """Returns the seconds of all phases over those of the whole model."""
+        """Return the seconds of a config over those of the whole model."""
         return sum(self.phases[name]) / sum(self.phases[WHOLE])
 
 
@@ -188,10 +191,10 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
     best: dict[tuple[str, int], tuple[float, ...]] = {}
     steps, share = next(iter(configs.values())).steps, hardware.others()
     for _ in watch(range(rounds)):
-        benches = {name: Bench(one) for name, one in configs.items()}
+        benches = {name: Bench(config) for name, config in configs.items()}
         for step, (name, bench) in itertools.product(range(steps), benches.items()):
-            found = by_phase(bench, step)
-            best[name, step] = min(found, best.get((name, step), found), key=sum)
+            seconds = by_phase(bench, step)
+            best[name, step] = min(seconds, best.get((name, step), seconds), key=sum)
     # without the first update, which allocates the optimizer's state
     phases = {name: tuple(map(sum, zip(*(best[name, step] for step in range(1, steps)))))
               for name in configs}
@@ -202,8 +205,8 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
 # ---- A drawn schedule
 
 def resumed(config: Config, cut: int) -> tuple[list[float], list[float]]:
-    """Returns the losses of a run, and those of a run that is stopped after `cut` updates and
-    continued in a new object that received only its state."""
+    """Return the losses of a run, and the losses of a run that is stopped after `cut` updates and
+    continued by a new object, which receives only the first run's state."""
     whole, begun, other = (Training.build(config) for _ in range(3))
     losses = [whole.update(step).loss.item() for step in range(config.steps)]
     again = [begun.update(step).loss.item() for step in range(cut)]
@@ -222,16 +225,17 @@ PRESERVING = ("identity-depth", "bert2bert")
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """The effect of growing a model. `moved`: norm of the change of a batch's logits over the norm
-    of the small model's logits. `losses` of that batch: before growth, after growth, and after
-    further training."""
+    """The effect of growing a model, on one validation batch. `moved`: norm of the change of the
+    logits, over the norm of the small model's logits. `losses`: before growth, after growth, and
+    after further training."""
 
     moved: float
     losses: tuple[float, float, float]
 
 
 def grow(run: Run, row: str, updates: int) -> Growth:
-    """Trains a larger model from the small one's weights, grown by a row of `start.grow`."""
+    """Grow the model of `run` by a row of `start.grow`, train the large model for `updates`
+    updates, and return the effect."""
     small = Training.build(run.config.replace({"start.run": str(run.path)}))
     large = Training.build(run.config.replace({
         **GROWN[row], "steps": updates, "imports": growth.__name__, "start.grow": row,
@@ -239,14 +243,14 @@ def grow(run: Run, row: str, updates: int) -> Growth:
     batch = small.val.batch(0)
 
     @torch.no_grad()
-    def found(one: Training) -> tuple[Tensor, float]:
-        return one.model(batch.tokens), one.loss(one.model, batch).item()
+    def logits_and_loss(training: Training) -> tuple[Tensor, float]:
+        return training.model(batch.tokens), training.loss(training.model, batch).item()
 
-    (was, before), (now, after) = found(small), found(large)
+    (was, before), (now, after) = logits_and_loss(small), logits_and_loss(large)
     for step in range(updates):
         large.update(step)
     return Growth(moved=((now - was).norm() / was.norm()).item(),
-                  losses=(before, after, found(large)[1]))
+                  losses=(before, after, logits_and_loss(large)[1]))
 
 
 # ---- At equal FLOPs
@@ -265,17 +269,20 @@ def study_config(layers: int, updates: int, seed: int = 0) -> Config:
 
 
 def arms(updates: int) -> dict[str, Config]:
-    """Configs whose runs take the FLOPs of `updates` updates of the whole model. The stacked model
-    starts as a small model within the run, so the run includes the small model's FLOPs."""
+    """Return the configs of all arms. Each run takes the FLOPs of `updates` updates of the whole
+    model. The stacked model starts as a small model within its run, so the run includes the small
+    model's FLOPs."""
     whole, small = study_config(LAYERS, updates), study_config(1, updates)
-    asked = {WHOLE: whole, STACKED: scheduled(whole, "stack", start=1),
-             DROPPED: scheduled(whole, "progressive-layer-drop"), ALONE: small}
-    return {name: one.replace({"steps": equal(one, whole)}) for name, one in asked.items()}
+    configs = {WHOLE: whole, STACKED: scheduled(whole, "stack", start=1),
+               DROPPED: scheduled(whole, "progressive-layer-drop"), ALONE: small}
+    return {name: config.replace({"steps": equal(config, whole)})
+            for name, config in configs.items()}
 
 
 def equal(config: Config, whole: Config) -> int:
-    """Returns the number of updates of `config` with the FLOPs of all updates of `whole`. A
-    schedule given in shares of a run is stretched with the run."""
+    """Return the number of updates of `config` that take the FLOPs of all updates of `whole`. A
+    schedule that is given in shares of a run is stretched with the run, so the number is found by
+    iteration."""
     budget = Price.of(whole.model).run(whole)
     steps = whole.steps
     for _ in range(4):
@@ -286,43 +293,46 @@ def equal(config: Config, whole: Config) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to spend the FLOPs. `curves`: the training loss of each seed by update."""
+    """One way to spend the FLOPs."""
 
     config: Config
-    losses: tuple[float, ...]
-    curves: tuple[tuple[float, ...], ...]
+    losses: tuple[float, ...]               # final validation loss, by seed
+    curves: tuple[tuple[float, ...], ...]   # training loss, by seed and update
 
 
 def spend(updates: int, seeds: int, watch: Watch = iter) -> dict[str, Arm]:
-    """Runs every arm with every seed; all arms of a seed read the same text in the same order."""
-    found: dict[str, list[tuple]] = {}
+    """Run every arm with every seed. All arms of a seed read the same text in the same order."""
+    runs_by_arm: dict[str, list[tuple]] = {}
     configs = arms(updates)
     for seed, (name, config) in watch(list(itertools.product(range(seeds), configs.items()))):
         training = Training.build(config.replace({"seed": seed}))
         curve = tuple(training.update(step).loss.item() for step in range(config.steps))
-        found.setdefault(name, []).append((training.evaluate(), curve))
+        runs_by_arm.setdefault(name, []).append((training.evaluate(), curve))
     return {name: Arm(config=configs[name], losses=tuple(loss for loss, _ in runs),
-                      curves=tuple(curve for _, curve in runs)) for name, runs in found.items()}
+                      curves=tuple(curve for _, curve in runs))
+            for name, runs in runs_by_arm.items()}
 
 
-def verdicts(found: Mapping[str, Arm], against: str = WHOLE) -> dict[str, referee.Verdict]:
-    """Compare every other arm with one arm. All comparisons share an error of 5%."""
-    others = [name for name in found if name != against]
+def verdicts(by_arm: Mapping[str, Arm], against: str = WHOLE) -> dict[str, referee.Verdict]:
+    """Compare every other arm with the arm `against`. The comparisons together have an error
+    probability of 5%."""
+    others = [name for name in by_arm if name != against]
     [level] = referee.levels(1, len(others))
-    return {name: referee.look(found[against].losses, found[name].losses, level)
+    return {name: referee.look(by_arm[against].losses, by_arm[name].losses, level)
             for name in others}
 
 
 # ---- Figures and tables
 
 def schedule_figure(configs: Mapping[str, Config]) -> dict:
-    """Layers over updates for each schedule; the colour is the share of the tokens."""
+    """Return the plotly spec of one panel per schedule: layers over updates, coloured by the share
+    of the tokens. The number in a panel's title is the mean share (its area)."""
     data, notes, layout, wide = [], [], {}, 3
     for i, (name, config) in enumerate(configs.items()):
         rows, at = picture(config), "" if not i else str(i + 1)
         column, line = i % wide, i // wide
         layers = [*range(1, config.model.layers + 1)]
-        data.append(heat([*range(config.steps)], layers, [list(one) for one in zip(*rows)],
+        data.append(heat([*range(config.steps)], layers, [list(column) for column in zip(*rows)],
                          ends=(0, 1), xaxis=f"x{at}", yaxis=f"y{at}", showscale=not i,
                          bar={"title": {"text": "share"}, "tickformat": ".0%"},
                          hovertemplate="update %{x}, layer %{y}: %{z:.0%}<extra></extra>")
@@ -335,12 +345,13 @@ def schedule_figure(configs: Mapping[str, Config]) -> dict:
                                     domain=[0.345 * column, 0.345 * column + 0.29])
         layout[f"yaxis{at}"] = axis("" if column else "layer", anchor=f"x{at}", showgrid=False,
                                     dtick=len(layers) // 4, domain=[low, low + 0.41])
-    return figure(data, "What each layer sees, and the area that is left", height=480,
+    return figure(data, "Share of the tokens that each layer sees, and its mean", height=480,
                   annotations=notes, **layout)
 
 
 def schedules_view(config: Config) -> Callable[..., dict]:
-    """Return a view for an Explorer. `kept`: probability of the last layer, or share of tokens."""
+    """Return a view for an Explorer. Its `kept` is the probability of keeping the last layer, or
+    the share of the tokens that middle layers see."""
 
     def show(layers: int, updates: int, kept: float) -> dict:
         own = config.replace({"model.layers": layers, "steps": updates})
@@ -354,33 +365,37 @@ def schedules_view(config: Config) -> Callable[..., dict]:
 
 
 def cost_table(configs: Mapping[str, Config], counts: Mapping[str, float] | None = None) -> str:
-    """HTML: the area and the FLOPs (by formula and as counted), over those of the whole model."""
+    """Return an HTML table of each schedule's area (the mean share) and FLOPs: by formula, over the
+    whole model's, and as PyTorch counts them (`counts`)."""
     lines = []
     for name, config in configs.items():
-        own, told = flops(config), () if counts is None else (f"{counts[name]:,.0f}",)
+        own, counted_cells = flops(config), () if counts is None else (f"{counts[name]:,.0f}",)
         lines.append((name, f"{fmean(itertools.chain(*picture(config))):.1%}",
-                      f"{own / flops(configs[WHOLE]):.1%}", f"{own:,.0f}", *told))
-    return html_table(("", "area", "FLOPs, of the whole's", "FLOPs, formula",
-                       *(() if counts is None else ("counted",))), lines)
+                      f"{own / flops(configs[WHOLE]):.1%}", f"{own:,.0f}", *counted_cells))
+    return html_table(("schedule", "area", "FLOPs, over the whole model's", "FLOPs, by formula",
+                       *(() if counts is None else ("FLOPs, counted",))), lines)
 
 
-def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
-    """HTML: seconds by phase over those of the whole model, and the FLOPs."""
+def seconds_table(times: Timed, configs: Mapping[str, Config]) -> str:
+    """Return an HTML table of FLOPs and seconds (in total and by phase), over those of the whole
+    model."""
     lines = []
     for name, config in configs.items():
-        phases = (f"{own / all_:.0%}" for own, all_ in zip(found.phases[name], found.phases[WHOLE]))
-        lines.append((name, f"{1 - saved(config):.0%}", f"{found.over_whole(name):.0%}", *phases))
-    said = ", ".join(f"{phase} {1e3 * spent / (configs[WHOLE].steps - 1):.1f} ms"
-                     for phase, spent in zip(PHASES, found.phases[WHOLE]))
-    notes = f"an update of the whole: {said}", found.where, disturbance(found.others)
-    return html_table(("of the whole model's", "FLOPs", "seconds", *PHASES), lines,
+        phases = (f"{own / all_:.0%}" for own, all_ in zip(times.phases[name], times.phases[WHOLE]))
+        lines.append((name, f"{1 - saved(config):.0%}", f"{times.over_whole(name):.0%}", *phases))
+    phases_of_whole = ", ".join(f"{phase} {1e3 * spent / (configs[WHOLE].steps - 1):.1f} ms"
+                     for phase, spent in zip(PHASES, times.phases[WHOLE]))
+    notes = (f"an update of the whole model: {phases_of_whole}", times.where,
+             disturbance(times.others))
+    return html_table(("over the whole model's", "FLOPs", "seconds", *PHASES), lines,
                       caption="; ".join(filter(None, notes)))
 
 
-def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
-    """The mean training loss over the share of the FLOPs that is spent."""
+def curves_figure(by_arm: Mapping[str, Arm], most: int = 25) -> dict:
+    """Return the plotly spec of the training loss (mean over seeds) over the share of the FLOPs
+    that is spent, with at most `most` points per arm."""
     lines = []
-    for (name, arm), colour in zip(found.items(), DISTINCT):
+    for (name, arm), colour in zip(by_arm.items(), DISTINCT):
         price = Price.of(arm.config.model)
         spent = [*itertools.accumulate(map(price.update, picture(arm.config)))]
         parts = min(most, len(spent))
@@ -389,34 +404,37 @@ def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
                   for a, b in itertools.pairwise([0, *ends])]
         share = [100 * spent[end - 1] / spent[-1] for end in ends]
         lines.append(scatter(share, losses, name, colour, hover="%{x:.0f}%: %{y:.3f} nats"))
-    return figure(lines, "The same FLOPs, spent in four ways", height=420,
+    return figure(lines, "Equal FLOPs, spent in four ways", height=420,
                   xaxis=axis("FLOPs spent, %"), yaxis=axis("training loss, nats per byte"))
 
 
-def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
-    """HTML: each arm's updates and loss, and its comparison with the arm `against`."""
-    judged, lines = verdicts(found, against), []
-    for name, arm in found.items():
-        said = ("", "", "")
+def spent_table(by_arm: Mapping[str, Arm], against: str = WHOLE) -> str:
+    """Return an HTML table of each arm's updates and loss, and of its comparison with the arm
+    `against`."""
+    judged, lines = verdicts(by_arm, against), []
+    for name, arm in by_arm.items():
+        comparison = ("", "", "")
         if name in judged:
-            one = judged[name]
-            low, high = one.interval
-            said = (f"{one.gain:+.1%} ({low:+.1%} to {high:+.1%})", one.word,
-                    f"{one.could_see:.1%}")
-        lines.append((name, f"{arm.config.steps:,}", f"{fmean(arm.losses):.3f}", *said))
-    seeds = len(next(iter(found.values())).losses)
-    return html_table(("", "updates", "loss", f"lower than {against}'s by", "verdict", "could see"),
-                      lines, caption=f"{seeds} seeds, the same FLOPs for all")
+            verdict = judged[name]
+            low, high = verdict.interval
+            comparison = (f"{verdict.gain:+.1%} ({low:+.1%} to {high:+.1%})", verdict.word,
+                    f"{verdict.could_see:.1%}")
+        lines.append((name, f"{arm.config.steps:,}", f"{fmean(arm.losses):.3f}", *comparison))
+    seeds = len(next(iter(by_arm.values())).losses)
+    return html_table(("arm", "updates", "validation loss", f"lower than {against}'s by", "verdict",
+                       "smallest detectable gain"), lines,
+                      caption=f"{seeds} seeds, equal FLOPs for all arms")
 
 
 def growth_table(grown: Mapping[str, Growth]) -> str:
-    """HTML: the effect of each row of `start.grow` on a small model."""
+    """Return an HTML table of the effect of each row of `start.grow` on a small model."""
     lines = []
-    for row, one in grown.items():
+    for row, effect in grown.items():
         sizes = ", ".join(f"{size} {key.partition('.')[2]}" for key, size in GROWN[row].items())
-        lines.append((row, sizes, f"{one.moved:.1e}", *(f"{loss:.3f}" for loss in one.losses)))
-    return html_table(("start.grow", "becomes", "logits move by", "loss before", "grown",
-                       "after more updates"), lines)
+        lines.append((row, sizes, f"{effect.moved:.1e}",
+                      *(f"{loss:.3f}" for loss in effect.losses)))
+    return html_table(("start.grow", "grows to", "relative change of logits", "loss before",
+                       "loss after growth", "loss after more updates"), lines)
 
 
 # ---- Exercises

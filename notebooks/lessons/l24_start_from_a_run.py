@@ -1,8 +1,9 @@
 """Lesson 24, Start from a run: its study, its figures and its exercises.
 
 Counts, measures and times a step of full fine-tuning and a step of LoRA. Then a small model that
-learned from Python code continues with the Python manual, by adapters of several ranks and by all
-weights, and its loss on code is measured again. Units: bytes, seconds, losses in nats per token.
+learned from Python code is trained further on the Python manual, with adapters of several ranks and
+with all weights, and its loss on code is measured again. Units: bytes, seconds, losses in nats per
+token.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ PUBLISHED = {"full": 1.2e12, "LoRA": 350e9}
 
 
 def adapted(config: Config, rank: int, **more: Any) -> Config:
+    """Return the config with LoRA of this rank."""
     return config.replace({"model.changes": [{"name": "lora", "rank": rank, **more}]})
 
 
 def three(config: Config, rank: int) -> dict[str, Config]:
-    """Return the step that trains all weights, and two steps that train adapters."""
+    """Return three configs by name: all weights are trained, LoRA on all matrices, and LoRA on
+    `attention.qkv` only."""
     return {FULL: config, ALL: adapted(config, rank),
             QKV: adapted(config, rank, targets=["attention.qkv"])}
 
@@ -69,19 +72,21 @@ def trained_share(config: Config) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of one update by config: the best of rounds in which the configs took turns.
-    `others`: share of the cores that other processes used."""
+    """Seconds of one update by config and phase: the best of rounds in which the configs took
+    turns."""
 
     forward: dict[str, float]
     backward: dict[str, float]
     optimizer: dict[str, float]
-    others: float
-    where: str
+    others: float           # share of the cores that other processes used
+    where: str              # the device and the number of rounds, for captions
 
     def whole(self, name: str) -> float:
+        """Return the seconds of a whole update."""
         return self.forward[name] + self.backward[name] + self.optimizer[name]
 
     def share(self, name: str) -> float:
+        """Return the seconds of an update over those of full fine-tuning."""
         return self.whole(name) / self.whole(FULL)
 
 
@@ -92,8 +97,9 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
     def runner(name: str, bench: Bench) -> Callable[[], None]:
         return lambda: spent[name].append(by_phase(bench))
 
-    _, others = take_turns([runner(*one) for one in benches.items()], rounds, watch)
-    best = {name: min(found[1:], key=sum) for name, found in spent.items()}     # without warm-up
+    _, others = take_turns([runner(*bench) for bench in benches.items()], rounds, watch)
+    # the first round is a warm-up
+    best = {name: min(by_round[1:], key=sum) for name, by_round in spent.items()}
     forward, backward, optimizer = ({name: phases[i] for name, phases in best.items()}
                                     for i in range(3))
     return Timed(forward=forward, backward=backward, optimizer=optimizer, others=others,
@@ -109,7 +115,7 @@ SMALL = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context"
          "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1,
          "system.compile": False, "global_batch": 8, "grad_accum_steps": 1}
 RATES = (0.0015, 0.005, 0.015)
-GENTLE = 0.0005                 # an additional learning rate for full fine-tuning
+GENTLE = 0.0005                 # an additional, low learning rate for full fine-tuning
 
 
 def source_of(text: str) -> str:
@@ -123,14 +129,13 @@ def base(steps: int) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Went:
-    """A continued training. `rank` 0 trains all weights. `learned`: the loss of the new text at the
-    end; `remembered`: the loss of the first text at the end."""
+    """One continued training."""
 
-    rank: int
+    rank: int               # of the adapters; 0: all weights are trained
     lr: float
-    trained: int
-    learned: float
-    remembered: float
+    trained: int            # number of trained parameters
+    learned: float          # final loss on the new text, the manual
+    remembered: float       # final loss on the first text, the code
 
     @property
     def name(self) -> str:
@@ -139,34 +144,36 @@ class Went:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All continued trainings. `code` and `manual`: losses of the base model."""
+    """All continued trainings. `code` and `manual`: the base model's losses on both texts."""
 
     code: float
     manual: float
     went: tuple[Went, ...]
 
     def best(self, rank: int) -> Went:
-        return min((one for one in self.went if one.rank == rank), key=lambda one: one.learned)
+        """Return the training of this rank with the lowest loss on the manual."""
+        return min((run for run in self.went if run.rank == rank), key=lambda run: run.learned)
 
     def at(self, rank: int, lr: float) -> Went:
-        return next(one for one in self.went if (one.rank, one.lr) == (rank, lr))
+        return next(run for run in self.went if (run.rank, run.lr) == (rank, lr))
 
-    def forgot(self, one: Went) -> float:
-        """Return the increase of the loss of the first text."""
-        return one.remembered - self.code
+    def forgot(self, run: Went) -> float:
+        """Return the increase of the loss on the first text."""
+        return run.remembered - self.code
 
     @property
     def ranks(self) -> list[int]:
-        return sorted({one.rank for one in self.went})
+        return sorted({run.rank for run in self.went})
 
 
 def go_on(run: Run, ranks: Sequence[int], steps: int, watch: Watch = iter) -> Study:
-    """Train from `run` on the manual: adapters of each rank, and all weights, at each rate."""
+    """Continue `run` on the manual: with adapters of each rank, and with all weights, at each
+    learning rate."""
     first = Training.build(run.config.replace({"start.run": str(run.path)}))
     text = [first.val.batch(i) for i in range(run.config.eval_batches)]
-    asked = [(0, GENTLE), *((rank, lr) for rank in (0, *ranks) for lr in RATES)]
+    cases = [(0, GENTLE), *((rank, lr) for rank in (0, *ranks) for lr in RATES)]
     went, before = [], 0.0
-    for rank, lr in watch(asked):
+    for rank, lr in watch(cases):
         training = Training.build(going_on(run, rank, lr, steps))
         before = before or training.evaluate()
         for step in range(steps):
@@ -191,17 +198,19 @@ def _loss(training: Training, text: Sequence[Any]) -> float:
 
 def rows_table(formulas: Mapping[str, Memory], measured: Mapping[str, Footprint] | None = None
                ) -> str:
-    """HTML: bytes by row (the maximum of each) and the peak, predicted or measured."""
+    """Return an HTML table of the most bytes of each row of memory, and of the peak: measured if
+    `measured` is given, else predicted."""
     heads, lines = [*formulas, "over full"], []
-    most = {name: {row.name: row.bytes for row in one.rows} for name, one in formulas.items()}
-    peaks = {name: one.peak_bytes for name, one in formulas.items()}
+    most = {name: {row.name: row.bytes for row in formula.rows}
+            for name, formula in formulas.items()}
+    peaks = {name: formula.peak_bytes for name, formula in formulas.items()}
     if measured:
-        most = {name: one.most for name, one in measured.items()}
-        peaks = {name: one.peak_bytes for name, one in measured.items()}
+        most = {name: footprint.most for name, footprint in measured.items()}
+        peaks = {name: footprint.peak_bytes for name, footprint in measured.items()}
     for row in (*STATES, "activations", "temporaries"):
-        lines.append(_line(row, [one.get(row, 0) for one in most.values()]))
-    lines.append(_line("peak, which is a moment and no sum", list(peaks.values())))
-    return html_table(("the most of each row", *heads), lines)
+        lines.append(_line(row, [sizes.get(row, 0) for sizes in most.values()]))
+    lines.append(_line("peak (at one moment, so not the sum)", list(peaks.values())))
+    return html_table(("largest size of each row", *heads), lines)
 
 
 def _line(name: str, sizes: Sequence[float]) -> tuple[str, ...]:
@@ -210,35 +219,37 @@ def _line(name: str, sizes: Sequence[float]) -> tuple[str, ...]:
 
 
 def kept_table(measured: Mapping[str, Footprint]) -> str:
-    """HTML: bytes saved for backward by operation; an adapter's are under its Linear."""
+    """Return an HTML table of the bytes saved for backward by operation. The bytes of an adapter's
+    A count with its Linear; those of its B are in a separate row."""
     named = {name: {} for name in measured}
-    for name, one in measured.items():
-        for operation, size in one.operations.items():
+    for name, footprint in measured.items():
+        for operation, size in footprint.operations.items():
             whole = operation.replace(".A", "")
             if ".B" in operation:
                 whole = "between A and B"
             named[name][whole] = named[name].get(whole, 0) + size
-    rows = sorted({row for one in named.values() for row in one},
-                  key=lambda row: -max(one.get(row, 0) for one in named.values()))
-    lines = [(row, *(f"{one.get(row, 0):,}" for one in named.values())) for row in rows]
+    rows = sorted({row for sizes in named.values() for row in sizes},
+                  key=lambda row: -max(sizes.get(row, 0) for sizes in named.values()))
+    lines = [(row, *(f"{sizes.get(row, 0):,}" for sizes in named.values())) for row in rows]
     return html_table(("bytes saved for backward", *measured), lines)
 
 
-def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
-    """HTML: seconds by phase, and the share of the FLOPs."""
+def seconds_table(times: Timed, configs: Mapping[str, Config]) -> str:
+    """Return an HTML table of seconds by phase, and of the shares of full fine-tuning's time, FLOPs
+    and weights."""
     lines, whole = [], training_flops(configs[FULL].model)
     for name, config in configs.items():
         lines.append((name, *(f"{1e3 * phase[name]:.1f} ms" for phase in (
-            found.forward, found.backward, found.optimizer)), f"{found.share(name):.0%}",
+            times.forward, times.backward, times.optimizer)), f"{times.share(name):.0%}",
             f"{training_flops(config.model) / whole:.0%}", f"{trained_share(config):.1%}"))
-    return html_table(("", "forward", "backward", "optimizer", "an update, of full's",
-                       "FLOPs, of full's", "trained weights"), lines,
-                      caption="; ".join(filter(None, (found.where, disturbance(found.others)))))
+    return html_table(("", "forward", "backward", "optimizer", "update, over full",
+                       "FLOPs, over full", "trained weights"), lines,
+                      caption="; ".join(filter(None, (times.where, disturbance(times.others)))))
 
 
 def seven_billion() -> Config:
-    """Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), one sequence per
-    update."""
+    """Return the config of Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), with
+    one sequence per update."""
     return preset("llama-8b").replace({
         "model.kv_heads": 32, "model.mlp_width": 11_008, "model.vocab": 32_000,
         "model.context": 4096, "global_batch": 1, "grad_accum_steps": 1,
@@ -246,7 +257,8 @@ def seven_billion() -> Config:
 
 
 def gpt3() -> Config:
-    """Brown et al. 2020, table 2.1 (https://arxiv.org/abs/2005.14165), one sequence per update."""
+    """Return the config of GPT-3 175B (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table
+    2.1), with one sequence per update."""
     return preset("gpt2-1.5b").replace({
         "model.layers": 96, "model.width": 12_288, "model.heads": 96, "model.context": 2048,
         "global_batch": 1, "grad_accum_steps": 1, "precision.recipe": "bf16"})
@@ -257,74 +269,79 @@ WAYS = {"float32 weights, autocast": {}, "weights in bf16": {"memory.param_dtype
 
 
 def rented(config: Config, rank: int, machine: str) -> dict[str, tuple[Memory, Memory]]:
-    """Predicted memory of full fine-tuning and of LoRA, by WAYS."""
-    found = {}
+    """Return the predicted memory of full fine-tuning and of LoRA on `machine`, by WAYS."""
+    by_way = {}
     for way, settings in WAYS.items():
-        one = config.replace(settings)
-        found[way] = memory(one, machine), memory(adapted(one, rank), machine)
-    return found
+        with_settings = config.replace(settings)
+        by_way[way] = memory(with_settings, machine), memory(adapted(with_settings, rank), machine)
+    return by_way
 
 
 def rented_table(models: Mapping[str, Mapping[str, tuple[Memory, Memory]]]) -> str:
-    """HTML: predicted memory, with the published numbers of Hu et al. below."""
+    """Return an HTML table of predicted peaks. The last row has the published numbers of Hu et
+    al."""
     lines = []
-    for name, found in models.items():
-        for way, (full, lora) in found.items():
-            lines.append((name, way, *(quantity(one.peak_bytes, "bytes") for one in (full, lora)),
+    for name, by_way in models.items():
+        for way, (full, lora) in by_way.items():
+            lines.append((name, way, quantity(full.peak_bytes, "bytes"),
+                          quantity(lora.peak_bytes, "bytes"),
                           f"{full.peak_bytes / lora.peak_bytes:.2f} times",
                           "yes" if lora.missing_bytes <= 0 else "no"))
-    lines.append(("GPT-3 175B, theirs", "as Hu et al. trained it", *(
+    lines.append(("GPT-3 175B, published", "as Hu et al. trained it", *(
         quantity(size, "bytes") for size in PUBLISHED.values()),
         f"{PUBLISHED['full'] / PUBLISHED['LoRA']:.2f} times", "no"))
-    return html_table(("", "how", "full", "LoRA", "full over LoRA", "LoRA fits"), lines)
+    return html_table(("model", "settings", "peak, full", "peak, LoRA", "full over LoRA",
+                       "LoRA fits"), lines)
 
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 
 
 def rates_figure(study: Study) -> dict:
-    """The loss of the new text over the learning rate, a line per rank."""
+    """Return the plotly spec of the loss on the new text over the learning rate, a line per
+    rank."""
     lines = []
     for i, rank in enumerate(study.ranks):
-        own = sorted((one.lr, one.learned) for one in study.went if one.rank == rank)
+        own = sorted((run.lr, run.learned) for run in study.went if run.rank == rank)
         shade = COLOURS[1] if not rank else COLOURS[0]
         faint = 1.0 if not rank else 0.25 + 0.75 * i / (len(study.ranks) - 1)
         lines.append(scatter([lr for lr, _ in own], [loss for _, loss in own],
                              study.best(rank).name, shade, mode="lines+markers", opacity=faint,
                              marker={"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 9},
                              hover="learning rate %{x}: %{y:.3f} nats"))
-    return figure(lines, "The manual's loss, by learning rate", height=420,
+    return figure(lines, "Loss on the manual by learning rate", height=420,
                   xaxis=axis("learning rate", type="log", tickvals=[GENTLE, *RATES],
                              ticktext=[f"{lr:g}" for lr in (GENTLE, *RATES)]),
-                  yaxis=axis("loss of the manual, nats per byte"))
+                  yaxis=axis("loss on the manual, nats per byte"))
 
 
 def forgetting_figure(study: Study) -> dict:
-    """The loss of the first text over the loss of the new text: one point per run."""
-    dots = [scatter([study.manual], [study.code], "before", COLOURS[2], mode="markers",
+    """Return the plotly spec of the loss on the first text over the loss on the new text: one point
+    per run."""
+    dots = [scatter([study.manual], [study.code], "base model", COLOURS[2], mode="markers",
                     marker={"symbol": "x", "size": 11})]
     for name, colour, own in (
-            ("all weights", COLOURS[1], [one for one in study.went if not one.rank]),
-            ("LoRA", COLOURS[0], [one for one in study.went if one.rank])):
-        dots.append(scatter([one.learned for one in own], [one.remembered for one in own], name,
+            ("all weights", COLOURS[1], [run for run in study.went if not run.rank]),
+            ("LoRA", COLOURS[0], [run for run in study.went if run.rank])):
+        dots.append(scatter([run.learned for run in own], [run.remembered for run in own], name,
                             colour, mode="markers", marker={"size": 9},
-                            customdata=[f"{one.name}, {one.lr:g}" for one in own],
+                            customdata=[f"{run.name}, {run.lr:g}" for run in own],
                             hover="%{customdata}: manual %{x:.3f}, code %{y:.3f}"))
-    return figure(dots, "What is learned, and what is forgotten", height=420,
-                  xaxis=axis("loss of the manual, nats per byte"),
-                  yaxis=axis("loss of the code, nats per byte"))
+    return figure(dots, "Learning the manual, and forgetting the code", height=420,
+                  xaxis=axis("loss on the manual, nats per byte"),
+                  yaxis=axis("loss on the code, nats per byte"))
 
 
 def ladder_table(study: Study) -> str:
-    """HTML: each rank at its best learning rate."""
+    """Return an HTML table of the result of each rank at its best learning rate."""
     lines = []
     for rank in [*study.ranks[1:], 0]:
-        one = study.best(rank)
-        lines.append((one.name, f"{one.trained:,}", f"{one.lr:g}", f"{one.learned:.3f}",
-                      f"{one.learned - study.manual:+.3f}", f"{one.remembered:.3f}",
-                      f"{study.forgot(one):+.3f}"))
-    return html_table(("", "trained numbers", "its best rate", "manual", "learned", "code",
-                       "forgotten"), lines)
+        best = study.best(rank)
+        lines.append((best.name, f"{best.trained:,}", f"{best.lr:g}", f"{best.learned:.3f}",
+                      f"{best.learned - study.manual:+.3f}", f"{best.remembered:.3f}",
+                      f"{study.forgot(best):+.3f}"))
+    return html_table(("", "trained parameters", "best learning rate", "loss on the manual",
+                       "change", "loss on the code", "change"), lines)
 
 
 # ---- Exercises

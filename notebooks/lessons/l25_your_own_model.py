@@ -1,8 +1,8 @@
 """Lesson 25, Your own model: two models that are not the kit's, their study, figures and exercises.
 
-A Llama of transformers, with random weights from a config, and a language model around PyTorch's
-`nn.TransformerEncoder` use the kit's functions for other models: predict, convert, watch and
-advise. Units: bytes, seconds, losses in nats per token, SQNR in dB.
+The kit's functions for other models (predict, convert, watch, advise) are applied to a Llama of the
+library transformers, with random weights, and to a language model around PyTorch's
+`nn.TransformerEncoder`. Units: bytes, seconds, losses in nats per token, SQNR in dB.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ from lpkit.timing import Watch as Progress
 __all__ = ["Path", "hardware"]
 
 VOCAB, HEADS = 256, 4       # tokens are bytes
-RECIPES = ("int8", "fp8-rowwise", "mxfp8", "nvfp4")       # that telemetry tries on each operand
+RECIPES = ("int8", "fp8-rowwise", "mxfp8", "nvfp4")     # recipes whose casts telemetry compares
 LLAMA, ENCODER = "Llama", "TransformerEncoder"
-_ABSENT = ("transformers is not installed, so PyTorch's own modules stand in for its Llama: the same "
-           "Linears, no rotary embedding.")
+_ABSENT = ("transformers is not installed, so a model of PyTorch's own modules replaces its Llama: "
+           "it has the same Linears and no rotary embedding.")
 
 # ---- Models
 
 def absent() -> str:
-    """Return a message if transformers is missing, else an empty string."""
+    """Return a message if transformers is not installed; empty if it is."""
     return "" if find_spec("transformers") else _ABSENT
 
 
 def llama(width: int, layers: int, context: int, vocab: int = VOCAB, heads: int = HEADS
           ) -> nn.Module:
-    """Return transformers' Llama with random weights. Nothing is downloaded."""
+    """Return the Llama of transformers with random weights, or GatedLM if transformers is not
+    installed. Nothing is downloaded."""
     if absent():
         return GatedLM(width, layers, context)
     with warnings.catch_warnings():     # from optional libraries that do not fit this PyTorch
@@ -74,13 +75,14 @@ def llama(width: int, layers: int, context: int, vocab: int = VOCAB, heads: int 
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """Return an object with a `loss`, like the output of a model of transformers."""
+    """Return an object with the mean cross-entropy as `loss`, like the output of a model of
+    transformers. logits (B, T, V), labels (B, T); logits at t predict the label at t + 1."""
     return SimpleNamespace(loss=F.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()))
 
 
 class EncoderLM(nn.Module):
-    """A language model around `nn.TransformerEncoder`, as PyTorch's tutorial has it."""
+    """A language model around `nn.TransformerEncoder`, as in PyTorch's tutorial."""
 
     def __init__(self, width: int, layers: int, context: int):
         super().__init__()
@@ -97,6 +99,8 @@ class EncoderLM(nn.Module):
 
 
 class GatedBlock(nn.Module):
+    """A block with the Linears of a Llama: (B, T, D) -> (B, T, D)."""
+
     def __init__(self, width: int):
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
@@ -110,8 +114,8 @@ class GatedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h, attention, mlp = self.norms[0](x), self.self_attn, self.mlp
-        q, k, v = (attention[f"{one}_proj"](h).unflatten(-1, (heads, -1)).transpose(1, 2)
-                   for one, heads in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)))
+        q, k, v = (attention[f"{name}_proj"](h).unflatten(-1, (heads, -1)).transpose(1, 2)
+                   for name, heads in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + attention["o_proj"](y.transpose(1, 2).flatten(2))
         h = self.norms[1](x)
@@ -127,8 +131,8 @@ class GatedLM(nn.Module):
         self.model = nn.ModuleDict({"layers": nn.ModuleList(
             GatedBlock(width) for _ in range(layers))})
         self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, VOCAB, bias=False)
-        self.apply(lambda one: isinstance(one, nn.Linear | nn.Embedding) and
-                   nn.init.normal_(one.weight, std=0.02))
+        self.apply(lambda module: isinstance(module, nn.Linear | nn.Embedding) and
+                   nn.init.normal_(module.weight, std=0.02))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x = self.tokens(input_ids) + self.places.weight[:input_ids.shape[1]]
@@ -151,7 +155,8 @@ def models(width: int, layers: int, context: int) -> dict[str, Callable[[int], n
 
 
 def wide_llama() -> nn.Module:
-    """Return two blocks as wide as those of Llama 2 7B, without memory for their weights."""
+    """Return a model of two blocks with the width of Llama 2 7B on the meta device, so its weights
+    take no memory."""
     if absent():
         with torch.device("meta"):
             return GatedLM(4096, 2, 4096)
@@ -160,19 +165,22 @@ def wide_llama() -> nn.Module:
 
 
 def text(sequences: int, context: int, steps: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Return batches of the kit's corpus, as keyword arguments of a model of transformers."""
+    """Return `steps` batches of the kit's corpus, as keyword arguments of a model of transformers.
+    Ids are (sequences, context)."""
     policy = RandomWindows(tokens=prepare(DataConfig(), vocab=VOCAB).train, batch=sequences,
                            context=context, seed=seed)
     ids = [policy.batch(step).tokens.to(hardware.usable()) for step in range(steps)]
-    return [{"input_ids": one, "labels": one} for one in ids]
+    return [{"input_ids": tokens, "labels": tokens} for tokens in ids]
 
 
 # ---- Runs
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
+    """The result of one training run."""
+
     losses: list[float]         # of each step
-    seen: Watch
+    seen: Watch                 # telemetry of the first and the last step
     others: float = 0.0         # share of the cores that other processes used
 
     @property
@@ -200,66 +208,70 @@ def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], recipe: s
     return Trained(losses=losses, seen=seen, others=share())
 
 
-Runs = dict[tuple[str, str], Trained]
+Runs = dict[tuple[str, str], Trained]   # by model and recipe, or by model and "bf16, seed 0"
 
 
-def study(made: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any], lr: float,
+def study(makers: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any], lr: float,
           done: Runs, watch: Progress = iter, seeds: int = 3) -> Runs:
-    """Train each model under each of two recipes, and in bf16 with several seeds of its weights.
-    `done`: finished runs, which are not repeated."""
-    asked = [(name, recipe, 0) for name in made for recipe in ("int8", "nvfp4")]
-    asked += [(name, None, seed) for name in made for seed in range(seeds)]
-    asked = [one for one in asked if one[:2] not in done]
+    """Train each model under two recipes, and in bf16 with several seeds of its weights. `makers`:
+    by name, a function that makes the model from a seed; `done`: finished runs, which are not
+    repeated."""
+    cases = [(name, recipe, 0) for name in makers for recipe in ("int8", "nvfp4")]
+    cases += [(name, None, seed) for name in makers for seed in range(seeds)]
+    cases = [case for case in cases if case[:2] not in done]
     return done | {(name, recipe or f"bf16, seed {seed}"):
-                   trained(made[name](seed), batches, recipe, lr)
-                   for name, recipe, seed in watch(asked)}
+                   trained(makers[name](seed), batches, recipe, lr)
+                   for name, recipe, seed in watch(cases)}
 
 
 def spread(runs: Runs, name: str) -> float:
     """Return the standard deviation over seeds of the final bf16 loss."""
-    return stdev(one.end for (of, how), one in runs.items() if of == name and "seed" in how)
+    return stdev(run.end for (of, how), run in runs.items() if of == name and "seed" in how)
 
 
 def behind(runs: Runs, name: str, recipe: str) -> float:
-    """Return the final loss of a recipe minus that of bf16 from the same weights."""
+    """Return the final loss under a recipe minus the final loss in bf16 from the same initial
+    weights."""
     return runs[name, recipe].end - runs[name, "bf16, seed 0"].end
 
 
 # ---- Noise
 
 def short(layer: str) -> str:
-    """Return the kind of a Linear: its name without the block's name."""
+    """Return the kind of a Linear, the last part of its name: "q_proj"."""
     return layer.rpartition(".")[2]
 
 
 def noise(samples: Iterable[Sample], recipe: str, role: str, step: int | None = None
           ) -> dict[str, float]:
-    """Return the SQNR of an operand under a recipe by layer, at one step; None: the last step."""
+    """Return the SQNR in dB of an operand under a recipe, by layer. `role`: x, w or dy; `step`:
+    None means the last sampled step."""
     samples = list(samples)
-    step = step or max(one.step for one in samples)
-    found = {one.layer: one.others[recipe].sqnr_db for one in samples
-             if (one.role, one.step) == (role, step) and one.others}
-    return {layer: db for layer, db in found.items() if db is not None}
+    step = step or max(sample.step for sample in samples)
+    by_layer = {sample.layer: sample.others[recipe].sqnr_db for sample in samples
+                if (sample.role, sample.step) == (role, step) and sample.others}
+    return {layer: db for layer, db in by_layer.items() if db is not None}
 
 
 def by_kind(noise_of: Mapping[str, float]) -> dict[str, float]:
     """Return the lowest SQNR of each kind of Linear, the noisiest kind first."""
     kinds = {short(layer): min(db for other, db in noise_of.items()
                                if short(other) == short(layer)) for layer in noise_of}
-    return dict(sorted(kinds.items(), key=lambda one: one[1]))
+    return dict(sorted(kinds.items(), key=lambda pair: pair[1]))
 
 
 def noise_table(runs: Runs, recipe: str = "int8") -> str:
-    """HTML: for each model, the kinds of Linear by the noise of their input, at both samples."""
+    """Return an HTML table of the SQNR of each kind of Linear's input, at the first and the last
+    step, by model."""
     lines = []
     for name in dict.fromkeys(of for of, _ in runs):
         samples = runs[name, recipe].seen.samples
-        first = by_kind(noise(samples, recipe, "x", min(one.step for one in samples)))
+        first = by_kind(noise(samples, recipe, "x", min(sample.step for sample in samples)))
         last = by_kind(noise(samples, recipe, "x"))
         lines += [(name, kind, f"{db:.1f} dB", f"{last[kind]:.1f} dB")
                   for kind, db in first.items()]
-    return html_table(("model", "Linear", "its input at the first step", "and at the last"), lines,
-                      caption=f"SQNR of the input under {recipe}, of the noisiest block")
+    return html_table(("model", "Linear", "input at the first step", "input at the last step"),
+                      lines, caption=f"SQNR of the input under {recipe}, in the noisiest block")
 
 
 SHAPES = {"x": "circle", "w": "square", "dy": "diamond"}
@@ -267,7 +279,8 @@ SHAPES = {"x": "circle", "w": "square", "dy": "diamond"}
 
 def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Iterable[str] = ()
                  ) -> dict:
-    """A line per layer with a mark per operand; hollow marks are Linears of `heads`."""
+    """Return the plotly spec of the SQNR under a recipe: a line per layer with a mark per operand.
+    Linears in `heads` have hollow marks."""
     kept, dots = set(heads), []
     of = {role: noise(samples, recipe, role, step) for role in ROLE_COLOURS}
     layers = list(of["x"])              # in forward order
@@ -280,7 +293,7 @@ def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Itera
                     "line": {"width": [2 if layer in kept else 0 for layer in layers],
                              "color": colour}},
             hover="%{y}: %{x:.1f} dB"))
-    return figure(dots, f"Signal over noise under {recipe}, step {step}",
+    return figure(dots, f"SQNR of the operands under {recipe}, step {step}",
                   height=130 + 24 * len(layers), xaxis=axis("SQNR, dB", range=[5, 50]),
                   yaxis={**NAMES, "showgrid": True, "type": "category", "categoryorder": "array",
                          "categoryarray": list(map(_label, layers))},
@@ -288,16 +301,17 @@ def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Itera
 
 
 def _label(layer: str) -> str:
-    """Return a layer's name from its block's number on."""
+    """Return a layer's name from the number of its block on: "0.self_attn.q_proj"."""
     parts = layer.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[at:])
 
 
 def losses_figure(runs: Runs, name: str) -> dict:
-    """Loss minus bf16's loss from the same weights, by step; the same for bf16's other seeds."""
+    """Return the plotly spec of the loss minus the loss of bf16 with seed 0, by step: for each
+    recipe (from the same weights) and for bf16's other seeds."""
     base = runs[name, "bf16, seed 0"].losses
-    of = {how: one.losses for (model, how), one in runs.items() if model == name}
+    of = {how: run.losses for (model, how), run in runs.items() if model == name}
     lines, traces = lines_of([how for how in of if "seed" not in how]), []
     for how, losses in sorted(of.items(), key=lambda item: "seed" not in item[0]):
         if losses is not base:      # all other seeds are one series with one colour
@@ -307,11 +321,13 @@ def losses_figure(runs: Runs, name: str) -> dict:
                 line=lines.get(how, {"color": COLOURS[6], "width": 1.5}),
                 opacity=1.0 if how in lines else 0.5, hover="step %{x}: %{y:+.4f} nats"))
     return figure(traces, f"{name}: loss minus that of bf16, seed 0", height=380,
-                  xaxis=axis("step", dtick=max(1, len(base) // 10)), yaxis=axis("nats per byte"))
+                  xaxis=axis("step", dtick=max(1, len(base) // 10)),
+                  yaxis=axis("difference of losses, nats per byte"))
 
 
 def losses_table(runs: Runs) -> str:
-    """HTML: how far each recipe is behind bf16, the spread over seeds, and the noise."""
+    """Return an HTML table of each recipe's noisiest input, of its loss minus bf16's, and of the
+    standard deviation over seeds."""
     lines = []
     for name, recipe in (key for key in runs if "seed" not in key[1]):
         worst = by_kind(noise(runs[name, recipe].seen.samples, recipe, "x"))
@@ -319,11 +335,11 @@ def losses_table(runs: Runs) -> str:
         lines.append((name, recipe, f"{db:.1f} dB ({kind})",
                       f"{behind(runs, name, recipe):+.4f}", f"{spread(runs, name):.4f}"))
     return html_table(("model", "recipe", "noisiest input", "loss minus bf16's, same weights",
-                       "standard deviation over seeds"), lines)
+                       "standard deviation of bf16 over seeds"), lines)
 
 
 def svg(path: str) -> Any:
-    """Return a picture from a file, to be displayed."""
+    """Return the picture of an SVG file, for display in a notebook."""
     from IPython.display import SVG  # imported here: the judge's processes display nothing
 
     return SVG(filename=path)

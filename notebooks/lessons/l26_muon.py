@@ -1,8 +1,8 @@
 """Lesson 26, Muon: its study, its figures and its exercises.
 
-Muon multiplies matrices, so its work is counted in FLOPs and compared with its seconds.
-Newton-Schulz does not change singular vectors, so its effect on a step is a polynomial of the
-singular values.
+Muon's update multiplies matrices, so its FLOPs are counted and compared with its seconds.
+Newton-Schulz does not change singular vectors, so it only changes the singular values of a step, by
+a polynomial.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ PUBLISHED = {"gpt2-124m": 524_288, "llama-405b": 16_000_000}
 
 
 def published(config: Config) -> float:
-    """Returns T m / B, the bound of https://kellerjordan.github.io/posts/muon/."""
+    """Return T m / B, the bound on Muon's overhead in https://kellerjordan.github.io/posts/muon/: T
+    steps of Newton-Schulz, width m, B tokens per update."""
     return muon.NEWTON_SCHULZ * config.model.width / config.tokens_per_step
 
 
@@ -52,11 +53,10 @@ def published(config: Config) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(optimizers.Timed):
-    """Adds the seconds of forward and backward in float32, and the seconds of Newton-Schulz alone
-    (`products`) for all matrices that Muon updates."""
+    """The times of AdamW and Muon, and of two parts of their work, in seconds."""
 
-    forward_backward_fp32: float
-    products: float
+    forward_backward_fp32: float    # forward and backward in float32
+    products: float                 # Newton-Schulz alone, for all matrices that Muon updates
 
 
 def orthogonalisation(config: Config, device: Any) -> Callable[[], None]:
@@ -74,50 +74,51 @@ def orthogonalisation(config: Config, device: Any) -> Callable[[], None]:
 
 
 def timed(config: Config, *, rounds: int, watch: Watch = iter) -> Timed:
-    """Times AdamW, Muon, the float32 passes and Newton-Schulz in turns."""
+    """Measure AdamW, Muon, the float32 passes and Newton-Schulz, which take turns."""
     plain, phases = Bench(config.replace({"precision.recipe": "fp32"})), []
     beside = (lambda: phases.append(by_phase(plain)), orthogonalisation(config, plain.device))
-    found = optimizers.timed(config, ["adamw", "muon"], rounds=rounds, watch=watch, beside=beside)
-    return Timed(**vars(found), products=found.beside[-1], forward_backward_fp32=min(
+    times = optimizers.timed(config, ["adamw", "muon"], rounds=rounds, watch=watch, beside=beside)
+    return Timed(**vars(times), products=times.beside[-1], forward_backward_fp32=min(
         forward + backward for forward, backward, _ in phases[1:]))
 
 
 # The effect of orthogonalisation.
 
 def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns AdamW's two moments of each matrix of the first block after some updates on text;
-    queries, keys and values are separate matrices, as in Muon."""
+    """Train with AdamW for some updates, and return the two moments of each matrix of the first
+    block, by name. Queries, keys and values are separate matrices, as in Muon."""
     training = Training.build(config.replace({"optimizer": "adamw", "system.compile": False}))
     for step in range(updates):
         training.update(step)
-    found = {}
+    pairs = {}
     for name, p in training.model.named_parameters():
         if name.startswith("blocks.0.") and p.ndim == 2:
-            one = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
+            parameter = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
             held, own = training.optimizer.state[p], OPTIMIZERS["muon"].settings
-            parts = [muon.apart(held[slot].float().cpu(), one, own)
+            parts = [muon.apart(held[slot].float().cpu(), parameter, own)
                      for slot in ("exp_avg", "exp_avg_sq")]
             short = name.removeprefix("blocks.0.").removesuffix(".weight")
             names = [f"{short}, {what}" for what in ("query", "key", "value")]
-            for each, *pair in zip(names if one.fused else [short], *parts):
-                found[each] = tuple(t.flatten(0, 1) for t in pair)
-    return found
+            for each, *pair in zip(names if parameter.fused else [short], *parts):
+                pairs[each] = tuple(t.flatten(0, 1) for t in pair)
+    return pairs
 
 
 def over_rms(values: Tensor) -> Tensor:
-    """Divide by the root mean square: all values are 1 if all directions move equally far."""
+    """Return singular values over their root mean square. All are 1 if a step moves equally far in
+    all directions."""
     return values / values.square().mean().sqrt()
 
 
 def spectra(m: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """Returns the singular values of the steps of three rules from the same moments, the largest
-    first, over their root mean square."""
+    """Return the singular values of the steps of three rules from the same moments m and v, by
+    rule: the largest first, over their root mean square."""
     steps = {"momentum": m, "AdamW": m / (v.sqrt() + 1e-8), "Lion": m.sign()}
     return {name: over_rms(torch.linalg.svdvals(step.double())) for name, step in steps.items()}
 
 
 def lifted(values: Tensor, steps: int) -> Tensor:
-    """Returns singular values after Muon's steps, which do not change singular vectors."""
+    """Return singular values after `steps` steps of Newton-Schulz."""
     x = values / values.norm()
     for _ in range(steps):
         x = muon.A * x + muon.B * x**3 + muon.C * x**5
@@ -125,19 +126,19 @@ def lifted(values: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz(values: Tensor, steps: int) -> Tensor:
-    """Returns the singular values after Muon's steps, the largest first, over their root mean
-    square."""
+    """Return singular values after `steps` steps of Newton-Schulz, the largest first, over their
+    root mean square."""
     return over_rms(lifted(values, steps).sort(descending=True).values)
 
 
-NEAR = (0.5, 1.5)   # the authors' range for singular values of a step
-LEAST = 0.001068    # share of the Frobenius norm above which five steps end in that range
+NEAR = (0.5, 1.5)   # the range in which Muon's authors expect the singular values of a step
+LEAST = 0.001068    # a singular value above this share of the Frobenius norm ends in NEAR
 
 
 @dataclass(frozen=True)
 class Near:
-    """The share of a matrix's singular values that are in NEAR after Muon's steps: predicted from
-    the momentum's singular values, and measured by decomposing the step."""
+    """The share of a matrix's singular values that are in NEAR after five steps of Newton-Schulz:
+    predicted from the momentum's singular values, and measured by decomposing the step."""
 
     predicted: float
     measured: float
@@ -155,65 +156,70 @@ def near(m: Tensor) -> Near:
 
 
 def spectrum_view(moments: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[..., dict]:
-    """For an Explorer: the singular values of a step, by rule."""
+    """Return a view for an Explorer: the singular values of a step, by rule."""
     known = {matrix: spectra(*pair) for matrix, pair in moments.items()}
 
     def show(matrix: str, steps: int) -> dict:
         last = newton_schulz(known[matrix]["momentum"], steps)
-        found = {**known[matrix], f"Muon, {steps} steps": last}
+        by_rule = {**known[matrix], f"Muon, {steps} steps": last}
         colours = (FAINT, COLOURS[0], COLOURS[1], COLOURS[2])
-        share = [100 * (i + 0.5) / len(found["momentum"]) for i in range(len(found["momentum"]))]
+        share = [100 * (i + 0.5) / len(last) for i in range(len(last))]
         lines = [scatter(share, values.clamp(min=1e-4).tolist(), name, colour,
                          line={"width": 4 if name.startswith("Muon") else 2},
                          hover="%{x:.0f}%: %{y:.3g}")
-                 for (name, values), colour in zip(found.items(), colours)]
+                 for (name, values), colour in zip(by_rule.items(), colours)]
         near = float(((last > 0.5) & (last < 2)).double().mean())
         return figure(lines, f"{matrix}: {near:.0%} of Muon's directions within a factor of 2 of "
                              f"their root mean square", height=420,
-                      xaxis=axis("directions, those that move farthest first, %", range=[0, 100]),
+                      xaxis=axis("directions, sorted by singular value, %", range=[0, 100]),
                       yaxis=axis("singular value over the root mean square", type="log",
                                  range=[-4, 1.2], dtick=1, exponentformat="power"),
                       shapes=[rule(y=1)],
-                      annotations=[note("all as far", 99, 0.03, "right bottom",
-                                        font={"color": FAINT})])
+                      annotations=[note("1: all directions move equally far", 99, 0.03,
+                                        "right bottom", font={"color": FAINT})])
 
     return show
 
 
 def overhead_rows(config: Config) -> str:
-    """HTML: Muon's FLOPs over those of forward and backward, as published and counted."""
-    asked = {"cpu-3m": preset("cpu-3m").tokens_per_step, **PUBLISHED}
+    """Return an HTML table of Muon's FLOPs over those of forward and backward: the published bound,
+    and as counted."""
+    tokens_of = {"cpu-3m": preset("cpu-3m").tokens_per_step, **PUBLISHED}
     lines = []
-    for name, tokens in asked.items():
-        one = preset(name).replace({"optimizer": "muon"})
-        counted = flops(one) / (training_flops(one.model) * tokens / one.model.context)
-        bound = muon.NEWTON_SCHULZ * one.model.width / tokens
-        lines.append((name, f"{one.model.width:,}", f"{tokens:,}", f"{bound:.3%}",
-                      f"{counted:.3%}"))
+    for name, tokens in tokens_of.items():
+        with_muon = preset(name).replace({"optimizer": "muon"})
+        m = with_muon.model
+        counted = flops(with_muon) / (training_flops(m) * tokens / m.context)
+        bound = muon.NEWTON_SCHULZ * m.width / tokens
+        lines.append((name, f"{m.width:,}", f"{tokens:,}", f"{bound:.3%}", f"{counted:.3%}"))
     here = config.replace({"optimizer": "muon"})
-    lines.append(("here", f"{here.model.width:,}", f"{here.tokens_per_step:,}",
+    lines.append(("this notebook", f"{here.model.width:,}", f"{here.tokens_per_step:,}",
                   f"{published(here):.1%}", f"{overhead(here):.1%}"))
-    return html_table(("", "m, width", "B, tokens an update", "T m / B", "counted"), lines)
+    return html_table(("model", "width m", "tokens per update B", "bound T m / B", "counted"),
+                      lines)
 
 
-def near_table(found: Mapping[str, Near]) -> str:
-    """HTML: the share of each matrix's singular values that five steps bring near 1."""
-    rows = [(name, f"{one.predicted:.1%}", f"{one.measured:.1%}") for name, one in found.items()]
-    return html_table(("matrix", f"above {LEAST:.4f} of the norm before",
-                       "between {} and {} after".format(*NEAR)), rows)
+def near_table(by_matrix: Mapping[str, Near]) -> str:
+    """Return an HTML table of the share of each matrix's singular values that five steps of
+    Newton-Schulz bring into NEAR."""
+    rows = [(name, f"{share.predicted:.1%}", f"{share.measured:.1%}")
+            for name, share in by_matrix.items()]
+    return html_table(("matrix", f"before: above {LEAST:.4f} of the norm",
+                       "after: between {} and {}".format(*NEAR)), rows)
 
 
-def why_table(found: Timed, config: Config) -> str:
-    """HTML: FLOP/s of the parts whose ratio explains the prediction's error."""
+def why_table(times: Timed, config: Config) -> str:
+    """Return an HTML table of the FLOPs, time and FLOP/s of four parts of an update. The
+    differences of FLOP/s explain the error of a prediction by FLOPs."""
     whole = training_flops(config.model, batch=config.global_batch)
     own = flops(config.replace({"optimizer": "muon"}))
     lines = [(name, f"{work / 1e9:.1f}", f"{1e3 * seconds:.1f} ms", f"{work / seconds / 1e9:.0f}")
              for name, work, seconds in (
-                 ("forward and backward", whole, found.forward_backward),
-                 ("the same in float32", whole, found.forward_backward_fp32),
-                 ("Newton-Schulz alone, float32", own, found.products),
-                 ("Muon's whole work", own, found.optimizer["muon"]))]
-    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.caption)
+                 ("forward and backward", whole, times.forward_backward),
+                 ("forward and backward, float32", whole, times.forward_backward_fp32),
+                 ("Newton-Schulz alone, float32", own, times.products),
+                 ("Muon's whole update", own, times.optimizer["muon"]))]
+    return html_table(("part", "GFLOPs", "time", "GFLOP/s"), lines, caption=times.caption)
 
 
 # ---- Exercises
@@ -252,7 +258,7 @@ def _step(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float, *, nesterov:
                     "a matrix with more rows than columns takes a larger step":
                         lambda *case: _step(*case, tall=False),
                     "the decay is a share of lr": lambda *case: _step(*case, by_lr=False),
-                    "five steps": lambda *case: _step(*case, steps=1)})
+                    "take five steps of Newton-Schulz": lambda *case: _step(*case, steps=1)})
 def muon_step(w: Tensor, g: Tensor, m: Tensor, lr: float,
               decay: float) -> tuple[Tensor, Tensor]:
     m = 0.95 * m + 0.05 * g
@@ -272,7 +278,7 @@ def muon_step(w: Tensor, g: Tensor, m: Tensor, lr: float,
           mistakes={"use the smaller of the two Gram matrices": lambda weights, tokens: sum(
                         5 * (4 * w.shape[0]**2 * w.shape[1] + 2 * w.shape[0]**3) for w in weights)
                         / (6 * tokens * sum(w.numel() for w in weights)),
-                    "five steps": lambda weights, tokens: sum(
+                    "take five steps of Newton-Schulz": lambda weights, tokens: sum(
                         4 * min(w.shape) * w.numel() + 2 * min(w.shape)**3 for w in weights)
                         / (6 * tokens * sum(w.numel() for w in weights))})
 def overhead_of(weights: list[Tensor], tokens: int) -> float:

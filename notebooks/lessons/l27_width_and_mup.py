@@ -42,9 +42,9 @@ HEAD_DIM = 16       # the same for every width, so that attention's scores keep 
 
 
 def mup(width: int) -> dict[str, Any]:
-    """Settings of muP at a width: Adam's rate of matrices whose input width grows is scaled by
-    MUP_WIDTH / width, so it equals the run's rate at MUP_WIDTH; the rates of embeddings and vectors
-    stay the same."""
+    """Return the settings of muP for a width. Adam's learning rate of matrices whose input width
+    grows is multiplied by MUP_WIDTH / width, so at MUP_WIDTH it is the run's learning rate. The
+    learning rates of embeddings and vectors do not depend on the width."""
     scale = MUP_WIDTH / width
     return {"model.init": "mup", "optimizer.groups": (
         f"blocks.*.attention.*.weight:lr_scale={scale}", f"blocks.*.mlp.*.weight:lr_scale={scale}",
@@ -55,6 +55,7 @@ PARAMETRISATIONS = {"standard": lambda width: {}, "muP": mup}
 
 
 def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
+    """Return the config of a run. `how`: a key of PARAMETRISATIONS."""
     return config("adamw", 8, lr, seed).replace(
         {"model.width": width, "model.heads": width // HEAD_DIM, "model.tied": False, "steps": 60,
          "eval_batches": 16}
@@ -63,23 +64,24 @@ def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
 
 @torch.no_grad()
 def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
-    """Return the output of each part for the same text, by name."""
-    found, hooks = {}, []
+    """Return the outputs of the last block's attention and MLP and of the head for a batch, by
+    name."""
+    outputs, hooks = {}, []
     block = training.model.blocks[-1]
     parts = {"attention": block.attention, "mlp": block.mlp, "logits": training.model.head}
     for name, part in parts.items():
         hooks.append(part.register_forward_hook(
-            lambda module, inputs, out, name=name: found.update({name: out.clone()})))
+            lambda module, inputs, out, name=name: outputs.update({name: out.clone()})))
     training.model(held.tokens)
     for hook in hooks:
         hook.remove()
-    return found
+    return outputs
 
 
 def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, seeds: int = 3
                      ) -> dict[str, float]:
-    """Returns the root mean square change of each part's activations after a few updates, averaged
-    over seeds (Yang et al. 2022, appendix D.1)."""
+    """Return the root mean square change of the outputs of each part (see `activations`) after a
+    few updates, averaged over seeds (Yang et al. 2022, appendix D.1)."""
     moved: dict[str, list[float]] = {}
     for seed in range(seeds):
         training = Training.build(of_width(how, width, lr, seed))
@@ -93,7 +95,7 @@ def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, 
 
 
 def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
-    """Returns the validation loss after the config's steps; None if the run diverged."""
+    """Train a run to its end and return its validation loss; None if the run diverged."""
     training = Training.build(of_width(how, width, lr, seed))
     for step in range(training.config.steps):
         training.update(step)
@@ -103,9 +105,9 @@ def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
 
 def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
     """Return the mean loss over seeds; infinite if a run diverged."""
-    found = [run["loss"] for run in runs
+    losses = [run["loss"] for run in runs
              if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
-    return math.inf if None in found else fmean(found)
+    return math.inf if None in losses else fmean(losses)
 
 
 def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, float]:
@@ -116,15 +118,15 @@ def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, floa
 
 @dataclass(frozen=True)
 class Transfer:
-    """Best learning rates by width, and the losses of the widest model at its `own` best rate and
-    at the best rate of the narrowest model (`moved`)."""
+    """The result of moving a learning rate from the narrowest to the widest model."""
 
-    best: dict[int, float]
-    own: float
-    moved: float
+    best: dict[int, float]      # the best learning rate by width
+    own: float                  # loss of the widest model at its own best learning rate
+    moved: float                # loss of the widest model at the narrowest model's best rate
 
     @property
     def cost(self) -> float:
+        """The share by which the moved learning rate increases the loss."""
         return self.moved / self.own - 1
 
 
@@ -136,27 +138,28 @@ def transfer(runs: Sequence[Mapping[str, Any]], how: str) -> Transfer:
 
 # ---- Figures and tables
 
-def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
-    """The plotly spec of the change of activations over widths. `found`: results of
+def check_figure(changes: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
+    """Return the plotly spec of the change of activations over widths. `changes`: results of
     `coordinate_check` by parametrisation and width."""
     data = []
-    for how, dash in zip(found, ("dot", "solid")):
-        for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
-            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}",
+    for how, dash in zip(changes, ("dot", "solid")):
+        for name, colour in zip(changes[how][WIDTHS[0]], COLOURS):
+            data.append(scatter(WIDTHS, [changes[how][w][name] for w in WIDTHS], f"{how}: {name}",
                                 colour, mode="lines+markers", line={"dash": dash},
                                 hover="width %{x}: %{y:.3f}"))
-    return figure(data, "How far activations have moved after four updates at one learning rate",
+    return figure(data, "Change of activations by four updates at one learning rate",
                   height=420, xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
                   yaxis=axis("root mean square of the change", type="log", dtick="D2"))
 
 
 def width_runs() -> list[dict[str, Any]]:
-    """Returns the runs of `lpkit bench width-rates`."""
+    """Return the runs of `lpkit bench width-rates`."""
     return json.loads(next(MEASURED.glob("width-rates-*.json")).read_text())["runs"]
 
 
 def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec of the loss over learning rates, a line per width, without diverged runs."""
+    """Return the plotly spec of the loss over learning rates: a line per width and
+    parametrisation, without diverged runs."""
     data = []
     for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
         for width, colour in zip(WIDTHS, (*COLOURS[:3], COLOURS[4])):
@@ -165,21 +168,22 @@ def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
             data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour,
                                 mode="lines+markers", line={"dash": dash},
                                 hover="%{x:.4g}: %{y:.3f} nats"))
-    return figure(data, "Loss after 60 updates over learning rates", height=440,
+    return figure(data, "Loss after 60 updates, by learning rate", height=440,
                   xaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"),
                   yaxis=axis("validation loss, nats"))
 
 
 def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """HTML: the best learning rate of each width, and the widest's loss at the narrowest's rate."""
+    """Return an HTML table of the best learning rate of each width, and of the widest model's loss
+    at its own best rate and at the narrowest model's best rate."""
     rows = []
     for how in PARAMETRISATIONS:
-        one = transfer(runs, how)
-        rows.append((how, *(f"{lr:g}" for lr in one.best.values()), f"{one.own:.3f}",
-                     f"{one.moved:.3f}"))
+        result = transfer(runs, how)
+        rows.append((how, *(f"{lr:g}" for lr in result.best.values()), f"{result.own:.3f}",
+                     f"{result.moved:.3f}"))
     return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
-                       f"loss of width {WIDTHS[-1]} at its own",
-                       f"at that of width {WIDTHS[0]}"), rows)
+                       f"loss of width {WIDTHS[-1]} at its own best rate",
+                       f"loss at the best rate of width {WIDTHS[0]}"), rows)
 
 
 # ---- Exercises

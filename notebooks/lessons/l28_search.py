@@ -1,8 +1,9 @@
 """Lesson 28, Search: its study, its figures and its exercises.
 
-Settings without a rule can be searched: at random or by TPE, with trials that the median rule ends
-early. The model and the text are those of lesson 21. `lpkit bench tpe-random --out data/measured`
-records the searches in data/measured/tpe-random-*.json.
+Settings for which there is no rule can be searched: at random or by TPE (a tree-structured Parzen
+estimator), with a median rule that ends bad trials early (pruning). The model and the text are the
+same as in lesson 21. `lpkit bench tpe-random --out data/measured` records the searches in
+data/measured/tpe-random-*.json.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ SEARCHED = Sweep(
 
 
 class Search(Background):
-    """A sweep in a background thread; its result is the text that `lpkit sweep` prints. The
-    executor is a thread of this process; any object whose `submit` returns a future would do."""
+    """A sweep in a background thread. Its result is the text that `lpkit sweep` prints. Trials run
+    in one thread of this process (`pool`)."""
 
     def __init__(self, sweep: Sweep, out: Path):
         super().__init__("search")
@@ -68,7 +69,8 @@ class Search(Background):
 
 
 class LiveSweep(Figure):
-    """The trials of a sweep's journal, redrawn when any process adds a trial."""
+    """A figure of the trials in a sweep's journal (a .jsonl file). It is redrawn when a process has
+    added a trial."""
 
     def __init__(self, sweep: Sweep, out: Path):
         super().__init__(parallel_figure([], sweep))
@@ -92,30 +94,30 @@ class LiveSweep(Figure):
 
 
 def last_loss(trial: Mapping[str, Any]) -> float | None:
-    """Return a trial's last loss, also if the trial was pruned; None if it diverged."""
+    """Return the last loss of a trial, finished or pruned; None if the trial diverged."""
     return trial["val_loss"] if trial["pruned"] is None else trial["pruned"]["val_loss"]
 
 
 def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
     """Return the share of all trials' updates that pruning saved."""
-    ends = [steps if one["pruned"] is None else one["pruned"]["step"] for one in trials]
+    ends = [steps if trial["pruned"] is None else trial["pruned"]["step"] for trial in trials]
     return 1 - fmean(ends) / steps
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The mean share by which TPE's best loss is below the other sampler's, its 95% interval, and
-    the two-sided p-value of a paired t-test."""
+    """The share by which TPE's best loss is below random search's best loss."""
 
-    mean: float
-    low: float
+    mean: float     # over pairs of searches
+    low: float      # of the 95% interval of the mean
     high: float
-    p: float
+    p: float        # two-sided p-value of a paired t-test
 
 
-def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
-    each = [math.log(min(other[:trials]) / min(one[:trials]))
-            for one, other in zip(found["tpe"], found["random"])]
+def gain(losses: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
+    """Compare the best of the first `trials` trials. `losses`: by sampler, search and trial."""
+    each = [math.log(min(other[:trials]) / min(tpe[:trials]))
+            for tpe, other in zip(losses["tpe"], losses["random"])]
     mean, error, df = fmean(each), statistics.stdev(each) / math.sqrt(len(each)), len(each) - 1
     reach = referee.t_quantile(0.975, df) * error
     return Gain(mean, mean - reach, mean + reach, 2 * referee.t_cdf(-abs(mean) / error, df))
@@ -123,17 +125,17 @@ def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
 
 # ---- Figures and tables
 
-def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
-    """The plotly spec of a sweep. Each trial is a line through its settings, its last update and
-    its loss there, in the colour of that loss; a diverged trial has no line. An axis is named by
-    the last part of a setting's name, since five whole names do not fit on a phone. The axes of
-    settings cover the range of the search."""
-    there = [one for one in trials if last_loss(one) is not None]
-    steps, losses = told.config({}).steps, [last_loss(one) for one in there]
+def parallel_figure(trials: Sequence[Mapping[str, Any]], sweep: Sweep) -> dict:
+    """Return the plotly spec of a sweep, in parallel coordinates. Each trial is a line through its
+    settings, its last update and its last loss, coloured by this loss; a diverged trial has no
+    line. An axis has only the last part of a setting's name, because five whole names do not fit on
+    a phone. The axes of settings cover the range of the search."""
+    there = [trial for trial in trials if last_loss(trial) is not None]
+    steps, losses = sweep.config({}).steps, [last_loss(trial) for trial in there]
     dimensions = []
-    for key in told.search:
-        domain = told.domain(key)[1]
-        values, ticks = [one["settings"][key] for one in there], {}
+    for key in sweep.search:
+        domain = sweep.domain(key)[1]
+        values, ticks = [trial["settings"][key] for trial in there], {}
         if choices := domain.get("choices"):
             values, ends = [choices.index(value) for value in values], (0, len(choices) - 1)
             ticks = {"tickvals": list(range(len(choices))), "ticktext": list(map(str, choices))}
@@ -146,19 +148,18 @@ def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
             ends = domain["low"], domain["high"]
         label = key.rpartition(".")[2] + ", log" * bool(domain.get("log"))
         dimensions.append({"label": label, "values": values, "range": list(ends), **ticks})
-    ended = [steps if one["pruned"] is None else one["pruned"]["step"] for one in there]
+    ended = [steps if trial["pruned"] is None else trial["pruned"]["step"] for trial in there]
     dimensions += [{"label": "updates", "values": ended, "range": [0, steps]},
                    {"label": "loss, nats", "values": losses}]
     line = {"color": losses, "colorscale": "Cividis", "showscale": False}
-    pruned = sum(one["pruned"] is not None for one in trials)
+    pruned = sum(trial["pruned"] is not None for trial in trials)
     return figure([{"type": "parcoords", "dimensions": dimensions, "line": line}],
-                  f"{len(trials)} of {told.trials} trials, {pruned} pruned", height=420,
+                  f"{len(trials)} of {sweep.trials} trials, {pruned} pruned", height=420,
                   margin={"l": 70, "r": 50, "t": 90, "b": 30})
 
 
 def searches() -> dict[str, list[list[float]]]:
-    """Returns the losses of each search that `lpkit bench tpe-random` recorded, in the order of its
-    trials, by sampler."""
+    """Return the losses that `lpkit bench tpe-random` recorded, by sampler, search and trial."""
     return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
 
 
@@ -166,24 +167,25 @@ def best_so_far(losses: Sequence[float]) -> list[float]:
     return list(itertools.accumulate(losses, min))
 
 
-def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
-    """The plotly spec of the best loss after each trial: a pale line per search, and the mean."""
+def search_figure(by_sampler: Mapping[str, Sequence[Sequence[float]]]) -> dict:
+    """Return the plotly spec of the best loss after each trial, by sampler: a pale line per search,
+    and the mean over searches."""
     data = []
-    for (sampler, losses), colour in zip(found.items(), COLOURS):
-        curves = [best_so_far(one) for one in losses]
+    for (sampler, losses), colour in zip(by_sampler.items(), COLOURS):
+        curves = [best_so_far(search) for search in losses]
         trials = list(range(1, len(curves[0]) + 1))
         data += [scatter(trials, curve, sampler, colour, opacity=0.2, line={"width": 1},
                          hover=None, showlegend=False) for curve in curves]
         data.append(scatter(trials, [fmean(column) for column in zip(*curves)],
                             f"{sampler}, mean of {len(curves)} searches", colour, line={"width": 3},
                             hover="%{x} trials: %{y:.3f} nats"))
-    return figure(data, "The best loss of a search", height=400, xaxis=axis("trials"),
+    return figure(data, "Lowest loss so far in a search", height=400, xaxis=axis("trials"),
                   yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
 
 
-def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
+def wins(losses: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
     """Return the number of pairs of searches in which TPE's best of `trials` trials is lower."""
-    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
+    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(losses["tpe"], losses["random"]))
 
 
 # ---- Exercises

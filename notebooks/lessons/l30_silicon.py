@@ -1,9 +1,9 @@
 """Lesson 30, Silicon: its study, its figures and its exercises.
 
 A systolic array is a grid of `rows` x `columns` processing elements (PEs). Each PE multiplies and
-adds once in a cycle, and takes its operands from its left and upper neighbours. Operands enter at
-the left and upper edges only. A product (M, K) x (K, N) that is larger than the array is computed
-in folds, one after the other; the controller pads partial folds with zeros.
+adds once in a cycle, and takes its operands from its left and upper neighbours. Operands enter only
+at the left and upper edges. A product (M, K) x (K, N) that is larger than the array is cut into
+folds, which are computed one after the other; the controller pads partial folds with zeros.
 
     array = Array(rows=8, columns=8, dataflow="weight")
     array.cycles(M, N, K)           # closed form
@@ -44,13 +44,12 @@ from lpkit.techniques.machines import find
 
 
 class Folds(NamedTuple):
-    """How a dataflow cuts a product: the sides that the array's rows and columns hold, the side
-    that flows through the array, and how often the rows are counted."""
+    """How a dataflow cuts a product (M, K) x (K, N) into folds."""
 
-    rows: str
-    columns: str
-    streamed: str
-    row_cycles: int     # 1: data passes the rows once; 2: weights are loaded before
+    rows: str           # the side of the product that the array's rows hold
+    columns: str        # the side that the array's columns hold
+    streamed: str       # the side that flows through the array
+    row_cycles: int     # times that data passes all rows; 2 if each fold first loads its weights
 
 
 DATAFLOWS = {"output": Folds("M", "N", "K", 1),     # each PE keeps an output
@@ -60,7 +59,7 @@ DATAFLOWS = {"output": Folds("M", "N", "K", 1),     # each PE keeps an output
 
 @dataclass(frozen=True)
 class Array:
-    """A systolic array. Errors: ConfigError for a side below 1 and for an unknown dataflow."""
+    """A systolic array. Raises ConfigError for a side below 1 and for an unknown dataflow."""
 
     rows: int
     columns: int
@@ -71,19 +70,20 @@ class Array:
         _check("of an array", rows=self.rows, columns=self.columns)
 
     def cut(self, M: int, N: int, K: int) -> tuple[int, int, int]:
-        """Return the folds down and across, and the cycles of one fold."""
+        """Return the number of folds along the rows and along the columns of the array, and the
+        cycles of one fold."""
         _check("of a product (M, K) x (K, N)", M=M, N=N, K=K)
         sides, how = {"M": M, "N": N, "K": K}, DATAFLOWS[self.dataflow]
         return (ceil(sides[how.rows] / self.rows), ceil(sides[how.columns] / self.columns),
                 how.row_cycles * self.rows + self.columns + sides[how.streamed] - 2)
 
     def cycles(self, M: int, N: int, K: int) -> int:
-        """Return the clock's value in the last cycle. In the first cycle it is 0."""
+        """Return the number of the last cycle of a product; the first cycle has number 0."""
         down, across, each = self.cut(M, N, K)
         return down * across * each - 1
 
     def utilization(self, M: int, N: int, K: int) -> float:
-        """Return the share of all PEs' cycles in which they multiply for the product."""
+        """Return the share of all PEs' cycles in which they multiply elements of the product."""
         return M * N * K / ((self.cycles(M, N, K) + 1) * self.rows * self.columns)
 
     def words(self, M: int, N: int, K: int) -> int:
@@ -113,8 +113,8 @@ class Simulated:
 
 
 def simulate(array: Array, a: Tensor, b: Tensor) -> Simulated:
-    """Multiply (M, K) by (K, N) on the array, cycle by cycle. Errors: ConfigError if
-    their sizes do not match. An input-stationary array is a weight-stationary one for b.T x a.T."""
+    """Multiply a (M, K) by b (K, N) on the array, cycle by cycle. Raises ConfigError if their sizes
+    do not match. An input-stationary array does what a weight-stationary array does for b.T a.T."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or not a.numel() * b.numel():
         raise ConfigError(f"a product needs (M, K) and (K, N), got {tuple(a.shape)} and "
                           f"{tuple(b.shape)}")
@@ -138,7 +138,9 @@ def simulate(array: Array, a: Tensor, b: Tensor) -> Simulated:
 
 
 def output_fold(left: Tensor, top: Tensor, busy: list[int]) -> Tensor:
-    """Operands move right and down; each PE adds to its output until it has all K terms."""
+    """Compute one fold of an output-stationary array and return its outputs (rows, columns).
+    Operands move right and down; each PE adds to its output until it has all K terms. Appends the
+    number of busy PEs of each cycle to `busy`."""
     across = down = torch.full((len(left), top.shape[1]), math.nan, dtype=left.dtype)
     sums, terms, cycle = torch.zeros_like(across), torch.zeros_like(across), 0
     while terms.min() < left.shape[1]:
@@ -152,7 +154,9 @@ def output_fold(left: Tensor, top: Tensor, busy: list[int]) -> Tensor:
 
 
 def weight_fold(inputs: Tensor, weights: Tensor, busy: list[int]) -> Tensor:
-    """Weights enter from above and stay. Inputs move right; partial sums move down and leave."""
+    """Compute one fold of a weight-stationary array and return its partial sums (M, columns).
+    Weights enter from above and stay; inputs move right; partial sums move down and leave. Appends
+    the number of busy PEs of each cycle to `busy`."""
     held = torch.zeros_like(weights)
     for row in weights.flip(0):
         held = _moved(held, row, 0)
@@ -173,13 +177,15 @@ def weight_fold(inputs: Tensor, weights: Tensor, busy: list[int]) -> Tensor:
 
 
 def _moved(registers: Tensor, entering: Tensor, dim: int) -> Tensor:
-    """Return the registers after each took the value of its left (dim 1) or upper (0) neighbour."""
+    """Return the registers of all PEs after each has taken the value of its left (dim 1) or upper
+    (dim 0) neighbour; `entering` are the values at the edge."""
     return torch.cat((entering.unsqueeze(dim),
                       registers.narrow(dim, 0, registers.shape[dim] - 1)), dim)
 
 
 def _entering(lanes: Tensor, cycle: int) -> Tensor:
-    """Return the value that enters each lane (nan: none); lane i starts i cycles later."""
+    """Return the value that enters each lane in a cycle (nan: none). Lane i starts i cycles after
+    lane 0, so that operands meet in the right PE."""
     at = cycle - torch.arange(len(lanes))
     values = lanes[torch.arange(len(lanes)), at.clamp(0, lanes.shape[1] - 1)]
     return torch.where((at >= 0) & (at < lanes.shape[1]), values, math.nan)
@@ -196,15 +202,15 @@ SHAPES = ((16, 16, 16), (24, 40, 9), (7, 33, 20), (50, 5, 31))     # M, N, K
 
 
 def whole(rows: int, columns: int, draw: torch.Generator, density: float = 1.0) -> Tensor:
-    """Return a matrix of whole numbers from 1 to 9 in float64, whose products are exact. A share of
-    1 - density is 0."""
+    """Return a matrix of whole numbers from 1 to 9 in float64, so that its products are exact. A
+    share of 1 - density of its elements is 0."""
     kept = torch.rand(rows, columns, generator=draw) < density
     return torch.randint(1, 10, (rows, columns), generator=draw).double() * kept
 
 
 def checked(watch: Callable[[Sequence], Iterable] = iter) -> dict[tuple, Simulated]:
-    """Simulate SHAPES on ARRAYS with each dataflow, by array and shape. Raises AssertionError for a
-    wrong product."""
+    """Simulate SHAPES on ARRAYS with each dataflow, and return the results by array and shape.
+    Raises AssertionError if a product is wrong."""
     draw, results = torch.Generator().manual_seed(0), {}
     for array, (M, N, K) in watch([(Array(*sides, dataflow), shape) for sides in ARRAYS
                                    for dataflow in DATAFLOWS for shape in SHAPES]):
@@ -224,7 +230,8 @@ def scale_sim() -> dict[tuple, int]:
 # ---- A model's products
 
 def model_utilization(array: Array, listed: Sequence[Product]) -> float:
-    """Return the share of all PEs' cycles in which they multiply, over all products in turn."""
+    """Return the share of all PEs' cycles in which they multiply, if the array computes all
+    `listed` products one after the other."""
     times = [product.calls * product.group for product in listed]
     shapes = [(product.M, product.N, product.K) for product in listed]
     cycles = sum(n * (array.cycles(*shape) + 1) for n, shape in zip(times, shapes))
@@ -244,15 +251,16 @@ def best_aspect(pes: int, dataflow: str, listed: Sequence[Product]) -> Array:
 
 
 def decoding(listed: Sequence[Product]) -> list[Product]:
-    """Return the products with weights for one token, as in generation with one sequence."""
+    """Return the products with weights for one token, as in generating one sequence."""
     return [replace(product, M=1) for product in listed if not product.pairs]
 
 
 # ---- Double buffering
 
 def buffered(folds: int, fetch: int, compute: int, buffers: int) -> int:
-    """Return the cycles of all folds, stepped through one by one. A memory fetches the operands of
-    a fold into a free buffer in `fetch` cycles; the array computes a full buffer in `compute`."""
+    """Simulate the folds cycle by cycle and return their cycles. A memory fetches the operands of a
+    fold into a free buffer in `fetch` cycles; the array computes a full buffer in `compute` cycles,
+    and then the buffer is free."""
     _check("of buffered folds", folds=folds, fetch=fetch, compute=compute, buffers=buffers)
     cycles = full = done = fetched = fetching = computing = 0
     while done < folds:
@@ -269,6 +277,8 @@ def buffered(folds: int, fetch: int, compute: int, buffers: int) -> int:
 
 
 def buffered_formula(folds: int, fetch: int, compute: int, buffers: int) -> int:
+    """Return the cycles of all folds in closed form. With two or more buffers, fetching and
+    computing overlap."""
     if buffers == 1:
         return folds * (fetch + compute)
     return fetch + (folds - 1) * max(fetch, compute) + compute
@@ -277,24 +287,25 @@ def buffered_formula(folds: int, fetch: int, compute: int, buffers: int) -> int:
 # ---- Zeros
 
 def slowest(K: int, density: float, lanes: int) -> float:
-    """Return the expected largest count of nonzero weights among lanes of K independent weights:
-    the sum over k of 1 - P(a lane has at most k)^lanes."""
+    """Return the expected largest number of nonzero weights in a lane, among `lanes` lanes of K
+    independent weights: the sum over k of 1 - P(a lane has at most k nonzero weights)^lanes."""
     exactly = (math.comb(K, k) * density**k * (1 - density)**(K - k) for k in range(K))
     return sum(1 - min(p, 1.0)**lanes for p in accumulate(exactly))
 
 
 def skipped_cycles(weights: Tensor, lanes: int) -> int:
-    """Return the cycles per input vector of an array whose columns skip zero weights. The columns
-    of a fold begin together, and the fold ends with its slowest column."""
+    """Return the cycles per input vector of an array with `lanes` columns that skip zero weights.
+    The columns of a fold begin together, and the fold ends with its slowest column."""
     return sum(int((part != 0).sum(0).max()) for part in weights.split(lanes, 1))
 
 
 class OnThisMachine(NamedTuple):
-    """Seconds of products over those of a product without zeros, medians of turns."""
+    """Seconds of matmuls with zeros in the weights, over those of a matmul without zeros (medians
+    of rounds)."""
 
     dense: float        # the dense kernel, with zeros in the weights
-    sparse: float       # PyTorch's kernel for CSR, which skips zeros
-    others: float       # share of the cores that other processes took
+    sparse: float       # PyTorch's kernel for the CSR format, which skips zeros
+    others: float       # share of the cores that other processes used
 
 
 def on_this_machine(density: float, width: int = 1024, rounds: int = 9) -> OnThisMachine:
@@ -316,7 +327,9 @@ def on_this_machine(density: float, width: int = 1024, rounds: int = 9) -> OnThi
 # https://gist.github.com/V0XNIHILI/2b6fa61edd4c06d9ffce5551065124c1
 PJ = {"fp32": (3.7, 0.9), "fp16": (1.1, 0.4), "int8": (0.2, 0.03)}  # picojoules: multiply, add
 BITS = {"fp32": 32, "fp16": 16, "int8": 8}
-READ_PJ = {"8 KB": 10, "32 KB": 20, "1 MB": 100, "DRAM": 1300}      # of 64 bits; DRAM: at least
+# picojoules to read 64 bits, by size of the memory; the source gives a range for DRAM, this is its
+# lower end
+READ_PJ = {"8 KB": 10, "32 KB": 20, "1 MB": 100, "DRAM": 1300}
 PARTS = ("arithmetic", "memory of 1 MB", "DRAM")
 
 
@@ -326,8 +339,9 @@ def read_pj(level: str, bits: int) -> float:
 
 def energy(array: Array, shape: tuple[int, int, int], fmt: str,
            density: float = 1.0) -> dict[str, float]:
-    """Return the joules of a product by PARTS. Each matrix crosses the DRAM's pins once; the array
-    reads and writes a memory of 1 MB. A PE is gated where a weight is 0; all words move."""
+    """Return the joules of a product by part of PARTS. Each matrix moves between DRAM and the
+    memory of 1 MB once; the array reads from and writes to this memory. A PE uses no energy where a
+    weight is 0 (it is gated), but all words move."""
     M, N, K = shape
     bits, mac = pick(BITS, fmt, "format"), sum(PJ[fmt])
     picojoules = (M * N * K * density * mac, array.words(M, N, K) * read_pj("1 MB", bits),
@@ -355,7 +369,7 @@ PENTIUM = ((1.6e9, 1.484), (1.4e9, 1.42), (1.2e9, 1.276), (1.0e9, 1.164), (0.8e9
 
 
 def power_line(points: Sequence[Point]) -> tuple[float, float]:
-    """Return a (watts) and b of P = a + b f V^2, the line with the least squares."""
+    """Return a (watts) and b of the line P = a + b f V^2 through the points, by least squares."""
     x = torch.tensor([point.hertz * point.volts**2 for point in points], dtype=torch.float64)
     y = torch.tensor([point.watts for point in points], dtype=torch.float64)
     b = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
@@ -376,7 +390,8 @@ def per_watt(machine: str, dtype: str) -> float:
 # ---- Figures and tables
 
 def busy_figure(size: int = 8, shape: tuple[int, int, int] = (24, 8, 16)) -> dict:
-    """The plotly spec of the PEs that multiply in each cycle of a product, by dataflow."""
+    """Return the plotly spec of the number of PEs that multiply in each cycle of a product, by
+    dataflow."""
     M, N, K = shape
     a, b = torch.ones(M, K, dtype=torch.float64), torch.ones(K, N, dtype=torch.float64)
     data = []
@@ -384,12 +399,13 @@ def busy_figure(size: int = 8, shape: tuple[int, int, int] = (24, 8, 16)) -> dic
         busy = simulate(Array(size, size, dataflow), a, b).busy
         data.append(scatter(range(len(busy)), busy, f"{dataflow}-stationary", colour,
                             line={"shape": "hv"}, hover="cycle %{x}: %{y} PEs"))
-    return figure(data, f"PEs that multiply, of {size} x {size}: ({M}, {K}) x ({K}, {N})",
-                  xaxis=axis("cycle"), yaxis=axis("PEs"))
+    return figure(data, f"Busy PEs of an array of {size} x {size}: ({M}, {K}) x ({K}, {N})",
+                  xaxis=axis("cycle"), yaxis=axis("PEs that multiply"))
 
 
 def cycles_table(results: Mapping[tuple, Simulated]) -> str:
-    """HTML: cycles of SHAPES by formula, simulator and SCALE-Sim, a row per dataflow and array."""
+    """Return an HTML table of the cycles of SHAPES by formula, simulator and SCALE-Sim, with a row
+    per dataflow and array."""
     recorded, lines = scale_sim(), {}
     for (array, shape), result in results.items():
         triple = array.cycles(*shape), result.cycles, recorded[array, shape]
@@ -402,7 +418,8 @@ def cycles_table(results: Mapping[tuple, Simulated]) -> str:
 
 
 def array_view(model: str, dataflow: str, tokens: int, rows: int, columns: int) -> tuple[dict, str]:
-    """For an Explorer: the utilization of each product of a forward pass over one sequence."""
+    """Return a figure and a table for an Explorer: the utilization of the array in each product of
+    a forward pass over one sequence."""
     array = Array(rows, columns, dataflow)
     listed = products(preset(model).replace({"model.context": tokens}).model, batch=1)
     shares = [array.utilization(product.M, product.N, product.K) for product in listed]
@@ -410,17 +427,19 @@ def array_view(model: str, dataflow: str, tokens: int, rows: int, columns: int) 
     best = best_aspect(1 << (rows * columns).bit_length() - 1, dataflow, listed)
     spec = figure([bars([product.name for product in listed], shares, "", DISTINCT[0],
                         text=[f"{each:.1%}" for each in shares], hover="%{x:.2%}")],
-                  f"{share:.1%} of {rows} x {columns} PEs multiply", height=340, yaxis=NAMES,
+                  f"{share:.1%} of {rows} x {columns} PEs multiply on average", height=340,
+                  yaxis=NAMES,
                   xaxis=axis("utilization", range=[0, 1.12], tickformat=".0%"))
     macs = sum(product.flops for product in listed) / 2
     return spec, html_table(("", ""), [
         ("cycles", f"{macs / share / rows / columns:,.0f}"), ("multiply-adds", f"{macs:,.0f}"),
-        ("best sides", f"{best.rows} x {best.columns}"),
-        ("utilization there", f"{model_utilization(best, listed):.1%}")])
+        ("best shape of the array", f"{best.rows} x {best.columns}"),
+        ("utilization with this shape", f"{model_utilization(best, listed):.1%}")])
 
 
 def aspects_table(models: Iterable[str], pes: int) -> str:
-    """HTML: the best sides of an array by model and dataflow, for a sequence and for one token."""
+    """Return an HTML table of the best shape of an array of `pes` PEs by model and dataflow, for a
+    sequence and for one token."""
     lines, side = [], math.isqrt(pes)
     for name in models:
         listed = products(preset(name).model, batch=1)
@@ -433,11 +452,12 @@ def aspects_table(models: Iterable[str], pes: int) -> str:
                 cells += [f"{square:.1%}", f"{best.rows} x {best.columns}: {share:.1%}"]
             lines.append((f"{name}, {what}", *cells))
     return html_table(("", *(head for dataflow in DATAFLOWS for head in (
-        f"{dataflow}, {side} x {side}", "best"))), lines)
+        f"{dataflow}-stationary, {side} x {side}", "best shape"))), lines)
 
 
 def energy_figure(array: Array, shape: tuple[int, int, int]) -> dict:
-    """The plotly spec of a product's energy by format, dense and with 90% zeros in gated PEs."""
+    """Return the plotly spec of a product's energy by format, without zeros and with 90% zeros in
+    gated PEs."""
     cases = {f"{fmt}{', 90% zeros' * (density < 1)}": energy(array, shape, fmt, density)
              for fmt in PJ for density in (1.0, 0.1)}
     data = [bars(cases, [1e3 * joules[part] for joules in cases.values()], part, colour,
@@ -447,15 +467,16 @@ def energy_figure(array: Array, shape: tuple[int, int, int]) -> dict:
 
 
 def power_figure() -> dict:
-    """The plotly spec of the energy of a cycle over the frequency, by the share of static power."""
+    """Return the plotly spec of the energy per cycle over the frequency, relative to the highest
+    frequency, by the share of static power at that frequency."""
     top = math.prod((PENTIUM[0][0], PENTIUM[0][1], PENTIUM[0][1]))
     data = []
     for share, colour in zip((0.0, 0.2, 0.4), DISTINCT):
         relative = [(share + (1 - share) * f * V**2 / top) * PENTIUM[0][0] / f for f, V in PENTIUM]
         data.append(scatter([f / 1e9 for f, _ in PENTIUM], relative, f"static power {share:.0%}",
                             colour, mode="lines+markers", hover="%{x} GHz: %{y:.2f}"))
-    return figure(data, "Energy of a cycle by P = a + b f V^2", xaxis=axis("GHz"),
-                  yaxis=axis("over that at 1.6 GHz", rangemode="tozero"))
+    return figure(data, "Energy per cycle by P = a + b f V^2", xaxis=axis("frequency, GHz"),
+                  yaxis=axis("energy per cycle, over that at 1.6 GHz", rangemode="tozero"))
 
 
 # ---- Exercises

@@ -1,9 +1,10 @@
 """Lesson 31, The whole stack: its study, its figures and its exercises.
 
 Five techniques (ARMS) are added to one baseline, in all 32 combinations. Each combination trains to
-the same loss. The factor of a combination is the baseline's cost over its own cost. The logarithm
-of a factor is a sum of effects: one per technique, one per pair, and so on (the Moebius transform).
-If all effects of pairs were 0, factors would multiply. `lpkit bench whole-stack` makes the record.
+the same loss. The factor of a combination is the baseline's cost over the combination's cost. The
+logarithm of a factor is a sum of effects: one per technique, one per pair, and so on (the Moebius
+transform). If only single techniques had effects, the factors of techniques would multiply.
+`lpkit bench whole-stack` records the runs.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ BASELINE, WHOLE = frozenset(), frozenset(ARMS)
 
 
 def subsets(names: Iterable[str]) -> list[Arms]:
-    """Returns all combinations of `names`, small ones first."""
+    """Return all combinations of `names`, the smallest combinations first."""
     names = list(names)
     return [frozenset(some) for n in range(len(names) + 1)
             for some in itertools.combinations(names, n)]
 
 
 def title(arms: Arms) -> str:
+    """Return the name of a combination: "Muon + stacked layers"."""
     return " + ".join(name for name in ARMS if name in arms) or "baseline"
 
 
@@ -79,7 +81,8 @@ def settings(arms: Iterable[str]) -> dict[str, Any]:
 
 @cache
 def protocol() -> Claim:
-    """Returns the comparison as a claim of `lpkit claim`, which rejects any other difference."""
+    """Return the comparison as a claim of `lpkit claim`. A claim rejects arms that differ in any
+    setting that `differ` does not name."""
     return Claim(base="cpu-3m", settings=BASE, target="val_loss", effect=0.02, seeds=SEEDS,
                  arms={title(arms): settings(arms) for arms in subsets(LEARNING)},
                  differ=("optimizer", "governors", "sizes"), budget={"steps": MOST_STEPS},
@@ -95,7 +98,8 @@ def config(arms: Arms, lr: float = RATES[1], seed: int = 0) -> Config:
 
 
 def learning(arms: Arms, lr: float, seed: int) -> Config:
-    """Returns a config that learns like `config(arms)`, with the largest possible micro-batches."""
+    """Return a config that learns like `config(arms)` but runs faster: with fused attention and the
+    largest possible micro-batches, which do not change results."""
     return config(arms | {"fused attention"}, lr, seed).replace({
         "grad_accum_steps": 4 if "small batches first" in arms else 1})
 
@@ -106,68 +110,76 @@ def held_out() -> Batch:
 
 
 def loss_curve(config: Config, most: float = math.inf) -> list[tuple[int, float]]:
-    """Returns (updates, loss) pairs of a run that ends at TARGET or after `most` updates."""
+    """Train a run until its loss is TARGET or for `most` updates, and return its (updates, loss)
+    pairs."""
     looks = curve(Training.build(config), held_out(), TARGET)
     return [(0, math.log(256)), *itertools.takewhile(lambda at: at[0] <= most, looks)]
 
 
 def updates_to_target(config: Config, most: float = math.inf) -> float | None:
-    """Returns the updates until a run reaches TARGET; None if it needs more than `most`."""
+    """Return the number of updates after which a run reaches TARGET; None if it needs more than
+    `most`."""
     return steps_to(loss_curve(config, most), TARGET)
 
 
 def tuned(arms: Arms) -> dict[str, float | None]:
-    """Returns the updates to TARGET by learning rate, for a seed that is not compared. A run stops
-    when it needs more updates than the best rate so far."""
-    found: dict[str, float | None] = {}
+    """Return the updates to TARGET by learning rate, for TUNING_SEED, which is not compared. A run
+    stops when it has made more updates than the best learning rate so far."""
+    by_rate: dict[str, float | None] = {}
     for lr in reversed(RATES) if "Muon" in arms else RATES:
-        best = min((updates for updates in found.values() if updates), default=MOST_STEPS)
-        found[str(lr)] = updates_to_target(learning(arms, lr, TUNING_SEED), best)
-    return found
+        best = min((updates for updates in by_rate.values() if updates), default=MOST_STEPS)
+        by_rate[str(lr)] = updates_to_target(learning(arms, lr, TUNING_SEED), best)
+    return by_rate
 
 
 def total(config: Config, updates: float, price: Callable[[Config, int], float]) -> float:
-    """Returns a run's cost, the sum of `price(config, step)`; prices change only at GROW_AT."""
+    """Return the cost of a run's updates: the sum of `price(config, step)`. A price changes only at
+    the updates GROW_AT."""
     return sum(max(0.0, min(updates, end) - begin) * price(config, begin)
                for begin, end in itertools.pairwise((0, *GROW_AT, math.inf)))
 
 
 def flops(config: Config, step: int) -> float:
-    """Returns the FLOPs of an update's matmuls. Muon's FLOPs count only the layers that run."""
+    """Return the FLOPs of the matmuls of update `step`. Of Muon's FLOPs, only those of the layers
+    that run count."""
     seen = shares(config, step)
     muon = optimizer_work(config).flops * parameter_count(config.model) * fmean(seen)
     return config.sizes_at(step)[0] * Price.of(config.model).update(seen) + muon
 
 
 def kind(config: Config, step: int) -> str:
-    """Returns a name that is equal for all updates that take the same time."""
+    """Return a description of update `step`. Updates with the same description take the same
+    time."""
     return (f"{config.system.attention}, micro-batches of {config.micro_batch}, "
             f"{config.optimizer.name}, {sum(shares(config, step)):.0f} layers, "
             f"{config.sizes_at(step)[0]} sequences")
 
 
 def seconds_by_kind(combinations: Iterable[Arms], rounds: int) -> dict[str, float]:
-    """Returns the CPU seconds of each kind of update: the minimum over rounds of taking turns."""
+    """Return the CPU seconds of each kind of update: the minimum over rounds in which the kinds
+    take turns."""
     runners: dict[str, tuple[Training, int]] = {}
     for each in map(config, combinations):
         training = Training.build(each)
         for step in (first + 1 for first in (0, *GROW_AT)):
             runners.setdefault(kind(each, step), (training, step))
-    found = dict.fromkeys(runners, math.inf)
+    fastest = dict.fromkeys(runners, math.inf)
     for _ in range(rounds + 1):
         for name, (training, step) in runners.items():
             begun = process_time()
             training.update(step)
-            found[name] = min(found[name], process_time() - begun)
-    return found
+            fastest[name] = min(fastest[name], process_time() - begun)
+    return fastest
 
 
-REAL, MACHINE, LAYERS, SEQUENCES = "gpt2-124m", "h100", 3, 16     # per layer and sequence here
+# the predicted model and machine; LAYERS and SEQUENCES of it stand for one of the small model
+REAL, MACHINE, LAYERS, SEQUENCES = "gpt2-124m", "h100", 3, 16
 
 
 @cache
 def h100_seconds(arms: Arms, layers: int, sequences: int, recipe: str = "bf16") -> float:
-    """Returns the predicted seconds of an update of REAL, whose 12 layers represent the 4 here."""
+    """Return the predicted seconds of an update of REAL on MACHINE. Its 12 layers represent the 4
+    layers of the small model. `layers` and `sequences`: of the small model's update."""
     batch, micro = SEQUENCES * sequences, 8 if "larger micro-batches" in arms else 2
     return lpkit.predict(preset(REAL).replace({
         "model.layers": LAYERS * layers, "global_batch": batch, "grad_accum_steps": batch // micro,
@@ -188,9 +200,10 @@ class Factor:
 
     @classmethod
     def of(cls, before: Sequence[float], after: Sequence[float]) -> Factor:
-        """From costs in pairs by seed, with the statistics of `lpkit claim`."""
-        found = referee.look(before, after, referee.ALPHA)
-        return cls(*(1 / (1 - gain) for gain in (found.gain, *found.interval)))
+        """Return the factor of costs that are paired by seed, with the statistics of `lpkit
+        claim`."""
+        gain_found = referee.look(before, after, referee.ALPHA)
+        return cls(*(1 / (1 - gain) for gain in (gain_found.gain, *gain_found.interval)))
 
     def __str__(self) -> str:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -198,11 +211,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class Record:
-    """`updates` to TARGET by title and seed; best learning `rates`; CPU `seconds` by kind."""
+    """The record of `lpkit bench whole-stack`."""
 
-    updates: Mapping[str, Sequence[float]]
-    rates: Mapping[str, float]
-    seconds: Mapping[str, float]
+    updates: Mapping[str, Sequence[float]]  # to TARGET, by title of the combination and by seed
+    rates: Mapping[str, float]              # best learning rate, by title
+    seconds: Mapping[str, float]            # CPU seconds of an update, by `kind`
 
     @classmethod
     def read(cls, folder: Path = MEASURED) -> Record:
@@ -214,12 +227,14 @@ class Record:
         return cls(*(facts[key] for key in ("updates", "rates", "seconds")))
 
     def costs(self, arms: Arms, unit: str) -> list[float]:
-        """Returns the cost of reaching TARGET, by seed, in `unit` (as in `price`)."""
+        """Return the cost of reaching TARGET, by seed. `unit`: "updates", "FLOPs", "tokens",
+        "seconds" or "H100 seconds"."""
         price = pick({"updates": lambda *_: 1.0, "FLOPs": flops,
-                      "tokens": lambda one, step: math.prod(one.sizes_at(step)),
-                      "seconds": lambda one, step: self.seconds[kind(one, step)],
-                      "H100 seconds": lambda one, step: h100_seconds(
-                          arms, int(sum(shares(one, step))), one.sizes_at(step)[0])}, unit, "unit")
+                      "tokens": lambda config, step: math.prod(config.sizes_at(step)),
+                      "seconds": lambda config, step: self.seconds[kind(config, step)],
+                      "H100 seconds": lambda config, step: h100_seconds(
+                          arms, int(sum(shares(config, step))), config.sizes_at(step)[0])},
+                     unit, "unit")
         return [total(config(arms), updates, price)
                 for updates in self.updates[title(arms & {*LEARNING})]]
 
@@ -227,7 +242,8 @@ class Record:
         return Factor.of(self.costs(baseline, unit), self.costs(arms, unit))
 
     def rebuilt(self, unit: str, order: int, arms: Arms = WHOLE) -> list[float]:
-        """Returns the factor of `arms` by seed, from the effects of at most `order` techniques."""
+        """Return the factor of `arms`, by seed, that follows from the effects of combinations of at
+        most `order` techniques."""
         costs = {some: self.costs(some, unit) for some in subsets(arms)}
         by_seed = ({some: math.log(costs[BASELINE][seed] / cost[seed])
                     for some, cost in costs.items()} for seed in range(len(costs[BASELINE])))
@@ -235,13 +251,15 @@ class Record:
                              if len(some) <= order)) for logs in by_seed]
 
     def gap(self, unit: str, order: int, arms: Arms = WHOLE) -> Factor:
-        """Returns the factor predicted from effects up to `order`, over the measured factor."""
+        """Return the factor that is predicted from effects of at most `order` techniques, over the
+        measured factor."""
         return Factor.of(self.rebuilt(unit, order, arms), self.rebuilt(unit, len(arms), arms))
 
 
 def effects(logs: Mapping[Arms, float]) -> dict[Arms, float]:
-    """Returns the Moebius transform: the effect of each combination that its parts do not explain.
-    The effects of all parts of a combination, itself included, add up to its logarithm."""
+    """Return the Moebius transform of the logarithms of factors: the effect of each combination
+    that its parts do not explain. The effects of a combination and of all its parts add up to the
+    combination's logarithm."""
     return {some: sum((-1) ** (len(some) - len(part)) * logs[part] for part in subsets(some))
             for some in logs}
 
@@ -249,66 +267,75 @@ def effects(logs: Mapping[Arms, float]) -> dict[Arms, float]:
 # ---- Figures and tables
 
 def singles_table(record: Record) -> str:
-    """HTML: the factor of each technique alone, and of all techniques, in each unit."""
+    """Return an HTML table of the factor of each technique alone, and of all techniques together,
+    in each unit."""
     units = "updates", "tokens", "FLOPs", "seconds"
     lines = [("all five" if arms == WHOLE else title(arms),
               *(str(record.factor(arms, unit)) for unit in units),
               f"{record.factor(arms, 'H100 seconds').value:.2f}")
              for arms in (*(frozenset([name]) for name in ARMS), WHOLE)]
-    return html_table(("times fewer", *units, "seconds, H100"), lines, caption=(
-        f"to {TARGET} nats; {len(record.updates['baseline'])} seeds, 95% intervals; H100: predicted "
-        f"for {REAL}, with the updates measured here"))
+    return html_table(("factor: times less", *units, "seconds, H100"), lines, caption=(
+        f"cost until the loss is {TARGET} nats; {len(record.updates['baseline'])} seeds, 95% "
+        f"intervals; H100: predicted for {REAL}, with the updates measured here"))
 
 
 def ladder(record: Record, unit: str) -> list[tuple[Arms, float, float]]:
-    """Returns the techniques so far, their measured factor, and the product of single factors."""
+    """Return, as techniques are added one by one: the techniques so far, their measured factor, and
+    the product of their single factors."""
     sums = [frozenset(itertools.islice(ARMS, n)) for n in range(len(ARMS) + 1)]
     return [(arms, record.factor(arms, unit).value if arms else 1.0, math.prod(
         record.factor(frozenset([name]), unit).value for name in arms)) for arms in sums]
 
 
 def waterfall_figure(record: Record) -> dict:
-    """The plotly spec of the seconds left as techniques are added: measured and by the product."""
+    """Return the plotly spec of the share of the baseline's seconds that is left as techniques are
+    added: measured, and by the product of single factors."""
     data, places = [], list(range(len(ARMS) + 1))
     for side, (unit, label) in enumerate((("seconds", "here"), ("H100 seconds", "on an H100"))):
         _, measured, products = zip(*ladder(record, unit))
         left, promised = ([100 / factor for factor in each] for each in (measured, products))
         at, colour = [place + 0.4 * side - 0.2 for place in places], COLOURS[side]
-        data += [columns(at, promised, f"{label}, by the product", colour, hover="%{y:.1f}%",
-                         width=0.38, opacity=0.35),
-                 columns(at, left, label, colour, hover="%{y:.1f}%", width=0.2)]
-    names = ["baseline", *(f"+ {name}".replace(" ", "<br>").replace("+<br>", "+ ") for name in ARMS)]
+        data += [columns(at, promised, f"{label}, product of single factors", colour,
+                         hover="%{y:.1f}%", width=0.38, opacity=0.35),
+                 columns(at, left, f"{label}, together", colour, hover="%{y:.1f}%", width=0.2)]
+    names = ["baseline",
+             *(f"+ {name}".replace(" ", "<br>").replace("+<br>", "+ ") for name in ARMS)]
     return figure(data, "Seconds to the same loss, as techniques are added", height=480,
-                  margin={"t": 100}, yaxis=axis("of the baseline's seconds, %"), barmode="overlay",
+                  margin={"t": 100}, yaxis=axis("seconds, % of the baseline's"), barmode="overlay",
                   xaxis=axis("", tickvals=places, ticktext=names), shapes=[rule(y=20)])
 
 
 def pairs_figure(record: Record, unit: str = "seconds") -> dict:
-    """The plotly spec of the factor of each pair over the product of its two single factors."""
+    """Return the plotly spec of the factor of each pair of techniques, over the product of its two
+    single factors."""
     names = list(ARMS)
-    z = [[1 / record.gap(unit, 1, frozenset((one, other))).value if i >= j else None
-          for j, other in enumerate(names[:-1])] for i, one in enumerate(names[1:])]
+    z = [[1 / record.gap(unit, 1, frozenset((row, column))).value if i >= j else None
+          for j, column in enumerate(names[:-1])] for i, row in enumerate(names[1:])]
     words = [[f"{value:.2f}" if value else "" for value in line] for line in z]
     return figure([heat(names[:-1], names[1:], z, ends=(0.3, 1.7), bar={}, text=words,
-                        texttemplate="%{text}", hovertemplate="%{y}, %{x}: %{text}<extra></extra>")],
-                  "Two techniques together, over the product of both", height=400,
+                        texttemplate="%{text}",
+                        hovertemplate="%{y}, %{x}: %{text}<extra></extra>")],
+                  "Factor of two techniques together, over the product of their factors",
+                  height=400,
                   xaxis=axis("", showgrid=False), yaxis=axis("", showgrid=False))
 
 
 def baselines_table(record: Record) -> str:
-    """HTML: the factor of all five techniques, over baselines that already include some."""
+    """Return an HTML table of the factor of all five techniques, compared with baselines that
+    already include some of them."""
     slow = (h100_seconds(BASELINE, 4, 32, "fp32") / h100_seconds(BASELINE, 4, 32)
             * record.factor(WHOLE, "H100 seconds").value)
-    return html_table(("the baseline", "times fewer seconds here", "on an H100"), [
+    return html_table(("baseline", "times fewer seconds here", "times fewer on an H100"), [
         ("ours, in fp32", "", f"{slow:.1f}"),
         *((f"ours{' + ' * bool(arms)}{title(arms) * bool(arms)}",
            *(f"{record.factor(WHOLE, unit, arms).value:.2f}"
-             for unit in ("seconds", "H100 seconds"))) for arms, *_ in ladder(record, "updates")[:-1])])
+             for unit in ("seconds", "H100 seconds")))
+          for arms, *_ in ladder(record, "updates")[:-1])])
 
 
-def curves_figure(found: Mapping[str, Sequence[tuple[int, float]]]) -> dict:
+def curves_figure(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict:
     return figure([scatter(*zip(*points), name, colour, hover="%{x} updates: %{y:.3f} nats")
-                   for (name, points), colour in zip(found.items(), COLOURS)],
+                   for (name, points), colour in zip(curves.items(), COLOURS)],
                   f"Updates to {TARGET} nats", height=380, xaxis=axis("updates"),
                   yaxis=axis("held-out loss, nats per token"), shapes=[rule(y=TARGET)])
 

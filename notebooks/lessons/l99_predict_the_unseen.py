@@ -1,11 +1,11 @@
 """Lesson 99, predict the unseen: its study, its figures and its exercises.
 
-Draws runs by seed that nobody has seen: eleven numbers to predict for each run, and their marks.
+Draws a random run for each seed, asks for eleven numbers of it, and marks the predictions.
 
     case = draw(7)
     case.sheet                      # the given values: letters, choices, the machine
-    mark(case, answers)             # answers(sheet) returns numbers by name; "6 of 11"
-    lpkit.predict_trace(case.config)        # counts the true bytes
+    mark(case, answers)             # answers(sheet) returns the numbers by name; shows "6 of 11"
+    lpkit.predict_trace(case.config)        # counts the true bytes in a traced step
 
 Bytes are those of PyTorch's kernels on a CPU, so that a trace can check them on any machine.
 Seconds, the gain and the noise are for the case's machine.
@@ -55,7 +55,8 @@ CASTS = {       # bytes that a cast reads and writes per float32 number, as less
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step on one device. `recipe` is an alternative recipe: its gain and its noise are asked."""
+    """A training step on one device. `recipe` is an FP8 recipe that the step could use instead of
+    its own; two questions ask for its speed-up and its noise."""
 
     style: str              # one of STYLES
     config: Config
@@ -68,7 +69,8 @@ class Case:
 
     @property
     def sheet(self) -> dict[str, Any]:
-        """The given values, with letters as in docs/notation.md, in FLOP/s and bytes per second."""
+        """The given values by name. Letters are those of docs/notation.md; speeds are in FLOP/s and
+        bytes per second."""
         config, on = self.config, self.machine
         return {"style": self.style, **sizes(config.model, B=config.global_batch),
                 "tied": config.model.tied, "precision": config.precision.recipe.name,
@@ -92,7 +94,7 @@ class Case:
 
 
 def device_seconds(step: StepTime) -> float:
-    """Returns the seconds of the device, without the host's overhead."""
+    """Return the seconds of the device, without the host's overhead."""
     return step.step_seconds - sum(row.seconds for row in step.rows if row.name == HOST)
 
 
@@ -131,17 +133,19 @@ def _drawn(chance: random.Random) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question. `tolerance` is relative to the answer; for decibels, it is in decibels."""
+    """A question with its text (`asked`), its unit and its right answer. `tolerance` is relative to
+    the answer; for a unit of dB, it is in dB."""
 
     asked: str
     unit: str
     tolerance: float
     answer: Callable[[Case], float]
 
-    def off(self, case: Case, said: float) -> float:
-        """Return the error of `said` in the unit of `tolerance`; negative if `said` is too low."""
+    def off(self, case: Case, given: float) -> float:
+        """Return the error of the answer `given`, in the unit of `tolerance`; negative if the
+        answer is too low."""
         right = self.answer(case)
-        return said - right if self.unit == "dB" else said / right - 1
+        return given - right if self.unit == "dB" else given / right - 1
 
     def shown(self, value: float) -> str:
         if self.unit in ("dB", "times"):
@@ -183,32 +187,36 @@ QUESTIONS = {
         asked="parameters of the model", unit="parameters", tolerance=0.001,
         answer=lambda case: parameter_count(case.config.model)),
     "states": Question(
-        asked="weights, their gradients and the optimizer's state", unit="bytes", tolerance=0.005,
+        asked="bytes of the weights, their gradients and the optimizer state", unit="bytes",
+        tolerance=0.005,
         answer=_states),
     "activations": Question(
-        asked="bytes that forward keeps for backward", unit="bytes", tolerance=0.02,
+        asked="bytes that forward saves for backward", unit="bytes", tolerance=0.02,
         answer=_activations),
     "peak": Question(
         asked="peak memory of the step", unit="bytes", tolerance=0.03,
         answer=lambda case: case.memory.peak_bytes),
     "flops": Question(
-        asked="forward and backward of one step, attention in full", unit="FLOPs", tolerance=0.01,
+        asked="FLOPs of forward and backward in one step, with attention over all pairs of tokens",
+        unit="FLOPs", tolerance=0.01,
         answer=lambda case: training_flops(case.config.model, batch=case.config.global_batch)),
     "seconds": Question(
-        asked="a step on the machine, products in bf16, without the host's part", unit="s",
-        tolerance=0.1,
+        asked="seconds of a step on the machine with matmuls in bf16, without the host's overhead",
+        unit="s", tolerance=0.1,
         answer=lambda case: case.bf16_seconds),
     "gain": Question(
-        asked="seconds of the step, over the seconds with the FP8 recipe", unit="times", tolerance=0.04,
-        answer=_gain),
+        asked="speed-up of the step by the FP8 recipe: seconds in bf16, over seconds with the "
+              "recipe", unit="times", tolerance=0.04, answer=_gain),
     "noise": Question(
-        asked="signal over noise of a product under the FP8 recipe", unit="dB", tolerance=1.0,
+        asked="SQNR of a matmul under the FP8 recipe", unit="dB", tolerance=1.0,
         answer=lambda case: predicted_db(RECIPES[case.recipe], case.config)),
     "moved": Question(
-        asked="bytes that the kernels of the cast move for one float32 tensor of B T rows and D columns", unit="bytes", tolerance=0.01,
+        asked="bytes that the kernels of the cast move for one float32 tensor of B T rows and D "
+              "columns", unit="bytes", tolerance=0.01,
         answer=lambda case: CASTS[case.cast] * case.config.tokens_per_step * case.config.model.D),
     "sent": Question(
-        asked="bytes that each rank sends in an update with this stage of ZeRO and this number of micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
+        asked="bytes that each rank sends in an update with this stage of ZeRO and this number of "
+              "micro-batches, all in float32", unit="bytes", tolerance=0.01, answer=_sent),
     "cache": Question(
         asked="bytes of the keys and values of B sequences of T tokens in all blocks, in 16 bits",
         unit="bytes", tolerance=0.01,
@@ -222,7 +230,8 @@ Answers = Callable[[dict[str, Any]], Mapping[str, float | None]]
 
 @dataclass(frozen=True)
 class Score:
-    """Marks of one case: by question, the given answer and its mark of `judge.MARKS`."""
+    """The marks of one case. By question: the learner's answer (`answers`) and its mark, a key of
+    `judge.MARKS`. `why`: a message if the learner's function gave no answers."""
 
     case: Case
     answers: Mapping[str, float | None]
@@ -241,36 +250,37 @@ class Score:
     def _repr_html_(self) -> str:
         rows = []
         for name, question in QUESTIONS.items():
-            mark, said = self.marks[name], self.answers.get(name)
+            mark, given = self.marks[name], self.answers.get(name)
             allowed = question.shown_off(question.tolerance).replace("+", "±")
             known = ("", "", "")        # the right answer is hidden until there is an answer
             if mark != "to do":
-                known = ((question.shown(said), question.shown(question.answer(self.case)),
-                          question.shown_off(question.off(self.case, said)))
-                         if _is_number(said) else (str(said), "", "not a number"))
+                known = ((question.shown(given), question.shown(question.answer(self.case)),
+                          question.shown_off(question.off(self.case, given)))
+                         if _is_number(given) else (str(given), "", "not a number"))
             rows.append((f"{MARKS[mark][1]} {name}", question.asked, *known, allowed, mark))
-        heads = ("", "", "you", "the kit", "off", "allowed", "")
+        heads = ("", "question", "your answer", "the kit's", "error", "allowed error", "mark")
         return (f"<p><b>{self.right} of {len(QUESTIONS)}</b>{html.escape(self.why)}</p>"
                 + html_table(heads, rows))
 
 
 def mark(case: Case, answers: Answers) -> Score:
-    """Mark the answers. Never raises an error of `answers`, so that a notebook runs to its end."""
+    """Mark the answers to a case. An error in `answers` is reported in the score and not raised, so
+    that a notebook runs to its end."""
     try:
-        said, why = dict(answers(case.sheet)), ""
+        given, why = dict(answers(case.sheet)), ""
     except NotImplementedError:
-        said, why = {}, ": to do"
+        given, why = {}, ": to do"
     except Exception as error:      # any error of the learner's function is shown
-        said, why = {}, f": it raised {type(error).__name__}: {error}"
+        given, why = {}, f": it raised {type(error).__name__}: {error}"
     marks = {}
     for name, question in QUESTIONS.items():
-        value = said.get(name)
+        value = given.get(name)
         if value is None or value is ...:
             marks[name] = "to do"
         else:
             close = _is_number(value) and abs(question.off(case, value)) <= question.tolerance
             marks[name] = "right" if close else "wrong"
-    return Score(case=case, said=said, marks=marks, why=why)
+    return Score(case=case, said=given, marks=marks, why=why)
 
 
 def _is_number(value: Any) -> bool:
@@ -278,11 +288,12 @@ def _is_number(value: Any) -> bool:
 
 
 def check(answers: Answers, seeds: range) -> str:
-    """Return one line: the average result on other cases, and the first case that was missed."""
+    """Return one line: the average score on the cases of these seeds, and the first case that is
+    not completely right."""
     scores = [mark(draw(seed), answers) for seed in seeds]
     full = len(QUESTIONS)
     missed = next((f"; first missed: seed {seed}, {score}" for seed, score in zip(seeds, scores)
                    if score.right < full), "")
     mean = sum(score.right for score in scores) / len(scores)
     whole = sum(score.right == full for score in scores)
-    return f"{mean:.1f} of {full} on average, {whole} of {len(scores)} cases whole{missed}"
+    return f"{mean:.1f} of {full} on average, {whole} of {len(scores)} cases all right{missed}"

@@ -530,7 +530,7 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
     spec = lesson.verdict_figure(json.loads(json.dumps(found)))
     pairs, gains, *_ = spec["data"]
     assert gains["x"] == [100 * verdict["gain"], 100 * verdict["equal_seconds"]["gain"]]
-    assert gains["y"] == ["lion beside adamw", "lion, equal seconds<br>(2 steps)"]
+    assert gains["y"] == ["lion against adamw", "lion, equal seconds<br>(2 steps)"]
     for i, one in enumerate((verdict, verdict["equal_seconds"])):
         low, high = one["interval"]
         assert gains["x"][i] + gains["error_x"]["array"][i] == pytest.approx(100 * high)
@@ -553,7 +553,7 @@ def test_a_gain_in_the_figure_is_that_of_the_arm_named_first():
                           * (1.06 if config.optimizer.name == "lion" else 1), SEES,
                           seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
     gains = lesson.verdict_figure(found)["data"][1]
-    assert (gains["y"] == ["lion beside adamw", "adamw, equal seconds<br>(2 steps)"]
+    assert (gains["y"] == ["lion against adamw", "adamw, equal seconds<br>(2 steps)"]
             and gains["x"][0] < 0 < gains["x"][1])
 
 

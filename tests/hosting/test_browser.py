@@ -273,7 +273,7 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     page.locator(".jp-Cell .jp-InputPrompt").last.click()
     opened.command("notebook:run-cell-and-select-next")
     text("-20.0%, inside your 90%").wait_for()
-    text("It is 100 MB (your guess: -20.0%), and your 90% held.").wait_for()
+    text("It is 100 MB (your guess: -20.0%), and your 90% interval held.").wait_for()
     (kept,) = learner.read().guesses
     assert (kept.name, kept.value, kept.factor, kept.measured, kept.held) == ("01.browser", 80.0,
         1.25, 100.0, True)
@@ -281,7 +281,7 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     opened.command("docmanager:save")
     page.wait_for_function("() => window.lpkitDone")
     page.reload()       # the page again, and the same kernel
-    text("and your 90% held.").wait_for(timeout=90_000 * patience())
+    text("and your 90% interval held.").wait_for(timeout=90_000 * patience())
     again = notebook("again.ipynb", GUESSED)        # another kernel, Run All
     again.run()
     for words in ("Locked on", "-20.0%, inside your 90%", "the formula says 110 MB"):

@@ -138,9 +138,9 @@ def test_what_both_changed_stays_twice_and_is_said(folder, course):
                                "seed: int = 7  # of all", "x = 10", "x = 1.0", "y = 2",
                               "def one(): return 1", "finished"]
     assert change["notes"] == [
-        "you and the course both changed 'seed: int = 0': yours stays, and the new cell stands "
+        "you and the course both changed 'seed: int = 0': your cell stays, and the new cell is "
         "before it",
-        "you and the course both changed 'x = 1.0': yours stays, and the new cell stands after it",
+        "you and the course both changed 'x = 1.0': your cell stays, and the new cell is after it",
         "you and the course both changed 'def one(tensor): ...': your answer stays; the task may "
         "read differently now"]
     tagged = {cell.id: cell.metadata.tags for cell in read(folder).cells if "tags" in cell.metadata}
@@ -224,7 +224,7 @@ def test_a_copy_that_is_gone_comes_back(folder):
 
 @pytest.mark.parametrize("text, said", [
     ("{", "is not a notebook"), (b"\xff", "not UTF-8"),
-    (json.dumps(book({"q": "else"})), "none of its cells is the course's"),
+    (json.dumps(book({"q": "else"})), "it has no cell of the course's notebook"),
     (json.dumps({"nbformat": 4, "nbformat_minor": 4, "metadata": {},
                  "cells": [{"cell_type": "raw", "source": "", "metadata": {}}]}),
      "cells without an id")])
@@ -303,7 +303,7 @@ def test_the_command(folder, course, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"Your copies of the course are in {folder}", "    copied: 04_new",
         "    updated: 03_formats",
-        "        you and the course both changed 'y = 3': yours stays, and the new cell stands "
+        "        you and the course both changed 'y = 3': your cell stays, and the new cell is "
         "after it"]
     assert cli.main(["lab", "--reset", "3", "--course", str(folder)]) == 2
     out, err = capsys.readouterr()
@@ -357,7 +357,7 @@ def test_a_lesson_comes_beside_its_notebook_and_a_changed_one_stays(folder, cour
     mine.unlink()
     change = copies.reset(folder, "03")
     assert (mine.read_text() == "x = 4\n" and change["notes"][-1]
-            == "your lessons/l03_formats.py was missing, and is there again")
+            == "your lessons/l03_formats.py was missing and has been restored")
     mine.write_bytes(b"x = \xff")
     assert (copies.update(folder) == [] and mine.read_bytes()
             == b"x = \xff"), "what is no text keeps no lab from opening"

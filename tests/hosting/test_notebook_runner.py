@@ -103,7 +103,7 @@ def test_declarations_are_read_with_their_comments():
     ("steps: int =", "does not parse"),
     ("steps = 3  # updates", "holds only"),
     ("steps = 3  # type: list[int] updates", "is none of"),
-    ("steps = 3  # type: int( updates", "is no annotation"),
+    ("steps = 3  # type: int( updates", "is not an annotation"),
     ("steps = 'x'  # type: int updates", "whole number"),
     ("a, b = 1, 2  # type: int two", "holds only"),
 ])
@@ -371,7 +371,7 @@ def test_skipped_and_unheard_asserts_do_not_hold_a_claim(tmp_path, monkeypatch):
                                    "with claim('said'):\n    steps",
                                    "with claim(said):\n    assert steps"])
 def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match="tests nothing"):
         runner.plan(write(tmp_path / "a.ipynb", claim=claim), out=tmp_path / "out")
 
 
@@ -559,7 +559,7 @@ def test_list(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("words, said", [
     ((), "which notebook"), (("00", "--all"), "leave out '00'"),
-    (("00", "--on", "hosts=3"), "only processes=N"),
+    (("00", "--on", "hosts=3"), "--on takes processes=N"),
     (("00", "--on", "processes=0"), "processes must be positive, got 0"),
     (("00", "steps"), "expected key=value"), (("07",), "no notebook '07'"),
     (("00", "--set", "stepz=3"), "did you mean 'steps'"), (("--set", "steps=3"), "which notebook"),

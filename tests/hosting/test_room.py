@@ -222,12 +222,12 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
                                   "--teacher", "boss")
     rooms.refuse_missing("jupyterhub.auth.PAMAuthenticator")
     assert "--learners must be from 0 to 500, got -1" in said("--learners", "-1")
-    assert "this would be for 0" in said(*folder)
+    assert "1 to 500 learners, got 0" in said(*folder)
     assert "unencrypted" in said("anna", "--address", "0.0.0.0")
     assert "--title must have at most 200 printable characters" in said("anna", "--title",
         "\x1b[2J") and "got" in said("anna", "--title", "x" * 201)
     assert "no file" in said("anna", "--address", "0.0.0.0", "--tls", "none.pem", "none.key")
-    assert "has room for" in said("--learners", "499", *folder)
+    assert "has memory for" in said("--learners", "499", *folder)
     monkeypatch.setenv("PATH", "")
     assert "npm install -g configurable-http-proxy" in said("anna", *folder)
 

@@ -69,10 +69,11 @@ def test_a_sentence_that_leads_to_what_stays_away_does_too():
 
 
 def test_a_notebook_that_has_not_run_and_a_missing_library_are_sentences(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="a has no figure in it: it has not run"):
+    with pytest.raises(ConfigError, match="a has no figure, so it has not run"):
         slides.slides(book(GUESS), "a")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"slides need .*reveal\.css; once.*npm install --prefix"):
+    with pytest.raises(ConfigError, match=r"slides need .*reveal\.css; run this once.*npm "
+                                            r"install --prefix"):
         slides.page(book(FIGURE), "a")
 
 
@@ -95,11 +96,11 @@ def test_a_library_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
     for changed in ("/* 4.6.1 */", ""):
         libraries(tmp_path, monkeypatch, reveal=changed)
         with pytest.raises(ConfigError,
-                           match=r"reveal\.css.* is not the file that was pinned.*remove .*npm "
+                           match=r"reveal\.css.* does not have the pinned SHA-256.*remove .*npm "
                                  r"install --prefix"):
             slides.page(book(FIGURE), "a")
     libraries(tmp_path, monkeypatch, **{"tex-svg-full": "alert(1)"})       # the last one too
-    with pytest.raises(ConfigError, match=r"tex-svg-full\.js.* is not the file that was pinned"):
+    with pytest.raises(ConfigError, match=r"tex-svg-full\.js.* does not have the pinned SHA-256"):
         slides.page(book(FIGURE), "a")
 
 

@@ -173,7 +173,7 @@ def sends_float32(rows, rank, ranks, all_reduce_max, all_gather_bytes):
 @pytest.mark.usefixtures("judged_on_ranks")
 def test_an_all_gather_of_bytes_takes_bytes():
     verdict = check(EXERCISES["15.eight_bits"], sends_float32)
-    assert (verdict.status == "wrong" and "all_gather_bytes sends uint8, and this is torch.float32"
+    assert (verdict.status == "wrong" and "all_gather_bytes sends uint8, got torch.float32"
             in verdict.detail)
 
 
@@ -196,7 +196,7 @@ def waits_for_ever(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
 @pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("attempt, said",
                          [(one_rank_raises, "rank 1 of 2: it raised RuntimeError: no, in line "),
-                                           (uneven, "that does not come out even"),
+                                           (uneven, "a multiple of the 2 ranks, got"),
                                            (waits_for_ever, "got no further for 3 s"),
                                            (len, "write it as a function")])
 def test_an_attempt_that_fails_on_a_rank_is_a_sentence(attempt, said, monkeypatch):

@@ -531,7 +531,7 @@ def test_adams_kernels_are_its_rule(function):
     ours = two_sizes(torch.float32, VECTORS)
     named = {f"p{i}.weight": p for i, p in enumerate(ours)}
     optimizer = build(named, settings_of("adam", weight_decay=0.1),
-                      told=lambda name: Parameter(name, named[name].shape, decays=True),
+                      facts=lambda name: Parameter(name, named[name].shape, decays=True),
                       moment_format="float32", placement=None if fused
                       else OPTIMIZER_STATE["disk"].load()(CPU))
     assert isinstance(optimizer, torch.optim.Adam if fused else Stepper)
@@ -1017,7 +1017,7 @@ def test_a_slot_of_its_own_shape_is_whole_whatever_the_shape_of_a_rows_part(toy_
     monkeypatch.setitem(OPTIMIZERS, "square", square)
     rows = torch.nn.Parameter(torch.zeros(8, 8))
     optimizer = build({"w": rows}, replace(square.settings, name="square"),
-                      told=lambda name: Parameter(name, (16, 8)))
+                      facts=lambda name: Parameter(name, (16, 8)))
     assert [optimizer.is_cut(rows, name) for name in ("right", "exp_avg", "update")] == [False,
         True, True]
     assert [t.shape for t in optimizer._stored(rows)] == [(8, 8), (8, 8)]

@@ -66,7 +66,7 @@ def test_two_groups_are_updated_as_by_the_kits_stepper(name, dtype):
                   for p, s in zip(theirs, (of, by_group))]
         parameter_of = {p: Parameter("p", tuple(p.shape)) for p in theirs}
         want = step(Stepper(groups, of, moment_format="float32", placement=StatePlacement(), seed=0,
-                            kernels="auto", by_first=operator.call, told=parameter_of), theirs)
+                            kernels="auto", by_first=operator.call, facts=parameter_of), theirs)
     else:
         rule, want = optimizer(name).rule, []
         for p, s in zip(theirs, (of, by_group)):

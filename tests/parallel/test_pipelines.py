@@ -234,10 +234,10 @@ def test_peaks():
 
 
 @pytest.mark.parametrize("spoil, said", [
-    (lambda o: o[0].pop(), "actions for 4 micro-batches in 2 stages; each needs F, and B or"),
-    (lambda o: o[0].append((0, "B", 3)), "actions for 4 micro-batches in 2 stages; each needs"),
-    (lambda o: o[1].reverse(), "rank [01] waits for ever before . of micro-batch . in stage ."),
-    (lambda o: o[0].__setitem__(0, (0, "W", 0)), "rank 0 waits for ever before W of micro-batch")])
+    (lambda o: o[0].pop(), "actions for 4 micro-batches in 2 stages; each micro-batch needs"),
+    (lambda o: o[0].append((0, "B", 3)), "actions for 4 micro-batches in 2 stages; each"),
+    (lambda o: o[1].reverse(), "rank [01] waits forever for the input of . of micro-batch . in"),
+    (lambda o: o[0].__setitem__(0, (0, "W", 0)), "rank 0 waits forever for the input of W of")])
 def test_an_order_that_is_none_is_refused(spoil, said):
     found = order("1f1b", 2, 1, 4)
     spoil(found)

@@ -40,7 +40,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until SIGINT, SIGTERM or SIGHUP. Prints its result as soon as the lab answers."""
+    """Serve the lab until SIGINT, SIGTERM or SIGHUP. Prints its result as soon as the lab
+    answers. With --update or --reset, returns the changes and serves nothing."""
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
     shown_when()        # kernels inherit the variable, so check its value here
     root, children = copies.work_folder(args.course), processes.Children()
@@ -53,12 +54,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with lab.serve(root, port=args.port, children=children) as server:
             if args.port not in (0, server.port):
                 print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
-            found = {"url": server.url, "port": server.port, "root": str(root),
+            opened = {"url": server.url, "port": server.port, "root": str(root),
                      "changes": changes, "token_file": str(server.token_file),
                      "log": str(server.log_path),
                      "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
                                f"USER@THIS_MACHINE"}
-            print(json.dumps(found) if args.json else text(found), flush=True)
+            print(json.dumps(opened) if args.json else text(opened), flush=True)
             if lab.has_display() and not args.no_browser:
                 server.open_browser()
             code = server.process.wait()    # ends, too, if the lab is shut down from its menu
@@ -82,7 +83,8 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """Returns one line for all changes without notes, then lines for each change with notes."""
+    """Return the changes as lines: one line for all changes without notes, then several lines for
+    each change with notes."""
     plain: dict[str, list[str]] = {}
     lines = []
     for change in changes:

@@ -49,7 +49,8 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [describe(path) for path in paths]}
     if args.all and (name or asked):
-        raise ConfigError(f"--all takes no name or setting; leave out {shown(name or asked[0])}")
+        raise ConfigError(f"--all takes no name and no setting; leave out "
+                          f"{shown(name or asked[0])}")
     if not args.all and not name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(name)]
@@ -70,7 +71,8 @@ def run(args) -> dict[str, Any]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Returns the title, claim and parameters of a notebook for `--list`, JSON-ready."""
+    """Return the title, the claim and the parameters of a notebook for `--list`, in types that JSON
+    has."""
     book = notebooks.read(path)
     listed = [{"name": name, "annotation": p.annotation, "default": p.default,
                "comment": p.comment} for name, p in parameters(book).items()]
@@ -81,11 +83,12 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _processes(on: str | None) -> int:
+    """Return the number of processes of an option `--on processes=N`; 1 without it."""
     if on is None:
         return 1
     asked = parse_settings([on])
     if list(asked) != ["processes"]:
-        raise ConfigError(f"--on {shown(on)}: only processes=N is known here")
+        raise ConfigError(f"--on takes processes=N, got {shown(on)}")
     return annotated(asked["processes"], Count, "processes")
 
 
@@ -107,6 +110,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _outcome(run: dict[str, Any]) -> str:
+    """Return the result of a run in one line: of its claim, or of the cell that failed."""
     if run["status"] == "done":
         return ": ".join(filter(None, (run["result"], run["why"]))) or "done"
     error = run["error"] or {"cell": run["cell"], "kind": run["status"], "message": ""}

@@ -32,7 +32,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.collect and args.delete:
-        raise ConfigError("--delete deletes the reports of a room; leave it out with --collect")
+        raise ConfigError("--delete deletes the reports of a room, and --collect reads files; give "
+                          "only one of them")
     store = Store(args.room)
     if not args.collect and not (args.room / "room.json").exists():
         raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, "
@@ -51,7 +52,7 @@ def text(result: dict[str, Any]) -> str:
     lines = [*result["problems"], f"{result['reports']} reports of {result['learners']} learners"]
     if result["exercises"]:
         lines += ["", text_table([("exercise", "right", "not yet"), *(
-            (name, str(one["right"]), str(one["not_yet"])) for name, one in
+            (name, str(counts["right"]), str(counts["not_yet"])) for name, counts in
             result["exercises"].items())])]
     lines += [f"wrote all reports to {named(result['csv'])}"] if result["csv"] else []
     lines += [f"deleted {result['deleted']} reports"] if result["deleted"] else []

@@ -68,9 +68,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     needs("lpkit room", "jupyterhub", "jupyterlab")
     solutions.shown_when()      # labs inherit the variable, so check its value here
     if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
-        raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give "
-                          f"--tls CERT KEY, stay at 127.0.0.1 behind a tunnel, or give --no-tls")
-    # a stranger at the authenticator may be called "teacher"
+        raise ConfigError(f"with --address {args.address}, codes would cross the network "
+                          f"unencrypted; give --tls CERT KEY, use 127.0.0.1 with a tunnel, or give "
+                          f"--no-tls")
+    # with GitHub, for example, anybody could register the name "teacher"
     if args.authenticator and not args.teacher:
         raise ConfigError(f"with --authenticator {args.authenticator}, the user with the teacher's "
                           f"name controls the room; give your user name there as --teacher NAME")
@@ -92,15 +93,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     codes = Path(room.folder, "codes.csv")
     with whole_file(codes, 0o600) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([("name", "code"), *(
-            (name, one.code) for name, one in room.members.items() if one.code)])
+            (name, member.code) for name, member in room.members.items() if member.code)])
     children = processes.Children()
 
     def serve() -> int:
         with rooms.serve(room, children) as keeper:
-            found = {"title": room.title, "url": rooms.url(room), "folder": room.folder,
+            opened = {"title": room.title, "url": rooms.url(room), "folder": room.folder,
                      "codes": str(codes), "learners": len(room.members) - 1,
                      "memory_bytes": room.memory_bytes, "threads": room.threads, "gpus": room.gpus}
-            print(json.dumps(found) if args.json else text(found), flush=True)
+            print(json.dumps(opened) if args.json else text(opened), flush=True)
             if (code := progress.watch(room, keeper)) and not children.over:
                 print(f"the hub ended with exit code {code}; `lpkit room --folder {room.folder}` "
                       f"opens the room again. The end of its log:\n{keeper.stdout.read()}",
@@ -112,8 +113,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def warm(room: rooms.Room, presets: Sequence[str]) -> None:
     """Run one step of each preset, once per room, so that learners need not wait for tokens, for
-    verified kernels and for compilers. Print the seconds meanwhile. Raises ConfigError with the
-    run's error."""
+    the check of kernels and for compilers. Prints the seconds while it waits. Raises ConfigError
+    with the error of a failed run."""
     shared, begun = Path(room.folder, "shared"), time.monotonic()
     for number, preset in enumerate(presets, 1):
         done = shared / f".{preset}"

@@ -54,7 +54,7 @@ MEMORY_BYTES = 1 << 30          # most memory that an attempt may use
 FILE_BYTES = 1 << 26            # most bytes that it may write: its output and its answers
 PROCESSES = 16                  # most processes that it may start
 SHOWN = 300                     # most characters of its output that are shown
-NO_ANSWERS = "what it wrote to the judge are no answers"
+NO_ANSWERS = "it wrote something to the judge that is not an answer"
 TICK_SECONDS = 0.1
 START_SECONDS = 60.0    # for importing torch on a busy machine
 SECONDS = 20.0          # for all cases of an exercise
@@ -75,27 +75,30 @@ class Unknown:
 
 
 def pack(value: Any, strict: bool = False) -> bytes:
-    """strict: raise TypeError for a value that `unpack` would not restore, not pack its repr."""
+    """Return a value as bytes: the sizes of both parts (SIZES), JSON, and the tensors as
+    safetensors. A value of another type is packed as its repr; with `strict`, it raises
+    TypeError."""
     tensors: dict[str, Tensor] = {}
 
-    def plain(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            tensors[f"{len(tensors)}"] = one.detach().cpu().contiguous().clone()
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors[f"{len(tensors)}"] = value.detach().cpu().contiguous().clone()
             return {"tensor": f"{len(tensors) - 1}"}
-        if hasattr(one, "tolist"):          # a numpy array or scalar
-            one = one.tolist()
-        if one is None or isinstance(one, bool | str):
-            return one
+        if hasattr(value, "tolist"):          # a numpy array or scalar
+            value = value.tolist()
+        if value is None or isinstance(value, bool | str):
+            return value
         for kind in (int, float):
-            if isinstance(one, kind):
-                return kind(one)
-        if isinstance(one, Mapping):
-            return {"dict": [[plain(key), plain(each)] for key, each in one.items()]}
-        if isinstance(one, Sequence) and not isinstance(one, bytes | bytearray):
-            return {"tuple" if isinstance(one, tuple) else "list": [plain(each) for each in one]}
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, Mapping):
+            return {"dict": [[plain(key), plain(each)] for key, each in value.items()]}
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [plain(each) for each in value]}
         if strict:
-            raise TypeError(f"{type(one).__name__} is no number, text, tensor, list or dict")
-        words = f"a function {one.__name__}" if inspect.isfunction(one) else repr(one)
+            raise TypeError(f"{type(value).__name__} is no number, text, tensor, list or dict")
+        words = f"a function {value.__name__}" if inspect.isfunction(value) else repr(value)
         return {"words": words[:SHOWN]}
 
     text = json.dumps(plain(value)).encode()
@@ -104,15 +107,16 @@ def pack(value: Any, strict: bool = False) -> bytes:
 
 
 def unpack(frame: bytes) -> Any:
-    """Return the value. Raises any kind of Exception for bytes that `pack` did not make."""
+    """Return the value that `pack` made into these bytes. Raises any kind of Exception for other
+    bytes."""
     size, _ = SIZES.unpack_from(frame)
     text, blob = frame[SIZES.size:SIZES.size + size], frame[SIZES.size + size:]
     tensors = load_tensors(blob) if blob else {}
 
-    def value(one: Any) -> Any:
-        if not isinstance(one, dict):
-            return one
-        (kind, inside), = one.items()
+    def value(packed: Any) -> Any:
+        if not isinstance(packed, dict):
+            return packed
+        (kind, inside), = packed.items()
         return {"tensor": lambda: tensors[inside], "words": lambda: Unknown(str(inside)),
                 "list": lambda: [value(each) for each in inside],
                 "tuple": lambda: tuple(value(each) for each in inside),
@@ -122,25 +126,27 @@ def unpack(frame: bytes) -> Any:
 
 
 class Frames:
-    """Reads packed values from a pipe or a socket."""
+    """Reads packed values from a pipe or a socket. `over`: True when the other end has closed."""
 
     def __init__(self, fd: int):
+        # `_rest`: bytes of an incomplete frame; `_left`: bytes that may still arrive
         self.fd, self.over, self._rest, self._left = fd, False, bytearray(), FILE_BYTES
 
     def read(self) -> None:
-        """Reads available bytes; waits for the first. Raises ValueError above FILE_BYTES."""
+        """Read the available bytes; wait for the first one. Raises ValueError if more than
+        FILE_BYTES arrive."""
         with contextlib.suppress(ConnectionError):
             some = os.read(self.fd, 1 << 20)
             self._rest += some
             self._left -= len(some)
             self.over = not some
             if self._left < 0:
-                raise ValueError("too much came")
+                raise ValueError(f"more than {FILE_BYTES:,} bytes arrived")
             return
         self.over = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the complete frames, unpacked."""
+        """Yield the complete frames, unpacked."""
         while len(self._rest) >= SIZES.size:
             size = SIZES.size + sum(SIZES.unpack_from(self._rest))
             if len(self._rest) < size:
@@ -154,7 +160,8 @@ class Frames:
 
 @dataclass
 class Parcel:
-    """A function of the notebook, and the names that it uses there."""
+    """A function of the notebook and the names that it uses there, as data that can be sent to
+    another process. `entry` is the function's name."""
 
     entry: str = ""
     texts: dict[str, str] = field(default_factory=dict)     # sources by name; helpers come first
@@ -167,7 +174,7 @@ class Parcel:
         name = getattr(function, "__name__", "")
         parcel = cls(entry=name if name.isidentifier() else "answer")
         if not callable(function):
-            raise ConfigError(f"write it as a function in a cell: {function!r:.100} is none")
+            raise ConfigError(f"write it as a function in a cell, got {function!r:.100}")
         parcel._add(parcel.entry, function)
         return parcel
 
@@ -176,6 +183,7 @@ class Parcel:
         return self.entry in self.texts and is_stub(ast.parse(self.texts[self.entry]).body[0])
 
     def _add(self, name: str, value: Any) -> None:
+        """Add a name that the function uses: as an import, as a source, or as a value."""
         if name in self.texts or name in self.imports or name in self.values:
             return
         if where := _imported_from(value):
@@ -190,79 +198,86 @@ class Parcel:
         except (OSError, TypeError, ValueError, SyntaxError) as error:
             why = "" if isinstance(error, TypeError | OSError) else f" ({error})"
             raise ConfigError(
-                f"`{name}` is a {type(value).__name__} of the notebook{why}, which cannot travel to "
-                f"the process where answers run: numbers, text, tensors, lists and dicts of these, "
-                f"imports and functions written with def can") from None
+                f"`{name}` is a {type(value).__name__} of the notebook{why}, which cannot be sent "
+                f"to the process where answers run; use numbers, text, tensors, lists and dicts of "
+                f"these, imports, and functions written with def") from None
 
     def _add_text(self, name: str, function: Callable) -> None:
+        """Add a function's source, and everything that the source uses before it."""
         text, node = text_of(function, name)
         known = inspect.unwrap(function)
-        made = getattr(node, "name", name)
-        self.texts[made] = text         # before the functions that it calls; they may call it
+        defined = getattr(node, "name", name)
+        self.texts[defined] = text         # before the functions that it calls; they may call it
+        # the function's globals, and its variables from enclosing functions
         cells = zip(known.__code__.co_freevars, known.__closure__ or ())
         names = {**known.__globals__, **{free: cell.cell_contents for free, cell in cells}}
-        for used in _names_used(node) & names.keys() - {made}:
+        for used in _names_used(node) & names.keys() - {defined}:
             self._add(used, names[used])
-        self.texts[made] = self.texts.pop(made)
-        if made != name:
-            self.texts[name] = f"{name} = {made}"
+        self.texts[defined] = self.texts.pop(defined)
+        if defined != name:
+            self.texts[name] = f"{name} = {defined}"
 
 
 def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
-    """Return a function's source, with the line numbers of its cell; a lambda is named `name`.
-    Raises OSError, TypeError or SyntaxError."""
+    """Return a function's source and its syntax tree. Empty lines before the source keep the line
+    numbers of the cell. A lambda becomes `name = (lambda ...)`. Raises OSError, TypeError or
+    SyntaxError if there is no such source."""
     lines, first = inspect.getsourcelines(function)
     text = textwrap.dedent("".join(lines))
     node, *more = ast.parse(text).body
     if not isinstance(node, ast.FunctionDef):
-        lambdas = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
+        lambdas = [child for child in ast.walk(node) if isinstance(child, ast.Lambda)]
         if len(lambdas) != 1:
-            raise TypeError("it is no function")
+            raise TypeError("it is not a function")
         text = f"{name} = ({ast.get_source_segment(text, lambdas[0])})"
         node = ast.parse(text).body[0]
     if more:
-        raise TypeError("it is no function")
+        raise TypeError("it is not a function")
     return "\n" * (first - 1) + text, node
 
 
 def is_stub(node: ast.stmt) -> bool:
-    body = [one for one in getattr(node, "body", ()) if not isinstance(one, ast.Expr)]
-    return len(body) == 1 and isinstance(body[0], ast.Raise)    # apart from its docstring
+    """Whether a function's only statement, apart from its docstring, is a `raise`."""
+    body = [line for line in getattr(node, "body", ()) if not isinstance(line, ast.Expr)]
+    return len(body) == 1 and isinstance(body[0], ast.Raise)
 
 
 def _imported_from(value: Any) -> str:
-    """Returns the name by which another process can import a value; empty if it cannot."""
+    """Return the name by which another process can import a value; empty if it cannot."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, torch.dtype):
         return str(value).replace(".", ":")
     name, main = getattr(value, "__qualname__", ""), sys.modules["__main__"]
     for module in (getattr(value, "__module__", None), *list(sys.modules)):
-        found: Any = sys.modules.get(module)
-        for part in name.split(".") if found is not main else "":
-            found = getattr(found, "__dict__", {}).get(part)
-        if name and found is value:
+        holder: Any = sys.modules.get(module)
+        for part in name.split(".") if holder is not main else "":
+            holder = getattr(holder, "__dict__", {}).get(part)
+        if name and holder is value:
             return f"{module}:{name}"
     return ""
 
 
 def _names_used(node: ast.stmt) -> set[str]:
-    """Return the outer names that a function uses, without the names in annotations."""
+    """Return the global names that a function uses. Names in annotations are left out, since the
+    attempt's process does not evaluate annotations."""
     node = ast.parse(ast.unparse(node)).body[0]
-    for one in ast.walk(node):
-        for annotated in {"annotation", "returns"} & set(one._fields):
-            setattr(one, annotated, ast.Constant(None) if isinstance(one, ast.AnnAssign) else None)
+    for child in ast.walk(node):
+        for annotated in {"annotation", "returns"} & set(child._fields):
+            setattr(child, annotated,
+                    ast.Constant(None) if isinstance(child, ast.AnnAssign) else None)
     tables, used = [symtable.symtable(ast.unparse(node), "notebook", "exec")], set()
     while tables:
         table = tables.pop()
         tables += table.get_children()
-        used |= {one.get_name() for one in table.get_symbols()
-                 if one.is_global() and one.is_referenced()}
+        used |= {symbol.get_name() for symbol in table.get_symbols()
+                 if symbol.is_global() and symbol.is_referenced()}
     return used
 
 
 def load(parcel: Parcel, **known: Any) -> Callable[..., Any]:
-    """Return the function, in the attempt's process. Its annotations are not evaluated."""
+    """Define the function of a parcel and return it, in the attempt's process. Annotations are not
+    evaluated. `known`: names that are defined in addition to the parcel's."""
     names: dict[str, Any] = {"__name__": "notebook", **known, **parcel.values}
     names |= {name: pkgutil.resolve_name(where) for name, where in parcel.imports.items()}
     for name, text in parcel.texts.items():
@@ -277,18 +292,25 @@ def load(parcel: Parcel, **known: Any) -> Callable[..., Any]:
 
 @cache
 def _warm() -> dict[str, WarmParent]:
-    """Keeps warm parents by environment while this process lives, so only the first check waits."""
+    """Return this process's warm parents by environment. They stay until this process ends, so only
+    the first check waits for the import of torch."""
     return {}
 
 
 def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
           **job: Any) -> dict[str, Any]:
-    """Returns the judge's finding for this exercise, from a process whose environment has `env`.
-    Raises ConfigError if the job is too large to send."""
+    """Send a job to the judge of this exercise and return the judge's finding. The judge is a fork
+    of a warm process whose environment has `env`. Raises ConfigError if the job is too large.
+
+    Protocol on the socket: the notebook sends the job; the judge sends `?` when every process of
+    the attempt has ended; the notebook sends a nonce; the judge sends the nonce and its finding.
+    Every process of the attempt has ended before the nonce is sent, so an attempt cannot forge a
+    finding."""
     job = pack({"name": name, "seconds": seconds, **job})
     if len(job) > FILE_BYTES:
-        raise ConfigError(f"what your function uses of the notebook takes {len(job) >> 20} MB, and "
-                          f"{FILE_BYTES >> 20} MB can travel to the process where answers run")
+        raise ConfigError(f"your function uses values of the notebook that take {len(job) >> 20} "
+                          f"MB; at most {FILE_BYTES >> 20} MB can be sent to the process where "
+                          f"answers run")
     nonce, reply = secrets.token_hex(32).encode(), b""
     parents, key = _warm(), repr(env)
     if key not in parents:
@@ -298,29 +320,32 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
         line.settimeout((START_SECONDS + 5 * seconds) * patience())
         with contextlib.suppress(OSError):
             line.sendall(job)
-            if line.recv(1) == b"?":            # every process of the attempt has ended
+            if line.recv(1) == b"?":
                 line.sendall(nonce)
                 while some := line.recv(1 << 16):
                     reply += some
     if reply.startswith(nonce):
         return json.loads(reply.removeprefix(nonce))
     parents.pop(key).__exit__()     # the next check starts a new warm process
-    return {"status": "wrong", "detail": "the process that judges was ended, by it or from outside"}
+    return {"status": "wrong", "detail": "the judging process was ended, by your function or from "
+                                         "outside"}
 
 
 # Answers, and the process that gives them.
 
 @dataclass(frozen=True)
 class Answer:
-    """An attempt's answer to one case, or in half a sentence why there is none."""
+    """An attempt's answer to one case, or a message that says why there is none."""
 
     value: Any = None
     why: str = ""
-    line: str = ""          # the line of the attempt where it failed
-    to_do: bool = False
+    line: str = ""          # the line of the attempt where it failed, for a message
+    to_do: bool = False     # the stub's NotImplementedError was raised
 
     @classmethod
     def raised(cls, error: BaseException, words: str = "") -> "Answer":
+        """Return the answer of an attempt that raised `error`. `words`: the message, by default the
+        error's."""
         if isinstance(error, NotImplementedError) and not error.args:   # PyTorch's has a message
             return cls(to_do=True)
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
@@ -344,9 +369,11 @@ def patience() -> float:
 
 
 class Attempt:
-    """A fork in which `work` gives answers. `with` ends all of its processes with the block.
+    """A fork in which `work` gives answers. At the end of the `with` block, the fork and all of its
+    processes are killed. Iterate over the attempt to receive the answers.
 
-    hung_up: a file that becomes readable when the caller no longer waits for answers
+    seconds: time limit for all answers, longer on a busy machine (`patience`)
+    hung_up: a file descriptor that is readable when the caller no longer waits for answers
     """
 
     def __init__(self, work: Callable[[], Iterable[Answer]], seconds: float, hung_up: int = -1):
@@ -413,11 +440,13 @@ class Attempt:
 
 
 def _give(work: Callable[[], Iterable[Answer]], writer: int, printed: int) -> None:
-    """Send the answers; does not return."""
+    """Send the answers of `work` to file descriptor 3 and end this process; does not return.
+    `writer`: the pipe to the judge; `printed`: the file that receives the attempt's output."""
     leave = os._exit            # the attempt may replace os._exit
     try:
         end_with_parent()
-        os.setsid()
+        os.setsid()             # a separate process group, which `Attempt.__exit__` kills as a whole
+        # stdin, stdout, stderr and the pipe are the only open files: not the judge's socket
         for number, open_one in enumerate((os.open(os.devnull, os.O_RDONLY), printed, printed)):
             os.dup2(open_one, number)
         os.dup2(writer, 3)
@@ -430,8 +459,8 @@ def _give(work: Callable[[], Iterable[Answer]], writer: int, printed: int) -> No
         _alone()
         torch.set_num_threads(1)
         try:
-            for one in work():
-                _send(one)
+            for answer in work():
+                _send(answer)
         except SystemExit:
             pass
         except BaseException as error:
@@ -441,6 +470,7 @@ def _give(work: Callable[[], Iterable[Answer]], writer: int, printed: int) -> No
 
 
 def _send(answer: Answer) -> None:
+    """Write an answer to file descriptor 3. An answer that cannot be packed is sent as an error."""
     try:
         frame = pack([answer.value, answer.why, answer.line, answer.to_do])
     except Exception as error:
@@ -450,8 +480,8 @@ def _send(answer: Answer) -> None:
 
 
 def limit_memory() -> None:
-    """Limits the attempt to MEMORY_BYTES from here on. macOS enforces no such limit, so there only
-    the time is limited."""
+    """Limit this process to MEMORY_BYTES more than it has now. macOS enforces no such limit, so on
+    macOS only the time is limited."""
     if taken := status_bytes("VmSize"):
         _limit("RLIMIT_AS", taken + MEMORY_BYTES)
 
@@ -462,7 +492,7 @@ def _limit(name: str, most: int) -> None:
 
 
 def _alone() -> None:
-    """Drops root's capabilities, so that even root in a container cannot look into the judge."""
+    """Drop root's capabilities, so that even root in a container cannot read the judge's memory."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "capset"):         # Linux
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

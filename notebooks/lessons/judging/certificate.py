@@ -71,8 +71,8 @@ def certificate(name: str = "", folder: Path | None = None) -> HTML | None:
     except OSError as error:
         print(f"{named(path)} was not written: {error.strerror or error}")
         return None
-    return HTML(f"<a href='{FILE}' target='_blank'>{FILE}</a> lies beside this notebook. Open it "
-                f"in a browser, and print it on A4 in landscape.")
+    return HTML(f"<a href='{FILE}' target='_blank'>{FILE}</a> is in the folder of this notebook. "
+                f"Open it in a browser, and print it on A4 in landscape.")
 
 
 def checked_name(name: object) -> str:
@@ -80,8 +80,8 @@ def checked_name(name: object) -> str:
     text = " ".join(name.split()) if isinstance(name, str) else ""
     visible = "".join(letter for letter in text if letter not in JOINERS)
     if not visible or not visible.isprintable() or len(text) > LONGEST:
-        raise ConfigError(f"{shown(name)} is no name for a certificate; use at most {LONGEST} "
-                          f"letters, on one line")
+        raise ConfigError(f"{shown(name)} cannot be the name on a certificate; use at most "
+                          f"{LONGEST} letters, on one line")
     return text
 
 
@@ -107,45 +107,47 @@ def parts_of(learner: Learner, course: Mapping[str, Exercise]) -> list[Part]:
     return [Part(number, title(number), len(_within(number, course)),
                  len(_within(number, course.keys() & solved.keys())),
                  {name: solved[name] for name in _within(number, solved)},
-                 [one for one in learner.guesses if one.name.partition(".")[0] == number])
+                 [guess for guess in learner.guesses if guess.name.partition(".")[0] == number])
             for number in numbers]
 
 
 def _within(number: str, names: Iterable[str]) -> list[str]:
+    """Return the names of exercises that belong to notebook `number`."""
     return [name for name in names if name.partition(".")[0] == number]
 
 
 def title(number: str) -> str:
     """Return the title of the lesson with this number; empty if there is no such lesson now."""
     try:
-        said = re.match(r"Lesson \d\d, (.+?): its ", lesson(number).__doc__ or "")
+        match = re.match(r"Lesson \d\d, (.+?): its ", lesson(number).__doc__ or "")
     except ConfigError:
         return ""
-    return said[1][:1].upper() + said[1][1:] if said else ""
+    return match[1][:1].upper() + match[1][1:] if match else ""
 
 
 def intervals(guesses: Iterable[Answered]) -> list[Answered]:
     """Return the guesses with a 90% interval that have been compared with a result."""
-    return [one for one in guesses if one.factor and one.held is not None]
+    return [guess for guess in guesses if guess.factor and guess.held is not None]
 
 
 def page(name: str, learner: Learner, course: Mapping[str, Exercise]) -> str:
+    """Return the certificate as an HTML page. `course`: the exercises that there are now."""
     parts = parts_of(learner, course)
-    dates = sorted([str(one.first_right) for part in parts for one in part.solved.values()]
+    dates = sorted([str(tried.first_right) for part in parts for tried in part.solved.values()]
                    + [guess.date for guess in learner.guesses])
     when = "" if not dates else (f"on {dates[0]}" if dates[0] == dates[-1]
                                  else f"from {dates[0]} to {dates[-1]}")
     scored = intervals(learner.guesses)
-    held = sum(bool(one.held) for one in scored)
-    choices = [one for one in learner.guesses if not one.factor and one.held is not None]
+    held = sum(bool(guess.held) for guess in scored)
+    choices = [guess for guess in learner.guesses if not guess.factor and guess.held is not None]
     numbers = [
         (f"{sum(part.known for part in parts)} of {len(course)}", "exercises solved"),
         (f"{sum(bool(part.solved) for part in parts)}", "notebooks"),
         (f"{len(learner.guesses)}", "guesses before the result"),
         (f"{held} of {len(scored)}", "90% intervals held" + (
             f": {held / len(scored):.0%}" if scored else "")),
-        (f"{sum(bool(one.held) for one in choices)} of {len(choices)}", "choices right")]
-    told = "".join(f"<div><b>{escape(value)}</b>{escape(what)}</div>" for value, what in numbers)
+        (f"{sum(bool(guess.held) for guess in choices)} of {len(choices)}", "choices right")]
+    summary = "".join(f"<div><b>{escape(value)}</b>{escape(what)}</div>" for value, what in numbers)
     nothing = "<p>Nothing was solved or guessed yet.</p>"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -155,28 +157,30 @@ def page(name: str, learner: Learner, course: Mapping[str, Exercise]) -> str:
 <header><div class="of top"><span>lpkit: predict, run, reconcile</span>
 <span>from the learner's own file; not signed</span></div><h1>{escape(name)}</h1>
 <div>worked through what makes training Transformers cheaper {escape(when)}</div></header>
-<div class="numbers">{told}</div>
+<div class="numbers">{summary}</div>
 <main>{"".join(map(section, parts)) or nothing}</main>
-<footer>This page was made on {date.today().isoformat()} by lpkit {escape(lpkit.__version__)} from
-the learner's own file on the learner's own machine. It is not signed, and nobody watched: it shows
-what that file says. The date of an exercise is that of its first right answer; each answer that
-was judged is an attempt, but a right one that is given again is not. A 90% interval holds if the
-result lay in it.</footer>
+<footer>lpkit {escape(lpkit.__version__)} made this page on {date.today().isoformat()} from the
+learner's file on the learner's machine. The page shows the contents of that file. It is not signed,
+and nobody supervised the exercises. The date of an exercise is the date of its first right answer.
+Each judged answer counts as an attempt, except further right answers after the first one. A 90%
+interval holds if it contains the result.</footer>
 </body></html>
 """
 
 
 def section(part: Part) -> str:
+    """Return the HTML of one notebook's exercises and guesses."""
     rows = "".join(f"<tr><td>{escape(name.partition('.')[2])}</td>"
-                   f"<td>{escape(str(one.first_right))}</td>"
-                   f"<td>{one.attempts} attempt{'s' * (one.attempts != 1)}</td></tr>"
-                   for name, one in part.solved.items())
+                   f"<td>{escape(str(tried.first_right))}</td>"
+                   f"<td>{tried.attempts} attempt{'s' * (tried.attempts != 1)}</td></tr>"
+                   for name, tried in part.solved.items())
     share = part.known / part.total if part.total else 0
     scored = intervals(part.guesses)
-    said = f"guesses: {len(part.guesses)}" if part.guesses else ""
+    line = f"guesses: {len(part.guesses)}" if part.guesses else ""
     if scored:
-        said += f"; 90% intervals held: {sum(bool(one.held) for one in scored)} of {len(scored)}"
+        held = sum(bool(guess.held) for guess in scored)
+        line += f"; 90% intervals held: {held} of {len(scored)}"
     return (f"<section><h2><span>{escape(f'{part.number} {part.title}'.strip())}</span>"
             f"<span>{part.known} of {part.total}</span></h2>"
             f"<div class='bar'><div style='width:{share:.0%}'></div></div>"
-            f"<table>{rows}</table><div class='of'>{escape(said)}</div></section>")
+            f"<table>{rows}</table><div class='of'>{escape(line)}</div></section>")

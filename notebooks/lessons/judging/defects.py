@@ -1,5 +1,5 @@
-"""Tests what is broken in this version of Triton's interpreter, so that learners do not search for
-the fault in their own kernels.
+"""Find the defects of the installed version of Triton's interpreter, so that learners do not search
+for the fault in their own kernels.
 
 `TRITON_INTERPRET=1` runs a kernel on a CPU, with numpy. Each probe below has a few lines whose
 result is right on a GPU; a probe whose result differs, or that does not run, becomes a sentence.
@@ -24,7 +24,7 @@ DOES_NOT_RUN = " does not run: "        # between the probe's name and the inter
 def defects() -> tuple[str, ...]:
     """Return a sentence per defect, or one sentence if the probes could not run."""
     if versions(["triton"])["triton"] is None:
-        return ("Triton is not installed, so no kernel runs here; it is made for Linux",)
+        return ("Triton is not installed, so kernels cannot run; Triton needs Linux",)
     try:
         done = subprocess.run([sys.executable, "-m", __name__], timeout=SECONDS, text=True,
                               capture_output=True, check=True, env={
@@ -32,10 +32,11 @@ def defects() -> tuple[str, ...]:
                                   "PYTHONPATH": os.pathsep.join(sys.path)})
         return tuple(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        return (f"the self-test of Triton's interpreter did not end: {error}",)
+        return (f"the self-test of Triton's interpreter failed: {error}",)
 
 
 def _probe() -> list[str]:
+    """Run all probes and return a sentence per defect."""
     import numpy as np
     import torch
     import triton
@@ -68,27 +69,28 @@ def _probe() -> list[str]:
 
     @triton.jit
     def loop(x, y, n):
-        found = 0.0
+        total = 0.0
         for i in range(n):
-            found += tl.load(x + i)
-        tl.store(y, found)
+            total += tl.load(x + i)
+        tl.store(y, total)
 
-    found = []
+    sentences = []
 
     def hold(what: str, kernel, x, want, *more, **numbers) -> None:
+        """Run kernel(x, got, ...) and add a sentence about `what` if `got` differs from `want`."""
         got = torch.zeros_like(want)
         try:
             kernel[(1,)](x, got, *more, **numbers)
         except Exception as error:
             why = str(error.__cause__ or error).splitlines()[0]
-            found.append(what + DOES_NOT_RUN + why)
+            sentences.append(what + DOES_NOT_RUN + why)
             return
         wrong = (got.float() != want.float()).flatten()
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            found.append(f"{what} is wrong for {wrong.float().mean():.0%} of the numbers tried: "
-                         f"{want.flatten()[at].item():g} comes out as "
-                         f"{got.flatten()[at].item():g}")
+            sentences.append(f"{what} is wrong for {wrong.float().mean():.0%} of the numbers "
+                             f"tried: {want.flatten()[at].item():g} comes out as "
+                             f"{got.flatten()[at].item():g}")
 
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30
     whole = torch.arange(256).view(16, 16) % 5 + 1.0        # sums of these numbers are exact
@@ -104,8 +106,8 @@ def _probe() -> list[str]:
     room = torch.zeros(8)
     cast[(1,)](whole, room[:5], 8, BLOCK=8)
     if room[5:].any():
-        found.append("a store out of bounds is silent")
-    return found
+        sentences.append("a store out of bounds is silent")
+    return sentences
 
 
 if __name__ == "__main__":

@@ -29,14 +29,14 @@ class Moved(dict):
     def __missing__(self, name: str) -> "Exercise":
         now = RENAMED.get(name)
         where = f"it is {now!r} now, in notebook {now[:2]}" if now else (
-            f"there are {', '.join(self)}")
+            f"it has {', '.join(self)}")
         raise ConfigError(f"this notebook has no exercise {name!r} any more; {where}")
 
 
 def names() -> list[str]:
     """Return the names of the modules, in order."""
-    return sorted(f"lessons.{found.name}" for found in pkgutil.iter_modules(lessons.__path__)
-                  if found.name[1:3].isdecimal())
+    return sorted(f"lessons.{module.name}" for module in pkgutil.iter_modules(lessons.__path__)
+                  if module.name[1:3].isdecimal())
 
 
 def lesson(exercise: str) -> ModuleType:
@@ -45,16 +45,17 @@ def lesson(exercise: str) -> ModuleType:
     for name in names():
         if name.startswith(f"lessons.l{number}_"):
             return importlib.import_module(name)
-    raise ConfigError(f"exercise {exercise!r} is of notebook {number}, which has no lesson; there "
-                      f"are {', '.join(one[9:11] for one in names())}")
+    raise ConfigError(f"exercise {exercise!r} belongs to notebook {number}, which has no lesson; "
+                      f"the lessons are {', '.join(name[9:11] for name in names())}")
 
 
 def exercise(name: str) -> "Exercise":
+    """Return the exercise with this name, such as "03.cast"."""
     return lesson(name).EXERCISES[name]
 
 
 def exercises() -> dict[str, "Exercise"]:
-    """Returns the exercises of all lessons, in the order of the course."""
+    """Return the exercises of all lessons, in the order of the course."""
     modules = map(importlib.import_module, names())
-    return {name: one for module in modules
-            for name, one in getattr(module, "EXERCISES", {}).items()}
+    return {name: each for module in modules
+            for name, each in getattr(module, "EXERCISES", {}).items()}

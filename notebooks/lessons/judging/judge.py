@@ -65,7 +65,8 @@ class Exercise:
     minutes: int = 3
     name: str = ""                  # the name in the learner's file: "03.cast"
     drawn: int = DRAWN
-    # bytes for a case that tensors may use at once, and Python's objects and NumPy's arrays too
+    # by case: the most bytes that tensors may take at once; the same limit holds, separately, for
+    # Python's objects and NumPy's arrays
     most_bytes: Callable[..., int] | None = None
     # arguments that the exercise asks to change; the changed arguments are judged
     in_place: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ class Exercise:
             raise ConfigError("an exercise needs at least one case, a tuple of arguments")
 
     def all_cases(self) -> Iterator[tuple]:
-        """Yields the written cases, then the drawn cases; they are the same for all learners."""
+        """Yield the written cases, then the drawn cases; they are the same for all learners."""
         yield from self.cases
         if self.draw is not None:
             chance = random.Random(self.spec.__name__)
@@ -88,10 +89,11 @@ class Exercise:
 
     def called(self, function: Callable[..., Any], given: tuple) -> Any:
         """Return the part of a call that is judged: its result, or the arguments it changes."""
-        made = function(*given)
+        result = function(*given)
         if not self.in_place:
-            return made
-        return tuple(one for name, one in zip(self.arguments, given) if name in self.in_place)
+            return result
+        return tuple(argument for name, argument in zip(self.arguments, given)
+                     if name in self.in_place)
 
     @property
     def answer(self) -> Callable[..., Any]:
@@ -103,13 +105,14 @@ class Exercise:
         return source_of(self.answer)
 
     def prepare(self) -> None:
-        """Runs in the warm process before it forks; imports modules that every fork needs."""
+        """Import modules that every fork needs. The warm process calls this before it forks."""
         if self.most_bytes:
             importlib.import_module("lpkit.measure.tracking")
 
     def judged(self, attempt: Callable[..., Any]) -> "Verdict":
-        """Return the verdict. Never raises, whatever the attempt does, and always ends. The attempt
-        of an exercise without a name (a caller's own exercise) runs in this process."""
+        """Return the verdict on a learner's function. This method ends and does not raise, whatever
+        the attempt does. The attempt of an exercise without a name (a caller's own exercise) runs
+        in this process; any other attempt runs in a separate process."""
         if not self.name:
             return check(self, attempt)
         try:
@@ -122,11 +125,12 @@ class Exercise:
         return Verdict(result["status"], result["detail"], self.solution)
 
     def outcome(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
-        """Runs in the judge. Returns the status and its details."""
+        """Return `status` and `detail` of the verdict, in the judge's process. `job` is the message
+        from the notebook; `hung_up` is readable when the notebook no longer waits."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
-            said = verdict(self, iter(attempt))
-            printed = attempt.printed if said.status == "wrong" else ""
-        return {"status": said.status, "detail": said.detail + printed}
+            result = verdict(self, iter(attempt))
+            printed = attempt.printed if result.status == "wrong" else ""
+        return {"status": result.status, "detail": result.detail + printed}
 
 
 def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
@@ -137,7 +141,7 @@ def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
 
 
 def source_of(function: Callable) -> str:
-    """Returns the source without decorators. Raises OSError or TypeError if there is no source."""
+    """Return the source without decorators. Raises OSError or TypeError if there is no source."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
@@ -156,15 +160,18 @@ def adding_to(table: dict[str, Exercise], kind: type[Exercise] = Exercise,
 
 
 def badge(status: str) -> str:
-    """HTML: the sign in white on its colour, which is readable in a dark theme, too."""
+    """Return HTML: the status's sign in white on the status's colour, which is readable in a dark
+    theme, too."""
     colour, sign = MARKS[status]
     return f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}</span>"
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The judge's result for one attempt. `str()` gives one line; a notebook shows HTML."""
+
     status: str             # a key of MARKS
-    detail: str = ""
+    detail: str = ""        # a message for the learner, without a full stop
     solution: str = field(default="", compare=False, repr=False)
     held: str = field(default="", compare=False, repr=False)    # why the solution is hidden
     untried: bool = field(default=False, compare=False, repr=False)     # this machine cannot judge
@@ -178,16 +185,16 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         more = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self._more))
-        said = f"{badge(self.status)} <b>{self.status}</b>{more}"
+        page = f"{badge(self.status)} <b>{self.status}</b>{more}"
         if self.solution:
-            said += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
+            page += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
                      f"</pre></details>")
         elif self.held:
-            said += f"<br><small>{html.escape(self.held)}</small>"
-        return said
+            page += f"<br><small>{html.escape(self.held)}</small>"
+        return page
 
 
-ENDED = Answer(why="it ended its process")
+ENDED = Answer(why="it ended its process")      # the answer to a case for which none arrived
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
@@ -197,8 +204,8 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
 
 
 def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answer:
-    """The attempt's part: return its result for a copy of the case, or that it changed an argument,
-    or that its tensors were larger than the exercise allows."""
+    """Call the attempt with a copy of the case. Return its result, or why the result does not
+    count: the attempt raised, changed an argument, or took more memory than the exercise allows."""
     try:
         given = copy.deepcopy(case)
         if exercise.most_bytes is None:
@@ -214,8 +221,8 @@ def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answ
             what, peak = "arrays and lists take", array_bytes(partial(
                 exercise.called, attempt, copy.deepcopy(case)))
         return Answer(got, changed(exercise, case, given) if peak <= most else (
-            f"its {what} {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are the "
-            f"limit"))
+            f"its {what} {quantity(peak, 'bytes')} at once; the limit is "
+            f"{quantity(most, 'bytes')}"))
     except Exception as error:      # any error of the learner's function is shown
         return Answer.raised(error)
 
@@ -237,14 +244,15 @@ def array_bytes(call: Callable[[], Any]) -> int:
                 tracemalloc.stop()
 
 
-def _at_hand(made: Any) -> Any:
-    """Return an answer with tensors that can be read here. Raises for tensors without values."""
-    return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), made)
+def _at_hand(value: Any) -> Any:
+    """Return an answer whose tensors are dense, detached and on the CPU. Raises for a tensor
+    without values, such as one on the meta device."""
+    return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), value)
 
 
 def changed(exercise: Exercise, case: tuple, given: tuple) -> str:
-    """Name the argument of `given` that a call has changed, in half a sentence; empty for none.
-    `case` has the arguments before the call."""
+    """Return a message that names the first argument that a call has changed; empty if there is
+    none. `case` has the arguments before the call, `given` the arguments after it."""
     for name, before, after in zip(exercise.arguments, case, given):
         if name not in exercise.in_place and not _same(before, after):
             clone = f"{name}.clone()" if isinstance(before, Tensor) else f"copy.deepcopy({name})"
@@ -257,7 +265,7 @@ def _same(before: Any, after: Any) -> bool:
     functions, may keep counts and are not compared."""
     if isinstance(before, Tensor):
         return (before.shape, before.dtype) == (after.shape, after.dtype) and torch.equal(
-            *(one.detach().reshape(-1).contiguous().view(torch.uint8) for one in (before, after)))
+            *(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (before, after)))
     if isinstance(before, Mapping):
         return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
     if isinstance(before, list | tuple):
@@ -266,25 +274,28 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
-    """The judge's part; no code of the attempt runs here. `answers` are to all cases, in order."""
+    """Compare the attempt's answers with the definition's, and return the verdict. No code of the
+    attempt runs here. `answers`: one answer per case, in order; they are read one by one, so the
+    first wrong answer ends the comparison."""
     seen: list[Answer] = []
     for case in exercise.all_cases():
-        seen.append(one := next(answers, ENDED))
-        if one.to_do:
+        seen.append(answer := next(answers, ENDED))
+        if answer.to_do:
             return to_do(exercise)
-        if why := one.why or unlike(exercise, case, one.value):
+        if why := answer.why or unlike(exercise, case, answer.value):
+            # more answers, so that a hint is given only for a mistake that explains all of them
             seen += itertools.islice(answers, max(0, RECOGNISED - len(seen)))
             named = zip(exercise.arguments, case, strict=True)
             given = ", ".join(f"{name}={short(value)}" for name, value in named)
             hint = _hint(exercise, seen)
-            return Verdict("wrong", f"for {given} {why}{one.line}{hint and f'; {hint}'}",
+            return Verdict("wrong", f"for {given} {why}{answer.line}{hint and f'; {hint}'}",
                            exercise.solution)
     return Verdict("right", "", exercise.solution)
 
 
 def unlike(exercise: Exercise, case: tuple, got: Any) -> str:
-    """The judge's part: return in half a sentence why `got` is wrong for the case; empty if it is
-    right."""
+    """Return a message that says why `got` is wrong for the case; empty if it is right. The
+    disturbed runs of the definition are needed only if the plain comparison fails."""
     given = partial(copy.deepcopy, case)
     want = expected(exercise, given)
     return difference(got, want, exercise.tolerance) and difference(
@@ -298,9 +309,10 @@ def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
 
 
 def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
-    """Returns the definition's answers with each operation disturbed by up to ROUNDING of its
-    result (Monte Carlo arithmetic: Parker 1997). If an answer is a difference of large terms, it
-    moves in proportion to these terms, even if the answer itself is near 0."""
+    """Return DISTURBED answers of the definition, in which each operation's result is disturbed by
+    up to ROUNDING of itself (Monte Carlo arithmetic: Parker 1997). If an answer is a difference of
+    large terms, it moves in proportion to these terms, even if the answer itself is near 0. Empty
+    for a tolerance of 0."""
     answers = []
     for seed in range(DISTURBED if exercise.tolerance else 0):
         case = given()
@@ -310,7 +322,8 @@ def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
 
 
 class Disturbed(TorchDispatchMode):
-    """A mode that multiplies each operation's result by up to 1 +- `size`."""
+    """A mode that multiplies each element of each operation's result by a random factor between
+    1 - `size` and 1 + `size`. Views and integers are left as they are."""
 
     def __init__(self, seed: int, size: float = ROUNDING):
         super().__init__()
@@ -318,13 +331,13 @@ class Disturbed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace == "aten":
-            for one in tree_leaves(made):
-                if isinstance(one, Tensor) and one.dtype in (torch.float32, torch.float64):
-                    off = 2 * torch.rand(one.shape, generator=self.chance, dtype=one.dtype) - 1
-                    one.mul_(1 + self.size * off)
-        return made
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64):
+                    off = torch.rand(tensor.shape, generator=self.chance, dtype=tensor.dtype)
+                    tensor.mul_(1 + self.size * (2 * off - 1))
+        return result
 
 
 class Unsaturated(TorchDispatchMode):
@@ -333,17 +346,18 @@ class Unsaturated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func in CASTS and made.dtype == torch.float8_e4m3fn:
+        result = func(*args, **(kwargs or {}))
+        if func in CASTS and result.dtype == torch.float8_e4m3fn:
             source = args[CASTS[func]].float()      # values up to 464 are rounded to 448
-            made.view(torch.uint8).masked_fill_(source.abs() > 464, 0x7F)
-        return made
+            result.view(torch.uint8).masked_fill_(source.abs() > 464, 0x7F)
+        return result
 
 
 CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}   # index of the input
 
 
 def _widened(case: tuple) -> tuple:
+    """Return the case with its float32 tensors as float64."""
     return tree_map_only(Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, case)
 
 
@@ -353,27 +367,30 @@ def to_do(exercise: Exercise) -> Verdict:
 
 
 def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
-    """Returns the hint for a known mistake that gives all of `answers`; empty if there is none."""
+    """Return the hint for a known mistake that gives all of `answers`; empty if there is none."""
     both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():
             theirs = (exercise.called(mistake, copy.deepcopy(case)) for case, _ in both)
-            if not any(one.value is None or difference(one.value, other, exercise.tolerance)
-                       for (_, one), other in zip(both, theirs)):
+            if not any(answer.value is None or difference(answer.value, other, exercise.tolerance)
+                       for (_, answer), other in zip(both, theirs)):
                 return hint
     return ""
 
 
 def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
                where: tuple = (), scale: float = 0.0) -> str:
-    """Return in half a sentence how `got` differs from `want`; empty if it does not. Tensors and
-    arrays count as nested lists, whose numbers may differ by `tolerance` times `scale`: their
-    largest magnitude, or the largest movement in `others`, the answers of `disturbed`."""
+    """Return a message that says how `got` differs from `want`; empty if it does not.
+
+    Tensors and arrays are compared as nested lists. Their numbers may differ by `tolerance` times
+    `scale`, which is the largest magnitude of `want` or, if that is larger, the largest movement in
+    `others` (the answers of `disturbed`) divided by ROUNDING. `where`: the indices of `want` within
+    the whole answer, for the message. A tolerance of 0 compares exactly, with the sign of 0."""
     if tolerance and hasattr(want, "tolist"):
         want = torch.as_tensor(want)
-        sizes = [want, *((one.double() - want.double()) / ROUNDING for one in others)]
-        scale = max((float(abs(one[one.isfinite()]).max()) for one in sizes if one.isfinite().any()),
-                    default=0.0)
+        sizes = [want, *((answer.double() - want.double()) / ROUNDING for answer in others)]
+        scale = max((float(abs(size[size.isfinite()]).max()) for size in sizes
+                     if size.isfinite().any()), default=0.0)
     got, want = (value.tolist() if hasattr(value, "tolist") else value for value in (got, want))
     place = f" at [{', '.join(map(repr, where))}]" if where else ""
     unlike = f"expected {short(want)}{place}, got {short(got)}"
@@ -397,7 +414,7 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
     if kind is Mapping and got.keys() != want.keys():
         return unlike
     for key in want if kind is Mapping else range(len(want)):
-        why = difference(got[key], want[key], tolerance, [one[key] for one in others],
+        why = difference(got[key], want[key], tolerance, [answer[key] for answer in others],
                          (*where, key), scale)
         if why:
             return why
@@ -405,6 +422,7 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
 
 
 def short(value: Any) -> str:
+    """Return a value as text for a message: at most 120 characters, floats with six digits."""
     if hasattr(value, "tolist"):
         text = f"{list(value.shape)} {short(value.tolist())}"
     elif isinstance(value, list):

@@ -21,7 +21,8 @@ from lpkit.processes import PR_SET_DUMPABLE, adopt_orphans, end_with_parent, prc
 
 
 def judge(line: socket.socket) -> None:
-    """Receive one attempt and send the finding."""
+    """Receive one job on `line`, judge its attempt, and send the finding. The protocol is that of
+    `lessons.judging.attempts.asked`."""
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -39,15 +40,16 @@ def judge(line: socket.socket) -> None:
             finding = {"status": "to do", "detail": str(error)}
         except Exception:           # the answers have a shape that fits no case
             finding = {"status": "wrong", "detail": NO_ANSWERS}
-        sweep()                     # ends the attempt's processes before the nonce is received
+        sweep()                     # kills the attempt's processes before the nonce is received
         line.sendall(b"?")
         line.sendall(line.recv(64) + json.dumps(finding).encode())
 
 
 def main(folder: str, calls: str) -> int:
-    """Fork a judge for each socket that arrives."""
+    """Fork a judge for each socket that arrives on the socket with file number `calls`. `folder`:
+    for temporary files. This process imports torch once; its forks start at once."""
     end_with_parent()
-    os.environ["TMPDIR"] = folder   # the process that started this one removes the folder
+    os.environ["TMPDIR"] = folder   # the process that started this process removes the folder
     # on Linux, processes of the same user cannot look into this process or its forks
     prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -55,7 +57,8 @@ def main(folder: str, calls: str) -> int:
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     with socket.socket(fileno=int(calls)) as heard:
         while (call := socket.recv_fds(heard, 4096, 1))[0]:
-            with contextlib.suppress(Exception):    # once for all forks; a fork reports errors
+            # imports modules once for all forks; the fork's own import reports an error
+            with contextlib.suppress(Exception):
                 index.exercise(call[0].decode()).prepare()
             with socket.socket(fileno=call[1][0]) as line:
                 if os.fork():

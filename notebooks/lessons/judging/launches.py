@@ -28,16 +28,16 @@ class Launch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: one for name, one in self.arguments.items() if isinstance(one, Tensor)}
+        return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return a view as integers."""
+    """Return the bits of a float32 or uint8 tensor, as a view of integers."""
     return x.view(torch.int32) if x.dtype == torch.float32 else x
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns a tensor whose elements are marked as not written."""
+    """Return a tensor whose elements are marked as not written."""
     empty = torch.empty(shape, dtype=dtype)
     bits(empty).fill_(UNTOUCHED[dtype])
     return empty
@@ -45,7 +45,7 @@ def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @dataclass
 class Held:
-    """A tensor in the middle of a larger one."""
+    """An argument of a launch, placed in the middle of a larger tensor, with the accesses to it."""
 
     name: str
     whole: Tensor
@@ -75,6 +75,7 @@ class Held:
         return cls(name, whole, view, whole.clone(), inside.numpy(), is_output)
 
     def distance(self, address: int) -> int:
+        """Return the bytes between an address and this tensor's memory; negative inside it."""
         start = self.whole.data_ptr()
         return max(start - address, address - start - self.whole.nbytes)
 
@@ -87,19 +88,21 @@ class Held:
         return f"{self.name}[{at}]"
 
     def trespass(self) -> str:
-        """Describe a forbidden write; empty if there is none."""
+        """Return a message about a forbidden write; empty if there is none. Compares the memory with
+        its copy before the launch, so it also sees writes that bypass `Memory`."""
         changed = (bits(self.whole) != bits(self.kept)).cpu()
         if self.is_output:
             changed &= ~torch.from_numpy(self.inside)
         if not changed.any():
             return ""
-        why = "which is outside" if self.is_output else f"and {self.name} is not its to write"
+        why = "which is outside" if self.is_output else f"and {self.name} is an input"
         return f"it wrote to {self.element(int(changed.nonzero()[0]))}, {why}"
 
     def read_again(self) -> str:
-        """Say how often the tensor was read, if more than once; empty if reads were not counted."""
+        """Return a message if the kernel read the tensor more than once; empty otherwise, and if
+        reads were not counted."""
         least = self.tensor.numel() * self.whole.itemsize
         if least <= LONG_BYTES or self.loaded_bytes <= 1.5 * least:
             return ""
         times = float(f"{self.loaded_bytes / least:.3g}")
-        return f"it reads {self.name} {times:,g} times, and once is enough"
+        return f"it reads {self.name} {times:,g} times; once is enough"

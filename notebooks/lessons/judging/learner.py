@@ -52,17 +52,19 @@ class Tried(Checked):
 
 @dataclass(frozen=True)
 class Learner:
+    """The contents of a learner's file: guesses in the order of their locks, exercises by name."""
+
     guesses: tuple[Answered, ...] = ()
     exercises: Mapping[str, Tried] = field(default_factory=dict)
 
     def guess(self, name: str, question: str) -> Answered | None:
-        return next((one for one in self.guesses if (one.name, one.question) == (name, question)),
-                    None)
+        return next((guess for guess in self.guesses
+                     if (guess.name, guess.question) == (name, question)), None)
 
     def with_guess(self, guess: Answered) -> "Learner":
-        """Returns a learner in which `guess` replaces the one with the same name and question."""
-        others = tuple(one for one in self.guesses
-                       if (one.name, one.question) != (guess.name, guess.question))
+        """Return a learner in which `guess` replaces the guess with its name and question."""
+        others = tuple(other for other in self.guesses
+                       if (other.name, other.question) != (guess.name, guess.question))
         return replace(self, guesses=(*others, guess))
 
     def with_attempt(self, name: str, right: bool) -> "Learner":
@@ -76,14 +78,14 @@ class Learner:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Returns the judge's verdict and writes it to the learner's file, unless the exercise is still
+    """Return the judge's verdict and writes it to the learner's file, unless the exercise is still
     to do."""
     verdict = exercise.judged(attempt)
     if not exercise.name or verdict.status == "to do":
         return held_back(exercise, verdict)
-    said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
+    message = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
     report("exercise", name=exercise.name, verdict=verdict.status)
-    verdict = replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
+    verdict = replace(verdict, detail=" ".join(filter(None, (verdict.detail, message))))
     return held_back(exercise, verdict)
 
 
@@ -104,7 +106,8 @@ def held_back(exercise: Exercise, verdict: Verdict) -> Verdict:
     return replace(verdict, solution="", held=why)
 
 
-# Whether a solution is shown, by this verdict's status and the exercise's entry in the file
+# by setting of LPKIT_SOLUTIONS: whether a solution is shown, given the status of this verdict and
+# the exercise's entry in the learner's file
 SEEN: Mapping[str, Callable[[str, Tried | None], bool]] = {
     "always": lambda status, tried: True,
     "attempted": lambda status, tried: status != "to do" or tried is not None,
@@ -123,27 +126,28 @@ def read(path: Path | None = None) -> Learner:
     if not path.exists():
         return Learner()
     try:
-        told = json.loads(read_text(path, MOST_BYTES))
-        if told["format"] != FORMAT:
-            raise ConfigError(f"its format is {told['format']!r}")
-        if told["version"] <= VERSION:
-            guesses = [Answered(**one) for one in told["guesses"]]
-            tried = {name: Tried(**one) for name, one in told["exercises"].items()}
+        stored = json.loads(read_text(path, MOST_BYTES))
+        if stored["format"] != FORMAT:
+            raise ConfigError(f"its format is {stored['format']!r}")
+        if stored["version"] <= VERSION:
+            guesses = [Answered(**fields) for fields in stored["guesses"]]
+            tried = {name: Tried(**fields) for name, fields in stored["exercises"].items()}
             return Learner(
-                tuple(replace(one, name=RENAMED.get(one.name, one.name)) for one in guesses),
+                tuple(replace(guess, name=RENAMED.get(guess.name, guess.name))
+                      for guess in guesses),
                 {RENAMED[name]: tried[name] for name in RENAMED if name in tried}
-                | {name: one for name, one in tried.items() if name not in RENAMED})
+                | {name: entry for name, entry in tried.items() if name not in RENAMED})
     except (ConfigError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{named(path)} holds no learner's guesses and exercises: "
                            f"{type(error).__name__}: {error}") from None
-    raise ConfigError(f"{named(path)} was written by a newer lpkit (version {told['version']}); "
+    raise ConfigError(f"{named(path)} was written by a newer lpkit (version {stored['version']}); "
                       f"update this one, or move the file away")
 
 
 def update(change: Callable[[Learner], Learner]) -> str:
-    """Apply `change` to the file. Returns a message: empty, or why the file was not written, or
-    where a damaged file was moved."""
-    path, said = file(), ""
+    """Apply `change` to the learner's file under a lock. Returns a message that says why the file
+    was not written, or where a damaged file was moved; empty if neither happened."""
+    path, message = file(), ""
     try:
         own_folder(path.parent, 0o700)
         with locked(path.with_name(".learner.lock")):
@@ -151,14 +155,15 @@ def update(change: Callable[[Learner], Learner]) -> str:
                 old = read()
             except DamagedError as error:
                 move_into(path.parent / "damaged", path)
-                old, said = Learner(), f"{error}. It lies in {named(path.parent / 'damaged')} now."
+                old = Learner()
+                message = f"{error}. The file is now in {named(path.parent / 'damaged')}."
             new = change(old)
             if new != old:
                 whole = {"format": FORMAT, "version": VERSION, **asdict(new)}
                 write_atomically(path, json.dumps(whole, indent=1, allow_nan=False))
     except (OSError, ValueError) as error:      # a full disk, a folder that is a link
         return f"Not kept: {error}"
-    return said
+    return message
 
 
 def keep(name: str, question: Asked) -> Asked:

@@ -32,14 +32,15 @@ SECONDS = 30.0          # for one attempt
 COMPILED_SECONDS = 120.0    # for one attempt on a GPU, where each block size is compiled
 ELEMENTS = 1 << 16      # elements for counting bytes
 DRAWN = 4               # random cases; the interpreter takes a millisecond per operation
-DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot "
-           "of float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
+DIFFERS = ("it is right in the interpreter and wrong when compiled (a GPU rounds `/` and tl.dot of "
+           "float32 differently; use tl.div_rn and input_precision='ieee' to round alike):")
 # defects of the interpreter that may explain a wrong number, by a word in the kernel's source
 TOUCHED = {"float8e4": ("E4M3",), "float8e5": ("E5M2",), "bfloat16": ("bf16",)}
 
 
 def __getattr__(name: str) -> Any:
-    """Return `tl` for the annotations of a stub: Triton's, or a substitute without Triton."""
+    """Return `tl` for the annotations of a stub: Triton's language, or a substitute if Triton is
+    not installed."""
     if name != "tl":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -93,15 +94,17 @@ class Puzzle(Exercise):
         if result["status"] == "to do" and not result["detail"]:
             return to_do(self)
         if result["status"] == "wrong":
-            touched = [one for word, about in TOUCHED.items() if word in source for one in about]
+            touched = [fmt for word, formats in TOUCHED.items() if word in source
+                       for fmt in formats]
             for sentence in defects():
                 why = sentence.partition(DOES_NOT_RUN)[2]
-                if any(one in sentence for one in touched) or (why and why in result["detail"]):
+                if any(fmt in sentence for fmt in touched) or (why and why in result["detail"]):
                     details.append(f"Not your fault, perhaps: {sentence}.")
         return Verdict(result["status"], " ".join(details), self.solution)
 
     def outcome(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
-        """Runs in the judge; `compiled` and `elements` are those of `run`."""
+        """Run the kernel of a job and return its finding, in the judge's process. With `elements`
+        in the job, the finding is `moved`, the bytes per element; else `status` and `detail`."""
         counted, compiled = job["elements"], job["compiled"]
         cases = [self.large(counted)] if counted else list(self.all_cases())
         work = partial(_by_triton, self, cases, job["source"], compiled)
@@ -110,13 +113,13 @@ class Puzzle(Exercise):
             printed = attempt.printed
         if counted:
             return {"moved": _for_each(answers[0], cases[0])}
-        if any(one.to_do for one in answers):
+        if any(answer.to_do for answer in answers):
             return {"status": "to do", "detail": ""}
         if compiled and isinstance(answers[0].value, str):      # compiled without a GPU, not run
             return {"status": "right", "detail": answers[0].value}
         both = zip_longest(cases, answers[:len(cases)], fillvalue=answers[-1])
-        for turn, (case, one) in enumerate(both):
-            if why := self._why_not(one, case):
+        for turn, (case, answer) in enumerate(both):
+            if why := self._why_not(answer, case):
                 if not compiled and (mine := self._solution_fails(case, turn)):
                     return {"status": "to do", "detail": f"Triton's interpreter failed, not your "
                             f"kernel: a solution fails, too, for {_case(self, case)}: {mine}"}
@@ -127,10 +130,10 @@ class Puzzle(Exercise):
             return {"status": "right", "detail": answers[len(cases)].value or ""}
         if not self.large or self.flops:
             return {"status": "right", "detail": ""}
-        case, one = max(zip(cases, answers), key=lambda both: both[0][0].numel())
-        each = sum(map(sum, _for_each(one, case).values()))
-        return {"status": "right", "detail": f"on {case[0].numel()} elements its loads and stores "
-                                             f"are {each:.3g} bytes each"}
+        case, answer = max(zip(cases, answers), key=lambda both: both[0][0].numel())
+        each = sum(map(sum, _for_each(answer, case).values()))
+        return {"status": "right", "detail": f"its loads and stores move {each:.3g} bytes per "
+                                             f"element ({case[0].numel()} elements)"}
 
     def _why_not(self, answer: Answer, case: tuple) -> str:
         return answer.why + answer.line or difference(answer.value["left"], self, case)
@@ -141,25 +144,26 @@ class Puzzle(Exercise):
         return self._why_not(triton().run(kernel, self, case, turn=turn), case)
 
     def _hint(self, cases: Sequence[tuple], answers: Sequence[Answer]) -> str:
-        """Returns the hint for a known mistake that gives the attempt's answers in every case."""
+        """Return the hint for a known mistake that gives the attempt's answers in every case."""
         for hint, source in self.mistaken().items():
             theirs = triton().answers(self, cases, source, False)
             if len(answers) >= len(cases) and all(
-                    same(one, other, self.tolerance) for one, other in zip(answers, theirs)):
+                    same(answer, other, self.tolerance) for answer, other in zip(answers, theirs)):
                 return hint
         return ""
 
 
 def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
-    """Return the source of an attempt, of which only the text leaves this process, without
-    decorators and with the line numbers of its cell; or a verdict that says why there is none."""
+    """Return the source of an attempt, without decorators and with the line numbers of its cell;
+    or a verdict that says why there is none. Only this text leaves the notebook's process."""
     try:
         text, function = text_of(attempt)
         if not isinstance(function, ast.FunctionDef):
-            raise TypeError("it is no function")
+            raise TypeError("it is not a function")
         defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
-        if any(not isinstance(one, ast.Constant) for one in defaults):
-            raise TypeError("a default is a number, since nothing else of the notebook is there")
+        if any(not isinstance(default, ast.Constant) for default in defaults):
+            raise TypeError("a default must be a number or text, since only the function's text is "
+                            "sent to the process where it runs")
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         return Verdict("wrong", f"write it as a function in a cell: {error}", exercise.solution)
     lines, first = text.splitlines(), len(text) - len(text.lstrip("\n"))
@@ -169,18 +173,19 @@ def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
 
 def moved(kernels: Sequence[tuple[str, Callable]],
           elements: int = ELEMENTS) -> list[dict[str, tuple[float, float]]]:
-    """Returns the bytes that each (name of the puzzle, kernel) reads and writes, by tensor and per
+    """Return the bytes that each (name of the puzzle, kernel) reads and writes, by tensor and per
     element of the first tensor, counted in the interpreter's loads and stores. Empty for a kernel
     that does not run or is not counted."""
     if versions(["triton"])["triton"] is None:
         return [{} for _ in kernels]
-    found = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
-    return [{name: tuple(both) for name, both in one.get("moved", {}).items()} for one in found]
+    results = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
+    return [{name: tuple(both) for name, both in result.get("moved", {}).items()}
+            for result in results]
 
 
 def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds: float = SECONDS,
         elements: int = 0) -> list[dict[str, Any]]:
-    """Returns the result of each (name of the puzzle, source of a kernel): `status` and `detail`;
+    """Return the result of each (name of the puzzle, source of a kernel): `status` and `detail`;
     if `elements` is given, `moved`, as in the function `moved`. `seconds` are per kernel."""
     env = {"TRITON_INTERPRET": "0" if compiled else "1"}
     return [asked(name, seconds, env, source=source, compiled=compiled, elements=elements)
@@ -197,7 +202,7 @@ def _by_triton(puzzle: Puzzle, cases: Sequence[tuple], source: str,
 
 
 def _for_each(answer: Answer, case: tuple) -> dict[str, list[float]]:
-    """Returns bytes read and written by tensor, per element of the first tensor; empty if the
+    """Return bytes read and written by tensor, per element of the first tensor; empty if the
     kernel did not run."""
     moved = answer.value["moved"] if answer.value else {}
     return {name: [n / case[0].numel() for n in both] for name, both in moved.items()}
@@ -206,7 +211,8 @@ def _for_each(answer: Answer, case: tuple) -> dict[str, list[float]]:
 # The judge's comparison of the tensors that a kernel has written.
 
 def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
-    """Mark differing elements. With a tolerance of 0, or for integers, bits must be equal."""
+    """Return a bool tensor that is True where `got` differs from `want`. With a tolerance of 0, and
+    for integers, bits must be equal; any NaN equals any NaN."""
     if not tolerance or not want.is_floating_point():
         return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
     finite = want[want.isfinite()]
@@ -214,27 +220,30 @@ def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
     return ~got.isclose(want, rtol=tolerance, atol=float(near), equal_nan=True)
 
 
-def same(one: Answer, other: Answer, tolerance: float) -> bool:
-    if one.why or other.why:
-        return one.why == other.why
-    left, others = one.value["left"], other.value["left"]
+def same(answer: Answer, other: Answer, tolerance: float) -> bool:
+    """Whether two answers have the same outputs, or the same reason why they have none."""
+    if answer.why or other.why:
+        return answer.why == other.why
+    left, others = answer.value["left"], other.value["left"]
     return not any(_wrong(left[name], others[name], tolerance).any() for name in left)
 
 
 def difference(left: Mapping[str, Tensor], puzzle: Puzzle, case: tuple) -> str:
-    """Describe the first wrong element: its coordinate, its value and the right value."""
+    """Return a message about the first wrong element of the outputs `left`: its index, its value
+    and the right value; empty if all elements are right."""
     want = puzzle.spec(*case)
     wanted = want if isinstance(want, tuple) else (want,)
     for (name, got), want in zip(left.items(), wanted, strict=True):
         if (got.shape, got.dtype) != (want.shape, want.dtype):
-            return f"{name} is no tensor of {tuple(want.shape)}"
+            return (f"{name} is a {got.dtype} tensor of shape {tuple(got.shape)}, not {want.dtype} "
+                    f"of shape {tuple(want.shape)}")
         if (wrong := _wrong(got, want, puzzle.tolerance)).any():
             at = tuple(wrong.nonzero()[0].tolist())
-            said = _value(got[at])
+            value = _value(got[at])
             if bits(got[at]).item() == UNTOUCHED[got.dtype]:
-                said = "as it was: was it written?" if got.dtype != torch.uint8 else \
-                    f"{said}: NaN, or never written"
-            return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {said}"
+                value = "not written" if got.dtype != torch.uint8 else \
+                    f"{value}: NaN, or not written"
+            return (f"{name}[{', '.join(map(str, at))}] should be {_value(want[at])} and is {value}"
                     f" ({int(wrong.sum())} of {wrong.numel()} are wrong)")
     return ""
 
@@ -246,11 +255,12 @@ def _value(x: Tensor) -> str:
 
 
 def _case(puzzle: Puzzle, case: tuple) -> str:
-    def one(value: Any) -> str:
+    """Return a case for a message: "x=(64, 8), n=3"; small tensors are written out."""
+    def shape_or_value(value: Any) -> str:
         if not isinstance(value, Tensor) or value.numel() <= 6:
             return short(value)
         strided = "" if value.is_contiguous() else f", strides {tuple(value.stride())}"
         return f"{tuple(value.shape)}{strided}"
 
     named = zip(inspect.signature(puzzle.spec).parameters, case, strict=True)
-    return ", ".join(f"{name}={one(value)}" for name, value in named)
+    return ", ".join(f"{name}={shape_or_value(value)}" for name, value in named)

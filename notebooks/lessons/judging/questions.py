@@ -1,11 +1,11 @@
 """Guess, commit, reveal, score: questions to answer before a run answers them.
 
-No code waits for a question or computes from it, so a headless run is not interrupted. Only
-`.answer` counts: the value that was locked in, by a click, before the result was shown.
+No code waits for an answer or computes with it, so a headless run is not interrupted. Only
+`.answer` counts: the value that the learner locked in, by a click, before the result was shown.
 
-`guess.reveal(...)` hides the following content until then, only in a live front end; the stored
-output is the content. `guess.scored(row)` puts the guess into a comparison's row. `keep` (in
-`lessons.judging.learner`) connects a question to the learner's file.
+In a live front end, `guess.reveal(content)` hides the content until the guess is locked; the stored
+output of the notebook is the content. `guess.scored(row)` puts the guess into a comparison's row.
+`keep` (in `lessons.judging.learner`) connects a question to the learner's file.
 """
 
 import math
@@ -27,14 +27,14 @@ FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class Question(widgets.VBox):
-    """A question with its inputs, its `.value`, and a button that locks the value. `note`: a
-    sentence from whoever stores the answer."""
+    """A question with its inputs, its `.value`, and a button that locks the value."""
 
-    locked = traitlets.Bool(False, help="it can no longer change")
-    late = traitlets.Bool(False, help="the result was shown before it was locked")
-    waived = traitlets.Bool(False, help="what it hides was shown without an answer")
-    result = traitlets.Dict(help="of an answer that counts: what was `measured`, whether it `held`")
-    note = traitlets.Unicode()
+    locked = traitlets.Bool(False, help="the value can no longer change")
+    late = traitlets.Bool(False, help="the result was shown before the value was locked")
+    waived = traitlets.Bool(False, help="the hidden content was shown without an answer")
+    result = traitlets.Dict(help="for an answer that counts: the `measured` value, and whether the "
+                            "answer `held`")
+    note = traitlets.Unicode(help="a message from the code that stores the answer")
     unit: str = ""
     factor: float | None = None
 
@@ -63,6 +63,7 @@ class Question(widgets.VBox):
         return str(self.value)
 
     def lock(self) -> None:
+        """Lock the value, unless nothing is chosen yet."""
         if self.value is not None:
             self.locked = True
 
@@ -90,6 +91,7 @@ class Question(widgets.VBox):
             self.result = {"measured": measured, "held": held}
 
     def _tell(self, _change: dict | None = None) -> None:
+        """Update the button and the message below it."""
         for control in self.inputs:
             control.disabled = self.locked
         self.button.disabled = self.locked or self.value is None
@@ -144,9 +146,9 @@ class Guess(Question):
 
     @property
     def answer_text(self) -> str:
-        said, low, high = (quantity(value, self.unit) for value in (
+        guess, low, high = (quantity(value, self.unit) for value in (
             self.value, self.value / self.factor, self.value * self.factor))
-        return f"{said}, 90% sure of {low} to {high}"
+        return f"{guess}, 90% sure of {low} to {high}"
 
     def scored(self, row: Row, scale: float = 1.0) -> Row:
         """Return `row` with the guess, if the guess counts. A guess that is not locked when this is
@@ -163,7 +165,7 @@ class Guess(Question):
             return ""
         measured, held = self.result["measured"], self.result["held"]
         return (f" It is {quantity(measured, self.unit)} (your guess: "
-                f"{off_by(self.value, measured, self.unit)}), and your 90% "
+                f"{off_by(self.value, measured, self.unit)}), and your 90% interval "
                 f"{'held' if held else 'did not hold'}.")
 
     @traitlets.validate("value")
@@ -195,13 +197,14 @@ class Pick(Question):
     @traitlets.validate("value")
     def _offered(self, proposal: dict) -> str | None:
         if proposal["value"] not in (None, *self.answers):
-            raise traitlets.TraitError(f"{proposal['value']!r} is none of {self.answers}")
+            raise traitlets.TraitError(f"{proposal['value']!r} is not one of the answers "
+                                       f"{self.answers}")
         return proposal["value"]
 
     def scored(self, best: Sequence[str]) -> str:
-        """Return the right answer and the learner's answer, in half a sentence. `best` are the
-        candidates that share the first place: if there are several, TIED is right if it is offered,
-        else each of them is right. Raises ConfigError if `best` is empty."""
+        """Return the right answer and the learner's answer as text: "a (you said b)". `best`: the
+        candidates that share the first place. If there are several, TIED is the right answer if it
+        is offered; otherwise each candidate is right. Raises ConfigError if `best` is empty."""
         if not best:
             raise ConfigError("a Pick cannot be scored without a right answer; give at least one")
         right = [TIED] if len(best) > 1 and TIED in self.answers else list(best)
@@ -212,7 +215,7 @@ class Pick(Question):
 
 class Reveal(widgets.VBox):
     """`content` (text, an object with `_repr_html_`, or a widget), hidden until all `questions` are
-    locked or the learner asks for it. Without a live front end, the output is the content."""
+    locked or the learner clicks to see it. Without a live front end, the output is the content."""
 
     def __init__(self, content: Any, *questions: Question):
         self.content, self.questions = content, questions

@@ -1,8 +1,8 @@
-"""When a learner sees an exercise's solution: set by `LPKIT_SOLUTIONS` for a whole classroom.
+"""The setting `LPKIT_SOLUTIONS`: when learners see the solution of an exercise.
 
-Learners learn from comparing their own attempt with a solution, even a failed attempt, but not from
-only reading the solution (Kapur 2008, Productive failure). The setting is a nudge and no lock: the
-source of the lesson has the solution in plain text.
+Learners learn from comparing their own attempt, even a failed attempt, with a solution, but not
+from only reading the solution (Kapur 2008, Productive failure). The setting cannot keep a solution
+secret: the source of the lesson contains it in plain text.
 """
 
 import os
@@ -10,7 +10,7 @@ import os
 from lpkit.errors import pick
 
 VARIABLE, DEFAULT = "LPKIT_SOLUTIONS", "attempted"
-WHEN = {    # by setting: what must have happened before
+WHEN = {    # by setting: the event after which the solution is shown
     "always": "",
     "attempted": "a first attempt that was judged",
     "solved": "a right answer",
@@ -20,5 +20,5 @@ WHEN = {    # by setting: what must have happened before
 def shown_when() -> str:
     """Return the setting, a key of WHEN. Raises ConfigError for any other value."""
     word = os.environ.get(VARIABLE) or DEFAULT
-    pick(WHEN, word, f"word for {VARIABLE}")
+    pick(WHEN, word, f"value of {VARIABLE}")
     return word

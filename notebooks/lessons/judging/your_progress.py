@@ -19,7 +19,8 @@ RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
 
 
 def progress(exercises: Iterable[str]) -> Figure:
-    """Draw the progress in exercises and guesses by notebook, the part of a name before its dot."""
+    """Return a figure of the learner's progress: exercises and guesses by notebook. `exercises`:
+    names such as "03.cast"; the part before the dot is the notebook."""
     try:
         learner = read()
     except ConfigError as error:
@@ -54,25 +55,25 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
         parts.append(bars(names, [counts.get(name, 0) for name in names], words, colour,
                           hover="%{y}: %{x}"))
     left = [total[name] - right.get(name, 0) - wrong.get(name, 0) for name in names]
-    said = [f"{right.get(name, 0)} of {total[name]}, guesses: {guesses.get(name, 0)}"
+    texts = [f"{right.get(name, 0)} of {total[name]}, guesses: {guesses.get(name, 0)}"
             for name in names]
-    # the text is at the end of the whole bar
-    parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=said))
-    # symmetric around 1
-    width = 0.1 + max([math.log10(max(one.factor, _ratio(one), 1 / _ratio(one)))
-                       for one in scored], default=1.0)
-    held = sum(one.held for one in scored)
+    # the text of the last part is at the end of the whole bar
+    parts.append(bars(names, left, "to do", LEFT, hover="%{y}: %{x}", text=texts))
+    # the lower x axis is logarithmic and symmetric around 1: from 10^-width to 10^width
+    width = 0.1 + max([math.log10(max(guess.factor, _ratio(guess), 1 / _ratio(guess)))
+                       for guess in scored], default=1.0)
+    held = sum(guess.held for guess in scored)
     below = "guesses that you lock in appear here"
     if scored:
         below = f"your 90% intervals hold {held / len(scored):.0%} of {len(scored)}"
     for words, kept, colour in (("held", True, RIGHT), ("did not hold", False, WRONG)):
-        ours = [one for one in scored if one.held is kept]
-        for one in ours:
-            parts.append(scatter([1 / one.factor, one.factor], [escape(one.name)] * 2, "", FAINT,
-                                 hover=None, line={"width": 5}, opacity=0.45, showlegend=False,
-                                 xaxis="x2", yaxis="y2"))
-        parts.append(scatter([_ratio(one) for one in ours],
-                             [escape(one.name) for one in ours], words, colour, mode="markers",
+        ours = [guess for guess in scored if guess.held is kept]
+        for guess in ours:
+            parts.append(scatter([1 / guess.factor, guess.factor], [escape(guess.name)] * 2, "",
+                                 FAINT, hover=None, line={"width": 5}, opacity=0.45,
+                                 showlegend=False, xaxis="x2", yaxis="y2"))
+        parts.append(scatter([_ratio(guess) for guess in ours],
+                             [escape(guess.name) for guess in ours], words, colour, mode="markers",
                              marker={"size": 10}, hover="%{y}: %{x:,.3~r} times the guess",
                              showlegend=bool(ours), xaxis="x2", yaxis="y2"))
     lower = 26 * max(len(scored), 2)
@@ -85,9 +86,9 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
         parts, "Your progress", height=height + 150, barmode="stack",
         xaxis=axis("exercises", range=[0, 1.5 * most], tickvals=list(range(most + 1))),
         yaxis={**NAMES, **order, "categoryarray": names, "domain": [cut + between / height, 1]},
-        xaxis2=axis("measured, over your guess", type="log", anchor="y2", tickvals=TICKS,
+        xaxis2=axis("measured value, over your guess", type="log", anchor="y2", tickvals=TICKS,
                     ticktext=[f"{tick:g}" for tick in TICKS], range=[-width, width]),
-        yaxis2={**NAMES, **order, "categoryarray": [escape(one.name) for one in scored],
+        yaxis2={**NAMES, **order, "categoryarray": [escape(guess.name) for guess in scored],
                 "domain": [0, cut], "anchor": "x2", "showticklabels": bool(scored)},
         shapes=[{**rule(x=1, layer="below"), "xref": "x2", "yref": "y2 domain"}],
         annotations=[note(below, 0, cut, xref="paper", yref="paper", yshift=4)])

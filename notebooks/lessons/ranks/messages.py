@@ -1,5 +1,6 @@
-"""The messages that the ranks of a run send in an update, collective by collective.
-tests/parallel/test_messages.py compares them with `lpkit.measure.tracking.MessageCount`."""
+"""Predict the messages that rank 0 of a run sends in an update, collective by collective.
+tests/parallel/test_messages.py compares the prediction with the messages of real runs
+(`lpkit.measure.tracking.MessageCount`)."""
 
 import math
 from collections import Counter
@@ -33,17 +34,20 @@ from lpkit.techniques.operation import FP32
 from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.stages import stage_layers
 
-# rounds of (n - 1) / n of the bytes; with n = 2, a SEND of 2 rounds sends all bytes
+# a collective over n ranks sends, from each rank, this many times (n - 1) / n of its bytes; a SEND
+# counts as n = 2 ranks, so 2 rounds send all of its bytes
 ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1, SEND: 2}
 
 
 def each_sends(message: Message) -> float:
-    """Return the bytes that each rank sends. A kind that ROUNDS lacks is a broadcast: one round."""
+    """Return the bytes that each rank sends for one message. A kind that is not in ROUNDS is a
+    broadcast, which takes one round."""
     return ROUNDS.get(message.kind, 1) * (message.ranks - 1) * message.nbytes / message.ranks
 
 
 def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
-    """Returns the bytes that each rank sends, by kind, for this number of each message."""
+    """Return the bytes that each rank sends, by kind of message. `messages`: how often each message
+    is sent."""
     sent: Counter[str] = Counter()
     for message, count in messages.items():
         sent[message.kind] += count * each_sends(message)
@@ -52,11 +56,11 @@ def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
 
 def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
              precision: str | None = None) -> Counter[Message]:
-    """Returns the messages of one update in which rank 0 takes part, and the number of each.
+    """Return how often rank 0 sends each message in one update.
 
     layout     None: the config's `parallel`
-    machine    decides "auto" precision and the width of a cast; `precision` as in
-               `lpkit.predict.memory`
+    machine    decides the precision if it is "auto", and the bytes of a cast
+    precision  as in `lpkit.predict.memory`
     Raises ConfigError for a config that cannot be trained.
     """
     layout = layout or config.parallel
@@ -80,7 +84,8 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     sent[Message(ALL_REDUCE, FP32, world)] += recipe.loss_scaling is not None   # whether all finite
     if recipe.products and recipe.delayed:
         cast = m.L * len(of(m).linears) + 1 - sum(on_hardware(name, recipe, m).kept.values())
-        # amaxes of x, w and dy: over all ranks per micro-batch, or over a stage once per update
+        # amaxes of x, w and dy: over all ranks in each micro-batch; in a pipeline, over the ranks
+        # of a stage once per update
         ranks, times = (world, pieces) if layout.pipeline == 1 else (world // layout.pipeline, 1)
         sent[Message(ALL_REDUCE, 3 * FP32 * cast, ranks)] += times * (ranks > 1)
 
@@ -128,10 +133,11 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
 
 
 def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
-    """Returns the messages of a tensor group in an update. Each gather is a scatter in backward and
-    vice versa (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): two of each per layer, a
-    scatter for the embeddings and a gather for the head. The input of a plain Linear is gathered in
-    that Linear's dtype; the input of a recipe's Linear in the residual stream's dtype."""
+    """Return the messages of a tensor group in an update. The backward of a gather is a scatter,
+    and vice versa (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). Forward has two
+    gathers and two scatters per layer, a scatter for the embeddings and a gather for the head. The
+    input of a plain Linear is gathered in that Linear's dtype; the input of a recipe's Linear is
+    gathered in the residual stream's dtype."""
     (m, last), n, ops = of_first_rank(config), config.parallel.tensor, of(config.model)
     p = stored(config, name)
     row, sent, layout = row_of(config, name), Counter(), config.parallel
@@ -141,13 +147,15 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
     pieces, tokens = config.micro_batches, config.micro_batch * m.T // layout.context
 
     def both(gathers: bool, itemsize: int, times: int, again: int = 1) -> None:
+        """Add `times` gathers (or scatters) per micro-batch, `again` times each because of
+        recomputation, and the opposite message in backward."""
         there, back = (ALL_GATHER, REDUCE_SCATTER)[::1 if gathers else -1]
         sent[Message(there, tokens * m.D * itemsize, n)] += again * times * pieces
         sent[Message(back, tokens * m.D * itemsize, n)] += times * pieces
 
     plain = on_hardware(name, row, m).kept if row.products else {op.name: m.L for op in ops.block}
     cut, repeats = [op for op in ops.block if op.cut], rows_of(config)["recompute"].repeats
-    for op in cut:      # recomputation ends before the last scatter
+    for op in cut:      # recomputation ends before the last scatter, so that scatter runs once
         again = 1 + bool(repeats and op is not cut[-1])
         if op.cut == "row":
             both(False, p.compute_bytes, m.L, again)
@@ -155,8 +163,9 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
         few = plain.get(op.name, 0)
         both(True, p.compute_bytes, few, again)
         both(True, stream, m.L - few, again)
-        # gathered once more for the weight's gradient: as it arrived, or as it was cast
-        if not (on.kind == "cpu" and p.dtype == "fp16"):    # fp16 on a CPU keeps it whole and wide
+        # backward gathers the input once more for the weight's gradient: in its own dtype, or as
+        # its cast; fp16 on a CPU saves the gathered input in float32 instead
+        if not (on.kind == "cpu" and p.dtype == "fp16"):
             sent[Message(ALL_GATHER, tokens * m.D * p.compute_bytes, n)] += few * pieces
         if p.low:
             low = replace(p.low, native=not why_emulated(row, on, config.precision.backend))
@@ -164,14 +173,15 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
             sent[Message(ALL_GATHER, nbytes, n)] += (m.L - few) * pieces
     both(False, stream, 1)                  # embeddings
     both(True, p.compute_bytes, last)       # the head
-    # per token, the largest logit; then the target's logit and the sum of exponentials
+    # all-reduces of the loss, per token: the largest logit; then the target's logit and the sum of
+    # exponentials
     loss = rows_of(config)["cross_entropy"]
     size = loss.chunk_tokens(config.memory.cross_entropy) or tokens
     for at in range(0, tokens if last else 0, size):
         some = min(size, tokens - at)
         sent[Message(ALL_REDUCE, FP32 * some, n)] += pieces
         sent[Message(ALL_REDUCE, 2 * FP32 * some, n)] += pieces
-    # gradients of parameters that all ranks have: norms
+    # one all-reduce for the gradients of parameters that all ranks have, such as those of norms
     shard = layout.state_ranks if layout.stage else 1
     whole = [shape for op in (*ops.block * m.L, *[ops.norm] * last) for shape in op.shapes
              if op.trained and not op.cut and op.name != "attention"]
@@ -181,10 +191,12 @@ def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
 
 
 def of_context_ranks(config: Config, name: str) -> Counter[Message]:
-    """Returns the messages of attention in a context group. A ring sends k and v to the next rank
-    c - 1 times, and again in backward with their gradients (`lpkit.parallel.context`). An
-    all-to-all sends q, k and v to every other rank, and the output back."""
-    m, layout, itemsize = of_first_rank(config)[0], config.parallel, stored(config, name).compute_bytes
+    """Return the messages of attention in a context group of c ranks. In a ring, each rank sends k
+    and v to the next rank c - 1 times, and in backward again together with their gradients
+    (`lpkit.parallel.context`). An all-to-all sends q, k and v to every other rank, and the output
+    back."""
+    m, layout = of_first_rank(config)[0], config.parallel
+    itemsize = stored(config, name).compute_bytes
     c, pieces, sent = layout.context, config.micro_batches, Counter()
     again = 1 + ("attention" in rows_of(config)["recompute"].repeats)
     a_head = config.micro_batch * m.T // c * m.E * itemsize
@@ -200,9 +212,10 @@ def of_context_ranks(config: Config, name: str) -> Counter[Message]:
 
 
 def of_stages(config: Config, name: str) -> Counter[Message]:
-    """Returns the messages of a pipeline's first rank: the residual stream to the next stage and
-    its gradient to the previous stage, if that stage is on another rank; and the embeddings'
-    gradient, if the head shares them."""
+    """Return the messages of a pipeline's first rank. Each of its stages sends the residual stream
+    to the next stage, and the stream's gradient to the previous stage, unless that stage is on the
+    same rank. If embeddings and head are tied and on different ranks, their gradient is sent,
+    too."""
     m, layout, p = config.model, config.parallel, stored(config, name)
     own = PIPELINES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
     sent, last = Counter(), layout.pipeline * layout.interleave - 1
@@ -219,7 +232,8 @@ def of_stages(config: Config, name: str) -> Counter[Message]:
 
 
 def of_first_rank(config: Config) -> tuple[ModelConfig, bool]:
-    """Returns the model with only the layers of rank 0, and whether rank 0 has the head."""
+    """Return the config of the model with only the layers of rank 0, and whether rank 0 has the
+    head."""
     m, layout = config.model, config.parallel
     own = PIPELINES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
     layers = stage_layers(m, layout)

@@ -1,12 +1,12 @@
-"""Rehearses a pipeline: real ranks and messages, with stages that sleep instead of multiplying.
+"""Rehearse a pipeline: real ranks and messages, with stages that sleep instead of multiplying.
 
-The products of eight ranks would compete for two cores, while sleeping needs no core. The order,
-the runtime, autograd's graph, the queues of dw and the waits are those of training, so a rehearsal
-can be compared with a clock (`lessons.ranks.clock`); the result has the same type:
+The matmuls of eight ranks would compete for two cores, while sleeping needs no core. The order, the
+runtime, autograd's graph, the queues of dw and the waits are those of training, so a rehearsal can
+be compared with the simulated clock (`lessons.ranks.clock`). Both return a `Timed`:
 
-    found = order("1f1b", ranks=8, chunks=1, m=16)
-    seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # of every stage, or of each
-    rehearse(found, **seconds).step_seconds / clock(found, **seconds).step_seconds
+    actions = order("1f1b", ranks=8, chunks=1, m=16)
+    seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # for all stages, or a list by stage
+    rehearse(actions, **seconds).step_seconds / clock(actions, **seconds).step_seconds
 """
 
 import time
@@ -32,27 +32,30 @@ HOW = "rehearsed: stages that sleep"
 
 def rehearse(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds, rounds: int = 2,
              parent: WarmParent | None = None) -> Timed:
-    """Return the fastest of `rounds` updates, with one process per rank. `peaks` are counted: each
-    forward holds a tensor until its backward has ended."""
-    told = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
-            "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
-    with Processes(f"{__name__}:naps", told, world=len(order), parent=parent) as ranks:
-        found = min(zip(*ranks.wait(), strict=True), key=_step_seconds)
-    began = min(one["naps"][0][0] for one in found)
-    begins, ends = ({rank: [nap[side] - began for nap in one["naps"]]
-                     for rank, one in enumerate(found)} for side in (0, 1))
-    most = {int(stage): count for one in found for stage, count in one["stages"].items()}
+    """Run `rounds` updates, with one process per rank, and return the times of the fastest one. The
+    peaks are counted, not computed: each forward holds a tensor until its backward has ended."""
+    given = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
+             "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
+    with Processes(f"{__name__}:naps", given, world=len(order), parent=parent) as ranks:
+        fastest = min(zip(*ranks.wait(), strict=True), key=_step_seconds)
+    began = min(notes["naps"][0][0] for notes in fastest)
+    begins, ends = ({rank: [nap[side] - began for nap in notes["naps"]]
+                     for rank, notes in enumerate(fastest)} for side in (0, 1))
+    most = {int(stage): count for notes in fastest for stage, count in notes["stages"].items()}
     return Timed(begins=begins, ends=ends, peaks=[most[stage] for stage in sorted(most)],
-                 rank_peaks={rank: one["most"] for rank, one in enumerate(found)}, how=HOW)
+                 rank_peaks={rank: notes["most"] for rank, notes in enumerate(fastest)}, how=HOW)
 
 
 def _step_seconds(ranks: Sequence[dict[str, Any]]) -> float:
-    return max(one["naps"][-1][1] for one in ranks) - min(one["naps"][0][0] for one in ranks)
+    """Return the seconds of an update: from the first rank's start to the last rank's end."""
+    return (max(notes["naps"][-1][1] for notes in ranks)
+            - min(notes["naps"][0][0] for notes in ranks))
 
 
 class Sleeper:
-    """A rank's stages: the times at which they slept, and the most micro-batches that they held at
-    once, by stage; the key RANK is for all stages together."""
+    """The stages of one rank. Records when they slept (`naps`: begin and end of each sleep) and the
+    most micro-batches that each stage held at once (`most`, by stage; RANK: all stages together).
+    `now` has the micro-batches that are held at this moment."""
 
     RANK = -1
 
@@ -67,23 +70,25 @@ class Sleeper:
         self.naps.append((began, time.perf_counter()))
 
     def hold(self, stage: int) -> Tensor:
+        """Return a tensor that counts as one held micro-batch until it is freed."""
         held = torch.empty(0)
         self._count(stage, 1)
         weakref.finalize(held, self._count, stage, -1)
         return held
 
     def _count(self, stage: int, more: int) -> None:
-        for one in (stage, self.RANK):
-            self.now[one] += more
-            self.most[one] = max(self.most[one], self.now[one])
+        for key in (stage, self.RANK):
+            self.now[key] += more
+            self.most[key] = max(self.most[key], self.now[key])
 
     def __call__(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
         return Nap.apply(torch.zeros(1) if x is None else x, self.w, self, stage)
 
 
 class Nap(torch.autograd.Function):
-    """x + w, with a sleep. Like any Function in Python, it computes dx and dw together, whichever
-    is requested; but if there was a queue in forward, dw is deferred to that queue."""
+    """x + w, with a sleep in place of a matmul. Like any Function in Python, it computes dx and dw
+    together, whichever gradient is requested; but if a queue was active in forward (`deferring`),
+    dw is deferred to that queue."""
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, sleeper: Sleeper, stage: int) -> Tensor:
@@ -99,21 +104,24 @@ class Nap(torch.autograd.Function):
             sleep(dx, dw)
             return g, g.sum(), None, None
         sleep(dx)
-        ctx.queue.append(partial(lambda held: sleep(dw), held))     # `held` lives until then
+        # the queued call refers to `held`, so the micro-batch counts as held until dw has run
+        ctx.queue.append(partial(lambda held: sleep(dw), held))
         return g, None, None, None
 
 
-def naps(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the sleeper's notes of each round; runs in a rank."""
+def naps(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run all rounds on this rank. Returns, for each round, this rank's sleeps (`naps`), and the
+    most held micro-batches by stage (`stages`) and together (`most`)."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
     try:
-        order = {rank: [tuple(one) for one in actions] for rank, actions in enumerate(told["order"])}
+        order = {rank: [tuple(action) for action in actions]
+                 for rank, actions in enumerate(given["order"])}
         run = Pipeline(order, place.rank, groups=(dist.group.WORLD,) * 2)
         noted = []
-        for number in range(told["rounds"]):
+        for number in range(given["rounds"]):
             place.at(number, "rehearsal")
-            sleeper = Sleeper(told["seconds"])
+            sleeper = Sleeper(given["seconds"])
             dist.barrier()
             run.step(sleeper, torch.zeros(1))
             most = sleeper.most.pop(Sleeper.RANK)

@@ -1,10 +1,11 @@
-"""Techniques that only one lesson studies: each module has the rows of a family and their code.
+"""Techniques that only one lesson studies. Each module has the rows of a family and their code.
 
-A Config names a module under `imports`, or a command names it by `--import`:
+To use a row, name its module in a Config's `imports`, or on the command line by `--import`:
 `lpkit train cpu-3m optimizer=soap --import lessons.rows.optimizers`. The name always refers to the
-kit's own folder or to a learner's copy of it (`lpkit.techniques.lessons`). Modules here import only
-the standard library, `lpkit` and `lessons.rows`, the latter by `from lessons.rows.NAME import ...`.
-PyTorch is imported in modules named `NAME_torch`, which add no rows.
+kit's own folder or to a learner's copy of it (`lpkit.techniques.lessons`). Modules of this package
+import only the standard library, `lpkit` and `lessons.rows`, the latter by
+`from lessons.rows.NAME import ...`. Only modules named `NAME_torch` import PyTorch; they add no
+rows.
 """
 
 import ast
@@ -16,7 +17,7 @@ from typing import Any
 import lpkit.techniques.outside  # noqa: F401   it lists the kit's own rows before others are added
 from lpkit.errors import ConfigError, nearest, shown
 
-FIELDS = {      # a Config's field, by the name of its table in lpkit.techniques
+FIELDS = {      # by name of a table in lpkit.techniques: the Config's field that names its rows
     "OPTIMIZERS": "optimizer", "OBJECTIVES": "objective", "SCHEDULES": "schedule",
     "INITS": "model.init", "BLOCKS": "model.block", "KINDS": "model.attention",
     "MODEL_CHANGES": "model.changes", "NORMS": "model.norm", "MLPS": "model.mlp",
@@ -32,12 +33,13 @@ FIELDS = {      # a Config's field, by the name of its table in lpkit.techniques
 
 @functools.cache
 def where() -> Mapping[str, Mapping[str, str]]:
-    """Returns the module of each row, by field and name. Reads syntax trees and imports nothing.
+    """Return the module of each lesson row, by field and row name. Reads syntax trees and imports
+    nothing.
 
     A module adds rows by `TABLE["name"] = ...` or `TABLE |= {"name": ...}`, with literal names;
     tests/exchange/test_imports.py compares the result with the rows that the modules add.
     """
-    found: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
+    modules_of: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
     for path in sorted(Path(*__path__).glob("*.py")):
         tree = ast.parse("" if path.stem.endswith("_torch") else path.read_bytes())
         for node in ast.walk(tree):
@@ -49,14 +51,15 @@ def where() -> Mapping[str, Mapping[str, str]]:
                 case _:
                     continue
             if field := FIELDS.get(ast.unparse(table).rpartition(".")[2]):
-                found[field] |= {name.value: f"{__name__}.{path.stem}" for name in names}
-    return found
+                modules_of[field] |= {name.value: f"{__name__}.{path.stem}" for name in names}
+    return modules_of
 
 
 def unknown(table: Mapping[str, Any], name: Any, what: str,
             families: Mapping[str, Mapping[str, Any]]) -> ConfigError:
-    """Returns the error for a name that `table` lacks: the nearest names, the import that adds such
-    a row, or the field of `families` that has it. `what` begins with the table's field."""
+    """Return the error for a name that `table` lacks. It suggests the import that adds such a row,
+    the nearest names, or the field of `families` that has such a row. `what` begins with the field
+    of `table`."""
     field = what.partition(" ")[0]
     ways = {row: f'{what} {row!r} is in {at}: add --import {at}, in Python imports=("{at}",)'
             for row, at in where().get(field, {}).items() if row not in table}
@@ -72,5 +75,5 @@ def unknown(table: Mapping[str, Any], name: Any, what: str,
 
 
 def modules() -> list[str]:
-    """Returns the names of the modules that add rows."""
+    """Return the names of the modules that add rows."""
     return sorted({module for rows in where().values() for module in rows.values()})

@@ -1,4 +1,4 @@
-"""Activations stored in few bits, and a budget for the activations that a compiled model keeps.
+"""Activations stored in few bits, and a limit on the activations that a compiled model saves.
 
     lpkit train cpu-3m --import lessons.rows.activations memory.activation_offload=int8
     lpkit train cpu-3m --import lessons.rows.activations memory.recompute=budget system.compile=true
@@ -21,6 +21,7 @@ GROUP = 256     # elements of a quantized activation that share a minimum and a 
 
 
 def quantized(bits: int) -> Offload:
+    """Return the row that stores activations in `bits` bits."""
     return Offload(why=f"{bits} bits a number and 8 bytes for each {GROUP}, rounded stochastically",
                    source="Chen et al. 2021, arXiv:2104.14129",
                    number_bytes=dict.fromkeys(("cpu", "gpu"), bits / 8 + 8 / GROUP),

@@ -1,11 +1,11 @@
 """Implementations of the rows of `activations`.
 
-A tensor stored in few bits is restored as a random tensor whose mean is the original: the levels of
-a group of 256 elements are spaced evenly between its minimum and maximum, and elements are rounded
-stochastically (ActNN, Chen et al. 2021, https://arxiv.org/abs/2104.14129). Results that are linear
-in the tensor are exact on average, such as the gradient of a weight whose input it is. Nonlinear
-results (derivatives of norms, softmax and gelu) have a second-order error; docs/memory.md states
-how large it is.
+A tensor is stored in groups of 256 elements. The levels of a group are spaced evenly between its
+minimum and maximum, and elements are rounded stochastically, so the restored tensor is random and
+its mean is the original (ActNN, Chen et al. 2021, https://arxiv.org/abs/2104.14129). Results that
+are linear in the tensor, such as the gradient of a weight whose input it is, are exact on average.
+Nonlinear results (derivatives of norms, softmax and gelu) have a second-order error; docs/memory.md
+states how large it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from lpkit.memory.saved import Away, Place, SavedTensorOffloader
 
 
 class Quantized(Away):
-    """A tensor in `bits` (8, 4 or 2) per element, plus 8 bytes per group."""
+    """A tensor in `bits` (8, 4 or 2) bits per element, plus 8 bytes per group: its minimum and the
+    step between levels, both float32 (groups, 1)."""
 
     rounds = True
 
@@ -34,8 +35,9 @@ class Quantized(Away):
         flat, top = t.detach().reshape(-1).float(), 2**bits - 1
         groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
         self.least, most = groups.aminmax(dim=1, keepdim=True)
-        self.scale = (most - self.least) / top      # step size, float32 (groups, 1)
+        self.scale = (most - self.least) / top
         steps = (groups - self.least).div_(self.scale.clamp(min=torch.finfo(torch.float32).tiny))
+        # stochastic rounding: a uniform number is added before rounding down
         steps += torch.rand(steps.shape, device=t.device, generator=draws)
         codes = steps.floor_().clamp_(max=top).to(torch.uint8)
         parts = codes.view(len(codes), 8 // bits, -1)
@@ -63,9 +65,10 @@ int8, int4, int2 = partial(place, 8), partial(place, 4), partial(place, 2)
 
 def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",
            **settings: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: `compiler` with a memory budget. It keeps at most about this
-    share of the activations that it would keep for backward, and recomputes the others, the
-    cheapest first. It changes a setting of PyTorch while this graph is compiled."""
+    """Compile a graph with `compiler`, as a backend of torch.compile, within a memory budget. The
+    compiled graph saves about the share `budget` of the activations that it would save without a
+    budget, and recomputes the others, the cheapest first. PyTorch's setting
+    `activation_memory_budget` is changed only while this graph is compiled."""
     from torch._dynamo.backends.registry import lookup_backend  # takes a second
 
     with torch._functorch.config.patch(activation_memory_budget=budget):

@@ -1,4 +1,4 @@
-"""The other adapters of notebook 24, and dropout: rows of `model.changes`, with their formulas.
+"""Adapters of notebook 24 beyond LoRA, and dropout: rows of `model.changes`, with their formulas.
 
     import lessons.rows.adapters        or --import lessons.rows.adapters behind a command
 
@@ -63,7 +63,7 @@ class BottleneckSettings(AdapterSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualSettings(Settings):
-    """`length` learned positions before a text, which still has model.context tokens."""
+    """`length` learned positions before each text. The text still has model.context tokens."""
 
     in_stream: ClassVar[bool] = False       # prompt tokens run through the blocks, too
     length: Count = 20
@@ -74,12 +74,13 @@ class VirtualSettings(Settings):
 
     def problem(self, m: Any) -> str:
         if len(m.changes) > 1:
-            return f"model.changes={self.name} stands alone; leave out the others"
+            return (f"model.changes={self.name} cannot be combined with other changes; leave the "
+                    f"others out")
         if not POSITIONS[m.position].turns:
-            return (f"model.changes={self.name} stands before {m.T} tokens, and "
-                    f"model.position={m.position} has no place for more; set model.position=rope")
+            return (f"model.changes={self.name} adds positions to {m.T} tokens, and "
+                    f"model.position={m.position} has no more positions; set model.position=rope")
         if m.attention.rule(m.T) != Rule():
-            return (f"model.changes={self.name} is seen by every token, and "
+            return (f"model.changes={self.name} must be visible to every token, and "
                     f"model.attention={m.attention.name} may hide it; set model.attention=full")
         return ""
 
@@ -100,10 +101,10 @@ class DropoutSettings(Settings):
     adapters: Rate = 0.0    # share of the input of LoRA's A (peft's lora_dropout)
 
     def problem(self, m: Any) -> str:
-        before = [type(one) for one in m.changes[:-1]]
-        others = [one for one in before if one is not QuantisedBaseSettings]
-        lora = [one for one in others if issubclass(one, LoraSettings)]
-        return next((f"model.changes={self.name} {why}" for found, why in (
+        before = [type(type_before) for type_before in m.changes[:-1]]
+        others = [type_before for type_before in before if type_before is not QuantisedBaseSettings]
+        lora = [type_before for type_before in others if issubclass(type_before, LoraSettings)]
+        return next((f"model.changes={self.name} {why}" for holds, why in (
             (not any((self.embedding, self.residual, self.attention, self.adapters)),
              "drops nothing; set embedding, residual, attention or adapters"),
             (m.changes[-1] != self or lora != others,
@@ -113,7 +114,7 @@ class DropoutSettings(Settings):
             (self.attention and m.attention.rule(m.T) is None,
              f"needs probabilities, and model.attention={m.attention.name} has none; set "
              f"attention=0"),
-            ) if found), "")
+            ) if holds), "")
 
     @property
     def drops(self) -> bool:
@@ -137,7 +138,8 @@ def _draws(config: Any, recipe: Any) -> str:
 
 
 def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
-    """Low-rank products, scaled by one factor per row from W, A and B, so W is read once more."""
+    """Return the operations with DoRA: low-rank products, whose rows are scaled by factors computed
+    from W, A and B, so W is read once more."""
     product = low_rank(s, settings)
 
     def new(op: Op) -> Iterator[Op]:
@@ -157,7 +159,7 @@ def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
 
 
 def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> Operations:
-    """y + up(gelu(down(y))) after a Linear."""
+    """Return the operations with y + up(gelu(down(y))) after each target Linear."""
     def new(op: Op) -> Iterator[Op]:
         out, w = op.matmul[1], settings.width
         wide = s.tokens * w * s.compute_bytes
@@ -173,7 +175,8 @@ def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> 
 
 
 def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operations:
-    """Multiply keys, values and the input of the MLP's last product by a learned vector each."""
+    """Return the operations with IA3: keys, values and the input of the MLP's last matmul are each
+    multiplied by a learned vector."""
     def new(op: Op) -> Iterator[Op]:
         K, out = op.matmul
         queries = op.name == "attention.qkv"
@@ -189,7 +192,8 @@ def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operat
 
 
 def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
-    """Blocks see the prompt and the text; the last norm, the head and the loss see the text."""
+    """Return the operations with a prompt. Blocks see the prompt and the text; the last norm, the
+    head and the loss see only the text."""
     m, share = s.model, 1 + settings.length / s.model.T
     longer = operations(replace(s, model=attended(m)))
     more = s.stream_bytes * (share - 1)
@@ -204,12 +208,12 @@ def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
 
 
 def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
-    """Attention sees a longer text, whose q, k and v are new tensors: no view keeps the fused
-    product alive."""
+    """Return the operations with a prefix. Attention sees a longer text, whose q, k and v are new
+    tensors and not views, so the output of the fused matmul can be freed."""
     m, P = s.model, settings.length
     longer = replace(s, model=attended(m), made_anew=True)
-    [here, there] = (next(op for op in one.block if op.name == "attention")
-                     for one in (ops, operations(longer)))
+    [here, there] = (next(op for op in each.block if op.name == "attention")
+                     for each in (ops, operations(longer)))
     # backward: zero gradients for the dropped results; at the end, the prefix's tensors are freed
     more = s.batch * P * m.H * m.E * s.compute_bytes
     work, turn = there.backward
@@ -228,7 +232,8 @@ def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
 
 
 def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operations:
-    """A CPU saves a factor per element, a GPU one byte. The first block of LoRA saves less."""
+    """Return the operations with dropout. For backward, a CPU saves a factor per element, and a GPU
+    saves one byte per element."""
     m, compute, on_cpu, block = s.model, s.compute_bytes, s.kind == "cpu", []
 
     def drop(name: str, numbers: float, itemsize: int, grows: bool = False) -> Op:

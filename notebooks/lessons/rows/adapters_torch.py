@@ -1,7 +1,7 @@
 """Modules of the rows in `lessons.rows.adapters`, and peft's files of a prompt and a prefix.
 
-Each adapter can return the equivalent Linear: `merged`. The parameters of a fused matrix are stored
-by group of heads, like the matrix: `side_by_side`.
+Each adapter's `merged` returns the weight and the bias of the equivalent Linear. The parameters of
+an adapter of a fused matrix are stored by group of heads, like the matrix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Dora(Lora):
         """Return the norms (out,), in float32 or wider, without a matrix of W's size:
         |w + s A^T b|^2 = |w|^2 + b (2 s A w + s^2 A A^T b)."""
         # a quantized base returns its matrix in float32
-        w, s, found = self.base.weight.type_as(self.A.weight), self.scale, []
+        w, s, squares = self.base.weight.type_as(self.A.weight), self.scale, []
         wide = torch.promote_types(w.dtype, torch.float32)
         rows = [B.out_features // self.groups for B in self.B]
         parts = w.unflatten(0, (self.groups, -1)).split(rows, dim=1)
@@ -48,9 +48,9 @@ class Dora(Lora):
             for part, A, B in zip(parts, self.A.weight.chunk(len(rows)), self.B):
                 b = B.weight.unflatten(0, (self.groups, -1))
                 cross = 2 * s * torch.bmm(part, A.mT.expand(self.groups, -1, -1))
-                found.append((b * (cross + s**2 * (b @ (A @ A.mT)))).sum(-1, dtype=wide))
+                squares.append((b * (cross + s**2 * (b @ (A @ A.mT)))).sum(-1, dtype=wide))
         square = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
-        return (square + torch.cat(found, dim=1).flatten()).clamp_min(1e-24).sqrt()
+        return (square + torch.cat(squares, dim=1).flatten()).clamp_min(1e-24).sqrt()
 
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
         z, share, bias = super().forward(x), self.magnitude / self.norm(), self.base.bias
@@ -79,7 +79,8 @@ class Bottleneck(Adapter):
 
 
 class ScaledKeysValues(Adapter):
-    """Multiply the keys and values of a grouped output by learned vectors."""
+    """Multiplies keys and values in the output of a fused Linear by learned vectors. `rows`: the
+    rows of queries, keys and values in each group of heads."""
 
     def __init__(self, base: nn.Linear, rows: Sequence[int]):
         super().__init__(base)
@@ -102,6 +103,8 @@ class ScaledKeysValues(Adapter):
 
 
 class ScaledInput(Adapter):
+    """Multiplies the input of a Linear by a learned vector."""
+
     def __init__(self, base: nn.Linear):
         super().__init__(base)
         w = base.weight
@@ -133,8 +136,8 @@ class Prefix(nn.Module):
     def before(self, *pair: Tensor) -> list[Tensor]:
         """Return keys and values (B, G, S, E) with the learned ones before: (B, G, P + S, E)."""
         own = self.weight.view(self.shape).permute(1, 2, 0, 3)
-        return [torch.cat((one.type_as(t).expand(len(t), -1, -1, -1), t), dim=2)
-                for one, t in zip(own, pair)]
+        return [torch.cat((part.type_as(t).expand(len(t), -1, -1, -1), t), dim=2)
+                for part, t in zip(own, pair)]
 
 
 def add_dora(model: nn.Module, settings: LoraSettings) -> None:
@@ -143,19 +146,19 @@ def add_dora(model: nn.Module, settings: LoraSettings) -> None:
 
 @torch.no_grad()
 def add_pissa(model: nn.Module, settings: LoraSettings) -> None:
-    """Split each matrix: B A is its best approximation of this rank, and the rest is frozen."""
+    """Split each matrix into B A, its best approximation of this rank, and a frozen rest."""
     add_lora(model, settings)
-    for one in model.modules():
-        if isinstance(one, Lora):
-            w, As = one.base.weight, one.A.weight.chunk(len(one.B))
-            rows = [B.out_features // one.groups for B in one.B]
-            parts = w.float().unflatten(0, (one.groups, -1)).split(rows, dim=1)
-            for part, A, B in zip(parts, As, one.B):
+    for module in model.modules():
+        if isinstance(module, Lora):
+            w, As = module.base.weight, module.A.weight.chunk(len(module.B))
+            rows = [B.out_features // module.groups for B in module.B]
+            parts = w.float().unflatten(0, (module.groups, -1)).split(rows, dim=1)
+            for part, A, B in zip(parts, As, module.B):
                 U, S, Vh = torch.linalg.svd(part.flatten(0, 1), full_matrices=False)
                 root = S[:settings.rank].sqrt()
                 B.weight.copy_(U[:, :settings.rank] * root)
                 A.copy_(root[:, None] * Vh[:settings.rank])
-            w.sub_(one.delta().to(w.dtype))
+            w.sub_(module.delta().to(w.dtype))
 
 
 def add_bottlenecks(model: nn.Module, settings: BottleneckSettings) -> None:
@@ -195,9 +198,9 @@ def add_dropout(model: nn.Module, settings: DropoutSettings) -> None:
     for module, name, share in after:
         module.dropout = nn.Dropout(share)
         setattr(module, name, partial(_then, module.dropout, getattr(module, name)))
-    for one in model.modules():
-        if isinstance(one, Lora):
-            one.drop = nn.Dropout(settings.adapters)
+    for layer in model.modules():
+        if isinstance(layer, Lora):
+            layer.drop = nn.Dropout(settings.adapters)
 
 
 def _then(drop: nn.Dropout, function: Callable[..., Tensor], *given: Any) -> Tensor:
@@ -212,6 +215,7 @@ def _within(drop: nn.Dropout, attend: Attend, *given: Any) -> Tensor:
 # followed by its values
 
 def save_places(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the prompt or the prefix of a run into a folder, as peft does."""
     [settings], m = run.config.model.changes, run.config.model
     width = _width(settings, m)
     own = [p.detach() for p in adapted.rebuilt(run, tensors).parameters() if p.requires_grad]
@@ -221,13 +225,16 @@ def save_places(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
         "num_transformer_submodules": 1}, {LEARNED: torch.cat(own, dim=1)})
 
 
-def bring_places(folder: Path, said: Mapping[str, Any], base: Run, out: Path, name: str) -> Run:
+def bring_places(folder: Path, config: Mapping[str, Any], base: Run, out: Path, name: str) -> Run:
+    """Return a new run in `out` from `base` and peft's files of a prompt or prefix in `folder`.
+    `config`: the contents of adapter_config.json; `name`: "prompt" or "prefix". Raises ConfigError
+    if the files do not fit the base model."""
     m, settings = base.config.model, MODEL_CHANGES[name].settings
     width = _width(settings, m)
-    adapted.check_keys(folder, said, {
+    adapted.check_keys(folder, config, {
         "token_dim": (None, width), "num_layers": (None, m.L),
         "task_type": ("CAUSAL_LM",)})       # otherwise peft leaves the prompt out
-    length = said.get("num_virtual_tokens")
+    length = config.get("num_virtual_tokens")
     due = {LEARNED: (length, 2 * m.L * width if not settings.in_stream else width)}
     learned = adapted.tensors(folder, due, "num_virtual_tokens")[LEARNED]
 
@@ -240,5 +247,5 @@ def bring_places(folder: Path, said: Mapping[str, Any], base: Run, out: Path, na
 
 
 def _width(settings: VirtualSettings, m: ModelConfig) -> int:
-    """Returns the elements of one position of a prompt, or of a layer's keys."""
+    """Return the number of elements of one position: of a prompt, or of one layer's keys."""
     return m.D if settings.in_stream else m.G * m.E

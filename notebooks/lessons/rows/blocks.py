@@ -38,14 +38,14 @@ TORCH = "lessons.rows.blocks_torch:"
 class BranchesRow(Block):
     """A block as a variation of pre-norm.
 
-    gain        initial factor of the branches, None: no factor
+    gain        initial factor of each branch's output; None: no factor
     skip        False: attention has no skip, and its gain starts at 1
-    norms       whether there are norms (of model.norm)
-    parallel    both branches read one norm
-    behind      a norm after each branch
-    channels    one gain per channel
-    one_gain    both branches share a gain
-    bare        attention has neither values nor projection"""
+    norms       whether the block has norms (of model.norm)
+    parallel    both branches read the output of one norm
+    behind      each branch ends with a norm
+    channels    the gain has one number per channel, else one number
+    one_gain    both branches share one gain
+    bare        attention has no matrices for values and projection"""
 
     implementation: str = TORCH + "Branches"
     gain: float | None = None
@@ -100,8 +100,9 @@ def sas_parallel(s: MicroBatch) -> Iterator[Op]:
 
 
 def _gain(name: str, s: MicroBatch, numbers: int, *, last: bool) -> Op:
-    """A gain saves its input, and widens it for a product with the stream's gradient. `last`: the
-    stream's gradient is not needed afterwards."""
+    """Return the operation that multiplies a branch by its gain of `numbers` parameters. It saves
+    its input; backward casts the input to the stream's dtype for a product with the stream's
+    gradient. `last`: the stream's gradient is not needed afterwards."""
     each, stream = s.tokens * s.model.D, s.stream_bytes
     work = Hold(nbytes=(2 + s.mixed) * stream, frees=1.0,
                 grows=each * s.compute_bytes - stream * last)
@@ -111,18 +112,20 @@ def _gain(name: str, s: MicroBatch, numbers: int, *, last: bool) -> Op:
 
 
 def _gained(op: Op) -> Op:
-    """With a gain between branch and stream, no gradient is shared with the stream."""
+    """Return an operation as it is when a gain is between its branch and the stream: the branch and
+    the stream have separate gradients."""
     if op.name.startswith("add"):
         return replace(op, backward=())
     return replace(op, writes_residual=False) if op.writes_residual else op
 
 
 def _shaped(s: MicroBatch) -> Iterator[Op]:
-    """Shaped attention, followed by its shape. Without matrices for values and projection, the
-    values are its input, cast for the products, and not part of the fused product of q and k."""
+    """Yield the operations of shaped attention: attention, then alpha v + beta out - gamma mean(v).
+    In a `bare` block, the values are the attention's input in the dtype of its matmuls, and the
+    fused matmul computes only q and k."""
     m, bare = s.model, BLOCKS[s.model.block].bare
     each = s.tokens * m.H * m.E * s.compute_bytes
-    waits = Hold(grows=-each)       # two gradients of v are added to one
+    waits = Hold(grows=-each)       # in backward, two gradients of v are added into one
     copies = (ATTENTION[s.attention].formula is attending.plain
               and not (s.heads_are_views and not s.turns))
     besides = 0 if s.norms_save_qkv else copies * each * (s.mixed if bare else 3)   # v is kept here
@@ -156,16 +159,16 @@ def _whole_heads(m: Any) -> str:
     if m.G != m.H:
         return f"has a value for each head; set model.kv_heads={m.H}"
     if m.attention.rule(m.T) != Rule():
-        return "takes the mean of the whole past from each token; set model.attention=full"
-    if any(one.name == "prefix" for one in m.changes):
-        return "has no mean of a prefix; leave model.changes=prefix out"
+        return "subtracts the mean over the whole past from each token; set model.attention=full"
+    if any(change.name == "prefix" for change in m.changes):
+        return "does not support model.changes=prefix; leave it out"
     return ""
 
 
 def _whole_width(m: Any) -> str:
     if m.H * m.E != m.D:
-        return (f"takes its input as values, and {m.H} heads of {m.E} are not model.width={m.D}; "
-                f"leave model.head_dim out")
+        return (f"uses its input as values, so heads times head_dim must be model.width={m.D}, got "
+                f"{m.H} times {m.E}; leave model.head_dim out")
     return _whole_heads(m)
 
 
@@ -246,7 +249,8 @@ INITS |= {
 
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings(Settings):
-    """Layer i uses the parameters of layer i modulo `groups`: all of them, or only one part's."""
+    """Layer i uses the parameters of layer i modulo `groups`. `parts`: whether it shares all
+    parameters or only those of attention or of the MLP."""
 
     groups: Count = 1
     parts: Literal["all", "attention", "mlp"] = "all"
@@ -265,7 +269,8 @@ def _alone(config: Any, recipe: Any) -> str:
 
 
 def shared(ops: Operations, s: MicroBatch, settings: SharedSettings) -> Operations:
-    """Parameters and gradients are those of `groups` layers; the work is that of all layers."""
+    """Return the operations of layers that share parameters: there are parameters and gradients of
+    `groups` layers, and all layers compute."""
     part = {"all": "", "attention": "attention", "mlp": "mlp"}[settings.parts]
     own = settings.groups / s.model.L
     return replace(ops, block=tuple(replace(op, own=own) if op.name.startswith(part) else op

@@ -153,7 +153,8 @@ def share_layers(model: nn.Module, settings: SharedSettings) -> None:
 # ---- Initialisations
 
 def values(attention: nn.Module) -> torch.Tensor | None:
-    """Return the rows of values as a view (G, E, D); None if there are none."""
+    """Return the rows of the fused matrix that compute the values, as a view (G, E, D); None if the
+    attention has no matrix for values."""
     qkv = getattr(attention, "qkv", None)
     if qkv is None:
         return None
@@ -162,12 +163,13 @@ def values(attention: nn.Module) -> torch.Tensor | None:
 
 @torch.no_grad()
 def fixup(model: nn.Module) -> None:
-    """The last matrix of each branch is 0; the others are scaled by n^(-1/(2m - 2)), for n branches
-    of m matrices (Zhang et al. 2019, section 3): m is 2, or 3 if gate and up are multiplied."""
+    """Initialise by Fixup (Zhang et al. 2019, section 3). The last matrix of each branch is 0. The
+    other matrices are scaled by n^(-1/(2m - 2)) for n branches of m matrices; m is 2, or 3 if an
+    MLP multiplies gate and up."""
     fan_in(model)
     branches = 2 * len(model.blocks)
     for block in model.blocks:
-        first, last = (one for one in block.mlp.children() if isinstance(one, nn.Linear))
+        first, last = (module for module in block.mlp.children() if isinstance(module, nn.Linear))
         m = 2 + (first.out_features > last.in_features)
         first.weight.mul_(branches ** (-1 / (2 * m - 2)))
         nn.init.zeros_(last.weight)
@@ -178,25 +180,27 @@ def fixup(model: nn.Module) -> None:
 
 @torch.no_grad()
 def t_fixup(model: nn.Module) -> None:
-    """Each matrix of a fused product gets Xavier's initialisation separately."""
+    """Initialise by T-Fixup. Each matrix within a fused matrix gets Xavier's initialisation
+    separately."""
     m, L = model.config, model.config.L
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
         table.mul_((9 * L) ** -0.25)
     for block in model.blocks:
-        linears = {name: one for name, one in block.named_modules() if isinstance(one, nn.Linear)}
-        for name, one in linears.items():
+        linears = {name: module for name, module in block.named_modules()
+                   if isinstance(module, nn.Linear)}
+        for name, module in linears.items():
             queries = name in ("attention.qkv", "attention.qk")
-            rows = m.H * m.E if queries else (*fused(m, f"{name}.weight"), one.out_features)[0]
-            std = math.sqrt(2 / (rows + one.in_features))
-            nn.init.normal_(one.weight, std=std if queries else 0.67 * L ** -0.25 * std)
+            rows = m.H * m.E if queries else (*fused(m, f"{name}.weight"), module.out_features)[0]
+            std = math.sqrt(2 / (rows + module.in_features))
+            nn.init.normal_(module.weight, std=std if queries else 0.67 * L ** -0.25 * std)
         if (v := values(block.attention)) is not None:
             v.mul_(0.67 * L ** -0.25)
 
 
 @torch.no_grad()
 def mup(model: nn.Module) -> None:
-    """muP's initialisation; its rates scale with 1 / width (`lessons.l27_width_and_mup.mup`)."""
+    """Initialise for muP. The matching learning rates are in `lessons.l27_width_and_mup.mup`."""
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
         nn.init.normal_(table, std=MUP_WIDTH ** -0.5)

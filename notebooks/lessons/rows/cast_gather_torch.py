@@ -36,7 +36,8 @@ from lpkit.techniques.recipes import ALL, untiled
 
 
 class CastGather:
-    """Gathers the weight of one layer as FP8; no rank has more than `most` of its rows."""
+    """Gathers the weight (N, K) of one layer as FP8. Each rank has up to `most` rows of it; a rank
+    with fewer rows pads them, since all ranks must send the same number of bytes."""
 
     def __init__(self, layer: ScaledLinear, most: int):
         self.layer, self.rows = layer, layer.weight._local_tensor
@@ -50,8 +51,8 @@ class CastGather:
         self.one_scale = self.cast.block == (ALL, ALL)
         N, K = layer.out_features, layer.in_features
         if problem := untiled(layer.recipe, {"N": N, "K": K}, layer.arithmetic.alignment):
-            raise ConfigError(f"{layer.name}: {problem}, and parallel.gathered=fp8 pads nothing; "
-                              f"set parallel.gathered=compute")
+            raise ConfigError(f"{layer.name}: {problem}, and parallel.gathered=fp8 does not pad "
+                              f"weights; set parallel.gathered=compute")
         if not self.one_scale and most % side:
             raise ConfigError(
                 f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} "
@@ -71,8 +72,8 @@ class CastGather:
         shard.grad = g if shard.grad is None else shard.grad + g
 
     def extremes(self) -> Tensor:
-        """Return (2,) float32: the largest magnitude of the rows (infinite if there is a NaN), and
-        the number of elements that are not finite."""
+        """Return (2,) float32: the largest magnitude of this rank's rows (infinite if there is a
+        NaN), and the number of their elements that are not finite."""
         if not len(self.rows):
             return self.rows.new_zeros(2)
         largest, nonfinite = kernel.amax(self.rows.detach())
@@ -123,8 +124,8 @@ class CastGathers(Transform):
         self.gathers = [CastGather(layer, self.sharding.each(layer.out_features))
                         for layer in scaled_linears(model) if uses[id(layer.weight)] == 1]
         if not self.gathers:
-            raise ConfigError("parallel.gathered=fp8 finds no weight that is cast here: a library "
-                              "that multiplies casts its own; set precision.backend=auto, or "
+            raise ConfigError("parallel.gathered=fp8 finds no weight that lpkit casts (a library "
+                              "backend casts weights itself); set precision.backend=auto, or "
                               "parallel.gathered=compute")
         return model
 

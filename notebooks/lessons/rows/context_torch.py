@@ -1,7 +1,8 @@
 """All-to-all attention of a context group: each rank computes some heads over whole sequences.
 
-One all-to-all over c ranks collects whole sequences of H / c heads, another one returns the output.
-A rank sends (c - 1) / c of q, k, v and out, in forward and again in backward.
+In a group of c ranks, one all-to-all gives each rank whole sequences of H / c heads, and a second
+all-to-all returns the output. A rank sends (c - 1) / c of its q, k, v and out in forward, and the
+same number of bytes of gradients in backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lpkit.techniques.attention import Rule
 
 
 class AllToAll(Over):
-    """Each rank computes attention by any other backend."""
+    """Attention of a context group; each rank computes its heads by any other backend."""
 
     def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
              rule: Rule) -> Tensor:

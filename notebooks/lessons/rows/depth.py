@@ -1,11 +1,13 @@
-"""Governors with which an update runs only some layers, or some tokens of a layer.
+"""Governors that make an update run only some layers, or only some tokens of a layer.
 
     lpkit train cpu-3m governors=random-ltd --import lessons.rows.depth
 
-A row's `shares` are drawn by a hash (splitmix64: Steele, Lea and Flood 2014,
-https://doi.org/10.1145/2714064.2660195), so ranks agree, and a resumed run continues the same
-draws. A skipped layer has no gradient: its weights and moments do not change. Evaluation, samples
-and checkpoints use the whole model. `depth_torch.py` applies the rows to the model.
+A row's `shares` (by layer: the share of the tokens that it sees) are drawn by a hash of the seed,
+the update and the layer (splitmix64: Steele, Lea and Flood 2014,
+https://doi.org/10.1145/2714064.2660195). So all ranks draw the same, and a resumed run continues
+with the same draws. A skipped layer has no gradient: its weights and moments do not change.
+Evaluation, samples and checkpoints use the whole model. `depth_torch.py` applies the rows to the
+model.
 """
 
 import math
@@ -26,6 +28,7 @@ Shares = tuple[float, ...]      # one share per layer
 
 
 def hashed(*numbers: int) -> int:
+    """Return 64 random bits that depend only on the numbers."""
     z = 0
     for number in numbers:
         z = ((z ^ number) + _GAMMA) & _MASK
@@ -37,8 +40,8 @@ def hashed(*numbers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Depth(Governor):
-    """`keeps(settings, layers, steps, step)`: probabilities of keeping layers, by which their
-    outputs are divided. `alike`: all layers see the same tokens."""
+    """`keeps(settings, layers, steps, step)`: by layer, the probability of keeping it, by which the
+    layer's output is divided. `alike`: all layers see the same tokens."""
 
     keeps: Callable[[Any, int, int, int], Shares] | None = None
     alike: bool = False
@@ -61,9 +64,10 @@ _rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))), "asc
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Settings):
-    start: CountOrZero = 0              # layers at the start; 0: the largest proper divisor
-    at: Annotated[tuple[int, ...], _rising] = ()    # updates before growths; (): by half of the run
-    preserve: bool = False              # new layers add 0 at first
+    start: CountOrZero = 0      # layers at the start; 0: the largest proper divisor of all layers
+    # updates before each growth; (): evenly spaced, the last growth in the middle of the run
+    at: Annotated[tuple[int, ...], _rising] = ()
+    preserve: bool = False      # new layers add 0 at first
 
     def begin(self, layers: int) -> int:
         return self.start or max((n for n in range(1, layers) if layers % n == 0), default=1)
@@ -86,8 +90,8 @@ class Stack(Settings):
         adds = [op for op in BLOCKS[m.block].formula(MicroBatch(model=m)) if op.name[:3] == "add"]
         other = ("start.run" if config.start.run else "model.changes" if m.changes
                  else f"model.block={m.block}" if len(adds) < 2 else "")
-        return other and (f" has layers that add nothing at first, and {other} others; leave one of "
-                          f"them out")
+        return other and (f" starts with layers that add nothing, and {other} does not support "
+                          f"this; leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +103,12 @@ class Tokens(Settings):
     def problem(self, config: Any) -> str:
         layers, context = config.model.layers, config.parallel.context
         if layers < 3:
-            return f" is of layers between the first and the last; set model.layers=3, not {layers}"
+            return (f" needs a layer between the first and the last, and model.layers={layers}; "
+                    f"set model.layers=3")
         if (self.grow_steps or 0) > config.steps:
             return f":grow_steps={self.grow_steps} is after the run's end; set it to {config.steps}"
-        return (f" picks among all tokens, and parallel.context={context} ranks have some each; set "
-                f"parallel.context=1" if context > 1 else "")
+        return (f" draws from all tokens of a sequence, which parallel.context={context} splits; "
+                f"set parallel.context=1" if context > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

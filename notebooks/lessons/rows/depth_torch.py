@@ -1,7 +1,8 @@
-"""Layers that an update skips, or that see some of its tokens: rows of `depth.py`.
+"""Modules of the rows in `depth.py`: layers that an update skips, or that see some of its tokens.
 
-During an update, `Partly` replaces a layer and wraps everything around it (recomputation, shards, a
-compiled function): these see only the kept tokens, also when they run again.
+During an update, `Partly` takes the place of a layer. It is outside of everything else that wraps
+the layer (recomputation, shards, a compiled function), so these see only the kept tokens, also when
+they run again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from lpkit.techniques.row import Settings
 
 
 class Partly(nn.Module):
-    """Runs the block on the kept tokens; other tokens skip it. Rotations and document ids are taken
-    for the kept tokens. `draw`: seed of the tokens, the same on any device."""
+    """Runs the block on a share of the tokens; the other tokens skip it. Rotations and document ids
+    are selected for the kept tokens. `block`: None skips all tokens; `keep`: the probability by
+    which the block's output is divided; `draw`: the seed of the kept tokens, which gives the same
+    tokens on any device."""
 
     def __init__(self, block: nn.Module | None, share: float, keep: float, draw: int):
         super().__init__()
         self.block, self.share, self.keep, self.draw = block, share, keep, draw
 
     def kept(self, tokens: int) -> Tensor:
+        """Return the positions of the kept tokens, in order."""
         generator = torch.Generator("cpu").manual_seed(self.draw)
         order = torch.randperm(tokens, generator=generator, device="cpu")
         return order[:max(1, round(self.share * tokens))].sort().values
@@ -45,7 +49,8 @@ class Partly(nn.Module):
 
 
 class Depth:
-    """A contracts.Governor without state."""
+    """The governor of a row: wraps the layers at the start of an update, and unwraps them at its
+    end. It has no state."""
 
     def __init__(self, settings: Settings):
         self.settings, self.row = settings, GOVERNORS[settings.name]
@@ -79,8 +84,9 @@ class Depth:
 
 
 class Stacking(Depth):
-    """Layers that do not run yet have outputs of 0, so they add nothing in evaluation either. Each
-    rank copies the rows that it owns."""
+    """The governor `stack`. The output matrices of layers that do not run yet are 0, so that these
+    layers add nothing in evaluation either. When the model grows, each rank copies the rows that it
+    owns."""
 
     @torch.no_grad()
     def begin(self, training: Any, step: int) -> None:

@@ -1,6 +1,6 @@
 """Scratch space on a disk, in files without names, which vanish when the process ends in any way.
 
-In a traced step (`lpkit.measure.trace`), nothing is written and the file's bytes do not exist.
+In a traced step (`lpkit.measure.trace`), nothing is written, and no file space is taken.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
 
 class Scratch(StatePlacement):
-    """Tensors in memory-mapped files in the temporary folder (TMPDIR), in few files and whole
-    pages. As a place for an optimizer's state, tensors are fetched as `lpkit.memory.state`
-    describes; the system writes the pages, and this process drops them at once."""
+    """A place for an optimizer's state: memory-mapped files in the temporary folder (TMPDIR). Many
+    tensors share a file; each tensor has whole pages. Tensors are fetched as `lpkit.memory.state`
+    describes. The system writes the pages to the disk, and this process drops them from its RAM as
+    soon as they are written to."""
 
     name = "disk"
     in_memory = False
@@ -183,7 +184,8 @@ class Slots:
 
 
 def _direct(handle: int) -> tuple[int, bool]:
-    """Open the file without the page cache if that is allowed; return it, and whether it is."""
+    """Open the file again without the page cache (O_DIRECT). Returns the open file, and whether it
+    bypasses the page cache; some file systems do not allow it."""
     try:
         # by handle, since another process may have reused the file's name by now
         direct = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT)

@@ -2,10 +2,10 @@
 
     lpkit train cpu-3m model.layers=8 start.run=runs/small start.grow=stack --import lessons.rows.growth
 
-A preserving row starts as the same function: new layers end in zeros, and copies of a neuron share
-its outgoing weights. If the shares were equal, the copies would have equal gradients and stay
-alike, and the large model could learn no more than the small one. So shares are uneven (LEMON,
-https://arxiv.org/abs/2310.07999).
+With a preserving row, the large model starts as the same function as the small model: new layers
+end in zeros, and the copies of a neuron divide its outgoing weights among them. If the shares were
+equal, the copies would have equal gradients and stay equal, and the large model could learn no more
+than the small one. So shares are uneven (LEMON, https://arxiv.org/abs/2310.07999).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,16 +25,17 @@ def refusal(settings: Settings, small: Any, large: Any) -> str:
     row, depth = GROWTH[settings.name], GROWTH[getattr(settings, "depth", settings.name)]
     if small.changes:
         return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow a run "
-                f"without (`lpkit export` merges adapters, `lpkit import` makes a run of that)")
+                f"without changes (`lpkit export` merges adapters, and `lpkit import` makes a run "
+                f"of the result)")
     for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
-        was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
+        was, now = (getattr(model, READ.get(key, key)) for model in (small, large))
         if key in row.knows and was not in row.knows[key]:
-            return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
+            return f"model.{key}={was} is not supported; use {', '.join(row.knows[key])}"
         if was != now and not (key in row.grows and now > was):
             return f"model.{key}={now}, not {was}; set model.{key}={was}"
         if key in row.multiples + depth.multiples and now % was:
             low = now - now % was
-            return f"model.{key}={now} is no multiple of {was}; nearest: {low} or {low + was}"
+            return f"model.{key}={now} is not a multiple of {was}; nearest: {low} or {low + was}"
     queries = small.H // small.G
     if large.H // large.G < queries:
         return (f"model.heads={large.H} are fewer than {queries} for each of model.kv_heads="

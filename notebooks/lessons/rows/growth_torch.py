@@ -1,10 +1,11 @@
 """Makes a larger model's tensors, one by one, from a smaller model's (rows of `growth.py`).
 
-In width, place i is a copy of place i mod n. A tensor that writes places has its rows copied. A
-tensor that reads places has each column divided among the copies, so that sums stay the same. Norms
-stay the same, since each place has equally many copies. Groups of heads are copied whole, and
-queries within each group, so that a query meets a copy of its own key. For a tied head, the last
-norm is divided among copies, since the head's columns are the embedding's.
+In width, place i of the large model is a copy of place i mod n of the small model's n places. The
+rows of a tensor that writes places are copied. Each column of a tensor that reads places is divided
+among the copies, so that sums stay the same. The statistics of norms stay the same, since each
+place has equally many copies. Groups of heads are copied as a whole, and queries within each group,
+so that a query meets a copy of its own key. With a tied head, the weight of the last norm is
+divided among the copies, since the head's columns are the embedding's columns.
 """
 
 import re
@@ -24,13 +25,14 @@ ENDS = ("attention.out.", "mlp.down.")      # modules whose results are added to
 
 
 def deeper(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
-           settings: Settings, made: Callable[[str], Tensor] | None = None) -> Pairs:
-    depth, made = GROWTH[getattr(settings, "depth", settings.name)], made or tensors.__getitem__
-    yield from ((name, made(name)) for name in tensors if not name.startswith("blocks."))
+           settings: Settings, tensor_of: Callable[[str], Tensor] | None = None) -> Pairs:
+    depth = GROWTH[getattr(settings, "depth", settings.name)]
+    tensor_of = tensor_of or tensors.__getitem__
+    yield from ((name, tensor_of(name)) for name in tensors if not name.startswith("blocks."))
     for layer in range(large.L):
         source = f"blocks.{depth.source_of(layer, small.L, large.L)}."
         for leaf in [name.removeprefix(source) for name in tensors if name.startswith(source)]:
-            t, new = made(source + leaf), depth.silent and layer >= small.L
+            t, new = tensor_of(source + leaf), depth.silent and layer >= small.L
             t = torch.zeros_like(t) if new and leaf.startswith(ENDS) else t
             yield f"blocks.{layer}.{leaf}", t
 
@@ -39,7 +41,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
           settings: WidthSettings) -> Pairs:
     axes, draw, uneven = _axes(small, large), torch.Generator().manual_seed(0), settings.uneven
 
-    def made(name: str) -> Tensor:
+    def tensor_of(name: str) -> Tensor:
         t, (writes, reads) = tensors[name], _axes_of(name, small)
         rows = axes.get(writes)
         if rows is not None and reads and settings.aki:
@@ -53,11 +55,12 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
             t = copies if "embed." in name else copies * shares(t, axes[reads], uneven, draw)
         return t
 
-    return deeper(tensors, small, large, settings, made)
+    return deeper(tensors, small, large, settings, tensor_of)
 
 
 def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
-    """Returns the axes that a tensor writes and reads; empty: none."""
+    """Return the names (keys of `_axes`) of the axes that a tensor writes and reads; "" for
+    none."""
     module, kind = name.split(".")[-2:]
     if small.tied and name.startswith("norm."):
         return "", "width"
@@ -66,7 +69,8 @@ def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
-    """Returns, by axis, the place in the small model that each place in the large model copies."""
+    """Return, by axis, the place in the small model that each place in the large model copies, as
+    a tensor of indices."""
     queries, E = small.H // small.G, torch.arange(small.E)
     groups, query = torch.arange(large.G) % small.G, torch.arange(large.H // large.G) % queries
     slots = torch.cat((query, torch.tensor([queries, queries + 1])))     # and its key and value
@@ -79,7 +83,7 @@ def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
 
 
 def shares(t: Tensor, places: Tensor, uneven: float, draw: torch.Generator) -> Tensor:
-    """Return (..., N): the share of each copy of an element of t (..., n); an element's shares sum
-    to 1."""
+    """Return the share (..., N) of each copy of an element of t (..., n). `places` (N,) has the
+    element that each copy comes from; the shares of an element sum to 1."""
     drawn = 1 + uneven * (2 * torch.rand(*t.shape[:-1], len(places), generator=draw) - 1)
     return drawn / torch.zeros(t.shape).index_add_(-1, places, drawn)[..., places]

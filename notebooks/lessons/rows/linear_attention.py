@@ -33,29 +33,33 @@ class RandomFeatures(WithoutSoftmax):
 
 
 def _sums(m: Any) -> int:
-    """Returns the bytes of two float32 sums: features by values, and features alone."""
+    """Return the bytes of the state of one layer for one sequence: two float32 sums over the past,
+    of features times values and of features."""
     return 4 * m.G * getattr(m.attention, "features", m.E) * (m.E + 1)
 
 
-# Products. Products over pairs of tokens are over pairs within a chunk. The state (F, E) costs each
-# token two passes of F x E elements: one to write, one to read.
+# Matmuls. Pairs of tokens are pairs within a chunk. For the state (F, E), each token adds two
+# matmuls of F x E multiplications: one to write the state, one to read it.
 
 def chunk_of(T: int) -> tuple[int, int]:
-    """Return the tokens of a chunk and of all chunks; the last chunk is padded."""
+    """Return the number of tokens in a chunk, and in all chunks together. The last chunk is
+    padded."""
     C = max(1, min(CHUNK, T))
     rest = T % C
     return C, T - rest + C if rest else T
 
 
 def linear_pairs(B: int, H: int, G: int, T: int, E: int, features: int) -> tuple[Pairs, ...]:
-    """List the products of linear attention in chunks; the values have a column of ones."""
+    """Return the matmuls of linear attention in chunks. The values have an additional column of
+    ones."""
     C = chunk_of(T)[0]
     return _in_each_chunk(B, T, ("scores", H, C, C, features), ("values", H, C, E + 1, C),
                           ("states", G, features, E + 1, C), ("read", H, C, E + 1, features))
 
 
 def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
-    """Lists the products of the delta rule in chunks; a triangular system counts as a product."""
+    """Return the matmuls of the delta rule in chunks. Solving a triangular system counts as a
+    matmul."""
     C = chunk_of(T)[0]
     return _in_each_chunk(B, T, ("scores", H, C, C, E), ("values", H, C, E, C),
                           ("overlaps", G, C, C, E), ("system", G, C, 2 * E, C),
@@ -63,7 +67,8 @@ def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
 
 
 def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) -> tuple[Pairs, ...]:
-    """Make the Pairs of products, which are given by name, heads, M, N, K."""
+    """Return the Pairs of matmuls that run once per chunk. Each is given as (name, heads, M, N,
+    K)."""
     C, padded = chunk_of(T)
     return tuple(Pairs(name=name, M=M, N=N, K=K, group=B * padded // C * heads)
                  for name, heads, M, N, K in products)
@@ -73,22 +78,26 @@ def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) ->
 
 def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
                **facts: Any) -> Op:
-    """Return an operator that keeps its inputs and works in float32. Forward moves `moves` elements
-    per token; backward holds at most `work` elements, including its gradients."""
+    """Return an operation that saves its inputs for backward and computes in float32. Forward moves
+    `moves` elements per token; backward holds at most `work` elements at once, including the
+    gradients."""
     padded = chunk_of(s.model.T)[1]
     op = attention_op(s, work=FP32 * work, pairs=pairs, score_passes=(4, 8), **facts)
     return replace(op, moved_bytes=op.moved_bytes + qkv_bytes(s) + s.batch * padded * moves * FP32)
 
 
 def linear_chunks(s: MicroBatch) -> Op:
-    """Sums over the past, chunk by chunk: q, k, v, the output, and a float32 normaliser per query,
-    which is the sum of a column of ones appended to the values. Backward's peak is where the
-    gradient of q or of k goes back through its features."""
+    """Return the operation of linear attention in chunks. It saves q, k, v, the output, and a
+    float32 normaliser per query, which is the weighted sum of a column of ones appended to the
+    values. Backward's peak is at the moment when the gradient of q or of k passes through its
+    feature map."""
     m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
     F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
     keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view; same for q
     queries = padded if m.G < m.H else keys
     last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+'s backward has a product
+    # `common`: elements per sequence that are alive at both moments: features of q and k, values,
+    # gradients of the sums, keys and values, scores and states with their gradients
     common = m.H * queries * F + m.G * keys * F + padded * (m.G * F + (m.H + 2 * m.G) * (m.E + 1))
     common += 2 * m.H * padded * C + m.G * (2 * padded / C + 1) * F * (m.E + 1)
     common += (s.compute_bytes < FP32) * m.H * T * m.E
@@ -102,9 +111,9 @@ def linear_chunks(s: MicroBatch) -> Op:
 
 
 def delta_chunks(s: MicroBatch) -> Op:
-    """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
-    and the gates. Backward's peak is where the gradient of q goes back through its normalisation,
-    or earlier, where the gradient of k is summed."""
+    """Return the operation of the delta rule in chunks: a triangular system in each chunk, then one
+    state after the other. It saves q, k, v and the gates. Backward's peak is at the moment when the
+    gradient of q passes through its normalisation, or earlier, when the gradient of k is summed."""
     m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
     narrow = s.compute_bytes < FP32
     shared = (s.batch == 1 and T == padded) * (2 - narrow) * (m.G + m.H * (m.G == m.H))    # views
@@ -118,8 +127,8 @@ def delta_chunks(s: MicroBatch) -> Op:
 
 
 def quadratic(s: MicroBatch) -> Op:
-    """The definition of kinds that sum over the past: features, and the weights of all pairs, in
-    float32."""
+    """Return the operation of linear attention by its definition: the features, and the weights of
+    all pairs of tokens, in float32."""
     m = s.model
     features = getattr(m.attention, "features", m.E)
     pairs = s.batch * m.H * m.T * m.T * FP32
@@ -130,7 +139,8 @@ def quadratic(s: MicroBatch) -> Op:
 
 
 def delta_steps(s: MicroBatch) -> Op:
-    """The delta rule token by token: each token keeps its new state in float32."""
+    """Return the operation of the delta rule, token by token. Each token's new state is saved in
+    float32."""
     m = s.model
     states = s.tokens * m.G * m.E * m.E * FP32
     mapped = 2 * s.tokens * qkv_numbers(m) * FP32
@@ -142,9 +152,11 @@ def delta_steps(s: MicroBatch) -> Op:
 
 
 def delta_gates(s: MicroBatch) -> Iterator[Op]:
-    """One gate per token and key/value head, computed from the input of q, k and v."""
+    """Yield the operations of the gates: one gate per token and key/value head, computed by a
+    Linear from the input of q, k and v."""
     m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
-    yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))    # both are added up
+    # in backward, the input's gradients from the gates and from q, k and v are added into one
+    yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))
     yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,
                  input_is_saved=not s.mixed)
 

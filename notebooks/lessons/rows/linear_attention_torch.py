@@ -112,6 +112,8 @@ def _not_unit(du: Tensor, u: Tensor, x: Tensor) -> Tensor:
 # Chunks: (B, H, T, F) <-> (B G, chunks, C tokens of each of H / G heads, F), padded by 0.
 
 def _chunked(t: Tensor, G: int) -> Tensor:
+    """Return t (B, H, T, F) as (B G, chunks, C H / G, F): the C tokens of a chunk, for each of the
+    H / G heads of a group."""
     B, H, T, width = t.shape
     C, padded = chunk_of(T)
     t = F.pad(t, (0, 0, 0, padded - T)) if padded > T else t
@@ -130,7 +132,8 @@ def _whole(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _past(queries: Tensor, keys: Tensor, below: int = 0) -> Tensor:
-    """Return queries keys^T with the future masked; with `below` 1, the token itself too."""
+    """Return queries keys^T within each chunk, with 0 for keys after the query; with `below` 1,
+    also for the query's own token."""
     C, rows = keys.shape[2], queries.shape[2]
     mask = queries.new_ones(C, C).tril_(-below)
     scores = queries @ keys.mT
@@ -138,11 +141,12 @@ def _past(queries: Tensor, keys: Tensor, below: int = 0) -> Tensor:
 
 
 def _before(t: Tensor) -> Tensor:
-    """Return the sum over the previous chunks."""
+    """Return, for each chunk, the sum of t over the previous chunks (dim 1)."""
     return F.pad(t.cumsum(1), (0, 0, 0, 0, 1, 0))[:, :-1]
 
 
 def _after(t: Tensor) -> Tensor:
+    """Return, for each chunk, the sum of t over the following chunks (dim 1)."""
     return _before(t.flip(1)).flip(1)
 
 
@@ -152,8 +156,8 @@ def _flops(q: torch.Size, k: torch.Size, pairs: Callable[..., tuple[Pairs, ...]]
            *features: int) -> int:
     """Return the FLOPs of forward."""
     B, H, T, E = q
-    products = pairs(B, H, k[1], T, E, *features)
-    return sum(2 * one.M * one.N * one.K * one.group for one in products)
+    return sum(2 * product.M * product.N * product.K * product.group
+               for product in pairs(B, H, k[1], T, E, *features))
 
 
 def _linear_flops(q: torch.Size, k: torch.Size, v: torch.Size, features: torch.Size | None,
@@ -164,7 +168,8 @@ def _linear_flops(q: torch.Size, k: torch.Size, v: torch.Size, features: torch.S
 @operator("linear_attention(Tensor q, Tensor k, Tensor v, Tensor? features) -> (Tensor, Tensor)",
           key=EVERY_DEVICE, flops=_linear_flops)
 def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output and the normaliser (B, H, T, 1)."""
+    """Return the output (B, H, T, E) and the normaliser (B, H, T, 1) of linear attention. A query's
+    sums are those of its chunk (`_past`) plus the state before its chunk (`_before`)."""
     with in_full(q):
         G, E = k.shape[1], q.shape[-1]
         queries = _chunked(mapped(q, features, keys=False), G)
@@ -181,6 +186,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Te
           flops=lambda d_out, *given, **_: 2 * _linear_flops(*given[:4]))
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, features: Tensor | None,
               out: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. The states are recomputed; `d_states` is the gradient of
+    what each chunk adds to the state, summed over the chunks after it."""
     with in_full(q):
         G, E, d_out = k.shape[1], q.shape[-1], wide(d_out)
         phi_q = mapped(q, features, keys=False)
@@ -219,8 +226,12 @@ class LinearAttention(torch.autograd.Function):
 # The delta rule. `gates` (B, T, G): beta before its sigmoid.
 
 class Chunks:
-    """The intermediate results that forward and backward share. `written`: what each token writes
-    into the state at its key; `states`: the state before each chunk; `state`: the final state."""
+    """The intermediate results of the delta rule that forward and backward share.
+
+    written     the value that each token writes into the state at its key
+    states      the state before each chunk
+    state       the state after the last chunk
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor):
         G, E = k.shape[1], q.shape[-1]
@@ -238,6 +249,7 @@ class Chunks:
         self.scores = _past(self.queries, self.keys)
         state = self.keys.new_zeros(len(self.keys), E, E)
         states, written = [], []
+        # the values that a chunk writes depend on the state before it, so chunks run in order
         for c in range(self.keys.shape[1]):
             states.append(state)
             written.append(torch.baddbmm(writes[:, c], self.reads[:, c], state, alpha=-1))
@@ -250,6 +262,7 @@ class Chunks:
 @operator("delta_attention(Tensor q, Tensor k, Tensor v, Tensor gates) -> Tensor", key=EVERY_DEVICE,
           flops=lambda q, k, *_, **__: _flops(q, k, delta_pairs))
 def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """Return the output (B, H, T, E) of the delta rule."""
     with in_full(q):
         d = Chunks(q, k, v, gates)
         return _whole(d.scores @ d.written + d.queries @ d.states, q)
@@ -260,6 +273,7 @@ def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
           flops=lambda d_out, q, k, *_, **__: 2 * _flops(q, k, delta_pairs))
 def delta_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
                     gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and the gates. The intermediate results are recomputed."""
     with in_full(q):
         d, G, E = Chunks(q, k, v, gates), k.shape[1], q.shape[-1]
         dy = _chunked(wide(d_out), G)
@@ -321,7 +335,8 @@ def orthogonal_features(count: int, width: int, seed: int) -> Tensor:
 # Kinds of attention, as modules.
 
 def _repeated(t: Tensor, heads: int) -> Tensor:
-    """Repeat each group's part for its heads."""
+    """Return t (B, G, T, E) as (B, heads, T, E): each group's keys or values for each of its
+    heads."""
     return t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
@@ -404,8 +419,8 @@ class Delta(nn.Module):
         B, G, T, E = k.shape
         state, outs = wide(k.new_zeros(B, G, E, E)), [q[:, :, :0]]
         for t in range(T):
-            one = slice(t, t + 1)
-            out, state = cls.step(q[:, :, one], k[:, :, one], v[:, :, one], state, gates[:, one])
+            at = slice(t, t + 1)
+            out, state = cls.step(q[:, :, at], k[:, :, at], v[:, :, at], state, gates[:, at])
             outs.append(out)
         return torch.cat(outs, dim=2)
 
@@ -457,9 +472,9 @@ class State(Cache):
         return out
 
     def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.lengths, one.states = self.lengths[b:b + 1], [s[b:b + 1] for s in self.states]
-        return one
+        only_row = copy.copy(self)
+        only_row.lengths, only_row.states = self.lengths[b:b + 1], [s[b:b + 1] for s in self.states]
+        return only_row
 
     def clear(self) -> None:
         super().clear()

@@ -1,4 +1,4 @@
-"""Masked pre-training: a bidirectional model predicts tokens that it cannot see.
+"""Masked pre-training: a bidirectional model predicts tokens that are hidden from it.
 
     lpkit train cpu-3m model.vocab=257 model.attention=bidirectional data.policy=masked \\
         --import lessons.rows.masked
@@ -24,8 +24,8 @@ from lpkit.values import Count, CountOrZero, InnerShare
 
 
 def hidden_tokens(share: float, T: int) -> int:
-    """Returns how many of T tokens are hidden; it is equal for all sequences, so that the visible
-    tokens form a tensor."""
+    """Return how many of T tokens are hidden. The number is equal for all sequences, so that the
+    visible tokens form a tensor."""
     return round(share * T)
 
 
@@ -56,9 +56,9 @@ class Hiding(Settings):
         if self.mask != m.V - 1:
             return (f"data.policy.mask={self.mask} must be the last token of model.vocab={m.V}; "
                     f"set model.vocab={self.mask + 1}")
-        for one in m.changes:
-            if isinstance(one, Autoencoder) and hidden_tokens(one.hidden, m.T) != hidden:
-                return f"{asked} is not what the encoder leaves out; set it to {one.hidden:g}"
+        for change in m.changes:
+            if isinstance(change, Autoencoder) and hidden_tokens(change.hidden, m.T) != hidden:
+                return f"{asked} is not what the encoder leaves out; set it to {change.hidden:g}"
         return ""
 
 
@@ -77,7 +77,8 @@ class Autoencoder(Settings):
 
 
 def fewer_tokens(ops: Any, s: MicroBatch, settings: Autoencoder) -> Any:
-    """The encoder's layers see a share of the tokens, which are gathered before and put back."""
+    """Return the operations of a masked autoencoder. The encoder's layers see a share of the
+    tokens, which are gathered before the encoder and put back after it."""
     m, N, part = s.model, settings.encoder_layers, s.stream_bytes / s.model.L   # counted L times
     share = 1 - hidden_tokens(settings.hidden, m.T) / m.T
     saved = TOKEN_ID + POSITIONS[m.position].turns * 2 * m.E * s.residual_bytes     # per token

@@ -203,7 +203,7 @@ def schedule_free(y: Tensor, g: Tensor, slots: Slots, settings: ScheduleFreeSett
 
 
 def average(y: Tensor, slots: Slots, settings: ScheduleFreeSettings) -> Tensor:
-    """Returns x, the weights that evaluation uses, from y and z."""
+    """Return x, the weights that evaluation uses, from y and z."""
     return y.lerp(slots[0], 1 - 1 / settings.beta1)
 
 
@@ -324,7 +324,7 @@ class SoapSettings(AdamWSettings):
 
 
 def sides(p: Shape) -> list[int]:
-    """Returns the sides of a matrix for which SOAP has a basis; 0 for a side without one."""
+    """Return the sides of a matrix for which SOAP has a basis; 0 for a side without one."""
     return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
 
 
@@ -371,7 +371,7 @@ def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, updat
 
 
 def turned(x: Tensor, left: Tensor, right: Tensor, back: bool = False) -> Tensor:
-    """Returns x in the bases `left` and `right`; an empty basis leaves its side unchanged."""
+    """Return x in the bases `left` and `right`; an empty basis leaves its side unchanged."""
     x = (left if back else left.mT) @ x if len(left) else x
     return x @ (right.mT if back else right) if len(right) else x
 

@@ -1,9 +1,10 @@
-"""Orders of a pipeline beyond the kit's own (gpipe, 1f1b, interleaved).
+"""Schedules of a pipeline beyond the kit's own (gpipe, 1f1b, interleaved).
 
     lpkit train cpu-3m --import lessons.rows.pipelines --processes 2 parallel.pipeline=2 \\
         parallel.schedule=zero-bubble grad_accum_steps=4
 
-Schedules that split backward into I and W defer a Linear's W by `lpkit.precision.deferred`.
+Some schedules split backward into I (gradients of inputs) and W (gradients of weights); they defer
+the W of Linears by `lpkit.precision.deferred`.
 """
 
 from lpkit.techniques.pipelines import (
@@ -19,9 +20,9 @@ ZERO_BUBBLE = "Qi et al. 2024, https://arxiv.org/abs/2401.10241"
 
 
 def one_way(p: int, f: float, i: float, w: float) -> float:
-    """Return the bubble if dw fills as much idle time as possible: the way of the first micro-batch
-    to the last rank, or of a gradient back. If F, I and W are equal, the bubble is (p - 1)
-    (f + i - w) (Qi et al. 2024, table 1)."""
+    """Return the bubble of p ranks if dw fills as much idle time as possible: at least the time in
+    which the first micro-batch reaches the last rank, or a gradient comes back. f, i and w: seconds
+    of F, I and W. If they are equal, the bubble is (p - 1)(f + i - w) (Qi et al. 2024, table 1)."""
     return (p - 1) * max(f, i, f + i - w)
 
 

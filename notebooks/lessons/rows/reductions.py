@@ -20,28 +20,30 @@ MIB_25 = 25 << 20
 
 
 def top_count(share: float, numbers: int) -> int:
-    """Returns how many elements of a message are sent."""
+    """Return the number of elements that top-k sends of a message of `numbers` elements."""
     return max(1, int(share * numbers))
 
 
 def coded_bytes(bits: int, numbers: int) -> int:
-    """Returns the bytes of codes of `bits` bits, and of one float32 scale per block."""
+    """Return the bytes of `numbers` codes of `bits` bits in whole blocks, with one float32 scale
+    per block."""
     blocks = -(-numbers // BLOCK)
     return blocks * (BLOCK * bits // 8 + 4)
 
 
 def sign_bytes(numbers: int) -> int:
-    """Returns the bytes of one bit per number and one float32 scale."""
+    """Return the bytes of one bit per number and one float32 scale."""
     return -(-numbers // 8) + 4
 
 
 def is_matrix(shape: tuple[int, ...], rank: int) -> bool:
-    """Returns whether PowerSGD compresses a parameter of this shape."""
+    """Return whether PowerSGD compresses a parameter of this shape."""
     return len(shape) == 2 and min(shape) > rank
 
 
 def _gathered(nbytes, shape, ranks, itemsize) -> float:
-    """Return the bytes if each rank's message goes to every other rank."""
+    """Return the bytes that a rank sends if its message goes to every other rank. The functions
+    below that take a shape return the bytes that a rank sends per update, too."""
     return (ranks - 1) * nbytes(math.prod(shape))
 
 
@@ -50,7 +52,8 @@ def _all_reduced(shape, ranks, itemsize, every=1) -> float:
 
 
 def _powersgd(rank, shape, ranks, itemsize) -> float:
-    """Two factors, (rows, rank) and (columns, rank), or a plain all-reduce for a vector."""
+    """PowerSGD all-reduces two factors, (rows, rank) and (columns, rank), of a matrix, and the
+    gradient itself of a vector."""
     numbers = (sum(shape) * rank,) if is_matrix(shape, rank) else shape
     return _all_reduced(numbers, ranks, 4)
 

@@ -1,4 +1,6 @@
-"""The averages of `reductions`: each is a function average(flat, group, state) for `Averaged`."""
+"""The methods of the rows in `reductions`. Each is a function average(flat, group, state), which
+replaces the numbers `flat` of a message by their average over the ranks of `group`, exactly or
+approximately. `state` is a dict in which the method keeps tensors and counts between updates."""
 
 from __future__ import annotations
 
@@ -31,20 +33,22 @@ def mean(flat: Tensor, group: Group) -> Tensor:
 # ---- compression: encode numbers to bytes, and decode them
 
 def top_k(x: Tensor, share: float) -> Tensor:
-    """Returns the elements with the largest magnitudes and their int32 indices, as bytes."""
+    """Return as bytes (uint8) the elements of x (numbers,) with the largest magnitudes, followed by
+    their int32 indices."""
     indices = x.abs().topk(top_count(share, len(x))).indices
     return torch.cat([x[indices].view(torch.uint8), indices.int().view(torch.uint8)])
 
 
 def from_top_k(code: Tensor, numbers: int) -> Tensor:
+    """Return (numbers,) float32 from the bytes of `top_k`; elements that were not sent are 0."""
     values, indices = code.view(2, -1)
     x = code.new_zeros(numbers, dtype=torch.float32)
     return x.index_put_((indices.view(torch.int32).long(),), values.view(torch.float32))
 
 
 def quantised(x: Tensor, bits: int) -> Tensor:
-    """Returns float32 scales and signed integers of 8 or 4 bits, as bytes. The largest magnitude of
-    a block has the largest code."""
+    """Return as bytes the float32 scales of all blocks of x (numbers,), followed by signed integers
+    of 8 or 4 bits. The largest magnitude of a block becomes the largest integer."""
     blocks = torch.nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30) / (2**(bits - 1) - 1)
     codes = (blocks / scale).round().to(torch.int8).view(torch.uint8).flatten()
@@ -54,6 +58,7 @@ def quantised(x: Tensor, bits: int) -> Tensor:
 
 
 def from_quantised(code: Tensor, numbers: int, bits: int) -> Tensor:
+    """Return (numbers,) float32 from the bytes of `quantised`."""
     blocks = -(-numbers // BLOCK)
     scale, codes = code[:4 * blocks].view(torch.float32), code[4 * blocks:].view(torch.int8)
     if bits == 4:       # int8 shifts keep the sign
@@ -62,31 +67,35 @@ def from_quantised(code: Tensor, numbers: int, bits: int) -> Tensor:
 
 
 def signs(x: Tensor) -> Tensor:
-    """Returns the mean magnitude and one bit per element (1 for a negative element), as bytes."""
+    """Return as bytes the mean magnitude of x (numbers,) in float32, followed by one bit per
+    element, which is 1 for a negative element."""
     bits = torch.nn.functional.pad((x < 0).byte(), (0, -len(x) % 8)).view(-1, 8)
     packed = (bits << torch.arange(8, device=x.device)).sum(1).byte()
     return torch.cat([x.abs().mean()[None].view(torch.uint8), packed])
 
 
 def from_signs(code: Tensor, numbers: int) -> Tensor:
+    """Return (numbers,) float32 from the bytes of `signs`."""
     bits = (code[4:, None] >> torch.arange(8, device=code.device)) & 1
     return code[:4].clone().view(torch.float32) * (1 - 2 * bits.flatten()[:numbers].float())
 
 
 def compressed(flat: Tensor, group: Group, state: State, *, encode: Callable[[Tensor], Tensor],
                decode: Callable[[Tensor, int], Tensor]) -> None:
-    """Error feedback: the error of this gradient's code is added to the next gradient."""
+    """Average the ranks' decoded messages. Error feedback: the error of this rank's code is stored
+    and added to the next gradient."""
     x = flat.flatten().float() + state.get("error", 0.0)
     code, ranks = encode(x), dist.get_world_size(group)
     codes = code.new_empty(ranks * len(code))
     all_gather(codes, code, group=group)
-    decoded = [decode(one, len(x)) for one in codes.view(ranks, -1)]
+    decoded = [decode(message, len(x)) for message in codes.view(ranks, -1)]
     state["error"] = x - decoded[dist.get_rank(group)]
     flat.copy_(sum(decoded).view_as(flat) / ranks)
 
 
 def powersgd(flat: Tensor, group: Group, state: State, *, rank: int) -> None:
-    """M becomes P Q^T: one step of power iteration from the last Q, averaged over ranks."""
+    """Approximate a gradient matrix M, averaged over ranks, by P Q^T of rank `rank`: one step of
+    power iteration from the last update's Q, with error feedback. A vector is averaged exactly."""
     if not is_matrix(tuple(flat.shape), rank):
         mean(flat, group)
         return
@@ -104,19 +113,22 @@ def powersgd(flat: Tensor, group: Group, state: State, *, rank: int) -> None:
 # ---- averages of weights: the first call receives the initial weights
 
 def due(state: State, every: int) -> bool:
-    """Counts an update, and returns whether ranks average after it."""
+    """Count an update, and return whether ranks average weights after it. The first call, which
+    gets the initial weights, returns False."""
     state["updates"] = state.get("updates", -1) + 1
     return state["updates"] > 0 and state["updates"] % every == 0
 
 
 def local(flat: Tensor, group: Group, state: State, *, every: int) -> None:
+    """Local SGD: average the weights after every n-th update."""
     if due(state, every):
         mean(flat, group)
 
 
 def diloco(flat: Tensor, group: Group, state: State, *, every: int, rate: float,
            momentum: float) -> None:
-    """Use the change over `every` updates as a gradient for SGD with Nesterov momentum."""
+    """DiLoCo: after every n-th update, the mean change of the weights since the last average is the
+    gradient of an outer step of SGD with Nesterov momentum."""
     if not state:
         state |= {"weights": flat.clone(), "momentum": torch.zeros_like(flat)}
     if due(state, every):
@@ -127,8 +139,7 @@ def diloco(flat: Tensor, group: Group, state: State, *, every: int, rate: float,
 
 
 def exchanged(flat: Tensor, group: Group, distances: list[int]) -> list[Tensor]:
-    """Sends `flat` to the ranks at these distances, and returns what arrived from the ranks at the
-    same distances in the other direction."""
+    """Send `flat` to rank + d for each distance d, and return the tensors from rank - d."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     received = [torch.empty_like(flat) for _ in distances]
     both = [op for d, t in zip(distances, received) for op in (
@@ -140,12 +151,15 @@ def exchanged(flat: Tensor, group: Group, distances: list[int]) -> list[Tensor]:
 
 
 def gossip_on_ring(flat: Tensor, group: Group, state: State) -> None:
+    """Average the weights with those of both neighbours on a ring."""
     if due(state, 1):
         before, after = exchanged(flat, group, [1, -1])
         flat.add_(before).add_(after).div_(3)
 
 
 def gossip_one_peer(flat: Tensor, group: Group, state: State) -> None:
+    """Average the weights with those of one rank, whose distance doubles in each update: 1, 2, 4,
+    and so on, then 1 again."""
     if due(state, 1):
         distances = (dist.get_world_size(group) - 1).bit_length()
         received, = exchanged(flat, group, [1 << (state["updates"] - 1) % distances])
@@ -184,7 +198,7 @@ class Averaged(Replicas):
             self.states.setdefault(name, {})[key] = t if t.ndim else t.item()
 
     def as_row(self, t: Tensor) -> Cut:
-        """Returns a tensor of this rank as one row of a tensor over all ranks."""
+        """Return a tensor of this rank as one row of a tensor over all ranks."""
         at = (self.ranks.rank, *[0] * t.ndim)
         return Cut(torch.Size((self.ranks.world, *t.shape)), t.dtype, (Piece(at, t[None]),), at[:1])
 
@@ -193,9 +207,9 @@ class Averaged(Replicas):
 
 
 class OwnWeights(Averaged):
-    """Each rank has its own weights and optimizer state. `average` receives weights: the initial
-    weights, then the weights after each update. A checkpoint has a row for each rank; its model is
-    the first rank's."""
+    """Replicas whose weights and optimizer states differ. `average` gets weights: the initial
+    weights, then the weights after each update. In a checkpoint, each tensor has a row per rank;
+    the checkpoint's model has the first rank's weights."""
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         owned = super().own(model)

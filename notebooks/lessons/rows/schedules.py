@@ -15,11 +15,13 @@ class WsdSettings(DecaySettings):
 
 
 def linear(progress: float, settings: DecaySettings) -> float:
-    """Returns the multiplier of the peak rate, on a straight line to `final_lr_ratio`."""
+    """Return the multiplier of the peak learning rate, on a straight line from 1 to
+    `final_lr_ratio`. `progress`: the share of the steps after the warm-up that are done."""
     return 1 - (1 - settings.final_lr_ratio) * progress
 
 
 def wsd(progress: float, settings: WsdSettings) -> float:
+    """Return the multiplier of the peak learning rate: 1, then linear in the last steps."""
     if not settings.decay_fraction:
         return 1.0
     begin = 1 - settings.decay_fraction

@@ -12,11 +12,11 @@ from lpkit.values import Count, CountOrZero
 
 @dataclass(frozen=True, kw_only=True)
 class Doubling(Settings):
-    doublings: CountOrZero = 2      # until an update has all sequences, or all of their tokens
-    every: Count = 50               # updates
+    doublings: CountOrZero = 2      # until an update has all sequences, or all tokens of each
+    every: Count = 50               # updates between two doublings
 
     def left(self, step: int) -> int:
-        """Returns the doublings after this update."""
+        """Return the number of doublings that are still to come after this update."""
         return max(0, self.doublings - step // self.every)
 
 

@@ -13,14 +13,14 @@ from lpkit.errors import shown
 from lpkit.techniques.attention import KINDS, AttentionKind, Rule, Softmax
 from lpkit.values import Count
 
-MOST_BLOCKS = 1024      # on a side of a table, which Python stores as a whole
+MOST_BLOCKS = 1024      # rows of a table; Python stores a table as a whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Softmax):
-    """A block of queries sees the latest `local` blocks of keys, and every `stride`-th block before
-    them. Or it follows a table with a row per block of queries: 1 for a visible block of keys, else
-    0. A row may be all 0; future keys are never visible."""
+    """Without a table, a block of queries sees the latest `local` blocks of keys, and every
+    `stride`-th block before them. A `table` has a row per block of queries with a digit per block
+    of keys: 1 for a visible block, else 0. A row may be all 0; future keys are never visible."""
 
     block: Count = 64
     local: Count = 2

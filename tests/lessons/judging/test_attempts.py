@@ -253,10 +253,10 @@ def test_helpers_imports_numbers_closures_defaults_and_decorators_travel():
 
 
 @pytest.mark.parametrize("value, words", [
-    (torch.nn.Linear(1, 1), "`thing` is a Linear of the notebook, which cannot travel"),
-    (functools.partial(math.log), "`thing` is a partial of the notebook, which cannot travel"),
-    (object(), "`thing` is a object of the notebook, which cannot travel"),
-    (torch.zeros(1 << 25), "takes 128 MB, and 64 MB can travel"),
+    (torch.nn.Linear(1, 1), "`thing` is a Linear of the notebook, which cannot be sent"),
+    (functools.partial(math.log), "`thing` is a partial of the notebook, which cannot be sent"),
+    (object(), "`thing` is a object of the notebook, which cannot be sent"),
+    (torch.zeros(1 << 25), "take 128 MB; at most 64 MB can be sent"),
 ])
 def test_what_cannot_travel_is_a_sentence_and_no_wrong_answer(value, words):
     verdict = said("def answer(vocab):\n    return math.log(vocab) if thing is not None else 0",

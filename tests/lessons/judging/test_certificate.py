@@ -91,7 +91,7 @@ def test_it_counts_what_the_file_has():
     assert of_05.endswith("guesses: 2; 90% intervals held: 1 of 2")
     assert "from 2026-11-19 to 2026-11-25" in found.text["header"][0]
     assert ("not signed" in found.text["header"][0]
-            and "the learner's own file on" in " ".join(found.text["footer"][0].split()))
+            and "the learner's file on" in " ".join(found.text["footer"][0].split()))
     assert "Nothing was solved" in Read(page("Ada", Learner(), EXERCISES)).text["main"][0]
 
 

@@ -297,11 +297,11 @@ def test_a_right_form_is_accepted(name, attempt):
 
 @pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("name, attempt, said", [
-    ("22.mean", mean_by_matrix, "its tensors take 2.10 MB at once, and 262 kB are the limit"),
+    ("22.mean", mean_by_matrix, "its tensors take 2.10 MB at once; the limit is 262 kB"),
     ("22.mean", mean_by_numpy_matrix, "its arrays and lists take"),
     ("22.identity", zeroed_in_place,
      "it changes its argument `w`: change a copy (`w.clone()`) instead"),
-    ("16.nats", nats_of_all_logits, "a rank sends 8 numbers, and 4 are the limit"),
+    ("16.nats", nats_of_all_logits, "a rank sends 8 numbers; the limit is 4"),
     ("22.mean", mean_in_blocks, ""), ("16.nats", nats_of_two_numbers, ""),
 ])
 def test_the_learners_own_judge_says_the_same(name, attempt, said):

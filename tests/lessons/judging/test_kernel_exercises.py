@@ -453,12 +453,12 @@ ENDS = {
     hostile("all = []", "while True:", "    all.append(bytearray(1 << 26))"): "it took more than "
         "1024 MB",
     hostile("tl.store(y + (1 << 40), 1.0)"): "far outside of every tensor",
-    hostile("tl.store(x, 1.0)"): "it writes to x[0], and x is not its to write",
+    hostile("tl.store(x, 1.0)"): "it writes to x[0], and x is an input",
     hostile("helper(x)"): "NameError: name 'helper' is not defined",
     hostile("print('here')", "1 / 0"): "division by zero, in line 3: `1 / 0`. It printed: here",
     "def copy(x, y, n, BLOCK)\n    pass": "SyntaxError",
     "copy = 3": "it raised",
-    hostile("pass"): "y[0] should be -3 and is as it was: was it written?",
+    hostile("pass"): "y[0] should be -3 and is not written",
 }
 
 
@@ -633,7 +633,8 @@ def test_compiled_and_interpreted_must_agree(monkeypatch):
                     {"status": "wrong", "detail": "c[0, 0] should be 1 and is 2"}])
     monkeypatch.setattr(puzzles, "run", lambda attempts, **how: [next(answers)])
     verdict = check(EXERCISES["11.matmul"], matmul)
-    assert (verdict.status == "wrong" and verdict.detail.startswith("the interpreter accepts it")
+    assert (verdict.status == "wrong"
+            and verdict.detail.startswith("it is right in the interpreter")
             and "c[0, 0]" in verdict.detail)
 
 

@@ -293,7 +293,7 @@ def test_what_moved_to_another_notebook_keeps_its_attempts_and_guesses(mine):
                              r"notebook 26"):
         l20_optimizers.EXERCISES["20.overhead"]
     with pytest.raises(ConfigError,
-                       match=r"no exercise '20.orthogonalised' any more; there are 20.adamw, "
+                       match=r"no exercise '20.orthogonalised' any more; it has 20.adamw, "
                              r"20.lion, 20.factored"):
         l20_optimizers.EXERCISES["20.orthogonalised"]
 
@@ -333,7 +333,7 @@ def test_a_damaged_file_is_moved_aside_and_never_lost(mine):
         assert (not guess.locked and "holds no learner's guesses" in guess.note
                 and mine.read_text() == content)
         guess.lock()
-        assert "lies in" in guess.note and len(learner.read().guesses) == 1
+        assert "The file is now in" in guess.note and len(learner.read().guesses) == 1
         aside = list((mine.parent / "damaged").iterdir())
         assert len(aside) == i + 1 and content in [path.read_text() for path in aside]
 

@@ -341,11 +341,14 @@ def test_an_adapter_in_16_bits_beside_a_base_in_8():
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    ({"model.changes": "prompt,lora"}, "model.changes=prompt stands alone; leave out the others"),
-    ({"model.changes": "prefix", "model.position": "learned"}, "model.changes=prefix stands before "
-        "32 tokens, and model.position=learned has no place for more; set model.position=rope"),
-    ({"model.changes": "prefix", "model.attention": "window"}, "model.changes=prefix is seen by "
-        "every token, and model.attention=window may hide it; set model.attention=full")])
+    ({"model.changes": "prompt,lora"},
+     "model.changes=prompt cannot be combined with other changes; leave the others out"),
+    ({"model.changes": "prefix", "model.position": "learned"}, "model.changes=prefix adds "
+        "positions to 32 tokens, and model.position=learned has no more positions; set "
+        "model.position=rope"),
+    ({"model.changes": "prefix", "model.attention": "window"}, "model.changes=prefix must be "
+        "visible to every token, and model.attention=window may hide it; "
+        "set model.attention=full")])
 def test_what_cannot_stand_before_a_text(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         SMALL.replace({"model.position": "rope", **changes})

@@ -386,12 +386,13 @@ def test_it_trains_resumes_and_samples(block, corpus, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("settings, why", [
     ({"model.kv_heads": 2}, "model.block=sas-p has a value for each head; set model.kv_heads=4"),
-    ({"model.head_dim": 16}, "model.block=sas-p takes its input as values, and 4 heads of 16 are "
-                             "not model.width=32; leave model.head_dim out"),
-    ({"model.attention": "window"}, "model.block=sas-p takes the mean of the whole past from each "
-                                    "token; set model.attention=full"),
-    ({"model.changes": "prefix", "model.position": "rope"}, "has no mean of a prefix; leave "
-                                                            "model.changes=prefix out")])
+    ({"model.head_dim": 16}, "model.block=sas-p uses its input as values, so heads times "
+                             "head_dim must be model.width=32, got 4 times 16; leave "
+                             "model.head_dim out"),
+    ({"model.attention": "window"}, "model.block=sas-p subtracts the mean over the whole past "
+                                    "from each token; set model.attention=full"),
+    ({"model.changes": "prefix", "model.position": "rope"}, "does not support "
+                                                            "model.changes=prefix; leave it out")])
 def test_what_it_cannot_be_of_is_refused(settings, why):
     with pytest.raises(ConfigError, match=why):
         SMALL.replace({"model.block": "sas-p", **settings})

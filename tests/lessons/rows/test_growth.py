@@ -167,18 +167,18 @@ def test_what_is_made_is_let_go():
 
 
 REFUSED = [
-    ("stack", {}, {"layers": 5}, "model.layers=5 is no multiple of 2; nearest: 4 or 6"),
+    ("stack", {}, {"layers": 5}, "model.layers=5 is not a multiple of 2; nearest: 4 or 6"),
     ("interpolate", {"layers": 4}, {"layers": 2}, "model.layers=2, not 4; set model.layers=4"),
     ("stack", {}, {"layers": 4, "width": 64, "head_dim": 8},
      "model.width=64, not 32; set model.width=32"),
     ("bert2bert, stack", {}, {"layers": 5, "width": 64, "heads": 8, "kv_heads": 4},
-     "no multiple of 2"),
+     "not a multiple of 2"),
     ("identity-depth", {}, {"layers": 3, "vocab": 41},
      "model.vocab=41, not 40; set model.vocab=40"),
     ("identity-depth", {"block": "sandwich"}, {"layers": 3},
-     "model.block=sandwich is none that it knows (pre-norm, "),
+     "model.block=sandwich is not supported; use pre-norm, "),
     ("bert2bert", {}, {"width": 80, "head_dim": 8, "heads": 8},
-     "model.width=80 is no multiple of 32; nearest: 64 or 96"),
+     "model.width=80 is not a multiple of 32; nearest: 64 or 96"),
     ("bert2bert", {}, {"width": 64}, "model.head_dim=16, not 8; set model.head_dim=8"),
     ("bert2bert", {}, {"width": 64, "heads": 8, "kv_heads": 8},
      "model.heads=8 are fewer than 2 for each of model.kv_heads=8, as in that run; set "
