@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "'--' is no value")
         if action.option_strings and isinstance(action, argparse._StoreAction):
             first = vars(action).setdefault("given", words)     # argparse keeps only the last
-            unique((action.option_strings[-1], " ".join(one)) for one in (first, words))
+            unique((action.option_strings[-1], " ".join(values)) for values in (first, words))
         return super()._get_values(action, words)
 
     def _get_value(self, action: argparse.Action, word: str):
@@ -110,8 +110,8 @@ class _Parser(argparse.ArgumentParser):
             pick(dict.fromkeys(action.choices), value, action.dest)
 
     def error(self, message: str):
-        said = " ".join(message.split())[:MOST_CHARACTERS]
-        sys.exit(complain(f"{said}; see `{self.prog} --help`"))
+        sentence = " ".join(message.split())[:MOST_CHARACTERS]
+        sys.exit(complain(f"{sentence}; see `{self.prog} --help`"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -119,8 +119,8 @@ class ModelConfig(Group):
         refuses = getattr(blocks.BLOCKS[self.block], "refuses", lambda model: "")
         if problem := refuses(self):
             raise ConfigError(f"model.block={self.block} {problem}")
-        for one in (self.attention, *self.changes):
-            if problem := one.problem(self):
+        for row in (self.attention, *self.changes):
+            if problem := row.problem(self):
                 raise ConfigError(problem)
         if self.head_dim is None and self.width % self.heads:
             below = self.width // self.heads * self.heads
@@ -214,8 +214,8 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
-_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value)
-                       and len({one.partition(":")[0] for one in value}) == len(value),
+_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", pair) for pair in value)
+                       and len({pair.partition(":")[0] for pair in value}) == len(value),
                        "a list of NEW:OLD with each NEW once, as blocks.2:blocks.0")
 
 
@@ -387,17 +387,17 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
     if "default" in f.metadata:
         return _settings(table, value, key, f.metadata["default"])
     if isinstance(value, str):
-        value = [_row_and_settings(one) for one in map(str.strip, value.split(",")) if one]
+        value = [_row_and_settings(text) for text in map(str.strip, value.split(",")) if text]
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{key} must be a list of {', '.join(table) or 'rows'}, got "
                           f"{shown(value)}")
-    return tuple(_settings(table, one, key, None) for one in value)
+    return tuple(_settings(table, row, key, None) for row in value)
 
 
 def _row_and_settings(text: str) -> dict[str, str]:
     """Returns the name and settings of a text such as lora:rank=8:shared=true."""
     name, *settings = text.split(":")
-    return rules.unique([("name", name), *(one.partition("=")[::2] for one in settings)])
+    return rules.unique([("name", name), *(setting.partition("=")[::2] for setting in settings)])
 
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:

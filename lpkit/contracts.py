@@ -134,8 +134,8 @@ class Batch:
     @property
     def beside(self) -> dict[str, Tensor]:
         """The model's keyword arguments in addition to tokens."""
-        found = {} if self.document_ids is None else {"documents": self.document_ids}
-        return found if self.places is None else found | {"places": self.places[0]}
+        arguments = {} if self.document_ids is None else {"documents": self.document_ids}
+        return arguments if self.places is None else arguments | {"places": self.places[0]}
 
     def to(self, device: torch.device) -> Batch:
         """Returns the batch on `device`. On the CPU, it first gives IGNORED targets the weight 0. A
@@ -155,7 +155,7 @@ class Batch:
         if parts == 1:
             return [self]
         pieces = [t.chunk(parts) for t in self.tensors]
-        return [Batch.of(dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
+        return [Batch.of(dict(zip(self.present, tensors))) for tensors in zip(*pieces, strict=True)]
 
 
 @dataclass(frozen=True)

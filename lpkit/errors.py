@@ -46,7 +46,7 @@ def out_of_memory(error: BaseException | None) -> bool:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return (bool(kinds & {"MemoryError", "OutOfMemoryError"})
             or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-            or (isinstance(error, RuntimeError) and any(one in str(error) for one in NO_MEMORY))
+            or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY))
             or out_of_memory(error.__cause__ or error.__context__))
 
 
@@ -57,11 +57,11 @@ KINDS = {kind.__name__: kind for kind in (
 
 def packed(error: BaseException) -> list[Any]:
     """Returns the error as a JSON-ready list for `unpacked`."""
-    kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), "")
+    kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in KINDS), "")
     if kind == "OSError" and error.errno is not None:
-        one, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
+        first, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
                     for name in (error.filename, error.filename2))
-        return [kind, error.errno, error.strerror, one, None, two]
+        return [kind, error.errno, error.strerror, first, None, two]
     return [kind, str(error) if kind else f"{type(error).__name__}: {error}"]
 
 

@@ -74,13 +74,15 @@ def linear_cross_entropy(
     pass of mean and sum overwrites its inputs, so it can run only once.
     """
     pick({"mean": 0, "sum": 0, "none": 0}, reduction, "reduction")
-    if chunk_tokens < 1 or not 0 <= label_smoothing <= 1 or (soft_cap is not None and soft_cap <= 0):
+    if (chunk_tokens < 1 or not 0 <= label_smoothing <= 1
+            or (soft_cap is not None and soft_cap <= 0)):
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be 1 or more, label_smoothing="
                           f"{label_smoothing} from 0 to 1, soft_cap={soft_cap} above 0 or None")
     V = hidden.shape[-1] if weight is None else len(weight)
     if any(t is not None and t.shape != hidden.shape[:-1] for t in (targets, weights)):
         raise ConfigError(f"targets and weights must be {tuple(hidden.shape[:-1])}, one a token")
-    h, y, w = hidden.flatten(0, -2), targets.flatten(), None if weights is None else weights.flatten()
+    h, y = hidden.flatten(0, -2), targets.flatten()
+    w = None if weights is None else weights.flatten()
     bad = ((y < 0) | (y >= V)) & (y != ignore_index)
     if y.device.type == "cpu" and bad.any():
         raise ConfigError(f"targets must be from 0 to {V - 1}, or {ignore_index} to be ignored; "
@@ -139,8 +141,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
     """
     Tq, Tk = q.shape[2], k.shape[2]
     if Tq == Tk and not return_lse:
-        told = replace(rule, sinks=sinks is not None)
-        auto = "plain" if ATTENTION["sdpa"].why_not.lacks(told) else "sdpa"
+        required = replace(rule, sinks=sinks is not None)
+        auto = "plain" if ATTENTION["sdpa"].why_not.lacks(required) else "sdpa"
         row = pick(ATTENTION, auto if backend == "auto" else backend, "attention backend")
         return row.load()(q, k, v, documents, sinks, rule=rule)
     if (rule.documents and (documents is None or Tq > Tk)) or (rule.sinks and sinks is None):

@@ -116,7 +116,7 @@ def others() -> Callable[[], float]:
         """Seconds that all these cores have worked."""
         each = psutil.cpu_times(percpu=True)
         spent = (each[core] for core in cores if core < len(each))
-        return sum(getattr(one, field, 0.0) for one in spent for field in WORKING)
+        return sum(getattr(times, field, 0.0) for times in spent for field in WORKING)
 
     def ours() -> float:
         """CPU seconds of this process and of its children, also of ended ones."""
@@ -229,9 +229,9 @@ def why_no_gpu(index: int | None = None) -> str:
         return ""
     built, has = torch.cuda.get_arch_list(), 10 * about.major + about.minor
     why = f"{about.name} has compute capability {about.major}.{about.minor}, and "
-    if built and not any(_made_for(one, has) for one in built):
-        return (f"{why}PyTorch {torch.__version__} is built for {', '.join(built)}; install a build "
-                f"that has it (https://pytorch.org)")
+    if built and not any(_made_for(architecture, has) for architecture in built):
+        return (f"{why}PyTorch {torch.__version__} is built for {', '.join(built)}; install a "
+                f"build that has it (https://pytorch.org)")
     return "" if (about.major, about.minor) >= LEAST else f"{why}Triton needs 7.0"
 
 
@@ -321,9 +321,9 @@ def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: t
         return synchronised(lambda: torch._int_mm(x, y.mT), device)
     if dtype == "fp8":
         x, y = (t.to(torch.float8_e4m3fn) for t in (x, y.mT.contiguous()))
-        one = torch.ones((), device=device)
+        unit_scale = torch.ones((), device=device)
         return synchronised(lambda: torch._scaled_mm(
-            x, y.mT, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast), device)
+            x, y.mT, unit_scale, unit_scale, out_dtype=torch.bfloat16, use_fast_accum=fast), device)
     x, y = x.to(DTYPES[dtype]), y.to(DTYPES[dtype])
     return synchronised(lambda: x @ y, device)
 
@@ -346,10 +346,10 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
     ones. Empty for other devices."""
     if torch.device(device).type != "cuda":
         return {}
-    found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
              "hip": torch.version.hip}
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
-    known = {name: one for name, one in found.items() if one}
+    known = {name: version for name, version in versions.items() if version}
     return known | machine_facts.gpu_facts(f"GPU-{uuid}")
 
 

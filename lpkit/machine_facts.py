@@ -61,7 +61,7 @@ def gpus() -> int:
     here = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(here))))
     there = itertools.takewhile(
-        lambda one: one and one[0] != "-" and not (one.isdigit() and int(one) >= here),
+        lambda entry: entry and entry[0] != "-" and not (entry.isdigit() and int(entry) >= here),
         map(str.strip, visible.split(",")))
     return min(here, len(list(there)))
 
@@ -120,23 +120,24 @@ def gpu_facts(uuid: str) -> dict[str, str | float]:
     command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(SMI.values())}",
                "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        driver, *numbers = said.stdout.strip().split(", ")
-        found = zip(list(SMI)[1:], numbers, strict=True)
-        return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        driver, *numbers = done.stdout.strip().split(", ")
+        values = zip(list(SMI)[1:], numbers, strict=True)
+        return {"driver": driver,
+                **{name: float(value) for name, value in values if "N/A" not in value}}
     except (OSError, ValueError, subprocess.SubprocessError):   # no program, driver or permission
         return {}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Returns the versions of Python packages by name; None for a package that is not installed."""
-    found: dict[str, str | None] = {}
+    installed: dict[str, str | None] = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def _read(path: Path) -> str:

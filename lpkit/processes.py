@@ -77,11 +77,11 @@ class Children:
             [sys.executable, "-P", __file__], env=env, pass_fds=fds, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
         self._started.append(keeper)
-        told = {"command": list(map(str, command)), "folder": str(folder), "log": log,
+        job = {"command": list(map(str, command)), "folder": str(folder), "log": log,
                 "files": dict(files or {}), "cwd": cwd and str(cwd), "fds": list(fds)}
         if not self.over:
             with contextlib.suppress(OSError, ValueError):  # it has ended; or `end` closed the pipe
-                keeper.stdin.write(json.dumps(told) + "\n")
+                keeper.stdin.write(json.dumps(job) + "\n")
                 keeper.stdin.flush()
         if self.over:       # `end` was called before or meanwhile
             end(keeper)
@@ -204,20 +204,20 @@ def keep() -> int | str:
     line = sys.stdin.readline()
     if not line.endswith("\n"):     # the parent died before it had written the whole line
         return 0
-    told = json.loads(line)
-    folder = Path(told["folder"])
+    job = json.loads(line)
+    folder = Path(job["folder"])
     held = None
     try:
         remove_abandoned(folder.parent)
         held = make_and_hold(folder)
-        for name, text in told["files"].items():
+        for name, text in job["files"].items():
             _write_private(folder / name, text if isinstance(text, str) else json.dumps(text))
-        code = _run(told, held)
-        if told["log"]:
+        code = _run(job, held)
+        if job["log"]:
             with contextlib.suppress(OSError):      # nobody reads it any more
-                os.write(1, (folder / told["log"]).read_bytes()[-TAIL_BYTES:])
+                os.write(1, (folder / job["log"]).read_bytes()[-TAIL_BYTES:])
     except OSError as error:
-        return f"lpkit: cannot start {told['command'][0]}: {error}"
+        return f"lpkit: cannot start {job['command'][0]}: {error}"
     finally:
         if held is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -258,17 +258,17 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _run(told: Mapping[str, Any], held: int) -> int:
+def _run(job: Mapping[str, Any], held: int) -> int:
     """Runs the command. Returns its exit code after all its descendants have ended."""
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         out: Any = 2
-        if told["log"]:
-            path = Path(told["folder"], told["log"])
+        if job["log"]:
+            path = Path(job["folder"], job["log"])
             out = stack.enter_context(open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "a"))
-        child = subprocess.Popen(told["command"], cwd=told["cwd"], stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=out, pass_fds=[*told["fds"], held])
-    for fd in told["fds"]:
+        child = subprocess.Popen(job["command"], cwd=job["cwd"], stdin=subprocess.DEVNULL,
+                                 stdout=out, stderr=out, pass_fds=[*job["fds"], held])
+    for fd in job["fds"]:
         os.close(fd)
     ended = threading.Event()
     threading.Thread(target=_end_at_eof, args=(child.pid, ended), daemon=True).start()

@@ -31,9 +31,9 @@ def plain(value: Any) -> Any:
     """Returns `value` as JSON would return it: lists for tuples, texts as keys, None for NaN and
     infinity."""
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -54,11 +54,11 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
     """Returns the value of a text that `sealed` made. Raises DamagedError, which names `path`."""
     try:
         value = json.loads(text)
-        due, found = value.pop(SUM), digest(value)
+        due, actual = value.pop(SUM), digest(value)
     except UNREADABLE as error:
         raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error})"
                            f"; it was cut off or altered") from None
-    if found != due:
+    if actual != due:
         raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it "
                            f"was written")
     return value
@@ -80,12 +80,12 @@ def of_others(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     DamagedError."""
     text = text_of(path, most_bytes)
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except UNREADABLE:
-        said = None
-    if not isinstance(said, dict):
+        content = None
+    if not isinstance(content, dict):
         raise DamagedError(f"{named(path)} is not the JSON object that it should be; get it again")
-    return said
+    return content
 
 
 def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -153,13 +153,13 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
     good, problems, sums = [], [], {}
     before: Line | None = Line({}, run, 0, "", "")      # None: the previous line is unknown
     text = path.read_bytes() if path.is_file() else b""
-    for place, one in enumerate(text.splitlines(keepends=True), 1):
+    for place, raw in enumerate(text.splitlines(keepends=True), 1):
         why = ""
         try:
-            line = Line.parse(one)
+            line = Line.parse(raw)
         except UNREADABLE as error:
             line, why = None, "cut off, as a kill leaves it; it is passed over"
-            if one.endswith(b"\n"):
+            if raw.endswith(b"\n"):
                 why = f"damaged ({type(error).__name__}: {error}); it is passed over"
         if line and run is not None:
             if line.run != run:
@@ -174,9 +174,9 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
             good.append(line.value)
             sums[line.number] = line.sum
         before = line
-    told = {place for place, _ in problems}
+    reported = {place for place, _ in problems}
     lacking = sorted({who for who, number, due in vouched
-                      if number and number not in told and sums.get(number) != due})
+                      if number and number not in reported and sums.get(number) != due})
     return good, [*_told(path, problems), *(
         f"{named(path)} lacks lines that {who} vouches for, or has others in their place"
         for who in lacking[:1])]
@@ -184,7 +184,7 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
 
 def _told(path: Path, problems: Iterable[tuple[int, str]]) -> Iterator[str]:
     """Yield a sentence for each group of consecutive lines with the same reason."""
-    runs = groupby(enumerate(problems), lambda one: (one[1][1], one[1][0] - one[0]))
+    runs = groupby(enumerate(problems), lambda pair: (pair[1][1], pair[1][0] - pair[0]))
     for (why, _), group in runs:
         places = [place for _, (place, _) in group]
         which = f"line {places[0]}, is" if len(places) == 1 else f"lines {places[0]} to " \

@@ -49,13 +49,13 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
         sum(map(str.isalpha, cell)) > SENTENCE for cell in column) else 0 for column in columns]
 
     def line(cells: Sequence[str], tag: str, style: str) -> str:
-        made = ""
+        html = ""
         for i, (cell, em) in enumerate(zip(cells, least)):
             side = "left" if em or i == 0 else "right"
             wrap = f"min-width:{em:g}em;" if em else "white-space:nowrap;" * (tag == "td")
-            made += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
+            html += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
                      f"{escape(cell)}</{tag}>")
-        return f"<tr>{made}</tr>"
+        return f"<tr>{html}</tr>"
 
     rule, font = f"border-bottom:1px solid {LINE};", f"font:13px {escape(FONT)};line-height:1.5"
     above = (f"<div style='max-width:60em;padding:3px 12px;color:{QUIET};{font}'>"

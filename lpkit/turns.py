@@ -32,11 +32,11 @@ def turn(device: str) -> Iterator[None]:
         # regardless of the umask: others must open it to test the lock
         os.fchmod(held.fileno(), 0o644)
         try:
-            said = 0
+            printed = 0
             while before := _before(ticket):
-                if before != said:
+                if before != printed:
                     print(f"the GPU is in use: {before} before you", file=sys.stderr, flush=True)
-                said = before
+                printed = before
                 time.sleep(LOOK_SECONDS)
             del os.environ["LPKIT_TURNS"]
             yield

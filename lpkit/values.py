@@ -33,11 +33,11 @@ MOST_CHARACTERS = 4096                  # of a text: the longest path
 def check(holds: Callable[[Any], bool], must_be: str) -> Check:
     """Makes a check that raises ConfigError unless `holds(value)`. All comparisons below are false
     for NaN."""
-    def one(name: str, value: Any) -> None:
+    def refuse(name: str, value: Any) -> None:
         if not holds(value):
             raise ConfigError(f"{name} must be {must_be}, got {shown(value)}")
 
-    return one
+    return refuse
 
 
 def between(least: float, most: float) -> Check:
@@ -94,7 +94,7 @@ def folder(name: str, value: str | Path) -> None:
     """Raises ConfigError unless the folder exists or can be made."""
     place(name, value)
     path = expanded(value)
-    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
+    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
     if there is not None and not there.is_dir():
         raise ConfigError(f"{name} must be a folder, and {named(there)} is something else; choose "
                           f"another path")
@@ -245,8 +245,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
         if isinstance(parts, (list, tuple)):
             return tuple(convert(part, args[0], name) for part in parts)
     if origin is Mapping and isinstance(value, Mapping):
-        return {convert(key, args[0], f"a name in {name}"): convert(one, args[1], name)
-                for key, one in value.items()}
+        return {convert(key, args[0], f"a name in {name}"): convert(inner, args[1], name)
+                for key, inner in value.items()}
     if kind is NoneType and (value is None or typed in ("none", "null", "")):
         return None
     if kind is bool and typed in BOOLS:

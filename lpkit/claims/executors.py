@@ -17,12 +17,12 @@ from lpkit.files import locked
 Jobs = tuple[runs.Submit, Callable[[Any], bool]]
 
 
-def alone(where: str, *told: Any) -> None:
+def alone(where: str, *arguments: Any) -> None:
     """Makes the run as `runs.make` does, once. If a job of an earlier command still makes this run,
     waits for that job."""
     with locked(lock := Path(f"{where}.lock")):
         if not Path(f"{where}.json").is_file():
-            runs.make(where, *told)
+            runs.make(where, *arguments)
         lock.unlink(missing_ok=True)
 
 
@@ -38,9 +38,9 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
     except Exception as error:
         raise ConfigError(f"job is none of submitit's: {in_one_line(str(error))}") from None
 
-    def submit(*told: Any) -> Any:
-        future = executor.submit(alone, *told)
-        stack.callback(lambda: Path(f"{told[0]}.json").is_file() or future.done()
+    def submit(*arguments: Any) -> Any:
+        future = executor.submit(alone, *arguments)
+        stack.callback(lambda: Path(f"{arguments[0]}.json").is_file() or future.done()
                        or future.cancel(check=False))
         return future
 
@@ -59,7 +59,7 @@ def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
         raise ConfigError(f"job is none of Ray's: {in_one_line(str(error))}") from None
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
     stack.callback(ray.shutdown)
-    return (lambda *told: task.remote(*told).future(),
+    return (lambda *arguments: task.remote(*arguments).future(),
             lambda error: isinstance(error, RayError) and not isinstance(error, RayTaskError))
 
 

@@ -68,14 +68,16 @@ class Claim(Made):
         first, *others = self.arms
         ours = flat(self.config(first))
         for key in self.differ:
-            if not any(_below(one, [key]) for arm in self.arms for one in flat(self.config(arm))):
+            if not any(_below(setting, [key]) for arm in self.arms
+                       for setting in flat(self.config(arm))):
                 pick(ours, key, "setting")
         for other in others:
             self._check_pair(first, other, ours, flat(self.config(other)))
         for arm, point in itertools.product(self.arms, ({}, *self.points)):
             if keys := other_text(self.config(first), self.config(arm, point)):
-                raise ConfigError(f"{first} and {arm}{f' with {point}' * bool(point)} are evaluated on "
-                                  f"other text, where losses do not compare; make {keys} the same")
+                raise ConfigError(f"{first} and {arm}{f' with {point}' * bool(point)} are "
+                                  f"evaluated on other text, where losses do not compare; make "
+                                  f"{keys} the same")
         if self.sigma is not None:
             self.seeds_to_see(self.sigma)
 
@@ -144,7 +146,8 @@ class Claim(Made):
     @property
     def points(self) -> list[dict[str, Any]]:
         """Returns the points of the tuning grid."""
-        return [dict(zip(self.tuning, one)) for one in itertools.product(*self.tuning.values())]
+        return [dict(zip(self.tuning, values))
+                for values in itertools.product(*self.tuning.values())]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
         """Returns the smallest gain that n seeds per arm detect. `sigma`: the standard deviation of
@@ -158,12 +161,13 @@ class Claim(Made):
             raise ConfigError(
                 f"{self.seeds} seeds an arm cannot see an effect of {self.effect:.2%} where sigma "
                 f"is {sigma:.2%}: {referee.POWER:.0%} of the time they see "
-                f"{self.sees(self.seeds, sigma, pilot_df):.2%}; give seeds: {n}, or a larger effect")
+                f"{self.sees(self.seeds, sigma, pilot_df):.2%}; give seeds: {n}, or a larger "
+                f"effect")
         return n
 
 
 def _below(key: str, declared: list[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in declared)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in declared)
 
 
 def step_flops(config: Config) -> float:
@@ -196,10 +200,10 @@ def other_text(a: Config, b: Config) -> str:
 def _modules(value: Any, named: bool = False) -> list[str]:
     """Returns the modules that the values of `imports` keys name, at any depth."""
     if isinstance(value, Mapping):
-        return [module for key, one in value.items()
-                for module in _modules(one, named or key == "imports")]
+        return [module for key, inner in value.items()
+                for module in _modules(inner, named or key == "imports")]
     if isinstance(value, list):
-        return [module for one in value for module in _modules(one, named)]
+        return [module for inner in value for module in _modules(inner, named)]
     return [str(value)] * named
 
 

@@ -129,7 +129,7 @@ def judge(losses: Callable[[int], tuple[Losses, Losses]], n: int, looks: int,
     """Looks until a difference is detected or all n seeds are used. `losses(seeds)` returns the
     losses of both arms."""
     for number, level in enumerate(levels(looks, comparisons), 1):
-        found = look(*losses(max(LEAST, math.ceil(n * number / looks))), level)
-        if found.p <= ALPHA:
+        verdict = look(*losses(max(LEAST, math.ceil(n * number / looks))), level)
+        if verdict.p <= ALPHA:
             break
-    return found
+    return verdict

@@ -51,12 +51,12 @@ Submit = Callable[..., Any]     # calls `make` with its arguments; returns a fut
 @functools.cache
 def code() -> str:
     """Returns the SHA-256 of the code, the libraries' versions and the processor."""
-    found = hashlib.sha256(repr([cpu_name(), versions(("torch", "triton", "numpy"))]).encode())
+    digest = hashlib.sha256(repr([cpu_name(), versions(("torch", "triton", "numpy"))]).encode())
     for room in (*(PACKAGE / name for name in NUMBERS), lessons.folder()):
         for path in sorted([room, *room.rglob("*")]):
             if path.suffix in (".py", ".c"):
-                found.update(path.read_bytes())
-    return found.hexdigest()
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache
@@ -64,27 +64,29 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
     """Returns the hashes of the tokens, and prepares them here, before all workers need them."""
     from lpkit.datasets.prepared import prepare
 
-    return {split: one["sha256"] for split, one in prepare(data, vocab).header["splits"].items()}
+    splits = prepare(data, vocab).header["splits"]
+    return {split: facts["sha256"] for split, facts in splits.items()}
 
 
 def name_of(config: Config, tag: str = "") -> str:
     """Returns the name of a run: a hash that includes the weights that it starts from and its
     scores. `tag` marks a run that a judge may stop."""
     base = sorted(Path(config.start.run or os.devnull).glob(MANIFESTS))[-1:]
-    held = [sha256(Path(one)) for one in [*base, config.data.scores] if os.path.isfile(one)]
-    told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
-    return records.digest(told + held)[:records.MARK_DIGITS]
+    held = [sha256(Path(path)) for path in [*base, config.data.scores] if os.path.isfile(path)]
+    identity = [config.to_dict(), code(), _data(config.data, config.model.vocab),
+                *[tag] * bool(tag)]
+    return records.digest(identity + held)[:records.MARK_DIGITS]
 
 
 def evaluations(path: Path) -> Evaluations:
     """Reads the evaluations that a run has made so far. Skips damaged lines. Raises OSError."""
-    metrics, found = path / METRICS, []
+    metrics, pairs = path / METRICS, []
     for text in metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ():
         with suppress(*records.UNREADABLE):
             # called ten times per second, so lines without the key (most lines) are not parsed
             if b'"val_loss"' in text and (line := records.Line.parse(text).value):
-                found.append((line["step"], line["val_loss"]))
-    return found
+                pairs.append((line["step"], line["val_loss"]))
+    return pairs
 
 
 @dataclass
@@ -100,8 +102,8 @@ class _Worker:
 
     def exception(self) -> Exception:
         killed = not 0 <= self.keeper.returncode <= 128
-        said = self.keeper.stdout.read() or "nothing, and were killed"
-        return (ChildProcessError if killed else RunFailedError)(said)
+        message = self.keeper.stdout.read() or "nothing, and were killed"
+        return (ChildProcessError if killed else RunFailedError)(message)
 
 
 class Workers(ExitStack):
@@ -113,7 +115,7 @@ class Workers(ExitStack):
 
     def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
                  submit: Submit | None = None,
-                 lost: Callable[[Any], bool] = lambda one: isinstance(one, ChildProcessError)):
+                 lost: Callable[[Any], bool] = lambda error: isinstance(error, ChildProcessError)):
         super().__init__()
         self.out, self.children, self.at_once = out, children, at_once
         self.submit, self.lost, self.workers = submit or self._submit, lost, []
@@ -126,28 +128,29 @@ class Workers(ExitStack):
         process must end."""
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
-        wanted, made = dict(zip(names, configs)), Counter()
-        while None in (found := {one: self._ended(one, wanted[one]) for one in wanted}).values():
-            due = {name: config for name, config in wanted.items() if found[name] is None}
-            made.update([*due])
-            if max(made.values()) > 1 + RESTARTS:
+        wanted, attempts = dict(zip(names, configs)), Counter()
+        while None in (ended := {name: self._ended(name, wanted[name])
+                                 for name in wanted}).values():
+            due = {name: config for name, config in wanted.items() if ended[name] is None}
+            attempts.update([*due])
+            if max(attempts.values()) > 1 + RESTARTS:
                 raise RunFailedError(f"{named(self.out)}: records are altered as they are written")
-            for one in due.values() if self.submit == self._submit else ():
+            for config in due.values() if self.submit == self._submit else ():
                 # raises here, so that the message is one sentence
-                spread(one, one.parallel.devices)
+                spread(config, config.parallel.devices)
             alone = gpus() and configs[0].system.device != "cpu"
-            most = max(one.system.threads * one.parallel.devices for one in configs)
+            most = max(config.system.threads * config.parallel.devices for config in configs)
             beside = 1 if alone else max(1, cores() // most)
             self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
         sweep(self.out)     # half-written records of killed processes
         for name in names:
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
-        for name in made:
+        for name in attempts:
             if os.path.lexists(aside := self.out / DAMAGED / name):
                 processes.tell(f"lpkit: {named(aside)} was the folder of a run, and is damaged, or "
                                f"another's; the run was made again")
-        return [found[name] for name in names]
+        return [ended[name] for name in names]
 
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
         """Returns the record of a run, or None if the run must be made. Moves a file that is not
@@ -156,27 +159,27 @@ class Workers(ExitStack):
         if not os.path.lexists(path):
             return None
         with suppress(*records.UNREADABLE):
-            found, steps = records.read(path), [*range(every, config.steps, every), config.steps]
-            curve, over = found["evaluations"], found["error"] or found["stopped_after"]
-            kinds = [*((found[key], kind) for key, kind in FIELDS.items()),
+            record, steps = records.read(path), [*range(every, config.steps, every), config.steps]
+            curve, over = record["evaluations"], record["error"] or record["stopped_after"]
+            kinds = [*((record[key], kind) for key, kind in FIELDS.items()),
                      *((loss, float | None) for _, loss in curve)]
-            if (found | {"name": name, "config": records.plain(config.to_dict())} == found
-                    and all(isinstance(one, kind) for one, kind in kinds)
+            if (record | {"name": name, "config": records.plain(config.to_dict())} == record
+                    and all(isinstance(value, kind) for value, kind in kinds)
                     and [step for step, _ in curve] == steps[:len(curve) if over else None]
-                    and found["val_loss"] == (None if over else curve[-1][1])):
-                return found
+                    and record["val_loss"] == (None if over else curve[-1][1])):
+                return record
         processes.tell(f"lpkit: {named(path)} is damaged, or not the record of its run; it is "
                        f"moved to {DAMAGED}/, and the run is made again")
         move_into(self.out / DAMAGED, path)
         return remove(self.out / name)      # the record may come from this folder
 
-    def _submit(self, *told: Any) -> _Worker:
-        self.workers = [one for one in self.workers if not one.done()]
-        free = [one for one in self.workers if one.at.is_file()]
+    def _submit(self, *arguments: Any) -> _Worker:
+        self.workers = [worker for worker in self.workers if not worker.done()]
+        free = [worker for worker in self.workers if worker.at.is_file()]
         worker = free[0] if free else self._start()
-        worker.at = Path(f"{told[0]}.json")
+        worker.at = Path(f"{arguments[0]}.json")
         with suppress(BrokenPipeError):     # the worker has just died
-            os.write(worker.told, f"{json.dumps(told)}\n".encode())
+            os.write(worker.told, f"{json.dumps(arguments)}\n".encode())
         return worker
 
     def _start(self) -> _Worker:
@@ -227,10 +230,10 @@ class Workers(ExitStack):
                                  f"repeat the command to continue. Their errors: {words}")
 
 
-def work(told: int) -> None:
+def work(pipe: int) -> None:
     """Makes the runs of a worker one after another. `told`: the file descriptor of a pipe with one
     line for each run."""
-    lines = open(told)
+    lines = open(pipe)
     # a killed keeper cannot end this process, even if it dies while this process still imports
     processes.end_with_parent(int(next(lines)))
     for line in lines:
@@ -261,10 +264,10 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         world = config.parallel.devices
         ranks = launch(config, processes=world, **more) if world > 1 else None
         end = ranks.stop if ranks else control.stop         # set before any rank has imported torch
-        found = (ranks.result() if ranks else train(config, control=control, **more)).summary
-        if found["stopped_by"] == "judge":
-            found |= {"val_loss": None, "stopped_after": found["steps"]}
-        elif found["status"] != "complete":     # it was stopped, and wrote a checkpoint
+        summary = (ranks.result() if ranks else train(config, control=control, **more)).summary
+        if summary["stopped_by"] == "judge":
+            summary |= {"val_loss": None, "stopped_after": summary["steps"]}
+        elif summary["status"] != "complete":     # it was stopped, and wrote a checkpoint
             sys.exit(1)
     except ConfigError:
         if not resume or is_locked(path / LOCK):
@@ -277,13 +280,14 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
                                                 or last.get("extra", {}).get("dropped")):
             raise
         # a loss of NaN or infinity is a result
-        found = last | {"val_loss": None, "error": str(error)}
-    if found.get("energy_wh") and found["energy_tokens"]:
-        found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
-                                / found["energy_tokens"])
+        summary = last | {"val_loss": None, "error": str(error)}
+    if summary.get("energy_wh") and summary["energy_tokens"]:
+        summary["step_joules"] = (3600 * summary["energy_wh"] * config.tokens_per_step
+                                / summary["energy_tokens"])
     run = Run.open(path)
     records.write(path.with_suffix(".json"), {
-        **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
-        "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
+        **{key: summary.get(key) for key in FIELDS}, "name": path.name, "config": values,
+        "evaluations": [(record["step"], record["val_loss"]) for record in run.metrics
+                        if "val_loss" in record],
         "restarts": restarts, "device": run.environment.get("device"),
         "seconds": time.perf_counter() - begun})

@@ -50,10 +50,11 @@ class Sweep(protocol.Made):
         here = self.config({})
         if self.pruner != "none" and not 0 < here.eval_every < here.steps:
             raise ConfigError(f"pruner={self.pruner} decides at evaluations during a run, and "
-                              f"eval_every={here.eval_every} of {here.steps} steps has none; set settings."
-                              f"eval_every to {max(1, here.steps // 10)}")
+                              f"eval_every={here.eval_every} of {here.steps} steps has none; set "
+                              f"settings.eval_every to {max(1, here.steps // 10)}")
         for key in self.search:
-            for value in (one := self.domain(key)[1]).get("choices") or (one["low"], one["high"]):
+            domain = self.domain(key)[1]
+            for value in domain.get("choices") or (domain["low"], domain["high"]):
                 if protocol.other_text(self.config({key: value}), here):
                     raise ConfigError(f"search.{key} would evaluate trials on other text, where "
                                       f"losses do not compare; leave it out")
@@ -66,19 +67,19 @@ class Sweep(protocol.Made):
 
     def domain(self, key: str) -> tuple[str, dict[str, Any]]:
         """Returns the name of Optuna's distribution, and its arguments."""
-        told, name, here = self.search[key], f"search.{key}", flat(self.config({}))
-        keys = set(told) if isinstance(told, Mapping) else set()
-        if keys == {"choices"} and isinstance(told["choices"], list) and told["choices"]:
-            return "CategoricalDistribution", dict(told)
+        given, name, here = self.search[key], f"search.{key}", flat(self.config({}))
+        keys = set(given) if isinstance(given, Mapping) else set()
+        if keys == {"choices"} and isinstance(given["choices"], list) and given["choices"]:
+            return "CategoricalDistribution", dict(given)
         if not {"low", "high"} <= keys <= {"low", "high", "log"}:
-            raise ConfigError(f"{name} must be {WAYS}, got {shown(told)}")
+            raise ConfigError(f"{name} must be {WAYS}, got {shown(given)}")
         if (kind := type(pick(here, key, "setting"))) not in (int, float):
             raise ConfigError(f"{name} has low, and {shown(here[key])} is no number; give choices")
-        low, high = (convert(told[end], kind, f"{name}.{end}") for end in ("low", "high"))
-        log = convert(told.get("log", False), bool, f"{name}.log")
+        low, high = (convert(given[end], kind, f"{name}.{end}") for end in ("low", "high"))
+        log = convert(given.get("log", False), bool, f"{name}.log")
         if not (0 if log else -math.inf) < low < high < math.inf:
-            raise ConfigError(f"{name} must have a low below its high{', and above 0 as log' * log}, "
-                              f"got low={low} and high={high}")
+            raise ConfigError(f"{name} must have a low below its high{', and above 0 as log' * log}"
+                              f", got low={low} and high={high}")
         return f"{kind.__name__.title()}Distribution", {"low": low, "high": high, "log": log}
 
 
@@ -130,7 +131,7 @@ def settle(sweep: Sweep, out: Path,
     # the pruner sees finished trials only, so the progress of parallel trials changes nothing
     before = copy.copy(study)
     before.get_trials = lambda deepcopy=True, states=None: [
-        one for one in study.get_trials(deepcopy, states) if one.state.is_finished()]
+        trial for trial in study.get_trials(deepcopy, states) if trial.state.is_finished()]
     domains = {key: getattr(optuna.distributions, name)(**given)
                for key in sweep.search for name, given in [sweep.domain(key)]}
     while len(trials) < sweep.trials:

@@ -49,33 +49,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., dict],
+def with_runs(file: Any, out: Path, at_once: int | None, settle: Callable[..., dict],
               quiet: bool = False) -> dict[str, Any]:
     """Returns the result of `settle(finished, say)`. The executor of the file (`told`) makes the
     runs. A signal to this process ends them."""
     from lpkit import files, processes
     from lpkit.claims import executors, runs
 
-    children, name = processes.Children(), told.executor
+    children, name = processes.Children(), file.executor
     if executor := executors.EXECUTORS[name]:
         needs(f"executor={name}", name)
 
-    def work(made: tuple) -> dict[str, Any]:
+    def work(submission: tuple) -> dict[str, Any]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.locked(out / ".lock", wait=False))
             except BlockingIOError:
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
-            workers = stack.enter_context(runs.Workers(out, children, at_once, *made))
+            workers = stack.enter_context(runs.Workers(out, children, at_once, *submission))
             tell = processes.tell
             return settle(lambda what, configs, *judges: workers.finished(
                 configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
     with ExitStack() as around:
         # first the executor: Ray installs signal handlers, and `hear` must replace them
-        made = executor(out, told.job, around) if executor else ()
-        result, heard = processes.hear(lambda: work(made), children.end)
+        submission = executor(out, file.job, around) if executor else ()
+        result, heard = processes.hear(lambda: work(submission), children.end)
         if heard:
             processes.tell("lpkit: stopped; repeat the command to continue")
             sys.exit(128 + heard)
@@ -87,6 +87,6 @@ def text(result: dict[str, Any]) -> str:
              for arm, point in result["tuned"].items()]
     cost = (f"{result['runs']} runs took {duration(result['seconds'])}; of this, tuning took "
             f"{duration(result['tuning']['seconds'])}")
-    doubts = [f"doubt: {one}" for one in result["doubts"]]
-    sentences = [one["sentence"] for one in result["verdicts"]]
+    doubts = [f"doubt: {doubt}" for doubt in result["doubts"]]
+    sentences = [verdict["sentence"] for verdict in result["verdicts"]]
     return "\n".join(map(in_one_line, [*sentences, *tuned, *doubts, cost]))

@@ -64,28 +64,30 @@ def words(unit: str, value: float) -> str:
 
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a claim under HEADS. Several numbers are a range: least to most."""
-    said = [] if row["claimed"] is None else [row["claimed"]]
+    claimed = [] if row["claimed"] is None else [row["claimed"]]
     ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
                                         if values))
-              for values in (said, row["kit"].values(), row["measured"].values())]
+              for values in (claimed, row["kit"].values(), row["measured"].values())]
     # the unit once: 1.28 to 1.56 times
-    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]
+    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", numbers) for numbers in ranges]
     return row["name"], *once, row["verdict"]
 
 
 def narrow(row: tuple[str, ...]) -> str:
     """Returns the row of `line` as two lines of text, or one line if it has no numbers."""
-    told = [f"{what} {one}" for what, one in zip(HEADS[1:4], row[1:4], strict=True) if one]
-    return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(told) if told else "")
+    cells = [f"{what} {numbers}" for what, numbers in zip(HEADS[1:4], row[1:4], strict=True)
+             if numbers]
+    return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(cells) if cells else "")
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns every field of the row as (name, text)."""
-    unit, said = row["unit"], "no number"
+    unit, claimed = row["unit"], "no number"
     if row["claimed"] is not None:
-        said = words(unit, row["claimed"])
-    found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
-             for name in ("kit", "measured", "elsewhere") if row[name]]
-    return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", said), *found,
-            ("verdict", row["verdict"]), *((name, row[name]) for name in ("missing",) if row[name]),
+        claimed = words(unit, row["claimed"])
+    results = [(name, "; ".join(f"{case}: {words(unit, value)}"
+                                for case, value in row[name].items()))
+               for name in ("kit", "measured", "elsewhere") if row[name]]
+    return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", claimed),
+            *results, ("verdict", row["verdict"]), *((name, row[name]) for name in ("missing",) if row[name]),
             ("why", row["why"]), ("shown by", row["shown"])]

@@ -62,8 +62,8 @@ def _handed_on(command: list[str], written: str) -> str:
         os.execv(tool, command)     # replaces this process, so that the run gets its signals
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        said = in_one_line((done.stderr or done.stdout).strip()[-300:])
-        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: "
+        reason = in_one_line((done.stderr or done.stdout).strip()[-300:])
+        raise ConfigError(f"{written}`{command[0]}` refused it ({reason}); change it, then: "
                           f"{by_hand}")
     return done.stdout.strip()
 

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"train cpu-3m --import {name} {field}={name} steps=20 --out runs/{name}",
                 f"claim {name}.yaml --import {name}")
     return {"files": list(map(str, files)), "commands": [
-        f"python -m pytest test_{name}.py", *(f"PYTHONPATH=. lpkit {one}" for one in commands)]}
+        f"python -m pytest test_{name}.py",
+        *(f"PYTHONPATH=. lpkit {command}" for command in commands)]}
 
 
 def text(result: dict[str, Any]) -> str:

@@ -103,10 +103,10 @@ def text(result: dict[str, Any]) -> Iterator[str]:
         yield line("", "", "all seconds are multiplied by {a[factor]:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
         yield line("", "", f"for {STACKS[a['stack']].words}")
-        for one in result["other_stacks"]:
+        for other in result["other_stacks"]:
             yield line("  or", "{step_seconds:time}", "range {step_seconds_range:time}, peak "
-                       "{peak_bytes:bytes}: system.stack={stack}, {short}", one,
-                       short=one["words"].partition(",")[0])
+                       "{peak_bytes:bytes}: system.stack={stack}, {short}", other,
+                       short=other["words"].partition(",")[0])
         others = ", ".join(name for name in STACKS if name not in (a["stack"], "eager", "hf"))
         yield fill(f"other values of system.stack: {others}", 150,
                    initial_indent=" " * (width + 14), subsequent_indent=" " * (width + 14))

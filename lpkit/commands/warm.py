@@ -39,6 +39,7 @@ def run(args: Namespace) -> dict:
 
 
 def text(result: dict) -> str:
-    chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
+    chosen = [f"  {key}: {choice['used']} ({choice['why']})"
+              for key, choice in result["chosen"].items()]
     return "\n".join([f"prepared {result['target']} in {duration(result['seconds'])}; your runs "
                       f"use the cache {result['cache']}", *chosen])

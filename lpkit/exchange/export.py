@@ -61,11 +61,11 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
             # without this, transformers chooses a class by the model's name, which may split text
             # differently
-            spelled = {one["id"]: {"eos_token": one["content"]}
-                       for one in library.get("added_tokens", ())}
+            spelled = {token["id"]: {"eos_token": token["content"]}
+                       for token in library.get("added_tokens", ())}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
             files = {TOKENS: named, FILE: library, **kept, CONFIG: about | kept.get(CONFIG, {})}
-        for name, said in files.items():
-            text = said if isinstance(said, str) else json.dumps(said, indent=1) + "\n"
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
             (folder / name).write_text(text, encoding="utf-8")
     return out

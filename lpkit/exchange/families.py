@@ -70,21 +70,21 @@ class Family:
     def config(self, m: ModelConfig) -> dict[str, Any]:
         """Returns the `config.json` of a model of ours."""
         ours = vars(m) | {"kv_heads": m.G, "head_dim": m.E, "mlp_width": m.F}
-        found = {"architectures": [self.architecture], "model_type": self.model_type,
+        settings = {"architectures": [self.architecture], "model_type": self.model_type,
                  "bos_token_id": None, "eos_token_id": None,
                  **{there: ours[key] for key, there in self.sizes.items()}}
         if self.needs["position"] == "rope":
-            found["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rope_theta}
+            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rope_theta}
             if m.rope_factor != 1:
-                found["rope_parameters"] |= {"rope_type": "llama3", "factor": m.rope_factor} | {
+                settings["rope_parameters"] |= {"rope_type": "llama3", "factor": m.rope_factor} | {
                     key: due for key, (due,) in SLOWED.items()}
-        return found
+        return settings
 
-    def model(self, said: Mapping[str, Any]) -> ModelConfig:
+    def model(self, given: Mapping[str, Any]) -> ModelConfig:
         """Returns the model that transformers makes from a `config.json`. Raises ConfigError, which
         names the key, for an invalid size and for a model that this kit does not compute."""
-        values = {**self.defaults, **said, **{
-            self.also[key]: value for key, value in said.items() if key in self.also}}
+        values = {**self.defaults, **given, **{
+            self.also[key]: value for key, value in given.items() if key in self.also}}
         sizes, means = dict(self.sizes), dict(self.means)
         if self.needs["position"] == "rope":
             where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
@@ -112,16 +112,16 @@ class Family:
         for key, fine in means.items():
             value = values.get(key, fine[0])
             if key not in idle and (value, type(value) is bool) not in [
-                    (one, type(one) is bool) for one in fine]:
+                    (value, type(value) is bool) for value in fine]:
                 raise ConfigError(f"a {self.model_type} model with {key}={shown(value)} computes "
                                   f"something else than this kit's; {key} may be "
                                   f"{' or '.join(map(shown, fine))}")
         return m
 
     def weights(self, ours: Mapping[str, Tensor], m: ModelConfig) -> dict[str, Tensor]:
-        return {self.named(one): part.contiguous() for name, t in ours.items()
+        return {self.named(part_name): part.contiguous() for name, t in ours.items()
                 if not (m.tied and name == "head.weight")
-                for one, part in self.parts(name, t, m).items()}
+                for part_name, part in self.parts(name, t, m).items()}
 
     def named(self, name: str) -> str:
         """Returns their name of our parameter, or of a part of it."""
@@ -147,11 +147,11 @@ def _gpt2_whole(name: str, parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
 
 def _llama_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
     if ".qkv." in name:
-        names = (name.replace("qkv", f"{one}_proj") for one in "qkv")
+        names = (name.replace("qkv", f"{letter}_proj") for letter in "qkv")
         return dict(zip(names, _queries_keys_values(t, m)))
     if ".gate_up." in name:
-        return {name.replace("gate_up", f"{one}_proj"): part
-                for one, part in zip(("gate", "up"), t.chunk(2))}
+        return {name.replace("gate_up", f"{half}_proj"): part
+                for half, part in zip(("gate", "up"), t.chunk(2))}
     return {name: t}
 
 
@@ -215,14 +215,14 @@ FAMILIES = (
 
 def of_model(m: ModelConfig) -> Family:
     """Returns the family of a model. Raises ConfigError if FAMILIES has none."""
-    def differs(one: Family) -> dict[str, Any]:
-        return {key: due for key, due in one.needs.items() if getattr(m, key) != due}
+    def differs(family: Family) -> dict[str, Any]:
+        return {key: due for key, due in family.needs.items() if getattr(m, key) != due}
 
-    nearest = min(FAMILIES, key=lambda one: len(differs(one)))
+    nearest = min(FAMILIES, key=lambda family: len(differs(family)))
     keys = [*differs(nearest), *(key for key in ("attention", "block")
                                  if getattr(m, key) != getattr(type(m)(), key))]
     wrong = [f"model.{key}={getattr(m, key)}" for key in keys]
-    wrong += [f"model.changes={one}" for one in m.changes]
+    wrong += [f"model.changes={change}" for change in m.changes]
     if wrong:
         due = ", ".join(f"model.{key}={value}" for key, value in differs(nearest).items())
         raise ConfigError(f"transformers has no model with {', '.join(wrong)}; the nearest, "
@@ -232,21 +232,21 @@ def of_model(m: ModelConfig) -> Family:
 
 def of_type(model_type: object) -> Family:
     """Returns the family of a `model_type`. Raises ConfigError if FAMILIES has none."""
-    return pick({one.model_type: one for one in FAMILIES}, str(model_type), "model_type")
+    return pick({family.model_type: family for family in FAMILIES}, str(model_type), "model_type")
 
 
 def described(path: Path) -> Config:
     """Returns the Config of the model that a `config.json` describes. It is the Config that `lpkit
     import` would make from the folder, but with sequences of at most MOST_TOKENS. Reads only this
     file. Raises ConfigError."""
-    said = records.of_others(path)
+    settings = records.of_others(path)
     try:
-        m = of_type(said.get("model_type")).model(said)
+        m = of_type(settings.get("model_type")).model(settings)
     except ConfigError as error:
         raise ConfigError(f"{error}; in Python, lpkit.predict(model, batch) predicts any "
                           f"torch.nn.Module, and weights are not needed: make the model under "
                           f"torch.device('meta')") from None
-    in_bf16 = said.get("dtype", said.get("torch_dtype")) == "bfloat16"
+    in_bf16 = settings.get("dtype", settings.get("torch_dtype")) == "bfloat16"
     # learned positions are parameters, so a shorter context would be another model
     context = min(m.T, MOST_TOKENS) if POSITIONS[m.position].turns else m.T
     return Config(model=m).replace({"model.context": context, "steps": 1,

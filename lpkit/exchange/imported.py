@@ -50,12 +50,12 @@ class Plan:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Returns our parameters `names`, as in a checkpoint. Reads their tensors memory-mapped."""
-        found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
+        weights, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
             parts = [tensor(self.places[there], there) for there in self.ours[name]]
             whole = self.family.whole(name, parts, self.config.model)
-            found[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
-        return found
+            weights[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
+        return weights
 
 
 @checked
@@ -70,21 +70,21 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if (adapter := folder / "adapter_config.json").exists():
         raise ConfigError(f"{str(adapter)!r} is an adapter, which transformers adds to the model; "
                           f"move it into a folder of its own, and import it with --base")
-    said = records.of_others(folder / CONFIG)
-    family = families.of_type(said.get("model_type"))
-    model, headers = family.model(said), _headers(folder)
+    settings = records.of_others(folder / CONFIG)
+    family = families.of_type(settings.get("model_type"))
+    model, headers = family.model(settings), _headers(folder)
     if model.L > len(headers):          # checked before so many layers are built
         raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
                           f"{model.L:,} layers; they are not of one model")
     tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
     wanted, shapes, missing = {}, {}, []
     for name, t in (due := parameters(model)).items():
-        theirs = {family.named(one): tuple(part.shape)
-                  for one, part in family.parts(name, t, model).items()}
+        theirs = {family.named(part_name): tuple(part.shape)
+                  for part_name, part in family.parts(name, t, model).items()}
         # the names in files of the whole model, or of the bare model
-        wanted[name] = tuple(one if one in headers else one.removeprefix(family.prefix)
-                             for one in theirs)
-        missing += [one for one, there in zip(theirs, wanted[name]) if there not in headers]
+        wanted[name] = tuple(key if key in headers else key.removeprefix(family.prefix)
+                             for key in theirs)
+        missing += [key for key, there in zip(theirs, wanted[name]) if there not in headers]
         shapes |= dict(zip(wanted[name], theirs.values()))
     if missing:
         raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a "
@@ -101,8 +101,9 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
                           f"of this kit has, {named(left[0])} first; without them it is "
                           f"another model")
     for head in tied:
-        one, other = (tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
-        if one.dtype != other.dtype or not torch.equal(one, other):
+        weight, embedding = (tensor(headers[name][0], name)
+                             for name in (head, *wanted["embed.weight"]))
+        if weight.dtype != embedding.dtype or not torch.equal(weight, embedding):
             raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, and its "
                               f"{head} is not its embedding; set tie_word_embeddings to false")
     of = _tokenizer(folder, tokenizer)
@@ -121,8 +122,8 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
 def parameters(model: Any) -> dict[str, Tensor]:
     """Returns the parameters of a model by name, on the meta device."""
     with torch.device("meta"):
-        made = build.made(Config(model=model), "plain")
-    return dict(made.named_parameters())
+        module = build.made(Config(model=model), "plain")
+    return dict(module.named_parameters())
 
 
 def bring(plan: Plan, out: Path) -> Run:
@@ -161,7 +162,7 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Returns the file, the shape and the dtype of each tensor. Raises ConfigError."""
-    names, found = {WEIGHTS}, {}
+    names, headers = {WEIGHTS}, {}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as in transformers
         of = records.of_others(folder / INDEX).get("weight_map")
         if not isinstance(of, Mapping) or not of:
@@ -169,17 +170,18 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
                               f"the file of each tensor; get it again")
         names = {files.one_name(name) for name in of.values()}
     for name in sorted(names):
-        for one, place in header(folder / name).items():
-            if found.setdefault(one, place) is not place:
-                raise ConfigError(f"{shown(one)} is in two files, {name} too; keep one of them")
-    return found
+        for tensor_name, place in header(folder / name).items():
+            if headers.setdefault(tensor_name, place) is not place:
+                raise ConfigError(f"{shown(tensor_name)} is in two files, {name} too; keep one of "
+                                  f"them")
+    return headers
 
 
 def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Reads the path, the shape and the dtype of each tensor from a file's header. Raises
     ConfigError, also for a dtype that is not in DTYPES."""
     if not os.path.lexists(path):
-        pickled = [one.name for kind in PICKLED for one in path.parent.glob(kind)]
+        pickled = [file.name for kind in PICKLED for file in path.parent.glob(kind)]
         if pickled and not path.with_name(INDEX).is_file():
             raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a "
                               f"pickle, which may run anything when it is read; convert it first, "
@@ -190,15 +192,16 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
         # framework "pt" would allocate all bytes
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            found = {name: (path, one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+            headers = {name: (path, part.get_shape(), part.get_dtype())
+                       for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
                           f"again") from None
-    for name, (_, _, kind) in found.items():
+    for name, (_, _, kind) in headers.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
             raise ConfigError(f"{named(name)} in {path.name} is in {kind}; this kit begins from "
                               f"weights in {', '.join(DTYPES)}")
-    return found
+    return headers
 
 
 def tensor(path: Path, name: str) -> Tensor:

@@ -173,18 +173,18 @@ def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     dimensions. The parameter is `weight` if the module has it. A shared module comes once, under
     its first name."""
     for name, module in model.named_modules():
-        found = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim > 1}
-        if found:
-            yield name, module, found.get("weight", next(iter(found.values())))
+        weights = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim > 1}
+        if weights:
+            yield name, module, weights.get("weight", next(iter(weights.values())))
 
 
 def output_heads(model: nn.Module) -> set[nn.Module]:
     """Find the modules that compute logits: the module that `get_output_embeddings()` returns, and
     Linears that share their weight with an embedding. If there are none, it is the last Linear with
     as many outputs as an embedding has rows."""
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
-    linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
-    heads = {one for one in linears if any(one.weight is table.weight for table in tables)}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    heads = {linear for linear in linears if any(linear.weight is table.weight for table in tables)}
     for module in model.modules():
         if (get := getattr(module, "get_output_embeddings", None)) is not None:
             try:
@@ -192,7 +192,7 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
             except (AttributeError, NotImplementedError):
                 pass        # transformers raises these for a model without a head
     rows = {table.num_embeddings for table in tables}
-    return heads or {*[one for one in linears if one.out_features in rows][-1:]}
+    return heads or {*[linear for linear in linears if linear.out_features in rows][-1:]}
 
 
 def head_names(model: nn.Module) -> list[str]:
@@ -269,18 +269,18 @@ def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep:
               seed: int = 0) -> tuple[Row, ...]:
     """Convert `model` in place and return the rows of the report. `by`: the backend that computes
     the matmuls. Raises ConfigError as `convert` does."""
-    if done := next((one for one in model.modules() if isinstance(one, Converted)), None):
+    if done := next((module for module in model.modules() if isinstance(module, Converted)), None):
         raise ConfigError(f"this model is converted already, to {done.recipe.settings.name}; call "
                           f"lpkit.unconvert(model) first")
-    found = {name: (module, weight) for name, module, weight in matrices(model)}
-    rows = _rows(model, found, recipe, keep, by.alignment)
-    due = [one for one in rows if one.status == CONVERTED]
+    matrices_by_name = {name: (module, weight) for name, module, weight in matrices(model)}
+    rows = _rows(model, matrices_by_name, recipe, keep, by.alignment)
+    due = [row for row in rows if row.status == CONVERTED]
     if not due:
-        reasons = "; ".join(f"{one.name}: {one.why}" for one in rows[:3]) or "it has no matrix"
+        reasons = "; ".join(f"{row.name}: {row.why}" for row in rows[:3]) or "it has no matrix"
         raise ConfigError(f"no module of this model can be converted to {name} ({reasons}); a "
                           f"Linear is needed whose sizes tile, or pad=True")
-    for one in due:
-        _equip(found[one.name][0], recipe, copy(by), one.name, seed)
+    for row in due:
+        _equip(matrices_by_name[row.name][0], recipe, copy(by), row.name, seed)
     # in evaluation, its fast path would bypass the converted modules
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
@@ -288,16 +288,17 @@ def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep:
     return tuple(rows)
 
 
-def _rows(model: nn.Module, found: Mapping[str, tuple[nn.Module, Tensor]], recipe: Recipe,
-          keep: Iterable[str], alignment: int) -> list[Row]:
+def _rows(model: nn.Module, matrices_by_name: Mapping[str, tuple[nn.Module, Tensor]],
+          recipe: Recipe, keep: Iterable[str], alignment: int) -> list[Row]:
     heads, parents = output_heads(model), dict(model.named_modules())
-    reasons = {name: why_not(name, module, parents) for name, (module, _) in found.items()}
+    reasons = {name: why_not(name, module, parents)
+               for name, (module, _) in matrices_by_name.items()}
     linears = [name for name, why in reasons.items() if not why]
-    inside = [name for name in linears if found[name][0] not in heads]
+    inside = [name for name in linears if matrices_by_name[name][0] not in heads]
     ends = [pattern for pattern in recipe.high_precision_layers if pattern != "head"]
     by_recipe, by_name = kept(inside, ends), _matched(keep, linears)
     rows = []
-    for name, (module, weight) in found.items():
+    for name, (module, weight) in matrices_by_name.items():
         shape = tuple(weight.shape)
         sizes = dict(zip("KN", shape if transposed(module) else shape[::-1]))
         status, why = CONVERTED, ""
@@ -315,9 +316,9 @@ def _rows(model: nn.Module, found: Mapping[str, tuple[nn.Module, Tensor]], recip
 
 def _matched(keep: Iterable[str], names: list[str]) -> set[str]:
     keep = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
-    if not all(isinstance(one, str) for one in keep):
+    if not all(isinstance(pattern, str) for pattern in keep):
         raise ConfigError(f"keep takes names of modules, as keep=('lm_head',), got {shown(keep)}")
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in keep:
         hit = {name for name in names if fnmatchcase(name, pattern)
                or f".{name}.".startswith(f".{pattern}.") or f".{name}".endswith(f".{pattern}")}
@@ -326,8 +327,8 @@ def _matched(keep: Iterable[str], names: list[str]) -> set[str]:
         if not hit:
             raise ConfigError(f"keep={shown(pattern)} matches no Linear of this model; "
                               f"{nearest(pattern, names)}")
-        found |= hit
-    return found
+        matched |= hit
+    return matched
 
 
 def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: int) -> None:
@@ -344,7 +345,7 @@ def choose_kernels(model: nn.Module) -> dict[str, str]:
     """Verify and race the versions of each cast on the operands of the first converted module, as a
     run does (`lpkit.execution.kernels`). All modules use the fastest version. Returns its name for
     each cast."""
-    layers = [one for one in model.modules() if isinstance(one, Converted)]
+    layers = [module for module in model.modules() if isinstance(module, Converted)]
     layer, seen = deepcopy(layers[0]), ({}, {})
     for tokens, calls in zip(RACED_TOKENS, seen):
         x = torch.randn(tokens, layer.in_features, device=layer.weight.device, dtype=torch.bfloat16)

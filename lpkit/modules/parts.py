@@ -31,8 +31,8 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
     heads, facts, groups, base = output_heads(model), {}, {}, getattr(model, "base_model", None)
     # a classifier of transformers
     if isinstance(base, nn.Module) and hasattr(model, "num_labels"):
-        heads |= {one for one in {*model.modules()} - {*base.modules()}
-                  if getattr(one, "out_features", None) == model.num_labels}
+        heads |= {module for module in {*model.modules()} - {*base.modules()}
+                  if getattr(module, "out_features", None) == model.num_labels}
     own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
     row = replace(chosen(OPTIMIZERS, name, "optimizer"), **own)
     for module in model.modules():
@@ -50,13 +50,14 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
             facts[p] = kind, layout, getattr(module, "decays", None)
     for label, p in [pair for pair in model.named_parameters() if pair[1].requires_grad]:
         kind, layout, decays = facts[p]
-        told = Parameter(kind, tuple(n for n in p.shape if n > 1), decays=decays)
-        [of] = [one for one in parameter_groups([told], row) if one.names]
+        parameter = Parameter(kind, tuple(n for n in p.shape if n > 1), decays=decays)
+        [of] = [group for group in parameter_groups([parameter], row) if group.names]
         key = of.settings.name, of.lr, of.weight_decay, layout * find(of.settings.name).matrices
         groups.setdefault(key, []).append((label, p))
-    made = [{"params": params, **dict(zip(("rule", "lr", "weight_decay", "layout"), key))}
+    param_groups = [{"params": params, **dict(zip(("rule", "lr", "weight_decay", "layout"), key))}
             for key, params in groups.items()]
-    return classes.optimizer(name)(sorted(made, key=lambda one: one["rule"] != name), **settings)
+    return classes.optimizer(name)(sorted(param_groups, key=lambda group: group["rule"] != name),
+                                   **settings)
 
 
 def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",

@@ -169,7 +169,7 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError("this model is sharded already; predict takes it before fully_shard, and "
                           "shard=N")
-    if any(isinstance(one, Converted) for one in model.modules()):
+    if any(isinstance(module, Converted) for module in model.modules()):
         raise ConfigError("this model is converted already; call lpkit.unconvert(model), then "
                           "predict with precision=RECIPE")
     if precision is not None:
@@ -283,10 +283,10 @@ def _products(seen: Seen, heads: Collection[str], left: Collection[str]
 def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
     """Returns the work of an update. The rule of a parameter is the rule of its group, else `name`.
     An unknown rule counts as AdamW."""
-    found = []
+    updates = []
     for group in optimizer.param_groups:
         rule = group.get("rule", name)
         rule = chosen(OPTIMIZERS, rule if rule in OPTIMIZERS else "adamw", "optimizer")
         thirds = (1, 1, 1) * (group.get("layout") == "thirds")
-        found += [(tuple(p.shape), rule, thirds) for p in group["params"]]
-    return work_of(found)
+        updates += [(tuple(p.shape), rule, thirds) for p in group["params"]]
+    return work_of(updates)

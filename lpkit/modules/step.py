@@ -97,7 +97,7 @@ class Step:
             _shard(self.model, shard_mesh(ranks), MixedPrecisionPolicy(
                 param_dtype=compute, reduce_dtype=torch.float32))
         now = dict(self.model.named_parameters())
-        copies = {p: now[names[one]] for p, one in self.copies.items()}
+        copies = {p: now[names[copied]] for p, copied in self.copies.items()}
         self.updater = make_optimizer(self.optimizer, self.model, copies, foreach)
         self._update()
         with Tracker(self.model, self.updater, heads=self.heads) as tracker:
@@ -246,21 +246,23 @@ class Recorder(Tracker):
             self._product(name, out.numel() // out.shape[1], len(weight), weight[0].numel())
         elif "scaled_dot_product" in func.__name__ and "backward" not in func.__name__:
             q, k, v = args[:3]
-            causal = next((bool(one) for one, spec in zip(args, func._schema.arguments)
+            causal = next((bool(argument) for argument, spec in zip(args, func._schema.arguments)
                            if spec.name == "is_causal"), kwargs.get("is_causal", False))
             B, T, E = q.shape[0] * q.shape[1], *q.shape[2:]
             self.seen.attentions[B, T, k.shape[2], E, v.shape[3], causal] += 1
         elif func.namespace != "prim" and not (
                 packet is aten._to_copy and self._is_weight(args[0])):
             args = (out, *args[1:]) if packet.__name__ in LOOK_UP else args
-            made, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(one)
-                           if isinstance(t, Tensor)} for one in (out, (args, kwargs)))
-            if func._schema.is_mutable or packet.__name__ in LOOK_UP or made.keys() - read.keys():
-                self.seen.moved[in_block] += sum(t.nbytes for t in (*made.values(), *read.values()))
+            written, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(tree)
+                           if isinstance(t, Tensor)} for tree in (out, (args, kwargs)))
+            if (func._schema.is_mutable or packet.__name__ in LOOK_UP
+                    or written.keys() - read.keys()):
+                self.seen.moved[in_block] += sum(
+                    t.nbytes for t in (*written.values(), *read.values()))
 
     def _is_weight(self, t: Any) -> bool:
-        found = self._find(t) if isinstance(t, Tensor) else None
-        return found is not None and found.row in ("weights", "weight copies")
+        storage = self._find(t) if isinstance(t, Tensor) else None
+        return storage is not None and storage.row in ("weights", "weight copies")
 
     def _product(self, name: str, M: int, N: int, K: int) -> None:
         weight = getattr(self.by_name.get(name), "weight", None)
@@ -292,8 +294,9 @@ class OnShapes(Arithmetic):
             amax=x.new_empty(1, 1, dtype=torch.float32),
             nonfinite=x.new_empty((), dtype=torch.int64))
 
-    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
-        return made
+    def taken(self, scaled: Scaled, cast: Cast, dtype: torch.dtype, *,
+              both: bool = False) -> Scaled:
+        return scaled
 
     def shares(self, cast: Cast) -> bool:
         return cast.transposes or (ALL not in cast.block and cast.rounding != "stochastic")

@@ -148,7 +148,8 @@ class Watch:
     def reconcile(self, predicted: Prediction) -> Comparison:
         """Compare the predicted with the measured bytes at the peak, row by row. Raises ConfigError
         before the second update has ended."""
-        rows = [{**one.rows, "peak": one.peak_bytes} for one in (predicted.footprint, self._seen())]
+        rows = [{**footprint.rows, "peak": footprint.peak_bytes}
+                for footprint in (predicted.footprint, self._seen())]
         return Comparison.of_rows(*rows, unit="bytes", where=self.where)
 
     def card(self, path: str, predicted: Prediction | None = None) -> list[str]:
