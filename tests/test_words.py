@@ -49,8 +49,8 @@ def test_what_people_write_is_shown_as_it_is():
 
 def test_few_names_are_suggested():
     many = [f"blocks.{i}.attention.query" for i in range(500)]
-    said = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
-    assert "blocks.7.attention.query.weight" in said and len(said) < 300
+    message = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
+    assert "blocks.7.attention.query.weight" in message and len(message) < 300
     assert nearest("x", ["b", "a"]) == "choose one of a, b"
     assert nearest("x" * 10**6, many).count("blocks") == 3
 
@@ -70,9 +70,9 @@ def test_few_names_are_suggested():
     (lambda: Config(data={"source": ""}), "data.source is empty"),
 ])
 def test_settings_are_checked_when_they_are_made(make, sentence):
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         make()
-    assert sentence in str(found.value) and len(str(found.value)) < 400
+    assert sentence in str(error.value) and len(str(error.value)) < 400
     seed = 2**63 - 1        # keeps its digits
     assert Config().replace({"seed": str(seed)}).seed == seed == Config(seed=seed).seed
 
@@ -104,10 +104,10 @@ def test_arguments_are_read_as_settings_are():
     "newer", "base60", "long")])
 def test_yaml_that_no_setting_needs_is_refused(name):
     started = time.process_time()
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         Config.from_yaml(command_line.YAMLS[name])
     assert time.process_time() - started < 2
-    assert "\n" not in str(found.value) and len(str(found.value)) < 400
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_yaml_errors_name_file_and_line(tmp_path):
@@ -199,8 +199,8 @@ def test_argparse_repeats_its_input_short_and_harmless(capsys):
                       ["plan", "--model", "llama-8b", "--tokens", "1e9", "--budget=--"]):
         with pytest.raises(SystemExit) as left:
             sys.exit(cli.main(arguments))
-        said = capsys.readouterr().err
-        assert left.value.code == 2 and "\x1b" not in said and len(said.splitlines()[-1]) < 700
+        err = capsys.readouterr().err
+        assert left.value.code == 2 and "\x1b" not in err and len(err.splitlines()[-1]) < 700
 
 
 def test_outputs_obey_no_terminal_either(monkeypatch, capsys):

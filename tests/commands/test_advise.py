@@ -35,8 +35,8 @@ from tests.precision.step_cost import step_cost
 
 TENSOR, ROW = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0)))
 TENSORWISE, ROWWISE = (Recipe(name=name, dtype="fp8",
-                              casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))
-                              for name, one in (("tensor", TENSOR), ("row", ROW)))
+                              casts=dict.fromkeys(("y", "dx", "dw"), (recipe, recipe)))
+                              for name, recipe in (("tensor", TENSOR), ("row", ROW)))
 PLAIN = Efficiency(products={"bf16": 1.0, "fp8": 1.0}, attention=1, bandwidth=1, casts=1,
                    kernel_seconds=0, fused=1, source="")
 SIMPLE = Machine(name="simple", title="Simple", memory_bytes=10**12, bytes_per_second=1e12,
@@ -92,8 +92,8 @@ def test_casts_move_what_torchaos_roofline_says(recipe, theirs, role, shape):
     specs = {"peak_mem_bw_bytes_sec": 1.0, "pct_achievable_mem_bw": 1.0}
     name = {"x": "input", "g": "grad_output"}[role]
     want = sum(float(s) for s in get_tensor_memory_traffic_ovhd_s(specs, *shape, name, **theirs))
-    got = sum(one.bytes for one in cast_passes(recipe, M=4096, K=8192, N=16_384)
-              if one.tensor == role)
+    got = sum(cast_pass.bytes for cast_pass in cast_passes(recipe, M=4096, K=8192, N=16_384)
+              if cast_pass.tensor == role)
     assert got == pytest.approx(want, rel=0.02)
 
 
@@ -112,10 +112,10 @@ def test_amdahl():
 
 def test_the_efficiency_that_is_said_is_that_of_the_stack():
     """It was the default's, beside seconds of another."""
-    said = advise(gpt(12, 768).replace({"system.stack": "megatron"}), "h200",
+    efficiency = advise(gpt(12, 768).replace({"system.stack": "megatron"}), "h200",
                   recipes=["fp8-tensorwise"])
-    assert ("Megatron-Core" in said.efficiency.source
-            and "torch.compile" not in said.efficiency.source)
+    assert ("Megatron-Core" in efficiency.efficiency.source
+            and "torch.compile" not in efficiency.efficiency.source)
 
 
 def test_wider_is_better_and_never_backwards():
@@ -193,7 +193,7 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
     assert wide["mxfp8"].status == "emulated" and wide["mxfp8"].speedup < 1
 
 
-@pytest.mark.parametrize("machine, config, choice, said", [
+@pytest.mark.parametrize("machine, config, choice, message", [
     # int8 is native there, and does not pay
     ("a100-80", gpt(12, 768), "bf16", "casts cost more time"),
     ("t4", gpt(12, 768), "fp16", "fp16: "),
@@ -201,9 +201,9 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
     # (`kernels/fused_cast.py`), and NVIDIA's step of
     # Llama 3 8B on GB200 is 1.59 times as fast in NVFP4
     ("b200", gpt(32, 4096), "nvfp4", "times as fast")])
-def test_other_machines(machine, config, choice, said, tmp_path):
+def test_other_machines(machine, config, choice, message, tmp_path):
     got = advise(config, machine, measured=tmp_path)
-    assert got.choice == choice and said in got.sentence
+    assert got.choice == choice and message in got.sentence
 
 
 def test_a_history_saves_a_pass(tmp_path):
@@ -238,7 +238,7 @@ def test_layers_that_are_kept_stay():
     assert row.kept == {"head": 1, "attention.qkv": 1, "attention.out": 1, "mlp.up": 1,
                         "mlp.down": 1} and row.dtype == "fp4"
     cost = step_cost(Config(), row, CATALOGUE["b200"])
-    assert ({one.name: one.calls for one in cost.linears}
+    assert ({linear.name: linear.calls for linear in cost.linears}
             == dict.fromkeys(("attention.qkv", "attention.out", "mlp.up", "mlp.down"), 3))
 
 
@@ -259,11 +259,11 @@ def test_a_recorded_linear_says_what_fp8_reaches_beside_bf16(tmp_path):
     record(tmp_path, "fp8-linear", "NVIDIA H200", [{
         "case": f"{M}x{K} @ {K}x{N}", "peer": "bf16", "ours_median": cost.seconds,
         "peer_median": cost.base_seconds - weight_cast}])
-    found = evidence.efficiency(on, folder=tmp_path)
-    assert found.products["bf16"] == known.products["bf16"], (
+    efficiency = evidence.efficiency(on, folder=tmp_path)
+    assert efficiency.products["bf16"] == known.products["bf16"], (
         "what a step keeps of it is fitted to steps")
-    assert found.products["fp8"] == pytest.approx(0.5 / 0.7 * known.products["bf16"], rel=1e-3)
-    assert "recorded: fp8-linear-h200.json" in found.source
+    assert efficiency.products["fp8"] == pytest.approx(0.5 / 0.7 * known.products["bf16"], rel=1e-3)
+    assert "recorded: fp8-linear-h200.json" in efficiency.source
     h100 = CATALOGUE["h100"]
     assert (evidence.efficiency(h100, folder=tmp_path) == evidence.efficiency(h100)
             and not recorded_steps(h100, "bf16", tmp_path)), "another machine's file says nothing"
@@ -316,8 +316,8 @@ def test_int8_is_as_slow_as_it_was_recorded():
     assert got.to_dict()["sources"][1].startswith("int8: formula, matmuls")
     gpt2 = gpt(12, 768, batch=8)        # 16,384 tokens, as recorded
     on = CATALOGUE["h200"]
-    cost = next(one for one in advise(gpt2, on, recipes=["int8"])["int8"].cost.linears
-                if one.name == "mlp.up")
+    cost = next(linear for linear in advise(gpt2, on, recipes=["int8"])["int8"].cost.linears
+                if linear.name == "mlp.up")
     cases = json.loads((evidence.MEASURED / "fp8-products-nvidia-h200.json").read_text())["cases"]
     recorded = {case["case"].split(", ")[0]: case["ratio"] for case in cases
                 if "int8, full" in case["case"] and ("768" in case["case"])}
@@ -343,8 +343,9 @@ def test_recorded_products_bring_every_recorded_step_nearer():
             config = Config().replace({
                 "model.layers": layers, "model.width": width, "model.heads": width // 128,
                 "model.vocab": 50_304, "model.context": 1024, "global_batch": 8})
-            steps = [step_time(config, "h200", precision=recipe, efficiency=one).step_seconds
-                     for one in (known, replace(known, ratios={}))]
+            steps = [step_time(config, "h200", precision=recipe,
+                               efficiency=step_efficiency).step_seconds
+                     for step_efficiency in (known, replace(known, ratios={}))]
             errors.append([abs(step / case["ours_median"] - 1) for step in steps])
     with_records, without = map(statistics.fmean, zip(*errors, strict=True))
     assert len(errors) == 6 and with_records < 0.05 < 0.06 < without

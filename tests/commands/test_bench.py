@@ -346,11 +346,11 @@ def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
     assert "in 1 commits" in _page.age(second, tmp_path), "another file changed before"
     assert _page.age(last, tmp_path) == _page.age(first, tmp_path / "nowhere") == ""
     gone = page("2026-01-02", "0123456789ab")
-    said = "1 commits to lpkit/ since 2026-01-02."
-    assert said in _page.age(gone, tmp_path), "of a branch that was squashed"
+    sentence = "1 commits to lpkit/ since 2026-01-02."
+    assert sentence in _page.age(gone, tmp_path), "of a branch that was squashed"
     newer = last.partition("\n\n## ")[2]
     assert _page.age(f"{gone}\n\n## {newer}", tmp_path) == "", "renewed on one machine"
     git("clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
     assert _page.age(gone, tmp_path / "shallow") == "", "git cannot tell"
-    said = f"it has no row for {NAMES[0]}."
-    assert said in _page.age(last.replace(f"| {NAMES[0]} |", ""), tmp_path)
+    sentence = f"it has no row for {NAMES[0]}."
+    assert sentence in _page.age(last.replace(f"| {NAMES[0]} |", ""), tmp_path)

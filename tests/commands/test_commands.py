@@ -91,8 +91,8 @@ def parsers(name):
     cli.module_of(name).arguments(parser)
     below = [action.choices for action in parser._actions
              if isinstance(action, argparse._SubParsersAction)]
-    return {name: parser, **{f"{name} {sub}": one for choices in below
-                             for sub, one in choices.items()}}
+    return {name: parser, **{f"{name} {sub}": parser for choices in below
+                             for sub, parser in choices.items()}}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -143,7 +143,7 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
                                            f"it as ")), err
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["predict", "cpu-3m", "--devices", "1.6e1"], None),
     (["plan", "--model", "llama-8b", "--tokens", "1,500B", "--devices", "8"], None),
     (["plan", "--model", "llama-8b", "--tokens", "1,5T", "--devices", "8"], "--tokens '1,5T' is "
@@ -178,16 +178,16 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
     (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "grad_accum_steps=2"],
      "plan does not use grad_accum_steps"),
 ])
-def test_of_two_values_for_one_thing_neither_is_taken(words, said, capsys):
+def test_of_two_values_for_one_thing_neither_is_taken(words, message, capsys):
     """The last was, in silence. A number may be written as any count of tokens is."""
     code = cli.main(words)
     out, err = capsys.readouterr()
-    assert ((code == 0 and out and not err) if said is None else (code, out) == (2, "")
-            and err.startswith(f"lpkit: {said}")), (code, err)
+    assert ((code == 0 and out and not err) if message is None else (code, out) == (2, "")
+            and err.startswith(f"lpkit: {message}")), (code, err)
 
 
 def test_a_wrong_choice_is_told_what_there_is(capsys):
-    for words, said in ((["notebook", "00", "--tier", "huge"],
+    for words, message in ((["notebook", "00", "--tier", "huge"],
                          "there is no tier 'huge'; choose one of cpu, gpu, smoke"),
                         (["notebook", "00", "--tier", "smok"],
                          "there is no tier 'smok'; did you mean 'smoke'?"),
@@ -197,7 +197,7 @@ def test_a_wrong_choice_is_told_what_there_is(capsys):
                                       "PRESET|config.yaml|RUN|config.json|FOLDER; see")):
         with pytest.raises(SystemExit):
             sys.exit(cli.main(words))
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_row_of_options_is_an_argument():
@@ -267,7 +267,7 @@ def test_a_home_of_nobody_and_bytes_that_are_no_utf8_are_sentences(line, capsys,
         except SystemExit as left:
             code = left.code
         err = capsys.readouterr().err
-        sentences = [said for said in err.splitlines() if said.startswith("lpkit: ")]
+        sentences = [line for line in err.splitlines() if line.startswith("lpkit: ")]
         assert code == 2 and len(sentences) == 1 and err.replace("\n", "").isprintable(), (words,
             err)
     assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "cache",
@@ -359,10 +359,10 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     for place in ("runs/six", Path("runs/six"), tmp_path / "runs" / "six"):
         assert (lpkit.Run(place).summary["status"] == "complete"
                 and lpkit.Run(place).path == Path(place))
-    for wrong, said in (("runs/sixx", "holds no run .*; did you mean 'six'"),
+    for wrong, message in (("runs/sixx", "holds no run .*; did you mean 'six'"),
                         ("nowhere/x", "holds no run"), ("", "is empty"),
                         (5, "path must be"), ("~nobody-here/x", "does not know")):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             lpkit.Run(wrong)
 
 
@@ -415,9 +415,9 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
                           capture_output=True, check=True,
                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]),
                                             "XDG_DATA_HOME": str(tmp_path)})
-    for (line, said), (code, out, imported, err) in zip(WRONG, json.loads(done.stdout),
+    for (line, message), (code, out, imported, err) in zip(WRONG, json.loads(done.stdout),
                                                         strict=True):
-        assert (code, out, imported) == (2, "", False) and said in err, (line, err)
+        assert (code, out, imported) == (2, "", False) and message in err, (line, err)
 
 
 def test_the_summary_of_a_training_wraps_to_the_terminal(monkeypatch):

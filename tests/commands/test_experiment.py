@@ -77,9 +77,9 @@ def test_the_name_is_the_row_the_module_and_the_files(family, name, own, tmp_pat
     """Also a name that YAML takes for something else."""
     assert cli.main(["new", "experiment", name, "--family", family, "--out",
                      str(tmp_path / "deep" / "er"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
     folder = tmp_path / "deep" / "er"
-    assert told["files"] == [str(folder / file.format(name)) for file in new.FILES]
+    assert answer["files"] == [str(folder / file.format(name)) for file in new.FILES]
     assert (sorted(path.name for path in folder.iterdir())
             == sorted(file.format(name) for file in new.FILES))
     assert not [path for path in folder.iterdir() if f"my_{family}" in path.read_text()]
@@ -132,11 +132,11 @@ def test_all_files_are_written_or_none(tmp_path, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An experiment of each family, beside nothing of the course."""
-    made = tmp_path_factory.mktemp("own")
+    path = tmp_path_factory.mktemp("own")
     for family in new.FAMILIES:
         assert cli.main(["new", "experiment", f"own_{family}", "--family", family, "--out",
-                         str(made)]) == 0
-    return made
+                         str(path)]) == 0
+    return path
 
 
 @pytest.mark.slow

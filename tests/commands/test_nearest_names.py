@@ -52,7 +52,7 @@ MEANT = {
 def test_the_name_that_was_meant(table, wrong, right):
     assert wrong not in TABLES[table] and alike(wrong, sorted(TABLES[table])) == right.split()
     with pytest.raises(ConfigError, match="did you mean "
-                       + " or ".join(f"'{one}'" for one in right.split())):
+                       + " or ".join(f"'{name}'" for name in right.split())):
         pick(TABLES[table], wrong)
 
 

@@ -46,9 +46,9 @@ def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_repo
         program, name, *words = shlex.split(command)
         assert program == "lpkit"
         code = cli.main([name, *words, *LESS.get(name, [])])
-        said = capsys.readouterr()
-        assert code == 0, f"{command}\n{said.out}\n{said.err}"
-        assert said.out.strip() and "Traceback" not in said.err, command
+        printed = capsys.readouterr()
+        assert code == 0, f"{command}\n{printed.out}\n{printed.err}"
+        assert printed.out.strip() and "Traceback" not in printed.err, command
 
 
 def test_the_readmes_program_is_this_package():
@@ -84,14 +84,15 @@ def test_the_sample_is_what_the_command_prints(capsys):
     assert cli.main(shlex.split(command)[1:]) == 0
     printed = capsys.readouterr().out.splitlines()
     for line in filter(None, sample.splitlines()):
-        assert any(one.startswith(line.removesuffix(" ...")) for one in printed), line
+        assert any(printed_line.startswith(line.removesuffix(" ..."))
+                   for printed_line in printed), line
 
 
 def test_the_measured_numbers_are_those_of_the_records():
     cases = {case["case"]: case["ratio"] for case in recorded("your-model-amd-epyc")["cases"]}
-    said = float(re.search(r"at most ([\d.]+)% for 12 of 14", README)[1]) / 100
+    percent = float(re.search(r"at most ([\d.]+)% for 12 of 14", README)[1]) / 100
     assert (max(cases[f"peak, {kind}: 12 of 14 models are within"] for kind in ("as it is", "bf16"))
-            <= said)
+            <= percent)
     step = recorded("fp8-step-nvidia-h200")
     measured, predicted = map(float, re.search(r"is ([\d.]+) times as fast as a bf16 step\. .*? "
                                                r"predicted ([\d.]+)", README).groups())
@@ -120,8 +121,8 @@ def test_make_lab_serves_the_first_notebook(tmp_path):
                           stderr=subprocess.STDOUT, text=True,
                           start_new_session=True, env=os.environ | {"BROWSER": "true"}) as process:
         try:
-            url = next(found[0] for line in process.stdout
-                       if (found := re.findall(r"http://127\.0\.0\.1:\S+", line)))
+            url = next(addresses[0] for line in process.stdout
+                       if (addresses := re.findall(r"http://127\.0\.0\.1:\S+", line)))
             with urllib.request.urlopen(url, timeout=30) as page:
                 assert page.status == 200 and b"JupyterLab" in page.read()
             assert "00_start_here.ipynb" in url

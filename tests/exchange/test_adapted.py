@@ -36,8 +36,9 @@ PEFTS = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4}, {"name": "p
 def of_each(changes):
     """All changes on a base of Llama's kind, and those whose files differ there on others: GPT-2's
     weights are transposed, with q, k and v in one."""
-    return [*(("LlamaForCausalLM", one) for one in changes),
-            *(("GPT2LMHeadModel", one) for one in changes if one["name"] in ("lora", "dora")),
+    return [*(("LlamaForCausalLM", change) for change in changes),
+            *(("GPT2LMHeadModel", change)
+              for change in changes if change["name"] in ("lora", "dora")),
             ("Qwen3ForCausalLM", changes[0])]
 
 
@@ -89,11 +90,11 @@ def test_what_is_no_matrix_is_not_merged(base, tmp_path):
                        match=r"no matrix of a model is the same as one with "
                              r"model\.changes=bottleneck; an adapter that is one Linear"):
         export(run, tmp_path / "out")
-    for one, name in ((run, "bottleneck"), (base, "none")):
+    for adapted_run, name in ((run, "bottleneck"), (base, "none")):
         with pytest.raises(ConfigError,
                            match=rf"peft's files hold one of lora, dora, pissa, prefix, prompt, "
                                  rf"rslora, and this run has model\.changes={name}"):
-            export(one, tmp_path / "out", adapter=True)
+            export(adapted_run, tmp_path / "out", adapter=True)
     if not fused(base):
         for name in ("prompt", "prefix"):
             run = adapted(base, tmp_path / name, {"name": name}, steps=1)
@@ -107,9 +108,9 @@ def test_what_is_no_matrix_is_not_merged(base, tmp_path):
 def test_an_adapter_of_pissa_is_a_lora_of_twice_its_rank(base, tmp_path):
     """On the whole base, which peft has, and not on what pissa left of it."""
     run = adapted(base, tmp_path, {"name": "pissa", "rank": 4, "shared": fused(base)}, steps=1)
-    one = next(one for one in rebuilt(run, {}).modules() if isinstance(one, Lora))
+    module = next(module for module in rebuilt(run, {}).modules() if isinstance(module, Lora))
     whole = trained(base).model.blocks[0].attention.qkv.weight
-    assert (whole - one.base.weight).norm() > 0.1 * whole.norm()
+    assert (whole - module.base.weight).norm() > 0.1 * whole.norm()
     export(run, tmp_path / "out", adapter=True)
     [row] = bring_adapter(tmp_path / "out", base, tmp_path / "back").config.model.changes
     assert (row.name, row.rank, row.scale) == ("lora", 8, 1.0)
@@ -181,7 +182,7 @@ def test_we_read_what_peft_wrote(kind, base, tmp_path):
     assert (due - logits(base, tokens)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("base, change", of_each([one for one in PEFTS if one["name"] in (
+@pytest.mark.parametrize("base, change", of_each([change for change in PEFTS if change["name"] in (
     "lora", "dora", "prompt", "prefix")])[:5], indirect=["base"], ids=named)
 def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
     """From the same start on the same tokens, by AdamW without decay: to 1e-6 of a loss of 5."""
@@ -204,7 +205,7 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
     ours.model.load_state_dict(trained(start).model.state_dict())
     optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=0.002,
                                   betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    found = []
+    losses = []
     for step in range(50):
         batch = ours.batch(step)
         loss = torch.nn.functional.cross_entropy(of_text(theirs(batch.tokens)).flatten(0, 1),
@@ -212,8 +213,8 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((ours.update(step).loss.item(), loss.item()))
-    assert max(abs(a - b) for a, b in found) < 5e-6, found[::7]
+        losses.append((ours.update(step).loss.item(), loss.item()))
+    assert max(abs(a - b) for a, b in losses) < 5e-6, losses[::7]
     began = dict(trained(start).model.named_parameters())
     # 50 steps of 0.002
     assert all((p - began[name]).abs().max() > 0.01 for name, p in ours.model.named_parameters()

@@ -46,23 +46,23 @@ def test_a_prediction_of_a_config(file, tmp_path, monkeypatch, capsys):
     assert cli.main(["predict", "llama-8b", "--devices", "8", "--machine", "h100",
                      "data.source=/home/me/secret", "--card", file]) == 0
     assert ("card: card.json\ncard: card.svg\n" in capsys.readouterr().out
-            and {one.name for one in tmp_path.iterdir()} == {"card.json", "card.svg"})
-    found, lines = written(tmp_path / "card")
+            and {path.name for path in tmp_path.iterdir()} == {"card.json", "card.svg"})
+    card, lines = written(tmp_path / "card")
     due = predict(preset("llama-8b"), "h100", 8)
-    assert found["model"] | {"config": 0} == {"name": "llama-8b", "parameters": 8_030_261_248,
+    assert card["model"] | {"config": 0} == {"name": "llama-8b", "parameters": 8_030_261_248,
         "layers": 32, "precision": "bf16",
                                              "optimizer": "adamw", "config": 0}
-    assert (found["model"]["config"]["model.kv_heads"] == 8
-            and "model.block" not in found["model"]["config"]), "only what differs"
+    assert (card["model"]["config"]["model.kv_heads"] == 8
+            and "model.block" not in card["model"]["config"]), "only what differs"
     assert "secret" not in (tmp_path / "card.json").read_text(), "no path of whoever wrote it"
-    assert found["predicted"] == {
+    assert card["predicted"] == {
         "machine": CATALOGUE["h100"].title, "layout": str(due.layout), "stack": "compiled",
         "peak_bytes": round(due.memory.peak_bytes),
         "step_seconds": due.step_seconds, "step_seconds_range": [*due.step.seconds_range],
         "range_is": due.step.spread.words}
-    assert found["versions"] == {"lpkit": lpkit.__version__, "torch": torch.__version__,
+    assert card["versions"] == {"lpkit": lpkit.__version__, "torch": torch.__version__,
                                  "python": platform.python_version()}
-    assert "measured" not in found and (tmp_path / "card.json").stat().st_size < 1500
+    assert "measured" not in card and (tmp_path / "card.json").stat().st_size < 1500
     assert lines[0] == "llama-8b" and lines[2] == CATALOGUE["h100"].title
     assert lines[5].split() == ["peak", "memory",
                                 *quantity(due.memory.peak_bytes, "bytes").split(), "-"]
@@ -89,14 +89,14 @@ def test_a_watched_model_beside_its_prediction(tmp_path, capsys):
         f"{tmp_path}/here.svg"]
     there.card(tmp_path / "only"), seen.card(tmp_path / "there",
         there), seen.card(tmp_path / "seen")
-    found, lines = written(tmp_path / "here")
-    assert (found["model"]["name"] == "Sequential"
-            and found["model"]["parameters"] == 2 * 64 * 256 + 320)
-    assert found["measured"] == {"machine": hardware.cpu_name(),
+    card, lines = written(tmp_path / "here")
+    assert (card["model"]["name"] == "Sequential"
+            and card["model"]["parameters"] == 2 * 64 * 256 + 320)
+    assert card["measured"] == {"machine": hardware.cpu_name(),
                                  "peak_bytes": seen.footprint.peak_bytes,
                                  "step_seconds": seen.step_seconds,
                                 "updates": 5, "timed": len(seen.seconds)}
-    assert found["predicted"]["peak_bytes"] == here.peak_bytes and lines[6].count("%") == 1
+    assert card["predicted"]["peak_bytes"] == here.peak_bytes and lines[6].count("%") == 1
     code, out, err = tabulated(tmp_path, capsys)
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert (code, err) == (0, "") and {*rows} == {"card", "here.json", "only.json", "seen.json",
@@ -119,11 +119,11 @@ def test_the_measurement_of_the_command_is_in_the_card(tmp_path, capsys):
     assert cli.main([*words.split(), "--machine", "this", "--measure", "--json", "--card",
                      str(tmp_path / "x")]) == 0
     printed = json.loads(capsys.readouterr().out)
-    found, _ = written(tmp_path / "x")
+    card, _ = written(tmp_path / "x")
     peak = next(row for row in printed["measured"]["bytes"] if row["name"] == "peak")
-    assert (found["measured"]["peak_bytes"] == peak["measured"]
-            and found["measured"]["machine"] == found["predicted"]["machine"])
-    assert (found["measured"]["step_seconds"]
+    assert (card["measured"]["peak_bytes"] == peak["measured"]
+            and card["measured"]["machine"] == card["predicted"]["machine"])
+    assert (card["measured"]["step_seconds"]
             == pytest.approx(sum(row["measured"] for row in printed["measured"]["seconds"])))
 
 
@@ -182,9 +182,9 @@ def test_text_of_strangers_stays_text(tmp_path, capsys):
                 and "lpkit: forged" not in written(path)[1])
     code, out, _ = tabulated(tmp_path, capsys)
     assert code == 0 and len(out.splitlines()) == 5 and "\\x1b" in out
-    found = json.loads(tabulated(tmp_path, capsys, "--json")[1])["cards"]
-    assert [one["card"] for one in found] == ["config.json", "device.json", "module.json",
-        "sealed.json"] and len(found[3]["words"]) == 8
+    answers = json.loads(tabulated(tmp_path, capsys, "--json")[1])["cards"]
+    assert [card["card"] for card in answers] == ["config.json", "device.json", "module.json",
+        "sealed.json"] and len(answers[3]["words"]) == 8
 
 
 @pytest.mark.parametrize("path", ["", "/", "a\0b", "~nobody-here/x", "x" * 300])

@@ -19,7 +19,7 @@ def test_there_are_enough_and_of_both_kinds():
     assert len(CASES) >= 590 and len([*folders.cases()]) == len(CASES)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.model_type)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_a_missing_key_means_the_default_of_the_class(family):
     kind = type(transformers.AutoConfig.for_model(family.model_type))
     theirs = folders.fields(kind)
@@ -47,7 +47,7 @@ OF_OTHER_CLASSES = ("text_config", "text_encoder", "decoder", "generator", "fusi
 def test_whatever_transformers_reads_of_a_config_is_known(kind, monkeypatch):
     """Also keys that are no field of the class, as is_causal: whoever sets them changes what is
     computed."""
-    [family] = [one for one in FAMILIES if one.model_type == kind]
+    [family] = [family for family in FAMILIES if family.model_type == kind]
     folder, read = folders.base(kind), set()
     config = transformers.AutoConfig.from_pretrained(folder)
 
@@ -75,22 +75,22 @@ def test_keys_of_other_classes_make_no_other_model(key, value):
     with folders.copied("llama") as folder:
         folders.changed(**{key: value})(folder)
         try:
-            found = folders.by_transformers(folder)
+            theirs = folders.by_transformers(folder)
         except Exception as error:
             assert not isinstance(error, AssertionError)
         else:
-            assert torch.equal(found, folders.by_transformers(folders.base("llama")))
+            assert torch.equal(theirs, folders.by_transformers(folders.base("llama")))
 
 
 def test_a_window_of_llama_changes_what_is_generated():
     """Why a sliding_window that the forward pass of Llama ignores is refused: the cache of
     `generate` reads it."""
-    found, text = [], folders.tokens()[:, :12]
+    texts, text = [], folders.tokens()[:, :12]
     for window in (None, 4):
         with folders.copied("llama") as folder, folders.quiet(), torch.no_grad():
             folders.changed(sliding_window=window)(folder)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-            found.append((model(text).logits, model.generate(text, max_new_tokens=4,
+            texts.append((model(text).logits, model.generate(text, max_new_tokens=4,
                 min_new_tokens=4, do_sample=False, pad_token_id=0)))
-    (whole, long), (cut, short) = found
+    (whole, long), (cut, short) = texts
     assert torch.equal(whole, cut) and not torch.equal(long, short)

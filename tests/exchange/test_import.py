@@ -94,10 +94,10 @@ def test_logits_of_the_run_are_those_of_transformers(kind, tmp_path, tokenizer):
     config = run.config.replace({"start.run": str(run.path), "precision.recipe": "fp32",
                                  "system.device": "cpu"})
     with torch.no_grad():
-        due, found = theirs(tokens).logits, Training.build(config,
+        due, logits = theirs(tokens).logits, Training.build(config,
             data=RandomTokens(config, "cpu")).logits(tokens)
     assert due.std() > 0.3
-    torch.testing.assert_close(found, due, rtol=0, atol=5e-6 * max(1, due.std().item()))
+    torch.testing.assert_close(logits, due, rtol=0, atol=5e-6 * max(1, due.std().item()))
 
 
 @pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in FOLDERS),
@@ -107,11 +107,11 @@ def test_what_is_exported_again_has_every_byte(kind, dtype, tmp_path, tokenizer)
     model.to(dtype).save_pretrained(tmp_path / "theirs")
     run = bring(planned(tmp_path / "theirs"), tmp_path / "run")
     export(run, tmp_path / "out")
-    due, found = (load_file(tmp_path / folder / "model.safetensors")
+    due, exported = (load_file(tmp_path / folder / "model.safetensors")
                   for folder in ("theirs", "out"))
-    assert found.keys() == due.keys()
+    assert exported.keys() == due.keys()
     for name, t in due.items():
-        assert t.dtype == dtype and torch.equal(found[name].view(torch.uint8),
+        assert t.dtype == dtype and torch.equal(exported[name].view(torch.uint8),
             t.view(torch.uint8)), name
     assert (json.loads((tmp_path / "out" / "tokenizer.json").read_text())
             == json.loads((tmp_path / "theirs" / "tokenizer.json").read_text()))
@@ -185,9 +185,9 @@ def test_70_billion_by_their_headers(tmp_path, tokenizer):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-    found = planned(tmp_path)
-    assert found.weights == sum(t.numel() for t in model.parameters()) == 68_976_648_192
-    assert found.config.memory.param_dtype.name == "bf16"
+    plan = planned(tmp_path)
+    assert plan.weights == sum(t.numel() for t in model.parameters()) == 68_976_648_192
+    assert plan.config.memory.param_dtype.name == "bf16"
 
 
 def test_links_to_a_cache_are_followed(tmp_path, tokenizer):
@@ -201,13 +201,14 @@ def test_links_to_a_cache_are_followed(tmp_path, tokenizer):
 
 def changed(folder, **values):
     path = folder / "config.json"
-    said = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in said.items() if value != "gone"}))
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in content.items() if value != "gone"}))
 
 
 def replaced(folder, name, t):
     path = folder / "model.safetensors"
-    save_file({key: one for key, one in (load_file(path) | {name: t}).items() if one is not None},
+    save_file({key: tensor
+               for key, tensor in (load_file(path) | {name: t}).items() if tensor is not None},
               path)
 
 
@@ -283,8 +284,8 @@ def test_what_is_no_model_is_said_in_a_sentence_and_leaves_nothing(harm, sentenc
         planned(theirs)
     capsys.readouterr()
     assert cli.main(["import", str(theirs), "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("lpkit: ") and said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("lpkit: ") and err.count("\n") == 1
     assert ([*tmp_path.iterdir()] == [theirs]
             and before == {path: path.read_bytes() for path in theirs.iterdir()})
 
@@ -318,7 +319,8 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
     run = Run.open(tmp_path / "books")
     assert (run.config.model.T * run.config.global_batch >= 1024
             and run.summary["status"] == "complete")
-    whole = [one for one in words if not one.startswith(("model.context=", "global_batch=", "--out",
+    whole = [word
+             for word in words if not word.startswith(("model.context=", "global_batch=", "--out",
         str(tmp_path / "books")))]
     capsys.readouterr()
     assert (cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2
@@ -330,9 +332,9 @@ def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, t
     more = ["--out", str(tmp_path / "out")] if command == "export" else []
     capsys.readouterr()
     assert cli.main([*command.split(), str(theirs), *more]) == 2
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (f"it is a folder of transformers: import it first, by lpkit import "
-            f"{tmp_path / 'theirs'} --out runs/theirs" in said and said.count("\n") == 1)
+            f"{tmp_path / 'theirs'} --out runs/theirs" in err and err.count("\n") == 1)
 
 
 def test_a_folder_that_is_there_and_no_out(tmp_path, theirs, capsys):

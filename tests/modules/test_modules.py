@@ -46,13 +46,13 @@ CASTING = [name for name, row in RECIPES.items() if row.products]
 
 def grads(layer, x, times=1):
     """y, dx and dw of `times` micro-batches."""
-    found = []
+    tensors = []
     for i in range(times):
         x_i = (x * (i + 1)).requires_grad_()
         y = layer(x_i)
         y.square().sum().backward()
-        found += [y.detach(), x_i.grad, layer.weight.grad.clone()]
-    return found
+        tensors += [y.detach(), x_i.grad, layer.weight.grad.clone()]
+    return tensors
 
 
 def losses_of(model, batch, optimizer, updates, *, mixed=False, loss=loss_of, micro_batches=1):
@@ -62,10 +62,10 @@ def losses_of(model, batch, optimizer, updates, *, mixed=False, loss=loss_of, mi
         optimizer.zero_grad()
         for _ in range(micro_batches):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                found = loss(model, batch)
-            found.backward()
+                value = loss(model, batch)
+            value.backward()
         optimizer.step()
-        losses.append(found.item())
+        losses.append(value.item())
     return losses
 
 
@@ -97,15 +97,15 @@ def test_a_forward_that_runs_again_in_backward_moves_nothing_on(name):
     def run(again):
         model = model_of("nano")
         lpkit.convert(model, name, pad=True)
-        x, found = batch_of("nano")[0], []
+        x, gradients = batch_of("nano")[0], []
         for _ in range(3):
             h = model.wte(x)
             for block in model.h:
                 h = checkpoint(block, h, use_reentrant=False) if again else block(h)
             loss = h.square().mean()
             loss.backward()
-            found.append(loss.detach())
-        return found + [p.grad for p in model.h.parameters()]
+            gradients.append(loss.detach())
+        return gradients + [p.grad for p in model.h.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
 
@@ -227,8 +227,8 @@ def real_update(model, batch, loss, mixed=False):
     def update():
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            found = loss(model, batch)
-        found.backward()
+            value = loss(model, batch)
+        value.backward()
         optimizer.step()
 
     update()
@@ -557,21 +557,21 @@ def test_the_examples_of_the_page_run(tmp_path, capsys, monkeypatch):
     page = (ROOT / "docs" / "your_model.md").read_text()
     lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
     ids = torch.randint(256, (12, 32))
-    found = {"rows": [{"input_ids": row, "labels": row} for row in ids],
+    names = {"rows": [{"input_ids": row, "labels": row} for row in ids],
              "arguments": transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True,
         logging_strategy="no", save_strategy="no",
         dataloader_pin_memory=False)}
-    exec("\n".join(lines), found)
-    report, said = found["report"], capsys.readouterr().out
+    exec("\n".join(lines), names)
+    report, printed = names["report"], capsys.readouterr().out
     assert (len(lines) > 30 and report["lm_head"].status == KEPT
             and len(report.named(CONVERTED)) == 14)
-    assert (found["seen"].updates == 12 and not found["seen"].uncalled
-            and found["watching"].seen.updates == 3)
-    assert (found["own"].fits and found["shared"].peak_bytes < found["predicted"].peak_bytes
-            and "fp8-rowwise" in said)
+    assert (names["seen"].updates == 12 and not names["seen"].uncalled
+            and names["watching"].seen.updates == 3)
+    assert (names["own"].fits and names["shared"].peak_bytes < names["predicted"].peak_bytes
+            and "fp8-rowwise" in printed)
     assert (tmp_path / "card.svg").is_file() and (tmp_path / "card.json").stat().st_size < 2000
-    assert found["advice"].choice == "bf16" and found["worst"].layer.endswith("mlp.down_proj")
+    assert names["advice"].choice == "bf16" and names["worst"].layer.endswith("mlp.down_proj")
 
 
 def test_pytorchs_fast_path_of_encoders_does_not_pass_by_the_recipe():
@@ -735,8 +735,8 @@ def test_the_casts_of_hardware_products_are_chosen_as_a_run_chooses_them():
     assert set(used) == {"cast-tensor"} and "cast_tensor" in vars(model[0].arithmetic)
     assert not model[0].weight.grad and not model[0].nonfinite_x.any()
     with torch.autocast("cpu", torch.bfloat16):
-        for one, other in zip(grads(model[0], x), grads(emulated[0], x)):
-            torch.testing.assert_close(one, other, rtol=2**-7,
+        for ours, other in zip(grads(model[0], x), grads(emulated[0], x)):
+            torch.testing.assert_close(ours, other, rtol=2**-7,
                                        atol=2**-7 * other.abs().max().item())
 
 
@@ -827,8 +827,8 @@ def test_a_converted_model_can_be_pickled_and_copied_whole():
         assert torch.equal(loss_of(other, batch), expected)
         assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
         lpkit.unconvert(other)
-        assert ([type(one) for one in other.modules()]
-                == [type(one) for one in model_of(name).modules()])
+        assert ([type(module) for module in other.modules()]
+                == [type(module) for module in model_of(name).modules()])
 
 
 def test_the_products_of_an_lstm_are_counted():
@@ -857,7 +857,7 @@ def test_blocks_are_those_of_all_outer_lists():
     assert blocks_of(nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)] * 3)] * 2)) == 2
 
 
-@pytest.mark.parametrize("said, wrong", [
+@pytest.mark.parametrize("message, wrong", [
     ("multiplies no matrices", lambda: lpkit.predict(nn.LayerNorm(8), torch.empty(2, 8),
         loss=lambda m, x: m(x).sum())),
     ("loss must be a function", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8),
@@ -868,9 +868,9 @@ def test_blocks_are_those_of_all_outer_lists():
     ("there is no folder", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8),
         loss=lambda m, x: m(x).sum()).card("nodir/x.png")),
 ], ids=["no products", "loss", "keep", "another optimizer", "no folder"])
-def test_what_a_new_user_gets_wrong_is_one_sentence(said, wrong, tmp_path, monkeypatch):
+def test_what_a_new_user_gets_wrong_is_one_sentence(message, wrong, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         wrong()
 
 
@@ -887,4 +887,4 @@ def test_a_prediction_warns_of_nothing():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lpkit.predict(model, x, loss=lambda model, x: model(x).sum(), machine="h200")
-    assert not caught, [str(one.message) for one in caught]
+    assert not caught, [str(warning.message) for warning in caught]

@@ -39,20 +39,20 @@ def by_class_names(name: str, model: nn.Module) -> set[str]:
     """The weights of Linears, from the names of classes alone, but those of the head and of
     tables."""
     head = HEADS.get(name, "lm_head")
-    others = {id(p) for key, one in model.named_modules() if type(one).__name__ == "Embedding"
-              or (head and key == head) for p in one.parameters()}
-    found = {id(getattr(one, LINEARS[type(one).__name__])) for one in model.modules()
-             if type(one).__name__ in LINEARS}
-    return {key for key, p in model.named_parameters() if id(p) in found - others}
+    others = {id(p) for key, module in model.named_modules() if type(module).__name__ == "Embedding"
+              or (head and key == head) for p in module.parameters()}
+    heads = {id(getattr(module, LINEARS[type(module).__name__])) for module in model.modules()
+             if type(module).__name__ in LINEARS}
+    return {key for key, p in model.named_parameters() if id(p) in heads - others}
 
 
 def groups_of(opt: torch.optim.Optimizer) -> dict[str, dict]:
-    found = {}
+    groups = {}
     for group in opt.param_groups:
         for key, _ in zip(group["param_names"], group["params"], strict=True):
-            assert key not in found
-            found[key] = group
-    return found
+            assert key not in groups
+            groups[key] = group
+    return groups
 
 
 @pytest.mark.parametrize("name, converted", [*((name, False) for name in MODELS),
@@ -129,17 +129,17 @@ def test_an_update_is_that_of_pytorchs_muon_and_adamw(name, parts, monkeypatch):
         else:
             whole = p.detach().T.contiguous() if parts == "transposed" else p.detach().clone()
             count = 3 if "in_proj" in key else 1
-            pieces = [nn.Parameter(one.clone()) for one in whole.chunk(count)]
-            optimizers = [torch.optim.Muon([one], 0.03, weight_decay=0.01) for one in pieces]
+            pieces = [nn.Parameter(trial.clone()) for trial in whole.chunk(count)]
+            optimizers = [torch.optim.Muon([piece], 0.03, weight_decay=0.01) for piece in pieces]
         for update in range(4):
             g = torch.Generator().manual_seed(update)
             grad = next(grad for other, grad in [(k, torch.randn(q.shape, generator=g))
                 for k, q in theirs.named_parameters()] if other == key)
             grad = grad.T if key in matrices and parts == "transposed" else grad
-            for one, part, opt in zip(pieces, grad.chunk(len(pieces)), optimizers):
-                one.grad = part.contiguous()
+            for piece, part, opt in zip(pieces, grad.chunk(len(pieces)), optimizers):
+                piece.grad = part.contiguous()
                 opt.step()
-        want = torch.cat([one.detach() for one in pieces])
+        want = torch.cat([piece.detach() for piece in pieces])
         got = dict(ours.named_parameters())[key].detach()
         got = got.T if key in matrices and parts == "transposed" else got
         assert (got - want).norm() < 1e-5 * want.norm().clamp(min=1e-3), key
@@ -151,10 +151,11 @@ def test_a_group_of_another_rule_is_that_rules_optimizer_bit_for_bit():
     torch.manual_seed(0)
     a, b = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))
     c, d = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
-    one = Muon([{"params": [a]}, {"params": [b], "rule": "adamw", "weight_decay": 0.0}])
+    optimizer = Muon([{"params": [a]}, {"params": [b], "rule": "adamw", "weight_decay": 0.0}])
     # AdamW's, and not Muon's 0.02
-    assert one.param_groups[1]["lr"] == 1e-3 and one.param_groups[1]["betas"] == (0.9, 0.95)
-    stepped(one, [a, b])
+    assert optimizer.param_groups[1]["lr"] == 1e-3 and optimizer.param_groups[1]["betas"] == (0.9,
+                                                                                              0.95)
+    stepped(optimizer, [a, b])
     first, second = Muon([c]), AdamW([d], weight_decay=0.0)
     for update in range(4):
         g = torch.Generator().manual_seed(update)
@@ -192,7 +193,7 @@ def test_frozen_parameters_are_left_out_and_wrong_ones_named():
     model.model.embed_tokens.requires_grad_(False)
     assert "model.embed_tokens.weight" not in groups_of(lpkit.optimizer(model, "muon"))
     frozen = model_of("mlp").requires_grad_(False)
-    for said, make in ({
+    for message, make in ({
             "there is no optimizer 'mun'; did you mean 'muon'": lambda: lpkit.optimizer(model,
                 "mun"),
             "empty parameter list": lambda: lpkit.optimizer(frozen, "muon"),
@@ -206,7 +207,7 @@ def test_frozen_parameters_are_left_out_and_wrong_ones_named():
                 model_of("vit"), "soap"),
             "muon updates matrices .* leave transformer.h.0.ln_1.weight out": lambda:
             Muon(list(model_of("gpt2").named_parameters())[2:])}.items()):
-        with pytest.raises((ConfigError, ValueError, TypeError), match=said):
+        with pytest.raises((ConfigError, ValueError, TypeError), match=message):
             make()
 
 
@@ -247,12 +248,12 @@ WAYS = [{"recompute": "block"}, {"recompute": "selective"}, {"offload": "cpu"}, 
 def with_dropout(name: str, share: float) -> nn.Module:
     """As modules and as numbers that functions are given."""
     model = model_of(name)
-    for one in model.modules():
-        if isinstance(one, nn.Dropout):
-            one.p = share
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = share
         for key in ("attention_dropout", "dropout"):
-            if isinstance(getattr(one, key, None), float):
-                setattr(one, key, share)
+            if isinstance(getattr(module, key, None), float):
+                setattr(module, key, share)
     return model
 
 
@@ -269,9 +270,9 @@ def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         loss = model(*batch)[0] if name == "nano" else model(**batch, use_cache=False,
             attention_mask=1 - torch.eye(4, 32, dtype=torch.long)).loss
     loss.backward()
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    return loss.detach(), found
+    return loss.detach(), grads
 
 
 @pytest.mark.parametrize("name, way", [*((name, WAYS[-1]) for name in BLOCKS),
@@ -283,16 +284,16 @@ def test_activations_come_back_bit_for_bit_and_masks_are_drawn_again(name, way, 
     assert torch.equal(gradients(name, with_dropout(name, 0.0))[1], want[1]) == (name == "nano")
     first = next(iter(BLOCKS[name](model)))
     first.register_forward_pre_hook(lambda *_: calls.append("block"))
-    inner = next(one for one in first.modules() if type(one).__name__ in LINEARS)
+    inner = next(module for module in first.modules() if type(module).__name__ in LINEARS)
     inner.register_forward_pre_hook(lambda *_: calls.append("inner"))
     monkeypatch.setattr(SavedTensorOffloader, "pack",
                         lambda *given: away.append(kept := pack(*given)) or kept)
     lpkit.keep_activations(BLOCKS[name](model), **way)
-    loss, found = gradients(name, model)
-    assert torch.equal(loss, want[0]) and torch.equal(found, want[1])
+    loss, grads = gradients(name, model)
+    assert torch.equal(loss, want[0]) and torch.equal(grads, want[1])
     again = "recompute" in way
     assert calls.count("block") == 1 and calls.count("inner") == 1 + again
-    assert any(isinstance(one, SavedTensorRef) for one in away) == ("offload" in way)
+    assert any(isinstance(ref, SavedTensorRef) for ref in away) == ("offload" in way)
 
 
 @pytest.mark.parametrize("name, error, again", [("gpt2", 0.01, "none"), ("nano", 0.01, "block"),
@@ -303,8 +304,8 @@ def test_gradients_from_8_bits_are_near_and_masks_stay(name, error, again):
     model = with_dropout(name, 0.0)
     loss, want = gradients(name, model)
     lpkit.keep_activations(BLOCKS[name](model), recompute=again, offload="int8")
-    ours, found = gradients(name, model)
-    assert torch.equal(ours, loss) and 1e-4 < (found - want).norm() / want.norm() < error
+    ours, grads = gradients(name, model)
+    assert torch.equal(ours, loss) and 1e-4 < (grads - want).norm() / want.norm() < error
 
 
 class Drawing(nn.Module):
@@ -335,15 +336,15 @@ def test_a_block_that_runs_again_draws_the_masks_of_its_first_run(offload, funct
 
 def test_what_blocks_cannot_do_is_one_sentence_and_leaves_them():
     model, batch = model_of("llama"), batch_of("llama")
-    for said, make in {
+    for message, make in {
             "choose one of block, none, selective": lambda:
             lpkit.keep_activations(model.model.layers, recompute="budget"),
             "there is no memory.activation_offload 'int9'": lambda: lpkit.keep_activations(
                 model.model.layers, offload="int9"),
             "needs blocks whose forward": lambda: lpkit.keep_activations([])}.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             make()
-    assert not any("forward" in vars(one) for one in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
     lpkit.keep_activations(model.model.layers, recompute="block")
     with pytest.raises(ConfigError, match=r"`del block\.forward` undoes an earlier call"):
         lpkit.keep_activations(model.model.layers, offload="int8")

@@ -22,8 +22,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: torch.Tensor, due: torch.Tensor, share: float = 1e-5) -> None:
-    assert (found.shape == due.shape and (found.double() - due).abs().max() <= share
+def close(computed: torch.Tensor, due: torch.Tensor, share: float = 1e-5) -> None:
+    assert (computed.shape == due.shape and (computed.double() - due).abs().max() <= share
             * due.abs().max())
 
 
@@ -46,8 +46,8 @@ def test_gradients_are_clipped_by_the_norm_of_all(most, frozen):
         p.grad = g.clone() if p.requires_grad else None
     taken = [g.double() for p, g in zip(parameters, each, strict=True) if p.requires_grad]
     norm = torch.cat([g.flatten() for g in taken]).norm()
-    found = after(torch.optim.SGD(parameters, lr=1.0), parameters, most)()
-    assert found.item() == pytest.approx(norm.item(), rel=1e-6)
+    ours = after(torch.optim.SGD(parameters, lr=1.0), parameters, most)()
+    assert ours.item() == pytest.approx(norm.item(), rel=1e-6)
     for p, g in zip(parameters, taken):
         close(-p.detach(), g * min(1.0, most / norm.item()), 1e-5)
 
@@ -119,8 +119,8 @@ def encoded_by_hand(bpe: BPE, text: str) -> list[int]:
 def test_a_text_is_encoded_as_by_hand(name, bpe):
     """What a text spells as an end marker is text there too: the marker's own id appears in
     none."""
-    found = bpe.encode(TEXTS[name])
-    assert found == encoded_by_hand(bpe, TEXTS[name]) and bpe.end not in found
+    ours = bpe.encode(TEXTS[name])
+    assert ours == encoded_by_hand(bpe, TEXTS[name]) and bpe.end not in ours
 
 
 def test_each_merge_is_of_a_most_frequent_pair(tmp_path):

@@ -29,8 +29,8 @@ def test_rounding_to_nearest_even_with_saturation_is_theirs(name, dtype, scale):
         draws / 1000]) * scale).to(dtype)
     due = gfloat.round_ndarray(info, x.double().numpy() / scale, gfloat.RoundMode.TiesToEven,
                                sat=True) * scale
-    found = cast.qdq(x[None], format_of(name), scale, dtype=torch.float32)[0].double().numpy()
-    np.testing.assert_array_equal(found, due)
+    ours = cast.qdq(x[None], format_of(name), scale, dtype=torch.float32)[0].double().numpy()
+    np.testing.assert_array_equal(ours, due)
 
 
 BLOCKS = {"e5m2": "mxfp8_e5m2", "e4m3fn": "mxfp8_e4m3", "e3m2": "mxfp6_e3m2", "e2m3": "mxfp6_e2m3",
@@ -45,6 +45,6 @@ def test_blocks_are_theirs(name, seed):
          else np.random.default_rng(seed).standard_normal(32) * 10.0**(4 * seed - 8))
     x = x.astype(np.float32).astype(np.float64)
     due = gfloat.quantize_block(info, x, gfloat.compute_scale_amax, gfloat.RoundMode.TiesToEven)
-    found = cast.mx(torch.from_numpy(x).float()[None], format_of(name), rule="floor",
+    ours = cast.mx(torch.from_numpy(x).float()[None], format_of(name), rule="floor",
                     dtype=torch.float32).values[0].double().numpy()
-    np.testing.assert_array_equal(found, due)
+    np.testing.assert_array_equal(ours, due)

@@ -22,9 +22,9 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(found: torch.Tensor, due: torch.Tensor, share: float) -> None:
-    assert found.shape == due.shape and found.isfinite().all()
-    assert (found.double() - due).abs().max() <= share * max(due.abs().max().item(), 1e-30)
+def close(computed: torch.Tensor, due: torch.Tensor, share: float) -> None:
+    assert computed.shape == due.shape and computed.isfinite().all()
+    assert (computed.double() - due).abs().max() <= share * max(due.abs().max().item(), 1e-30)
 
 
 def with_gradients(call, *inputs: torch.Tensor, seed: int = 9) -> list[torch.Tensor]:
@@ -60,11 +60,11 @@ def test_norms(kind, shape, dtype):
         return torch.func.functional_call(norm,
             dict(zip(dict(norm.named_parameters()), parameters, strict=True)), (x,))
 
-    found, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(),
+    computed, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(),
         *(t.double() for t in values))
-    for one, of_definition in zip(found, due, strict=True):
+    for ours_grad, of_definition in zip(computed, due, strict=True):
         # the gradient of a gain sums over all rows; PyTorch's own layer norm adds them in bf16
-        close(one, of_definition, SHARE[dtype] * (8 if one.ndim == 1 else 1))
+        close(ours_grad, of_definition, SHARE[dtype] * (8 if ours_grad.ndim == 1 else 1))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 8), (9, 7, 41), (5, 123, 123)], ids=str)
@@ -140,6 +140,7 @@ def test_mlps(kind, B, T, D, W, dtype, bias):
             h = 0.5 * h * (1 + torch.tanh((2 / torch.pi)**0.5 * (h + 0.044715 * h**3)))
         return F.linear(h, wide["down.weight"], wide.get("down.bias"))
 
-    found, due = with_gradients(mlp, x), with_gradients(definition, x.double())
-    for one, of_definition in zip(found, due, strict=True):
-        close(one, of_definition, SHARE[dtype] * 2)     # of bf16, the hidden layer is rounded too
+    computed, due = with_gradients(mlp, x), with_gradients(definition, x.double())
+    for ours_grad, of_definition in zip(computed, due, strict=True):
+        close(ours_grad, of_definition,
+              SHARE[dtype] * 2)     # of bf16, the hidden layer is rounded too

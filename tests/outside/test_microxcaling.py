@@ -50,9 +50,9 @@ def drawn(rows: int, columns: int, spread: float, dtype: torch.dtype, seed: int)
 def test_blocks_are_the_specifications(name, block, dtype, rule):
     x = drawn(24, 4 * block, 3.0, dtype, block)
     values, exponents = by_the_specification(x.double().numpy(), name, block, up=rule == "rceil")
-    found = cast.mx(x, format_of(name), rule=rule, block=(1, block), dtype=torch.float32)
-    np.testing.assert_array_equal(found.scales.numpy().astype(int) - 127, exponents)
-    np.testing.assert_array_equal(found.values.double().numpy(), values)
+    ours = cast.mx(x, format_of(name), rule=rule, block=(1, block), dtype=torch.float32)
+    np.testing.assert_array_equal(ours.scales.numpy().astype(int) - 127, exponents)
+    np.testing.assert_array_equal(ours.values.double().numpy(), values)
 
 
 CORNERS = {
@@ -73,21 +73,21 @@ CORNERS = {
 def test_corners_are_the_specifications(name, corner):
     x = torch.tensor([CORNERS[corner]], dtype=torch.float32)
     values, exponents = by_the_specification(x.double().numpy(), name, 32)
-    found = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
-    assert found.scales.item() - 127 == exponents.item()
+    ours = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
+    assert ours.scales.item() - 127 == exponents.item()
     # what float32 cannot hold of an element times its scale is flushed by whoever multiplies them
     # in float32
-    np.testing.assert_array_equal(found.values.numpy(), values.astype(np.float32))
+    np.testing.assert_array_equal(ours.values.numpy(), values.astype(np.float32))
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_a_nan_makes_its_block_nan_and_no_other(name):
     x = drawn(2, 64, 1.0, torch.float32, 0)
     x[0, 5] = torch.nan
-    found = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
-    assert (found.values[0, :32].isnan().all() and found.values[0, 32:].isfinite().all()
-            and found.values[1].isfinite().all())
-    assert found.scales[0, 0] == 255 and found.nonfinite > 0
+    ours = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
+    assert (ours.values[0, :32].isnan().all() and ours.values[0, 32:].isfinite().all()
+            and ours.values[1].isfinite().all())
+    assert ours.scales[0, 0] == 255 and ours.nonfinite > 0
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0)])
@@ -108,5 +108,5 @@ def test_along_either_axis(name, axis):
     """The blocks of a transposed view run down the columns."""
     x = drawn(64, 96, 2.0, torch.float32, 7)
     due, _ = by_the_specification(x.double().numpy() if axis else x.T.double().numpy(), name, 32)
-    found = cast.mx(x if axis else x.T, format_of(name), rule="floor", dtype=torch.float32).values
-    np.testing.assert_array_equal(found.double().numpy(), due)
+    ours = cast.mx(x if axis else x.T, format_of(name), rule="floor", dtype=torch.float32).values
+    np.testing.assert_array_equal(ours.double().numpy(), due)

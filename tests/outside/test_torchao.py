@@ -36,15 +36,15 @@ def test_dynamic_casts_to_float8(by, name, dtype, shape, power_of_two):
                                          round_scales_to_power_of_2=power_of_two)
     due = theirs._data.float() / theirs._scale
     block = (ALL, ALL) if by == "tensor" else (1, ALL)
-    found = quantise(x.reshape(-1, shape[-1]),
+    ours = quantise(x.reshape(-1, shape[-1]),
                      Cast(format=name, block=block, scale="power-of-two" if power_of_two
                           else "float32")).dequantise()
-    found, due = found.reshape(shape), due.reshape(shape)
+    ours, due = ours.reshape(shape), due.reshape(shape)
     if power_of_two:
-        assert torch.equal(found, due)
+        assert torch.equal(ours, due)
         return
-    near = (found - due).abs() <= 1e-6 * due.abs()
+    near = (ours - due).abs() <= 1e-6 * due.abs()
     assert near.float().mean() > 0.99
     step = 2.0 ** (1 - format_of(name).mantissa_bits)
-    assert ((found - due).abs() <= step * torch.maximum(due.abs(),
+    assert ((ours - due).abs() <= step * torch.maximum(due.abs(),
         x.float().abs().amax() * 1e-3)).all()

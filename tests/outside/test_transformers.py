@@ -54,7 +54,7 @@ def test_logits_are_those_of_the_class(family, changes, tmp_path, capsys):
                                "system.kernels": "pytorch", "system.compile": False})
     tokens = torch.randint(config.vocab_size, (2, T), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        due, found = theirs(tokens).logits, Training.build(ours,
+        due, logits = theirs(tokens).logits, Training.build(ours,
             data=RandomTokens(ours, "cpu")).logits(tokens)
     assert due.std() > 0.3
-    torch.testing.assert_close(found, due, rtol=0, atol=1e-5 * max(1, due.std().item()))
+    torch.testing.assert_close(logits, due, rtol=0, atol=1e-5 * max(1, due.std().item()))
