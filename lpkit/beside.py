@@ -1,5 +1,5 @@
-"""Import modules of the folder `notebooks`: the packages `lessons` and `hosting`. In a checkout, the
-folder is next to this package; in an installed wheel, it is inside the package."""
+"""Import modules of the folder `notebooks`: the packages `lessons` and `hosting`. In a checkout,
+the folder is next to this package; in an installed wheel, it is inside the package."""
 
 import sys
 from importlib import import_module
@@ -10,8 +10,8 @@ from lpkit.files import resource
 
 
 def beside(name: str) -> ModuleType:
-    """Return a module of the folder `notebooks`, such as `lessons.catalogue`. This function puts the
-    folder first in sys.path, so that no other module of the same name is imported. Raises
+    """Return a module of the folder `notebooks`, such as `lessons.catalogue`. This function puts
+    the folder first in sys.path, so that no other module of the same name is imported. Raises
     ConfigError if the folder is missing."""
     if (place := _folder()) != sys.path[0]:
         sys.path.insert(0, place)

@@ -33,7 +33,7 @@ COMMANDS = {
     "lab": "open JupyterLab on your copies of the course, on this machine only",
     "room": "open JupyterLab for several learners on this machine; each learner has a separate lab",
     "progress": "show the progress of the learners of a room, if they agreed to report it",
-    "doctor": "test what works on this machine; if something does not work, say what to use instead",
+    "doctor": "test what works on this machine; if something fails, say what to use instead",
     "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
     "predict": "predict parameters, memory, FLOPs, time and cost of a training step before it runs",
     "plan": "find parallel layouts that meet a deadline and a budget, and say why others do not",
@@ -81,8 +81,8 @@ def usage() -> str:
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a command. Raises ConfigError if the module is in the folder `notebooks`,
-    and this folder is missing."""
+    """Return the module of a command. Raises ConfigError if the module is in the folder
+    `notebooks`, and this folder is missing."""
     return beside(f"hosting.commands.{name}") if name in HOSTED else \
         import_module(f"lpkit.commands.{name}")
 

@@ -31,8 +31,8 @@ class RunFailedError(RuntimeError):
 
 
 class GoneError(RunFailedError):
-    """A process of a run was killed, or exited without an error message. The user's input is not the
-    cause."""
+    """A process of a run was killed, or exited without an error message. The user's input is not
+    the cause."""
 
 
 # parts of out-of-memory messages: of PyTorch's CPU allocator, of C++, of CUDA and its libraries
@@ -59,8 +59,8 @@ KINDS = {kind.__name__: kind for kind in (
 
 
 def packed(error: BaseException) -> list[Any]:
-    """Returns the error as a JSON-ready list for `unpacked`: the name of the nearest class in KINDS,
-    and the arguments.
+    """Returns the error as a JSON-ready list for `unpacked`: the name of the nearest class in
+    KINDS, and the arguments.
 
     >>> packed(ConfigError("steps must be positive"))
     ['ConfigError', 'steps must be positive']

@@ -38,8 +38,8 @@ def _rules(name: str, known: list[str]) -> Iterator[list[str]]:
 
 
 def _close(name: str, known: list[str], cutoff: float) -> list[str]:
-    """Returns a list with the known name of the most similar spelling, or an empty list. A name with
-    the same first letter comes first; among equally similar names, the name with the nearest
+    """Returns a list with the known name of the most similar spelling, or an empty list. A name
+    with the same first letter comes first; among equally similar names, the name with the nearest
     number."""
     lower, name = {entry.lower(): entry for entry in known}, name.lower()
     matches = difflib.get_close_matches(name, lower, 10, cutoff)

@@ -19,8 +19,9 @@ OTHER_BASE = re.compile(r".*:.*|[-+]?0[0-7_]+")     # YAML 1.1 reads 1:30 as 90,
 
 
 def read_yaml(path: Path, rule: str = "") -> Any:
-    """Returns the values of a YAML file; {} for an empty file. Raises ConfigError, whose message names
-    the file and the line, and ends with `rule`: a sentence that says what such a file contains."""
+    """Returns the values of a YAML file; {} for an empty file. Raises ConfigError, whose message
+    names the file and the line, and ends with `rule`: a sentence that says what such a file
+    contains."""
     try:
         return parse_yaml(read_text(path, MOST_CHARACTERS), named(path))
     except ConfigError as error:

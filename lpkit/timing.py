@@ -1,5 +1,5 @@
-"""Time functions in interleaved rounds: if the machine is slow for a moment, all functions are slow,
-and the ratios of their times stay fair."""
+"""Time functions in interleaved rounds: if the machine is slow for a moment, all functions are
+slow, and the ratios of their times stay fair."""
 
 import math
 import random

@@ -21,8 +21,8 @@ LOOK_SECONDS = 0.5      # time between two looks at the queue
 @contextmanager
 def turn(device: str) -> Iterator[None]:
     """Wait until it is this process's turn to use the GPU, and print how many processes come before
-    it. Does not wait if `device` is "cpu". While the block runs, this process holds the GPU: further
-    runs of this process and of its children do not wait."""
+    it. Does not wait if `device` is "cpu". While the block runs, this process holds the GPU:
+    further runs of this process and of its children do not wait."""
     shared = os.environ.get("LPKIT_TURNS")
     if not shared or device == "cpu":
         yield

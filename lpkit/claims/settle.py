@@ -58,7 +58,8 @@ class Settling:
         everything = list(self.ledger.values())
         energy = [record["energy_wh"] for record in everything]
         return {"sentence": " ".join(verdict["sentence"] for verdict in verdicts),
-                "verdicts": verdicts, "target": claim.target, "effect": claim.effect, "budget": dict(claim.budget),
+                "verdicts": verdicts, "target": claim.target, "effect": claim.effect,
+                "budget": dict(claim.budget),
                 "sigma": sigma, "seeds_asked": n, "tuned": tuned, "tuning": tuning,
                 "doubts": self.doubts, "claim": {key: value for key, value in asdict(claim).items()
                                                  if key not in protocol.Made.__annotations__},

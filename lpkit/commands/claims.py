@@ -89,5 +89,6 @@ def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
                                 for case, value in row[name].items()))
                for name in ("kit", "measured", "elsewhere") if row[name]]
     return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", claimed),
-            *results, ("verdict", row["verdict"]), *((name, row[name]) for name in ("missing",) if row[name]),
+            *results, ("verdict", row["verdict"]),
+            *((name, row[name]) for name in ("missing",) if row[name]),
             ("why", row["why"]), ("shown by", row["shown"])]
