@@ -1,5 +1,5 @@
-"""From a claim to its verdict: measure the cost of a step, run the pilot, tune all arms, compare
-them in a few looks, and compare them again at equal seconds and FLOPs."""
+"""Decide a claim: measure the cost of a step, measure sigma in a pilot, tune all arms, compare
+them, and compare them again at equal seconds and equal FLOPs."""
 
 import math
 import statistics
@@ -12,40 +12,48 @@ from lpkit.claims.protocol import Claim
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, RunFailedError
 
-# The compared runs have the seeds 0, 1, ... Runs that choose how many seeds or which settings are
-# compared have other seeds, so that no run of the comparison was used to plan it.
+# The compared runs have the seeds 0, 1, ... The runs that decide how many seeds, or which settings,
+# are compared have other seeds: a run that was used to plan the comparison would bias it.
 TUNING_SEED, PILOT_SEED, AGAIN_SEED, METERED_SEED = 1_000_000, 2_000_000, 3_000_000, 4_000_000
-METERED_RUNS = 3
-SAME = 1.02     # ratio of seconds or FLOPs; above it, the costlier arm must also win at equal cost
+METERED_RUNS = 3        # runs per config that measure the cost of a step; their median counts
+# If the better arm costs more than the other arm by this factor (in seconds or FLOPs), it must also
+# win at equal cost.
+SAME = 1.02
 Records = list[dict[str, Any]]
 
 
 class Settling:
-    """`finished(what, configs)` returns the records of runs. `say(line)` prints what a person
-    should know before the verdict."""
+    """The runs and intermediate results of one claim; `settle` returns its verdicts.
+
+    finished: function (purpose, configs) that makes runs and returns their records, in order. A
+              record has the fields `runs.FIELDS`, `name` and `seconds`
+    say:      prints a line that the user should read before the verdict
+    """
 
     def __init__(self, claim: Claim, finished: Callable[[str, list[Config]], Records],
                  say: Callable[[str], None]):
         self.claim, self._finished, self.say = claim, finished, say
         self.ledger: dict[str, dict[str, Any]] = {}         # name -> record of every run
-        # cost of a step, by the config that measured it
+        # config that measures the cost of a step -> the cost in seconds or joules
         self.costs: dict[Config, float] = {}
-        self.arms: dict[str, tuple[Config, int]] = {}       # tuned config, first seed
-        self.doubts: list[str] = []
+        # name of an arm -> (tuned config, first seed of its runs)
+        self.arms: dict[str, tuple[Config, int]] = {}
+        self.doubts: list[str] = []         # reasons to trust the verdict less
 
     def run(self, what: str, configs: list[Config]) -> Records:
+        """Make runs and return their records. `what`: their purpose, for the progress lines."""
         records = self._finished(what, configs)
         self.ledger.update((record["name"], record) for record in records)
         devices = {record["device"]: 0 for record in self.ledger.values() if record.get("device")}
         if len(devices) > 1 and "seconds" in self.claim.budget:
             raise ConfigError(f"budget.seconds needs machines of one kind, and runs were made on "
-                              f"{' and '.join(devices)}; let job ask for one, or give steps")
+                              f"{' and '.join(devices)}; request one kind in job, or give steps")
         return records
 
     def settle(self, null: bool) -> dict[str, Any]:
-        """Returns what the command prints. `null`: compare the first arm with itself, with other
-        seeds. Raises ConfigError if the budget cannot detect the effect, and RunFailedError for an
-        arm that diverges."""
+        """Returns the verdicts and all that led to them, as the object that `lpkit claim --json`
+        prints. `null`: compare the first arm with itself, with other seeds. Raises ConfigError if
+        the allowed seeds cannot detect the effect, and RunFailedError for an arm that diverges."""
         claim, (first, *others) = self.claim, self.claim.arms
         arms = [first] if null else list(claim.arms)
         self._meter(arms)
@@ -68,12 +76,14 @@ class Settling:
                 "energy_wh": None if None in energy else math.fsum(energy)}
 
     def _config(self, arm: str, point: Mapping[str, Any]) -> Config:
-        """Returns the Config of an arm with as many steps as its budget allows."""
+        """Returns the Config of an arm at a point of the tuning grid, with as many steps as the
+        budget pays for."""
         return self.claim.config(arm, point, self.costs.get(self.claim.metering(arm, point)))
 
     def _meter(self, arms: list[str]) -> None:
-        """Measures the cost of a step by short runs, if the budget is in seconds or joules. Their
-        records are kept like all others, so a continued claim has the same number of steps."""
+        """Fills `self.costs`: measures the cost of a step by short runs, if the budget is in
+        seconds or joules. Their records are stored like those of other runs, so a claim that is
+        continued computes the same numbers of steps."""
         [kind] = self.claim.budget
         if kind not in protocol.METERED:
             return
@@ -82,11 +92,11 @@ class Settling:
         runs = [config.replace({"seed": METERED_SEED + k, "eval_batches": 1})
                 for k in range(METERED_RUNS) for config in due]
         costs: list[float] = []
-        # a meter of energy counts everything that runs at the same time
+        # an energy counter counts all runs of the moment, so runs are metered one after another
         for group in [runs] if kind == "seconds" else [[config] for config in runs]:
             for record in self.run("what a step costs", group):
                 if record[f"step_{kind}"] is None:
-                    why = record["error"] or "it finds no meter: NVML of a GPU, RAPL of a CPU"
+                    why = record["error"] or "no energy counter: NVML of a GPU or RAPL of a CPU"
                     raise ConfigError(f"budget.{kind}={self.claim.budget[kind]} needs the {kind} "
                                       f"of a step, which a run here does not tell ({why}); give "
                                       f"budget: {{seconds: 30}} or {{steps: 300}}")
@@ -94,9 +104,9 @@ class Settling:
         self.costs = {config: statistics.median(costs[i::len(due)]) for i, config in enumerate(due)}
 
     def _plan(self, first: str) -> tuple[float, int]:
-        """Returns sigma, the standard deviation of one arm's target as a share of it, and the seeds
-        per arm that detect the effect. The pilot runs the first arm without tuning, so that a
-        budget that is too small raises ConfigError before the other runs are paid for."""
+        """Returns sigma (the standard deviation of one arm's target over seeds, as a share of the
+        target) and the number of seeds per arm that detect the effect. The pilot uses the first arm
+        without tuning, so that too few seeds raise ConfigError before most runs are paid for."""
         claim, sigma, df, source = self.claim, self.claim.sigma, None, "from the file"
         if sigma is None:
             runs = self.run("pilot", [self._config(first, {}).replace({"seed": PILOT_SEED + k})
@@ -111,8 +121,8 @@ class Settling:
         return sigma, n
 
     def _tune(self, arms: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the best point of each arm's grid, and the cost of tuning. Its seeds are not
-        those of the comparison."""
+        """Returns the best point of each arm's grid, and the cost of tuning. Stores the tuned
+        configs in `self.arms`. The seeds of tuning are different from those of the comparison."""
         grids = {arm: [({key: flat(config)[key] for key in self.claim.tuning}, config)
                        for config in (self._config(arm, point) for point in self.claim.points)]
                  for arm in arms}
@@ -136,14 +146,17 @@ class Settling:
         return tuned, {"points": len(grid), "runs": len(runs), "seconds": _seconds(runs)}
 
     def _seeds(self, arm: str, n: int, **changes: Any) -> list[Config]:
+        """Return the tuned config of an arm with n seeds, and with further changes."""
         config, first = self.arms[arm]
         return [config.replace({"seed": first + k, **changes}) for k in range(n)]
 
     def _compare(self, a: str, b: str, n: int, tuning_runs: int) -> dict[str, Any]:
+        """Return the verdict on arm `b` against arm `a` with at most n seeds per arm,
+        JSON-ready."""
         claim, seen = self.claim, {}
 
         def losses(seeds: int) -> tuple[list[float], list[float]]:
-            # alternate the arms, so that other load on the machine slows both
+            # alternate the arms, so that other processes on the machine slow both arms equally
             pairs = zip(self._seeds(a, seeds), self._seeds(b, seeds))
             runs = self.run(f"{b} against {a}", [config for pair in pairs for config in pair])
             seen.update({a: runs[::2], b: runs[1::2]})
@@ -159,7 +172,7 @@ class Settling:
                  "steps": {arm: config.steps for arm, config in configs.items()}}
         for kind, cost in costs.items():
             comparison |= {f"step_{kind}": cost, f"equal_{kind}": None}
-            # tested only for a detected difference, and once
+            # equal cost is tested only after a difference was detected, and in one look
             if verdict.word != "no difference":
                 better, other = (b, a) if verdict.gain > 0 else (a, b)
                 took = {arm: cost[arm] * config.steps for arm, config in configs.items()}
@@ -168,8 +181,12 @@ class Settling:
         return comparison | {"sentence": sentence(claim, comparison, tuning_runs)}
 
     def _at_equal(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
-        """Tests whether the better arm still wins with the other arm's seconds or FLOPs, with a
-        schedule that ends there. `ratio`: cost of the better arm / cost of the other."""
+        """Tests whether the better arm still wins with the cost (seconds or FLOPs) of the other
+        arm. If the better arm costs more, it is trained again with fewer steps, and with a learning
+        rate schedule for so many steps.
+
+        others: losses of the other arm
+        ratio:  cost of the better arm / cost of the other arm"""
         steps = self.arms[better][0].steps
         if ratio <= SAME:
             return {"ratio": ratio, "steps": steps, "survives": True}
@@ -182,6 +199,8 @@ class Settling:
 
 
 def sentence(claim: Claim, comparison: Mapping[str, Any], tuning_runs: int) -> str:
+    """Return the verdict as a sentence: which arm is better, by how much, the conditions of the
+    test, and the smallest difference that it could detect."""
     gain, (low, high) = comparison["gain"], comparison["interval"]
     arms = comparison["arm"], comparison["against"]
     p = "p < 0.0001" if comparison["p"] < 1e-4 else f"p = {comparison['p']:.2g}"
@@ -204,6 +223,8 @@ def sentence(claim: Claim, comparison: Mapping[str, Any], tuning_runs: int) -> s
 
 
 def _stays(equal: Mapping[str, Any], why: str) -> str:
+    """Return whether the difference remains at equal cost, in words. `why`: the reason in brackets
+    if no further runs were needed."""
     if "gain" in equal:
         low, high = equal["interval"]
         why = f"{equal['steps']} steps: {low:+.2%} to {high:+.2%}"
@@ -211,11 +232,13 @@ def _stays(equal: Mapping[str, Any], why: str) -> str:
 
 
 def _seconds(runs: Records) -> float:
+    """Return the total seconds of runs."""
     return math.fsum(run["seconds"] for run in runs)
 
 
 def _losses(runs: Records, arm: str) -> list[float]:
+    """Return the final losses of an arm's runs. Raises RunFailedError if a run diverged."""
     if gone := [run["error"] for run in runs if run["val_loss"] is None]:
-        raise RunFailedError(f"{arm} diverged in {len(gone)} of {len(runs)} runs, of which there "
-                             f"is no mean: {gone[0]}")
+        raise RunFailedError(f"{arm} diverged in {len(gone)} of {len(runs)} runs, so it has no "
+                             f"mean loss: {gone[0]}")
     return [run["val_loss"] for run in runs]
