@@ -1,6 +1,8 @@
-"""Print a table of the cards in a folder: model, machine, prediction, measurement, error.
+"""Print a table of the cards in a folder. A card is a JSON file about one training step: the model,
+the machine, the predicted and measured peak memory and time, and the errors of the prediction.
 
-`lpkit predict --card FILE` and the method `.card(FILE)` of a prediction or a watch write cards."""
+`lpkit predict --card FILE` writes a card. In Python, so does the method `.card(FILE)` of
+`lpkit.predict(...)` and of `lpkit.watch(...)`."""
 
 import argparse
 from typing import Any
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except ConfigError as error:
             problems.append(str(error))
         except records.UNREADABLE as error:
-            problems.append(f"{named(path)} is no card ({type(error).__name__}: {error})")
+            problems.append(f"{named(path)} is not a card ({type(error).__name__}: {error})")
     if not cards:
         problems[3:] = [f"{named(args.folder)} holds no card; write one by lpkit predict ... "
                         f"--card {named(args.folder)}/NAME"]

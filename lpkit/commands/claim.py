@@ -1,11 +1,12 @@
-"""Test whether X beats Y on this machine. A YAML file defines the comparison. The verdict states
-the measured difference and the smallest difference that the test could detect.
+"""Test whether X beats Y on this machine, where X and Y are two groups of settings (arms). A YAML
+file defines the comparison. The verdict states the measured difference and the smallest difference
+that the test could detect.
 
   lpkit claim docs/claims/lion.yaml
-  lpkit claim docs/claims/lion.yaml --null       test the referee: compare the first arm with itself
-  lpkit claim FILE --executor submitit           make the runs in Slurm jobs, or in processes here
+  lpkit claim docs/claims/lion.yaml --null       check the test: compare the first arm with itself
+  lpkit claim FILE --executor submitit           train in Slurm jobs (without Slurm: in processes)
 
-To continue a claim that was stopped, repeat the command. No finished run is repeated.
+To continue a claim that was stopped, repeat the command. Runs that have finished are not repeated.
 """
 
 import argparse
@@ -23,11 +24,13 @@ from lpkit.values import Count
 
 
 def shared_arguments(what: str, kept: str) -> dict[str, Any]:
+    """Return the arguments that `claim` and `sweep` share, for `options`. what: the name of the
+    command. kept: what the command stores in addition to runs, for the help text."""
     return {
         "file FILE": (Path, f"YAML file of the {what}"),
         f"--out DIR=runs/{what}s": (a_folder, f"folder for runs and {kept} (default runs/{what}s)"),
-        "--executor NAME": "workers, submitit or ray, which make the runs (default: the executor "
-                           "that the file names)"}
+        "--executor NAME": "where runs are trained: workers (processes on this machine), submitit "
+                           "or ray (default: as in FILE)"}
 
 
 arguments = options(shared_arguments("claim", "verdicts"), {
@@ -51,8 +54,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def with_runs(file: Any, out: Path, at_once: int | None, settle: Callable[..., dict],
               quiet: bool = False) -> dict[str, Any]:
-    """Returns the result of `settle(finished, say)`. The executor of the file (`told`) makes the
-    runs. A signal to this process ends them."""
+    """Returns the result of `settle(finished, say)`. A signal to this process ends all runs, and
+    then this process.
+
+    file:    a Claim or a Sweep; it names the executor that makes the runs
+    out:     the folder of the runs; it is locked against other commands
+    at_once: number of parallel runs; None: as many as the cores allow
+    quiet:   print no line after each run
+    """
     from lpkit import files, processes
     from lpkit.claims import executors, runs
 
@@ -73,7 +82,7 @@ def with_runs(file: Any, out: Path, at_once: int | None, settle: Callable[..., d
                 configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
     with ExitStack() as around:
-        # first the executor: Ray installs signal handlers, and `hear` must replace them
+        # the executor first, because Ray installs signal handlers, which `hear` must replace
         submission = executor(out, file.job, around) if executor else ()
         result, heard = processes.hear(lambda: work(submission), children.end)
         if heard:

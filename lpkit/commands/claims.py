@@ -1,5 +1,6 @@
-"""List published claims about cheaper training of Transformers: source, conditions, prediction and
-measurement by the kit, and a verdict.
+"""List published claims about cheaper training of Transformers, such as "activations take 12 times
+fewer bytes". For each claim: the claimed number, the number that lpkit predicts, the number that it
+measured, and a verdict. With NAME, also print the source, the conditions and the reasons.
 
     lpkit claims
     lpkit claims lion-faster
@@ -47,7 +48,7 @@ SHARES = {"cases": "cases", "time": "the time"}
 
 
 def words(unit: str, value: float) -> str:
-    """Return a number of a claim in words.
+    """Return a number of a claim as text with its unit.
 
     >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
     ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
@@ -63,25 +64,27 @@ def words(unit: str, value: float) -> str:
 
 
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a claim under HEADS. Several numbers are a range: least to most."""
+    """Return the cells of a claim under HEADS. Several numbers become a range: "1.28 to 1.56
+    times"."""
     claimed = [] if row["claimed"] is None else [row["claimed"]]
     ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
                                         if values))
               for values in (claimed, row["kit"].values(), row["measured"].values())]
-    # the unit once: 1.28 to 1.56 times
+    # write the unit once: "1.28 to 1.56 times", not "1.28 times to 1.56 times"
     once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", numbers) for numbers in ranges]
     return row["name"], *once, row["verdict"]
 
 
 def narrow(row: tuple[str, ...]) -> str:
-    """Returns the row of `line` as two lines of text, or one line if it has no numbers."""
+    """Returns the row of a claim for a narrow terminal, as two lines of text, or one line if the
+    claim has no numbers. `row`: the result of `line`."""
     cells = [f"{what} {numbers}" for what, numbers in zip(HEADS[1:4], row[1:4], strict=True)
              if numbers]
     return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(cells) if cells else "")
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns every field of the row as (name, text)."""
+    """Returns the fields of a claim as (name, text), for printing in full."""
     unit, claimed = row["unit"], "no number"
     if row["claimed"] is not None:
         claimed = words(unit, row["claimed"])

@@ -1,6 +1,6 @@
-"""Write a job file that trains on several machines. With --submit, start the job.
+"""Write a job file that trains on one or several machines. With --submit, also start the job.
 
-  lpkit launch cpu-3m --processes 2                         the torchrun command for this machine
+  lpkit launch cpu-3m --processes 2                         a torchrun command for this machine
   lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
   lpkit launch gpt2-124m --on k8s --nodes 2 --processes 8 --gpu nvidia.com/gpu
   lpkit launch gpt2-124m --on sky --nodes 2 --processes 8 --gpu H100
@@ -18,11 +18,11 @@ from lpkit.files import expanded, write_atomically
 
 arguments = options({"target? PRESET|config.yaml": "what to train"}, settings, {
     "--on PLACE=here": "place of the job: here, slurm, k8s or sky (default here)",
-    "--nodes N=1": (int, "machines (default 1)"),
-    "--processes P=1": (int, "processes per machine (default 1)"),
-    "--gpu KIND": "request one GPU per process, by the name that PLACE gives it (default: no GPU)",
+    "--nodes N=1": (int, "number of machines (default 1)"),
+    "--processes P=1": (int, "number of processes per machine (default 1)"),
+    "--gpu KIND": "request one GPU per process; KIND is its name in PLACE (default: no GPU)",
     "--name NAME": "name of the job (default: the name of the target)",
-    "--out DIR": "run folder, which all machines must share",
+    "--out DIR": "run folder, which all machines must be able to write",
     "--submit": "also start the job"})
 
 
@@ -55,6 +55,8 @@ def run(args: Namespace) -> dict:
 
 
 def _handed_on(command: list[str], written: str) -> str:
+    """Start the job by `command`, and return what the command prints. `written`: the beginning of
+    error messages."""
     tool, by_hand = shutil.which(command[0]), " ".join(command)
     if tool is None:
         raise ConfigError(f"{written}`{command[0]}` is not on this machine; elsewhere: {by_hand}")

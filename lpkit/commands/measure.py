@@ -2,7 +2,7 @@
 of a config's Linears, memory copies, messages between GPUs, and one training update.
 
     lpkit measure cpu-3m --save mine.yaml
-    lpkit predict llama-8b --machine mine.yaml      on any computer; plan and advise take it, too
+    lpkit predict llama-8b --machine mine.yaml      on any computer; also for plan and advise
 """
 
 import argparse
@@ -20,8 +20,8 @@ from lpkit.techniques.machines import from_dict
 
 TARGET = "target? PRESET|config.yaml|RUN"
 arguments = options(
-    {TARGET: "config that gives the shapes and the update (default cpu-3m)"}, settings,
-    {"--save mine.yaml": "YAML file to write"})
+    {TARGET: "config whose matmuls and update are timed (default cpu-3m)"}, settings,
+    {"--save mine.yaml": "YAML file to write (default: only print)"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Find layouts that train a model before a deadline and within a budget, and say why others do not.
+"""Find parallel layouts that train a model before a deadline and within a budget, and say why other
+layouts do not. Give at least one of --budget, --deadline and --devices.
 
     lpkit plan --model llama-70b --tokens 1e12 --machine h200 --budget 1M --deadline 30d
     lpkit plan --model llama-70b --tokens 1T --machine h200 --devices 512 --show 1
@@ -20,11 +21,13 @@ from lpkit.tables import page, text_table
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Count
 
+# suffix -> factor
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 FACTOR = Annotated[float, values.between(0.1, 10)]
+# unit -> seconds
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
-# Settings that change a plan: USED, memory.*, and model.* without UNUSED_MODEL.
+# Settings that change a plan: USED, memory.*, and model.* except UNUSED_MODEL. Others are refused.
 USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history",
         "precision.cache_weight_casts", "system.attention", "system.stack", "system.compile")
 UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "model.init")
@@ -51,10 +54,10 @@ arguments = options({
     "--context CONTEXT": (int, "tokens per sequence (default: the config's)"),
     "--price-per-hour PRICE_PER_HOUR": (
         float, "US dollars per device and hour (default: the machine's)"),
-    "--factor FACTOR": (FACTOR, "multiply all times by FACTOR, the measured over the predicted "
-                                "seconds of a step (lpkit.predict.time.calibrate)"),
+    "--factor FACTOR": (FACTOR, "multiply all times by FACTOR: measured seconds of a step, divided "
+                                "by predicted seconds (lpkit.predict.time.calibrate)"),
     "--top TOP=10": (Count, "layouts to print (default 10)"),
-    "--show N": (Count, "print every row of layout N with its formula and source")})
+    "--show N": (Count, "also print each row of layout N with its formula and source")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,6 +116,12 @@ def span(option: str, text: str) -> float:
 
 def _scaled(option: str, text: str, plain: str, scales: dict[str, float], most: float,
             limit: str, kind: str) -> float:
+    """Return the number in `plain` times the scale of its suffix. Raises ConfigError.
+
+    text:        the option's value as typed, for messages
+    most, limit: the largest result, and its text for messages
+    kind:        what the value must be, for messages
+    """
     plain = plain.strip().lower()
     unit = re.search("[a-z]*$", plain)[0]
     try:
@@ -125,6 +134,8 @@ def _scaled(option: str, text: str, plain: str, scales: dict[str, float], most: 
 
 
 def _with_batch(config: Config, tokens: float) -> Config:
+    """Return the config with `tokens` tokens per update. Raises ConfigError unless they are a whole
+    number of sequences."""
     context = config.model.T
     if tokens < context or tokens % context:
         below = math.floor(tokens / context)
@@ -172,6 +183,7 @@ def text(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _opened(layout: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of a layout's memory and time, each with its formula and source."""
     memory, time = layout["memory_rows"], layout["time_rows"]
     width = max(len(row["name"]) for row in (*memory, *time)) + 2
 

@@ -1,4 +1,10 @@
-"""Predict parameters, memory, FLOPs, time and cost of a training run before it runs."""
+"""Predict parameters, memory, FLOPs, time and cost of a training run before it runs.
+
+    lpkit predict cpu-3m --machine this
+    lpkit predict llama-8b --machine h100 --devices 8
+    lpkit predict gpt2-124m global_batch=64 --optimizer lion
+    lpkit predict cpu-3m --machine this --measure
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -19,16 +25,16 @@ arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
     "--devices DEVICES": (int, "number of data-parallel devices (default: the config's layout)"),
     "--mfu MFU": (float, "fraction of the peak FLOP/s to assume for the whole step (default: each "
                          "operation has its own efficiency)"),
-    "--zero ZERO": (int, "ZeRO stage 0 to 3 (default: the config's; with --devices, the lowest "
-                         "that fits)"),
+    "--zero ZERO": (int, "ZeRO stage, 0 to 3 (default: the config's; with --devices, the lowest "
+                         "stage that fits)"),
     "--precision PRECISION": "a recipe, or 16-bit weights: bf16-master, bf16-fp32-grads or "
                              "bf16-pure (default: the config's)",
     "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
     "--recompute RECOMPUTE": "none, selective, block or core-attention (default: the config's; "
-                             "with --devices, the first of the first three that fits)",
-    "--measure": "also run an update here, and compare it with the prediction",
-    "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device (default: the machine's "
-                                               "price)"),
+                             "with --devices, the first of none, selective, block that fits)",
+    "--measure": "also run an update on this machine, and compare it with the prediction",
+    "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device and hour (default: "
+                                               "the machine's price)"),
     "--card FILE": "write the prediction (with --measure, also the measurement) to FILE.json and "
                    "as a picture to FILE.svg"})
 
@@ -50,7 +56,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """Return the predicted and the measured bytes and seconds of an update on this machine."""
+    """Run an update on this machine. Return its measured bytes and seconds and the predicted
+    ones."""
     from lpkit import hardware, measure, reconcile
     from lpkit.training.formulas import said
 
@@ -79,8 +86,8 @@ def text(result: dict[str, Any]) -> Iterator[str]:
     yield words("{target} on {devices} x {machine[title]}\n", result)
     yield line("parameters", "{parameters:number}")
     yield line("FLOPs per token", "{flops_per_token:FLOPs}", "forward and backward")
-    yield words("\n  per device: {layout}, precision {precision}, ZeRO stage {zero}, recompute "
-                "{recompute}\n  ({layout_why})\n  {accumulation}", a)
+    yield words("\n  layout: {layout}; bytes per device; precision {precision}, ZeRO stage {zero}, "
+                "recompute {recompute}\n  ({layout_why})\n  {accumulation}", a)
     for row in rows:
         yield line(row["name"], "{bytes:bytes}", "{formula}", row)
     yield line("peak", "{peak_bytes:bytes}", "of {on[memory_bytes]:bytes}{fit}; moment: "

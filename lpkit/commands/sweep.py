@@ -1,6 +1,9 @@
-"""Search for the best settings with Optuna. A YAML file lists the settings; each trial is one run.
+"""Search for the best settings with Optuna. A YAML file names the settings and their ranges; each
+trial is one training run.
 
-  lpkit sweep docs/lr-search.yaml       repeat the command to continue a sweep that was stopped
+  lpkit sweep docs/lr-search.yaml
+
+To continue a sweep that was stopped, repeat the command. Runs that have finished are not repeated.
 """
 
 import argparse
@@ -26,6 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bar(total: int) -> Callable[[list[dict]], None]:
+    """Return a function that shows a progress bar. It takes all trials so far."""
     from tqdm import tqdm
 
     shown = tqdm(total=total, unit="trial", dynamic_ncols=True)

@@ -6,9 +6,9 @@
   lpkit train --out runs/six --resume steps=900
   lpkit train cpu-3m --processes 2
 
-Ctrl-C, SIGTERM and SIGHUP (SSH closed) stop the run at the next micro-batch and keep a checkpoint
-of the last whole step. --resume continues from the newest good checkpoint. When you resume, you may
-raise `steps`; the learning rate then follows the longer schedule.
+Ctrl-C, SIGTERM and SIGHUP (SSH closed) stop the run at the next micro-batch and write a checkpoint
+of the last whole step. --resume continues from the newest undamaged checkpoint. When you resume,
+you may raise `steps`; the learning rate then follows the longer schedule.
 """
 
 import os
@@ -31,8 +31,8 @@ arguments = options({
 }, settings, {
     "--out DIR": (a_folder, "run folder (default: a new folder in runs/)"),
     "--resume": "continue the run in --out",
-    "--processes N": (int, "train on N processes of this machine; each is a replica, unless "
-                           "parallel.* sets another layout")})
+    "--processes N": (int, "train with N processes on this machine; each has a whole copy of the "
+                           "model, unless parallel.* sets another layout")})
 
 
 def run(args: Namespace) -> dict:
@@ -61,10 +61,10 @@ def run(args: Namespace) -> dict:
     if world != "1" and args.processes is not None:
         raise ConfigError(f"--processes={args.processes} starts processes, but torchrun started "
                           f"{world} already; leave it out")
-    if world != "1" and os.environ.get("RANK", "0") != "0":     # rank 0 alone prints
+    if world != "1" and os.environ.get("RANK", "0") != "0":     # only rank 0 prints
         train(config, out=out, resume=args.resume)
         sys.exit(0)
-    bar = None      # made at the first step, so that an error before it shows no bar
+    bar = None      # made at the first step, so that an error before this step shows no bar
 
     def show(record):
         nonlocal bar

@@ -1,10 +1,11 @@
-"""Verify and time the kernels of a config, and compile its update, before the first run needs them.
-The command trains nothing and writes only to the cache.
+"""Prepare the first run of a config: verify and time its kernels, and compile its update. The
+command trains nothing and writes only to the cache.
 
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
 
-All later processes of this user use the cache. Other users cannot, because its files are executed.
+All later runs of this user use the cache. Other users have caches of their own, because a process
+executes files of its cache.
 """
 
 from argparse import Namespace
@@ -14,7 +15,8 @@ from lpkit.commands import asked, options, settings
 from lpkit.files import own_cache
 from lpkit.predict.units import duration
 
-arguments = options({"target PRESET|config.yaml|RUN": "what you will train"}, settings)
+arguments = options({"target PRESET|config.yaml|RUN": "preset, config or run that you will train"},
+                    settings)
 
 
 def run(args: Namespace) -> dict:

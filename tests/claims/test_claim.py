@@ -450,7 +450,7 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
     asked = []
     with pytest.raises(ConfigError,
                        match=r"budget.joules=500 needs the joules of a step, which a run here does "
-                             r"not tell \(it finds no meter: .*\); "
+                             r"not tell \(no energy counter: .*\); "
                                           r"give budget: \{seconds: 30\}"):
         settled(lambda config: asked.append(config) or 2.0, {"budget": {"joules": 500}})
     assert len({id(config) for config in asked}) == 1, "by one short run"

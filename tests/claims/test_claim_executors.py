@@ -214,7 +214,7 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
     with pytest.raises(ConfigError,
                        match=r"budget\.seconds needs machines of one kind, and runs were made on a "
-                             r"fast one and a slow one; let job ask"):
+                             r"fast one and a slow one; request one"):
         settle_with({"seconds": 10})
     assert (settle_with({"steps": 20})["runs"]
             and settled(lambda config: 2.0 + config.seed % 7 / 1e3, {"budget": {"seconds": 10}}))
