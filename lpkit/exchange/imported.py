@@ -1,11 +1,14 @@
-"""Turn a folder of transformers into a run that other runs can start from.
+"""Turn a model folder of transformers into a run from which other runs can start.
 
     lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
 
-`planned` reads only the headers of the files, so that it accepts or refuses a model of any size at
-once. (If a tied head is in a file, it also compares the head with the embedding.) `bring` then
-writes a checkpoint of step 0, one block at a time, with the memory of one block. Nothing is
-downloaded, unpickled or executed. A folder with a tensor that our model lacks raises ConfigError.
+`planned` reads only the headers of the files, so it quickly accepts or refuses a model of any size.
+(If a tied head is in a file, `planned` also compares the head with the embedding.) `bring` then
+writes a checkpoint of step 0, one block at a time, so it needs only the memory of one block.
+Nothing is downloaded, unpickled or executed. A folder with a tensor that our model does not have
+raises ConfigError.
+
+In this module, "ours" are names and tensors of lpkit, "theirs" those of transformers.
 """
 
 import os
@@ -30,15 +33,22 @@ from lpkit.training.runs import Run
 from lpkit.values import Place, checked
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# files with weights that would have to be unpickled
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants in old files
+# ends of the names of constants in old files, which are not weights
+NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A folder of transformers, as its headers describe it. `places`: the file of each of their
-    tensors. `ours`: our parameter -> the names of the tensors that it is made of."""
+    """A folder of transformers, as described by its config.json and the headers of its files.
+
+    places:    their tensor -> its file
+    ours:      our parameter -> names of their tensors from which it is made
+    tokenizer: the tokenizer as a dict (`Tokenizer.to_dict`)
+    weights:   number of parameters
+    """
 
     folder: Path
     family: Family
@@ -49,7 +59,8 @@ class Plan:
     weights: int
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Returns our parameters `names`, as in a checkpoint. Reads their tensors memory-mapped."""
+        """Returns our parameters `names` with the names and the dtype of a checkpoint. Reads their
+        tensors memory-mapped."""
         weights, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
             parts = [tensor(self.places[there], there) for there in self.ours[name]]
@@ -60,9 +71,9 @@ class Plan:
 
 @checked
 def planned(folder: Place, tokenizer: str = "") -> Plan:
-    """Reads the headers of a folder. `tokenizer`: the name of a tokenizer ("bytes"), if the folder
-    has none. Raises ConfigError for a folder without a model, or with a model that this kit does
-    not compute."""
+    """Returns the Plan of a folder, without reading weights. `tokenizer`: the name of a tokenizer,
+    such as "bytes", if the folder contains none. Raises ConfigError for a folder without a model,
+    or with a model that this kit does not compute."""
     folder = files.expanded(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
@@ -73,7 +84,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     settings = records.of_others(folder / CONFIG)
     family = families.of_type(settings.get("model_type"))
     model, headers = family.model(settings), _headers(folder)
-    if model.L > len(headers):          # checked before so many layers are built
+    if model.L > len(headers):          # checked before the model is built, which could take long
         raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
                           f"{model.L:,} layers; they are not of one model")
     tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
@@ -81,7 +92,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     for name, t in (due := parameters(model)).items():
         theirs = {family.named(part_name): tuple(part.shape)
                   for part_name, part in family.parts(name, t, model).items()}
-        # the names in files of the whole model, or of the bare model
+        # their names if a file was saved from the whole model, or from the model without its head
         wanted[name] = tuple(key if key in headers else key.removeprefix(family.prefix)
                              for key in theirs)
         missing += [key for key, there in zip(theirs, wanted[name]) if there not in headers]
@@ -120,14 +131,16 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Returns the parameters of a model by name, on the meta device."""
+    """Returns our parameters of a ModelConfig by name, on the meta device (without memory)."""
     with torch.device("meta"):
         module = build.made(Config(model=model), "plain")
     return dict(module.named_parameters())
 
 
 def bring(plan: Plan, out: Path) -> Run:
-    """Writes the run. Raises ConfigError if `out` exists."""
+    """Writes the run of a Plan into the folder `out`, and returns it. Raises ConfigError if `out`
+    exists."""
+    # parameters that are read together: those of each block, and all others under ""
     groups: dict[str, list[str]] = {}
     for name in plan.ours:
         groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []
@@ -139,8 +152,14 @@ def bring(plan: Plan, out: Path) -> Run:
 
 def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
             tensors: Mapping[str, Tensor], write: checkpoint.Write = shards.save) -> Run:
-    """Writes a run that was trained elsewhere: its weights at step 0, without optimizer states. The
-    folder appears only when it is complete. Raises ConfigError if `out` exists."""
+    """Writes a run whose weights were trained by another program: a checkpoint of step 0 without
+    optimizer state. The folder `out` appears only when it is complete. Raises ConfigError if `out`
+    exists.
+
+    start:   SHA-256 of the weights from which the run started; empty: none
+    tensors: tensors of the checkpoint, by name
+    write:   function that writes the checkpoint's weights
+    """
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
     tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
@@ -161,7 +180,8 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
 
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Returns the file, the shape and the dtype of each tensor. Raises ConfigError."""
+    """Returns {name of their tensor: (its file, shape, dtype)} for all files of a model. Raises
+    ConfigError."""
     names, headers = {WEIGHTS}, {}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as in transformers
         of = records.of_others(folder / INDEX).get("weight_map")
@@ -178,7 +198,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
 
 
 def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Reads the path, the shape and the dtype of each tensor from a file's header. Raises
+    """Returns {name: (`path`, shape, dtype)} from the header of a safetensors file. Raises
     ConfigError, also for a dtype that is not in DTYPES."""
     if not os.path.lexists(path):
         pickled = [file.name for kind in PICKLED for file in path.parent.glob(kind)]
@@ -189,7 +209,7 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
         raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
     files.check_regular(path)
     try:
-        # framework "pt" would allocate all bytes
+        # framework "pt" would allocate memory for all tensors
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             headers = {name: (path, part.get_shape(), part.get_dtype())
@@ -215,6 +235,8 @@ def tensor(path: Path, name: str) -> Tensor:
 
 
 def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
+    """Return a tokenizer as a dict: the tokenizer named `asked`, or that of the folder if `asked`
+    is empty. Raises ConfigError."""
     if asked:
         return tokenizers.builder(asked).build(0, lambda: iter(()), folder).to_dict()
     if not os.path.lexists(folder / tokenizers.FILE):

@@ -88,7 +88,7 @@ def test_what_is_no_matrix_is_not_merged(base, tmp_path):
     run = adapted(base, tmp_path, {"name": "bottleneck", "width": 8}, steps=1)
     with pytest.raises(ConfigError,
                        match=r"no matrix of a model is the same as one with "
-                             r"model\.changes=bottleneck; an adapter that is one Linear"):
+                             r"model\.changes=bottleneck; only an adapter that equals one Linear"):
         export(run, tmp_path / "out")
     for adapted_run, name in ((run, "bottleneck"), (base, "none")):
         with pytest.raises(ConfigError,
