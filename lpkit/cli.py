@@ -111,6 +111,7 @@ class _Parser(argparse.ArgumentParser):
         return super()._get_values(action, words)
 
     def _get_value(self, action: argparse.Action, word: str):
+        """Convert and check a word by the annotation that the argument has as its `type`."""
         return annotated(word, action.type or str, (action.option_strings or [action.dest])[-1])
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -118,6 +119,7 @@ class _Parser(argparse.ArgumentParser):
             pick(dict.fromkeys(action.choices), value, action.dest)
 
     def error(self, message: str):
+        """Print a message of argparse in one line, shortened, and exit with code 2."""
         sentence = " ".join(message.split())[:MOST_CHARACTERS]
         sys.exit(complain(f"{sentence}; see `{self.prog} --help`"))
 

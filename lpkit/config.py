@@ -319,6 +319,7 @@ class Config(Group):
 
     @functools.cached_property
     def _of_rank(self) -> tuple[int, int]:
+        """(sequences in a micro-batch of one rank, micro-batches of one rank per update)"""
         return layouts.micro_batch(self.global_batch, self.grad_accum_steps,
                                    self.parallel.batch_ranks)
 
@@ -340,12 +341,14 @@ class Config(Group):
         return _build(cls, values, "")
 
     def to_yaml(self) -> str:
+        """Return the Config as YAML text."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":
+        """Make a Config from YAML text: the inverse of `to_yaml`. Raises ConfigError."""
         from lpkit.plain_yaml import parse_yaml
 
         return cls.from_dict(parse_yaml(text))

@@ -88,6 +88,7 @@ class StatePlacement:
 
     @property
     def used(self) -> str:
+        """The name of the place, for the record of choices."""
         return self.name
 
     def store(self, t: Tensor) -> Tensor:
@@ -208,11 +209,14 @@ class Tokenizer(Protocol):
     name: str
     vocab: int
 
-    def encode(self, text: str, special: bool = False) -> list[int]: ...
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the token ids of a text. special: the text <|endoftext|> is the special token."""
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids."""
 
-    def to_dict(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tokenizer, JSON-ready, for the header of token files."""
 
 
 class RunAccount(Protocol):

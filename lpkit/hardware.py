@@ -256,6 +256,7 @@ def _made_for(architecture: str, has: int) -> bool:
 
 @functools.cache
 def _machine(device: str, threads: int) -> Machine:
+    """Measure the ceilings for `machine`. threads: PyTorch's current number of threads."""
     on, details = torch.device(device), {}
     flops = {name: peak_flops(name, device, threads) for name in (*DTYPES, *low_formats(on))}
     if "fp8" in flops:      # Hopper adds all products in float32 only without fast accumulation

@@ -64,6 +64,7 @@ class _Plain(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Refuse anchors, aliases, tags, deep nesting, and numbers in base 60 or 8."""
         event = self.peek_event()
         tag = getattr(event, "tag", None)
         for wrong, words in ((event.anchor is not None, "anchors and aliases are not read"),
@@ -80,6 +81,7 @@ class _Plain(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        """Refuse keys that are no words, merge keys (<<), and keys that are given twice."""
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":

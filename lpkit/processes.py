@@ -187,6 +187,7 @@ class Channel:
             self.socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        """Close our end of the channel."""
         self.over = True
         self.socket.close()
 

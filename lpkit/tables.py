@@ -55,6 +55,7 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
         sum(map(str.isalpha, cell)) > SENTENCE for cell in column) else 0 for column in columns]
 
     def line(cells: Sequence[str], tag: str, style: str) -> str:
+        """Return a row <tr>. tag: th or td; style: further CSS of each cell."""
         html = ""
         for i, (cell, em) in enumerate(zip(cells, least)):
             side = "left" if em or i == 0 else "right"

@@ -43,6 +43,7 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
         raise ConfigError(f"submitit does not take this job: {in_one_line(str(error))}") from None
 
     def submit(*arguments: Any) -> Any:
+        """Submit `alone(*arguments)` as a job. Return submitit's Job, which is a future."""
         future = executor.submit(alone, *arguments)
         # at the end, cancel the job if its run has no record
         stack.callback(lambda: Path(f"{arguments[0]}.json").is_file() or future.done()

@@ -99,6 +99,7 @@ def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> 
     """Returns the smallest number of pairs that detects `effect`, or MOST if even MOST pairs do
     not. Other arguments as for `visible`."""
     def seen(n: float) -> bool:
+        """Return True if n pairs, rounded up, detect `effect`."""
         return n > MOST - 1 or visible(math.ceil(n), sd, level, sd_df) <= effect
 
     return math.ceil(_least(seen, LEAST - 1, LEAST, 1 / (4 * MOST)))
@@ -119,6 +120,7 @@ class Verdict:
 
     @property
     def word(self) -> str:
+        """The verdict on the other arm: better, worse or no difference."""
         return "no difference" if self.p > ALPHA else "better" if self.gain > 0 else "worse"
 
 

@@ -105,9 +105,12 @@ class _Worker:
     at: Path                    # path of the record that the run will write
 
     def done(self) -> bool:
+        """Return True if the worker process has ended."""
         return self.keeper.poll() is not None
 
     def exception(self) -> Exception:
+        """Return the error of a worker that has ended. Its message is the end of the worker's
+        log."""
         killed = not 0 <= self.keeper.returncode <= 128
         message = self.keeper.stdout.read() or "nothing, and were killed"
         return (ChildProcessError if killed else RunFailedError)(message)

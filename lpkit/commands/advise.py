@@ -20,7 +20,9 @@ arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the Advice as a dict: sentence, choice, and a plan for each recipe."""
     config = config_of(args.target, asked(args))
+    # to measure `this` machine needs torch, so first check the recipes
     on = None if args.machine == "this" else machine(args.machine)
     casting = {name: row for name, row in RECIPES.items() if row.products}
     for name in args.recipe or ():

@@ -20,6 +20,8 @@ arguments = options({"folder FOLDER": (a_folder, "folder of the cards")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the cards of the folder, and a message for each other JSON file. Raises ConfigError if
+    there is no card."""
     cards, problems = [], []
     for path in sorted(args.folder.glob("*.json")):
         try:

@@ -39,6 +39,8 @@ arguments = options(shared_arguments("claim", "verdicts"), {
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Decide the claim. Return the object of `Settling.settle` and the command, and write it to
+    OUT/NAME.verdict."""
     from lpkit import records
     from lpkit.claims import protocol
     from lpkit.claims.settle import Settling
@@ -70,6 +72,8 @@ def with_runs(file: Any, out: Path, at_once: int | None, settle: Callable[..., d
         needs(f"executor={name}", name)
 
     def work(submission: tuple) -> dict[str, Any]:
+        """Lock `out`, and decide with workers or the executor. submission: what the executor
+        returned; empty: start workers."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.locked(out / ".lock", wait=False))

@@ -23,6 +23,7 @@ arguments = options({"name? NAME": "claim to print in full"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all claims of data/published/claims.json, or the claim NAME."""
     rows = json.loads((resource("data/published") / "claims.json").read_text(encoding="utf-8"))
     if args.name is None:
         return {"claims": rows}
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    # wide enough for the table if stdout is a pipe
+    # if stdout is a pipe, assume 160 columns, which are enough for the table
     columns = shutil.get_terminal_size((160, 24)).columns
     if "claims" in result:
         lines = [*map(line, result["claims"])]

@@ -32,6 +32,7 @@ SHOW = options({"folder DIR": (a_folder, "folder that `prepare` wrote")})
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands `prepare` and `show`, each with its arguments and --json."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare | show")
     for name, add, about in (("prepare", PREPARE, "write the token files of a source"),
                              ("show", SHOW, "check a prepared folder, and print its contents")):
@@ -41,6 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Prepare or check token files. Return the folder, the tokenizer, the header of the files, and
+    the entropy of their token frequencies in nats per token."""
     from lpkit.datasets import byte_unigram_entropy, open_tokens, prepare, prepare_into
     from lpkit.datasets.tokenizers import builder
 

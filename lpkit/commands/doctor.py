@@ -26,6 +26,8 @@ arguments = options()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Test the machine. Print each part of the report when it arrives, or with --json nothing.
+    Return the whole report."""
     page = Page()
     return probes.examine(lambda part: args.json or [
         say(printable(line)) for line in page.lines(part)], imports=args.imports)
@@ -49,6 +51,8 @@ class Page:
         self.cells: dict[str, str] = {}
 
     def lines(self, part: dict[str, Any]) -> Iterator[str]:
+        """Yield the lines of a part: facts about the machine, the list of coming checks (not
+        printed), or results (probes)."""
         for title, value in _facts(part):
             yield beside(f"  {title}", value, 14, 118)
         for name, kind, _ in part.get("checks", ()):

@@ -27,6 +27,8 @@ arguments = options({
 
 
 def run(args: Namespace) -> dict:
+    """Import the folder, or only check it. Return the facts about the model, and in `fits` the
+    settings with which it can be trained on this machine."""
     if not (args.out or args.check):
         raise ConfigError("lpkit import needs --out DIR, a new folder, or --check")
     if args.base:

@@ -27,6 +27,8 @@ arguments = options({"target? PRESET|config.yaml": "what to train"}, settings, {
 
 
 def run(args: Namespace) -> dict:
+    """Write the job file, and with --submit start the job. Return the file's name and text, the
+    command that starts the job, and its answer."""
     from lpkit.parallel.places import PLACES, Job
     from lpkit.presets import is_preset, resolve
     from lpkit.techniques import layouts
@@ -38,9 +40,11 @@ def run(args: Namespace) -> dict:
     config, name = resolve(target, asked), args.name or Path(target).stem.lower()
     job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
+    # the job may start in another folder, so give it absolute paths
     if place.sees:
         out = os.path.abspath(expanded(out))
         target = target if is_preset(target) else os.path.abspath(expanded(target))
+    # several processes without a layout: each process is a replica
     if config.parallel.devices == 1 < world:
         config, asked = config.replace({"parallel.data": world}), [*asked, f"parallel.data={world}"]
     layouts.check(config, config.parallel, world)

@@ -25,6 +25,8 @@ arguments = options(
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the machine and return its row. `factor`: measured seconds of the update, divided by
+    the predicted seconds; 1 if the device waited for the host."""
     target, changes = target_and_asked(args)
     words = [target or "cpu-3m", *changes]
     config, path = resolve(words[0], changes), expanded(args.save or "mine.yaml")

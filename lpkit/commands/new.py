@@ -36,6 +36,8 @@ arguments = options({
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the files. Return their paths, and the commands that run them. Raises ConfigError for a
+    name that is taken, before any file is written."""
     name, field, example = args.name, FAMILIES[args.family], f"my_{args.family}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) or keyword.iskeyword(name):
         raise ConfigError(f"{shown(name)} is no module's name; use at most 64 letters, digits and "

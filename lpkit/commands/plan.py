@@ -61,6 +61,8 @@ arguments = options({
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the best layouts. Raises ConfigError for wrong input, and RunFailedError, with the
+    reason, if no layout is feasible."""
     from lpkit.predict.plan import plan
     from lpkit.training.runs import RunFailedError
 
@@ -188,6 +190,7 @@ def _opened(layout: dict[str, Any]) -> Iterator[str]:
     width = max(len(row["name"]) for row in (*memory, *time)) + 2
 
     def opened(row: dict[str, Any], value: str, mark: str = " ") -> str:
+        """Return a row as two lines: name, value and formula; and below them the source."""
         return words(f"  {{mark}} {{name:<{width}}}{value}  {{formula}}\n    {'':<{width + 10}}  "
                      f"{{source}}", row, mark=mark)
 

@@ -40,6 +40,7 @@ arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the prediction, and with --measure the measured bytes and seconds of an update."""
     from lpkit.predict import predict
 
     config = config_of(args.target, asked(
@@ -80,6 +81,8 @@ def text(result: dict[str, Any]) -> Iterator[str]:
 
     def line(name: str, value: str = "", about: str = "", values: dict[str, Any] = result,
              **more: Any) -> str:
+        """Return a line in three columns. value, about: templates, filled from `values`, the
+        assumptions `a`, the machine `on`, and `more`."""
         value, about = (words(part, values, a=a, on=on, **more) for part in (value, about))
         return f"  {name:<{width}}{value:>10}  {about}".rstrip()
 
@@ -132,6 +135,7 @@ def text(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _measurement(measured: dict[str, Any]) -> Iterator[str]:
+    """Yield the tables of predicted and measured bytes and seconds, and sentences about them."""
     for key, unit in (("bytes", "bytes"), ("seconds", "time")):
         rows = measured[key]
         yield f"\n  {key} on {rows[0]['where']}: predicted, measured, error" if rows \

@@ -30,6 +30,7 @@ arguments = options({
 
 
 def run(args: Namespace) -> dict:
+    """Return the prompts and the texts: each text is its prompt and the generated continuation."""
     pick(CACHES, args.cache, "cache")
     run, prompts = opened(args.run), args.prompt or ["\n"]
     from lpkit.training.sampling import sample  # imports torch

@@ -20,6 +20,7 @@ arguments = options(claim.shared_arguments("sweep", "journals"))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Make all trials. Return the best trial, all trials, and the path of the journal."""
     from lpkit.claims import protocol, sweep
 
     search = protocol.read(args.file, sweep.Sweep, sweep.NEEDED, args.executor)
@@ -46,6 +47,7 @@ def bar(total: int) -> Callable[[list[dict]], None]:
 
 
 def text(result: dict[str, Any]) -> str:
+    """Return a table of the ten best trials. `pruned`: the step after which a trial was stopped."""
     trials = sorted(result["trials"],
                     key=lambda trial: (trial["val_loss"] is None, trial["val_loss"]))
     rows = [[f"{value:.5g}" if isinstance(value, float) else str(value) for value in

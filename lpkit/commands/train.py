@@ -36,6 +36,8 @@ arguments = options({
 
 
 def run(args: Namespace) -> dict:
+    """Train or resume, and return the summary of the run. Under torchrun, only rank 0 returns; the
+    other ranks train and exit."""
     from tqdm import tqdm
 
     from lpkit.files import of_transformers
@@ -67,6 +69,7 @@ def run(args: Namespace) -> dict:
     bar = None      # made at the first step, so that an error before this step shows no bar
 
     def show(record):
+        """Show a StepRecord in the progress bar."""
         nonlocal bar
         if bar is None:
             bar = tqdm(total=config.steps, initial=record.step - 1, unit="step", file=sys.stderr,

@@ -86,6 +86,7 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
 
 
 def _loras(model: nn.Module) -> Iterator[tuple[str, Lora]]:
+    """Return an iterator over (name, module) of the modules with A and B."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Lora))
 
 
@@ -248,6 +249,7 @@ def bring_lora(folder: Path, settings: Mapping[str, Any], base: Run, out: Path, 
     theirs = tensors(folder, due, "r, use_dora and target_modules")
 
     def fill(model: nn.Module) -> None:
+        """Copy their A, B and vectors into the model; zeros where their files have none."""
         for name, module in _loras(model):
             pairs = []
             for key, B in zip(of[name], module.B):

@@ -119,6 +119,7 @@ class Prediction:
 
     @property
     def summary(self) -> str:
+        """The peak memory, the seconds of a step and the doubt, in one line."""
         return "; ".join(filter(None, (*self._sentences, self.doubt)))
 
     def to_dict(self) -> dict[str, Any]:

@@ -135,6 +135,7 @@ class Step:
         return loss
 
     def _update(self) -> None:
+        """Run a forward pass, a backward pass and a step of the optimizer."""
         self.updater.zero_grad()
         # as in a training loop, the variable keeps the loss alive during the optimizer's step
         _loss = self._backward()
@@ -204,6 +205,7 @@ def without_memory(model: nn.Module, batch: Any, device: str
     known: dict[int, Any] = {}
 
     def like(t: Tensor) -> Tensor:
+        """Return the copy of `t`; the same object for the same tensor."""
         if id(t) not in known:
             known[id(t)] = torch.empty_like(t.detach(), device=device)
             if isinstance(t, nn.Parameter):
