@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def timed(folder: Path, line: str, env: dict[str, str]) -> tuple[str, float, str]:
-    """What was typed, its seconds, and what it said."""
+    """A command that was typed, its seconds, and its output."""
     words = shlex.split(line.removeprefix("PYTHONPATH=. "))
     words = [sys.executable, *(["-m"] if words[0] == "lpkit" else []),
              *words[words[0] == "python":]]

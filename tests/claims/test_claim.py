@@ -1,9 +1,10 @@
-"""`lpkit claim`: statistics against independent values, what a file is refused for, and that
-nothing is lost or done twice.
+"""`lpkit claim`: the statistics compared with independent values, the files that are refused, and
+runs that are neither lost nor made twice.
 
-Only these tests catch: a wrong critical value or power of the referee, a budget that gives an arm
-other steps than it pays for, a file that imports code, a record or a folder of another run whose
-losses are believed, and a killed claim that ends otherwise than an unbroken one.
+Only these tests catch: a wrong critical value or power of the referee, a budget that gives an
+arm a wrong number of steps, a file that imports code, a record or folder of another run whose
+losses are used, and a claim that was killed and ends with another verdict than an uninterrupted
+claim.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def written(folder, **changes):
 # statistics
 
 def test_students_t_is_the_tables():
-    """NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2, upper critical values."""
+    """Expected: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2, upper
+    critical values."""
     for df, p, t in ((1, .975, 12.706), (2, .975, 4.303), (3, .995, 5.841), (4, .9, 1.533),
                      (5, .95, 2.015), (10, .99, 2.764),
                      (29, .975, 2.045), (60, .975, 2.000), (100, .999, 3.174)):
@@ -92,21 +94,21 @@ def test_levels_spend_no_more_than_alpha():
 
 
 def test_seeds_of_the_issue():
-    """Sigma 0.48%, pairs that share a seed's noise: by hand, 1% needs (1.96 + 0.84)^2 * 2 * 0.48^2
-    = 3.6 pairs and a few for t."""
+    """Sigma is 0.48%, and the runs of a pair are uncorrelated. By hand, an effect of 1% needs
+    (1.96 + 0.84)^2 * 2 * 0.48^2 = 3.6 pairs, and a few more because sigma is estimated (t-test)."""
     assert referee.needed(0.01, math.sqrt(2) * 0.0048, 0.05) == 6
     assert referee.needed(0.005, math.sqrt(2) * 0.0048, 0.05) == 17
     assert (referee.needed(1e-9, 1.0, 0.05) == referee.MOST
             and referee.needed(0.5, 1e-3, 0.05) == referee.LEAST)
-    for effect in (0.003, 0.01, 0.02):      # no fewer do
+    for effect in (0.003, 0.01, 0.02):     # with one pair fewer, the power is too low
         n = referee.needed(effect, 0.01, 0.05, 4)
         assert referee.visible(n, 0.01, 0.05, 4) <= effect < referee.visible(n - 1, 0.01, 0.05, 4)
 
 
 @pytest.mark.parametrize("n, level", [(3, 0.05), (4, 0.01), (12, 0.0336), (50, 0.05)])
 def test_power_is_what_is_said(n, level):
-    """The tails of the noncentral t by integration over the sample's sigma; critical values by the
-    function that the tables hold."""
+    """Expected: the tails of the noncentral t, by integration over the sample's sigma. Critical
+    values come from the function that is tested against tables above."""
     df, critical = n - 1, referee.t_quantile(1 - level / 2, n - 1)
     shift = -math.log1p(-referee.visible(n, 0.01, level)) / 0.01 * math.sqrt(n)
     scale, step, power = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2), 0.002, 0.0
@@ -120,7 +122,8 @@ def test_power_is_what_is_said(n, level):
 
 @pytest.mark.parametrize("sigma, pilot", [(0.005, 5), (0.03, 5), (0.01, 10)])
 def test_power_with_a_pilots_sigma(sigma, pilot):
-    """By simulation: pilots, the pairs that they ask for, and their test."""
+    """Expected: a simulation of pilots, of the numbers of pairs that they request, and of the
+    tests."""
     rng, detected, tries = random.Random(1), 0, 1500
     for _ in range(tries):
         sd = statistics.stdev(rng.gauss(0, sigma) for _ in range(pilot))
@@ -128,12 +131,12 @@ def test_power_with_a_pilots_sigma(sigma, pilot):
         detected += referee.look([1.0] * n,
                                  [0.985 * math.exp(rng.gauss(0, sigma)) for _ in range(n)],
                               0.05).word == "better"
-    assert detected / tries > 0.78     # 80%, two standard errors below
+    assert detected / tries > 0.78     # 80%, minus two standard errors of the simulation
 
 
 def test_a_look_by_hand():
-    """Log gains 1, 2 and 3%: mean 2%, sd 1%, t = 2 sqrt(3) with 2 degrees of freedom, whose p is 1
-    - t / sqrt(t^2 + 2)."""
+    """The log gains are 1, 2 and 3%: mean 2%, standard deviation 1%, so t = 2 sqrt(3) with 2
+    degrees of freedom, and p = 1 - t / sqrt(t^2 + 2)."""
     verdict = referee.look([math.exp(g) for g in (0.01, 0.02, 0.03)], [1.0] * 3, 0.05)
     t = 2 * math.sqrt(3)
     assert verdict.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
@@ -170,7 +173,7 @@ def test_looks_end_at_a_difference():
 
 @pytest.mark.slow
 def test_the_referees_errors_on_real_runs():
-    """What docs/claim.md says, with fewer claims."""
+    """A claim that docs/claim.md describes, with fewer settings."""
     pool = json.loads(bench.POOL.read_text())
     assert len(pool["losses"]["adamw"]) >= 300 and len(set(pool["losses"]["adamw"])) >= 300
     rng = random.Random(5)
@@ -241,7 +244,8 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, message, tmp_
 
 
 def test_a_file_imports_nothing_by_itself(tmp_path, monkeypatch, capsys):
-    """As docs/own_technique.md promises of files: who trusts a module says so."""
+    """docs/own_technique.md promises that a file alone imports no module: the user names the
+    modules that are trusted."""
     (tmp_path / "strangers_rows.py").write_text("raise SystemError('it ran')")
     monkeypatch.syspath_prepend(tmp_path)
     message = "imports='strangers_rows': a file imports nothing by itself"
@@ -273,8 +277,8 @@ def test_flops_give_each_arm_its_own_steps():
 
 
 def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
-    """The model's by torch's own counter; Muon's five Newton-Schulz steps of each matrix, which no
-    counter of products of the model sees."""
+    """Expected: the model's FLOPs by PyTorch's own counter, and by hand Muon's five
+    Newton-Schulz steps for each matrix, which a counter of the model's matmuls does not see."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from lpkit.training.training import Training
@@ -287,11 +291,12 @@ def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
     assert protocol.step_flops(adamw) == counter.get_total_flops()
 
     def orthogonalised(*shape):
-        """x (a, b), a <= b: X X^T, A A, and B X, each a multiply and an add."""
+        """Return the FLOPs of the five steps for a matrix (a, b) with a <= b: X X^T, A A and B
+        X; a multiply and an add are two FLOPs."""
         a, b = sorted(shape)
         return 5 * 2 * (a * b * a + a * a * a + a * a * b)
 
-    # q, k, v, projection; up, down
+    # q, k, v and the output projection; then the two Linears of the MLP
     hidden = 4 * orthogonalised(32, 32) + 2 * orthogonalised(32, 128)
     assert protocol.step_flops(muon) - protocol.step_flops(adamw) == pytest.approx(hidden)
 
@@ -299,8 +304,12 @@ def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
 # the verdict, with losses that are made up
 
 def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0, joules=None):
-    """`losses(config)`; says what was run, too. `seconds`, `joules`: of a step, by the optimizer's
-    name."""
+    """Settle a claim with made-up losses. Return the result, the (purpose, number) of the runs that
+    were made, and the printed lines.
+
+    losses: function of a config\nseconds, joules: functions of the optimizer's name; cost of a
+    step
+    """
     asked, printed = [], []
 
     def finished(what, configs):
@@ -340,7 +349,7 @@ def test_a_gain_that_is_there_is_seen():
 
 
 def test_the_edge_of_the_grid_is_a_doubt():
-    """YAML reads 1e-4 as text and 1.0e-4 as a number."""
+    """The grid has numbers and texts: YAML reads 1e-4 as text and 1.0e-4 as a number."""
     rates = {"optimizer.lr": ["1e-4", 3e-4, "1e-3"], "optimizer.weight_decay": [0, "0.1"]}
     outcome, _, _ = settled(noisy, SEES | {"tuning": rates})
     assert outcome["tuned"]["lion"]["optimizer.lr"] == 1e-3
@@ -372,7 +381,8 @@ def test_a_slower_arm_must_win_at_equal_seconds():
 
 
 def test_equal_flops():
-    """Muon, whose products are dear beside so small a batch, wins by steps, and not by FLOPs."""
+    """With so small a batch, the matmuls of Muon's update are a large share of a step's FLOPs.
+    Muon wins at equal steps, and does not win at equal FLOPs."""
     arms = {"arms": {"adamw": {"optimizer": "adamw"}, "muon": {"optimizer": "muon"}},
             "budget": {"steps": 40}}
     cost = {arm: protocol.step_flops(claim(**arms).config(arm)) for arm in ("adamw", "muon")}
@@ -392,14 +402,14 @@ def test_equal_flops():
             and asked[-1][0] == f"muon in {fewer} steps")
     assert (f"it stays so (its steps take no longer), at equal FLOPs that is not seen ({fewer} "
             f"steps" in verdict["sentence"])
-    # the other way round the better arm has fewer of them, and nothing more is run
+    # in the other direction, the better arm has fewer FLOPs, so no further runs are made
     lost, asked, _ = settled(lambda config: noisy(config)
                              * (1.03 if config.optimizer.name == "muon" else 1), SEES | arms)
     assert lost["verdicts"][0]["equal_flops"] == {"ratio": cost["adamw"] / cost["muon"],
         "steps": 40, "survives": True}
     assert ("steps" not in asked[-1][0] and "at equal FLOPs it stays so (it has no more)"
             in lost["sentence"])
-    # Lion's FLOPs are AdamW's: skipped, and not in the sentence
+    # Lion has the FLOPs of AdamW, so the sentence does not mention FLOPs
     same, _, _ = settled(noisy, SEES)
     assert (same["verdicts"][0]["equal_flops"] == {"ratio": 1.0, "steps": 4, "survives": True}
             and "FLOPs" not in same["sentence"])
@@ -423,8 +433,8 @@ def test_three_kinds_of_budget_give_each_arm_its_own_steps():
 
 
 def test_what_is_tuned_and_slows_a_step_has_steps_of_its_own():
-    """The mean of three runs whose seconds differ is none of them; rate and decay have no runs of
-    their own."""
+    """The three metered runs have different seconds, and the median counts. Learning rate and
+    weight decay need no metered runs of their own."""
     rounds = iter(range(100))
     grid = {**TINY["tuning"], "model.mlp_width": [64, 128]}
     tuned = claim(tuning=grid, budget={"seconds": 10})
@@ -500,7 +510,8 @@ def test_three_arms_share_the_error():
 # a verdict, from its file alone
 
 def filed(folder, losses=noisy, **changes):
-    """Settles a claim of made-up losses and writes its verdict, as the command does."""
+    """Settle a claim with made-up losses, and write its verdict as the command does. Return the
+    path and the result."""
     outcome, _, _ = settled(losses, SEES | changes)
     path = folder / "lion.verdict"
     runs.records.write(path, outcome | {"command": "lpkit claim lion.yaml"})
@@ -552,7 +563,7 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
 
 
 def test_a_gain_in_the_figure_is_that_of_the_arm_named_first():
-    """Lion is worse and its steps are quick: AdamW runs again, in fewer steps."""
+    """Lion is worse and its steps are faster, so AdamW is run again with fewer steps."""
     outcome, _, _ = settled(lambda config: noisy(config)
                           * (1.06 if config.optimizer.name == "lion" else 1), SEES,
                           seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
@@ -578,7 +589,8 @@ def test_a_name_changes_with_what_changes_numbers():
 
 
 def test_a_name_changes_with_the_weights_that_a_run_begins_from(tmp_path):
-    """A base that is trained further under the same path gives other losses; so do other scores."""
+    """If the base run under the same path is trained further, or the file of scores changes,
+    losses change; so the name of the run must change."""
     manifest, scores = (tmp_path / "base" / "checkpoints" / "step-00000002" / "manifest.json",
                         tmp_path / "scores.npy")
     for key, value, file in (("start.run", tmp_path / "base", manifest),
@@ -591,7 +603,7 @@ def test_a_name_changes_with_the_weights_that_a_run_begins_from(tmp_path):
         assert len(names) == 3, key
 
 
-# records that are not what they should be
+# records that are damaged or of another run
 
 CLAIMED = [claim().config("adamw").replace({"seed": k, "steps": attacked.STEPS, "eval_every": 2})
            for k in range(3)]
@@ -680,8 +692,9 @@ def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """Two runs that were killed after a checkpoint: one has more steps, which a run that goes on
-    may have. Returns their configs, their folders, and the metrics of the whole runs."""
+    """Make two runs that were killed after a checkpoint. The folder of one has more steps than
+    its config, as a resumed run may. Return their configs, their folders, and the metrics of the
+    uninterrupted runs."""
     folder, whole = tmp_path_factory.mktemp("begun"), tmp_path_factory.mktemp("whole")
     configs = [claim().config("adamw").replace({"steps": steps, "eval_every": 1,
                                                 "checkpoint_every": 2}) for steps in (6, 8)]
@@ -716,7 +729,7 @@ def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, begun, tmp_path, c
     elif how == "another's evaluations":
         (a / "metrics.jsonl").write_text((b / "metrics.jsonl").read_text())
     else:
-        a.with_suffix(".stop").write_text("2")      # of a command that was killed
+        a.with_suffix(".stop").write_text("2")     # left by a command that was killed
     with runs.Workers(tmp_path / "out", runs.processes.Children(), 1, attacked._in_here) as workers:
         records = workers.finished(configs)
     for record, metrics in zip(records, whole):
@@ -753,8 +766,9 @@ def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_path, capsys):
-    """SIGTERM among the runs that tell what a step costs, and SIGKILL after them. These runs are
-    records as others: what a step takes later changes no number of steps."""
+    """The claim gets SIGTERM during the runs that measure the cost of a step, and SIGKILL after
+    them. Their records are kept, so a later measurement of the cost does not change the number
+    of steps."""
     path, out = written(tmp_path, budget={"seconds": 0.05}), tmp_path / "out"
     words = ["claim", str(path), "--out", str(out), "--processes", "1", "--json"]
 
@@ -762,7 +776,8 @@ def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_pa
         return {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
 
     before = {}
-    for number, most in ((signal.SIGTERM, 3), (signal.SIGKILL, 8)):     # of 6 and more
+    # the claim has 6 runs or more
+    for number, most in ((signal.SIGTERM, 3), (signal.SIGKILL, 8)):
         with subprocess.Popen([sys.executable, "-m", "lpkit", *words], cwd=ROOT, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
@@ -804,8 +819,8 @@ def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_pa
 
 @contextlib.contextmanager
 def killer(workers, victim, most=1):
-    """While the block runs: kills whom `victim(pid of the keeper)` says, `most` times at most.
-    Yields the list of the killed."""
+    """While the block runs, kill the process that `victim(pid of the keeper)` returns, at most
+    `most` times. Yields the list of killed processes."""
     killed, over = [], threading.Event()
 
     def kill():
@@ -833,8 +848,9 @@ def worker_of(keeper):
 
 @pytest.mark.slow
 def test_a_run_whose_worker_or_keeper_is_killed_is_started_again(tmp_path):
-    """Once the run has made a step, and between two phases; the numbers are those of runs that
-    nobody disturbed. An error of a run's own would be one again, so it is not made again."""
+    """A worker or keeper is killed after the first step of the run, or between two runs. The
+    losses are those of undisturbed runs. A run that fails by its own error is not started again,
+    because it would fail again."""
     out, children = tmp_path / "out", runs.processes.Children()
     out.mkdir()
     first, of_worker, of_keeper, late, locked = (
@@ -855,7 +871,8 @@ def test_a_run_whose_worker_or_keeper_is_killed_is_started_again(tmp_path):
         [worker] = workers.workers
         psutil.Process(worker_of(worker.keeper.pid)).kill()
         worker.keeper.wait()
-        half = out / ".0123.json.abcdefgh.tmp"      # one that is killed while it writes leaves it
+        # a worker that is killed while it writes a record leaves this file
+        half = out / ".0123.json.abcdefgh.tmp"
         half.touch()
         records = workers.finished([first, of_worker, of_keeper, late])
         assert [each["restarts"] for each in records] == [0, 1, 1, 0]
@@ -883,8 +900,7 @@ def test_a_run_whose_worker_is_killed_again_and_again_ends_the_command(tmp_path)
 
 
 def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path, monkeypatch):
-    """By a meter that counts 20 J between its first reading and its second: as much for five
-    steps."""
+    """The energy counter rises by 20 J between its two readings, which cover five steps."""
     readings = itertools.count(0, 20)
     monkeypatch.setattr(hardware, "energy_joules", lambda device: (next(readings), "a meter"))
     config = claim(budget={"joules": 1}).config("adamw").replace({"steps": 5})
@@ -895,8 +911,8 @@ def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path, monkey
 
 
 def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tmp_path):
-    """PR_SET_PDEATHSIG says nothing of a parent that has ended before. What was already in the pipe
-    was run beside the next command's."""
+    """PR_SET_PDEATHSIG does not act if the parent ended before the call. Then a worker would
+    make the runs that are in its pipe, at the same time as the workers of the next command."""
     reader, writer = os.pipe()
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           capture_output=True, text=True, check=True).stdout.strip()

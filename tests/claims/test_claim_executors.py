@@ -1,9 +1,9 @@
-"""`lpkit claim --executor`: jobs of submitit and tasks of Ray give the verdict that workers give,
-one that is killed is started again, and a run may be of several ranks.
+"""`lpkit claim --executor`: jobs of submitit and tasks of Ray give the same verdict as workers, a
+job that is killed is started again, and a run may have several ranks.
 
-Only these tests catch: a job of submitit or Ray that gives another verdict or another record than
-a worker, a killed job that is lost, a step metered on one kind of machine that decides the budget
-on another, and ranks that outlive the worker that started them.
+Only these tests catch: a job of submitit or Ray that gives another verdict or another record
+than a worker, a killed job that is lost, a step that is metered on one kind of machine and used
+for another kind, and ranks that outlive the worker that started them.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def name(request):
 
 
 def untimed(value):
-    """All but what a clock says, as text."""
+    """Return a value as JSON text, without the fields that contain times."""
     def kept(record):
         if isinstance(record, dict):
             return {key: kept(each) for key, each in record.items() if key not in TIMED}
@@ -54,7 +54,8 @@ def untimed(value):
 
 
 def claimed(path, out, *more):
-    """What the command prints. It runs in a process of its own, whose jobs are its alone."""
+    """Return what the command prints. It runs in a process of its own, so all jobs below this
+    process are its jobs."""
     env = os.environ | {"OMP_NUM_THREADS": "1",
                         "PYTHONPATH": os.pathsep.join([str(ROOT),
                             os.environ.get("PYTHONPATH", "")])}
@@ -68,14 +69,15 @@ def claimed(path, out, *more):
 
 @pytest.fixture(scope="module")
 def by_workers(tmp_path_factory):
-    """What the command prints, and the folder that it writes."""
+    """What the command prints with workers, and the folder that it writes."""
     folder = tmp_path_factory.mktemp("ours")
     return claimed(written(folder), folder / "out"), folder / "out"
 
 
 @pytest.mark.slow
 def test_others_give_the_verdict_that_workers_give(name, tmp_path, request):
-    """Byte for byte but for seconds, in the file too; and so is the record of each run."""
+    """Printed results, the verdict file and the record of each run are equal byte for byte,
+    except for times."""
     path, (ours, folder) = written(tmp_path), request.getfixturevalue("by_workers")
     theirs = claimed(path, tmp_path / "theirs", "--executor", name)
     assert ours["verdicts"][0]["equal_seconds"] is None, "seconds decide nothing here"
@@ -92,7 +94,7 @@ def test_others_give_the_verdict_that_workers_give(name, tmp_path, request):
 
 
 def children(*words):
-    """Processes below this one in whose command line one of `words` is."""
+    """Return the processes below this process whose command line contains one of `words`."""
     pids = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -103,8 +105,8 @@ def children(*words):
 
 @contextlib.contextmanager
 def jobs(name, out):
-    """What `runs.Workers` is given. Ends when jobs have, though submitit never asks after their
-    processes."""
+    """Yield the arguments `submit` and `lost` of `runs.Workers`. At the end, wait for the
+    processes of jobs, because submitit does not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "subprocess [0-9]+ is still running", ResourceWarning)
         with ExitStack() as stack:
@@ -115,7 +117,7 @@ def jobs(name, out):
 
 @pytest.mark.slow
 def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
-    """Once it has made a step. Its loss is that of a run that nobody disturbed."""
+    """A job is killed after the first step of its run. The loss is that of an undisturbed run."""
     out, killed, over = tmp_path / "out", [], threading.Event()
     out.mkdir()
     config = claim(budget={"steps": 200}).config("adamw")
@@ -143,7 +145,7 @@ def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
-    """An error of its own would be one again."""
+    """A run that fails by its own error would fail again."""
     begun, config = [], claim().config("adamw")
     tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
     with jobs(name, tmp_path) as (submit, lost), \
@@ -199,8 +201,8 @@ def test_the_option_wins_over_the_file(tmp_path):
 
 
 def test_seconds_of_two_kinds_of_machine_are_refused():
-    """A step that is metered on one says nothing of the budget on another; steps and FLOPs do not
-    ask."""
+    """The seconds of a step on one machine say nothing about another machine. Budgets in steps
+    and FLOPs do not use them."""
     where = iter(["a fast one", "a slow one"] * 100)
 
     def settle_with(budget):
@@ -224,7 +226,7 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
-    """One worker for all tests of ranks: it imports PyTorch once."""
+    """One worker for all tests with ranks, because PyTorch is imported once per worker."""
     folder = tmp_path_factory.mktemp("ranks")
     with runs.Workers(folder, runs.processes.Children(), 1) as workers:
         yield workers
@@ -233,7 +235,7 @@ def workers(tmp_path_factory):
 @pytest.mark.slow
 @pairs
 def test_ranks_that_a_judge_stops_end_on_the_way(workers):
-    """As a run that a sweep prunes."""
+    """A judge may stop a run of two ranks, as a pruner does in a sweep."""
     class Judge:
         tag, stop_after = "pruned", None
 
@@ -258,7 +260,7 @@ def test_ranks_that_diverge_are_a_result(workers):
 @pytest.mark.slow
 @pairs
 def test_a_run_of_two_ranks_is_what_launch_makes(workers, tmp_path):
-    """Though its worker is killed: its ranks end with it, and the run goes on."""
+    """The worker of a run of two ranks is killed. Its ranks end, and the run is continued."""
     config = claim(settings=TWO, budget={"steps": 100}).config("adamw")
     gone, over, path = [], threading.Event(), workers.out / runs.name_of(config) / "metrics.jsonl"
 
