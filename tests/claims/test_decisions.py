@@ -1,8 +1,9 @@
-"""What `lpkit bench decisions` and `claim-overhead` count, against formulas and by hand.
+"""The counts of `lpkit bench decisions` and `claim-overhead`, compared with formulas and with
+counts by hand.
 
-Only these tests catch: an arm that shares runs with the other, a rule that keeps more or less than
-its formula says, a claim that makes runs of its incumbent again, and seconds of a claim that are
-counted twice or not at all.
+Only these tests catch: an arm that shares runs with the other arm, a rule that accepts more or
+fewer changes than its formula says, a claim that repeats runs of its first arm, and seconds of a
+claim that are counted twice or not at all.
 """
 
 import json
@@ -33,8 +34,8 @@ def kept(losses, rule, sequences, real=0, **how):
 
 
 def seen(losses, verdicts, **how):
-    """What a rule is shown that keeps as `verdicts` say, decision by decision: three runs of each
-    arm, and a pilot of the first."""
+    """Return what a rule sees that accepts changes as `verdicts` say: for each decision, three
+    runs of each arm and a pilot of the first arm."""
     comparisons, verdict = [], iter(verdicts)
 
     def rule(first, other):
@@ -44,7 +45,7 @@ def seen(losses, verdicts, **how):
     return bench.sequence(0, losses, rule, **how), comparisons
 
 
-# what is drawn
+# the runs that are drawn
 
 def test_an_arm_keeps_its_runs_and_shares_none_with_the_other(losses):
     done, comparisons = seen(losses, [False, False, True, False])
@@ -70,8 +71,8 @@ def test_arms_that_run_anew_share_no_run_with_the_decision_before(losses):
 
 
 def test_planted_gains_are_where_they_are_said_to_be():
-    """Losses that hardly vary: whoever compares finds all gains, and nothing else by more than
-    chance."""
+    """If losses hardly vary, every rule finds all gains, and accepts changes without effect only
+    by chance."""
     flat = [3.0 + 1e-9 * k for k in range(320)]
     for how in ({}, {"anew": True}):
         done = bench.sequence(3, flat, lambda first, other: statistics.fmean(other(3)) < 0.99
@@ -83,10 +84,10 @@ def test_planted_gains_are_where_they_are_said_to_be():
     assert len(orders) == 9
 
 
-# what is kept
+# the changes that are accepted
 
 def test_one_run_beside_the_best_so_far_keeps_one_in_k(losses):
-    """The k-th run is the lowest of k once in k times."""
+    """The k-th run has the lowest loss of the first k runs with probability 1 / k."""
     counts = [sequence.count(real=False) for sequence in kept(losses, bench.by_means(losses), 400)]
     expected, variance = sum(1 / k for k in range(2, 52)), sum(1 / k - 1 / k**2
         for k in range(2, 52))
@@ -100,8 +101,8 @@ def test_comparing_means_of_new_runs_keeps_half(losses):
 
 
 def test_the_referee_keeps_few_of_what_does_nothing(losses):
-    """At most 5 in 100 over two sequences; and in the long run the half of 5% that is lower, where
-    decisions share no runs."""
+    """At most 5 of 100 changes without effect are accepted over two sequences. In the long run,
+    2.5% are accepted (the half of 5% with lower losses) if decisions share no runs."""
     rule = bench.by_referee(losses)
     for how in ({}, {"anew": True}):
         assert sum(sequence.count(real=False) for sequence in kept(losses, rule, 2, **how)) <= 5
@@ -111,14 +112,15 @@ def test_the_referee_keeps_few_of_what_does_nothing(losses):
 
 
 def test_the_referee_finds_gains_by_sigma_and_effect(losses):
-    """By the noncentral t: 1% found 80% of the time by 22 pairs is 1.5% found 99% of the time."""
+    """By the noncentral t: 22 pairs that detect 1% with probability 80% detect 1.5% with
+    probability 99%."""
     many = kept(losses, bench.by_referee_with_sigma(losses), 20, 10)
     assert sum(sequence.count(real=True) for sequence in many) / 200 > 0.93
     assert sum(sequence.count(real=False) for sequence in many) / 800 < 0.04
 
 
 def test_an_interval_by_hand():
-    """1, 2, 3, 6: mean 3, variance 14/3."""
+    """Of 1, 2, 3 and 6, the mean is 3 and the variance is 14/3."""
     half = 1.96 * math.sqrt(14 / 3 / 4)
     assert bench.interval([1, 2, 3, 6]) == pytest.approx((3, 3 - half, 3 + half))
 
@@ -143,8 +145,8 @@ def test_what_is_told_of_sequences():
 
 
 def test_the_command_carries_runs_on_as_the_bench_does():
-    """Two claims with the same first arm: of its runs the second makes none anew, nor of its pilot
-    and its tuning."""
+    """Two claims have the same first arm. The second claim repeats none of its runs, neither of
+    the comparison, nor of the pilot, nor of the tuning."""
     def names(other):
         claim = protocol.Claim(**overhead.CLAIM
                                | {"arms": {"adamw": {"optimizer": "adamw"}, "other": other}})
@@ -184,7 +186,7 @@ def test_the_page_says_what_was_recorded():
             in " ".join(page.split()))
 
 
-# what a claim costs beside its steps
+# the time of a claim in addition to its steps
 
 def test_a_schedule_by_hand():
     assert overhead.makespan([3, 3, 3], 2) == 6 and overhead.makespan([3, 3, 3], 1) == 9
@@ -192,8 +194,8 @@ def test_a_schedule_by_hand():
 
 
 def test_where_seconds_go_by_hand():
-    """One worker begins after 2 s; a run has 1 s of steps and takes 1.5, its first 2; 0.1 s between
-    them; the verdict takes 0.4 s."""
+    """The worker starts after 2 s. A run has 1 s of steps and takes 1.5 s, the first run 2 s.
+    Between runs are 0.1 s; the verdict takes 0.4 s."""
     ends, end = [], 2.0
     for k in range(10):
         end += 2.0 if k == 0 else 1.6

@@ -1,9 +1,9 @@
-"""The bench for a machine that is at hand for minutes: what it meets is a line, and nothing is done
-twice.
+"""The bench for a GPU that is available for minutes: each result is written as a line at once, and
+nothing is measured twice.
 
-Only these tests catch: a case that hangs or crashes and takes the others' minutes, a result that is
-lost or measured again, a record that predictions do not read, and a smoke that passes a recipe
-which learns something else.
+Only these tests catch: a case that hangs or crashes and uses the time of the others, a result
+that is lost or measured again, a record that predictions do not read, and a smoke test that
+passes a recipe with which a model does not learn.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path):
     cases = ["good", "fails", "fails in part", "crashes", "after a crash", "hangs", "last"]
     commands = {case: ("-c", CASE, str(tmp_path), case) for case in cases}
     budget = 8 * patience()
-    # in a process of its own, as the command is: what other tests have forked holds no pipe of a
-    # case open
+    # in a process of its own, as in the command: processes that other tests have forked then cannot
+    # hold a pipe of a case open
     piece = ("import json, math, sys; from pathlib import Path; from tests.bench import evidence; "
              "evidence.LEAST_SECONDS = 0.5; "
              "evidence._piece('bad', json.loads(sys.argv[1]), float(sys.argv[2]), math.inf, "
@@ -120,8 +120,8 @@ def test_a_case_that_began_late_is_no_error(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """An update, a recipe and a kernel, through the command, twice: the second time there is
-    nothing left to do."""
+    """An update, a recipe and a kernel, through the command, twice: the second time, nothing is
+    left to do."""
     def lines_of_piece(piece, case, on):
         return {case: piece(on)[case]}
 
@@ -182,7 +182,7 @@ def test_all_of_it_fits_into_half_an_hour_and_is_commands_that_exist(monkeypatch
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Commands that would have run."""
+    """The list of commands that would have run."""
     commands = []
     monkeypatch.setattr(evidence, "_ended", lambda words, *_: commands.append(words)
                         or {"said": {}})
@@ -229,7 +229,7 @@ def test_an_unknown_piece_is_one_sentence(words, message, ran, tmp_path, capsys)
 
 
 def test_a_child_finds_this_checkout_first_and_then_what_was_named(tmp_path, monkeypatch):
-    """Also by a relative path, though it runs in a folder of its own."""
+    """The package is found by a relative path, too, although a case runs in a folder of its own."""
     (tmp_path / "wheels" / "lpkit").mkdir(parents=True)
     (tmp_path / "wheels" / "lpkit" / "__init__.py").write_text("")
     (tmp_path / "wheels" / "brought_along.py").write_text("is_here = 7")
@@ -281,9 +281,10 @@ PAGE = PACKAGE.parent / "docs" / "gpu.md"
 
 
 def test_the_page_says_what_there_is():
-    """Pieces with their budgets, extras (docs/parallel.md has accelerate, docs/sweep.md sweep,
-    submitit and ray, docs/teach.md room), options, what predictions read, and what a GPU multiplies
-    itself."""
+    """The page lists all pieces with their budgets, the extras (except accelerate in
+    docs/parallel.md, sweep, submitit and ray in docs/sweep.md, and room in docs/teach.md), the
+    options, the records that predictions read, and the formats that a GPU multiplies in
+    hardware."""
     page = PAGE.read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
     assert rows == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
@@ -304,8 +305,8 @@ def test_the_page_says_what_there_is():
 
 
 def test_every_measured_number_of_the_page_is_made_from_a_record():
-    """The page said 0.93 to 1.00 of RMSNorm, whose record has 0.645, and that int8 is slower
-    everywhere; its ceilings and its table of CUDA graphs had no record."""
+    """Earlier, the page had 0.93 to 1.00 for RMSNorm, whose record has 0.645, and called int8
+    slower everywhere; its ceilings and its table of CUDA graphs had no record."""
     text = PAGE.read_text()
     assert text == gpu.page(), "python -m tests.pages gpu"
     section = text[text.index(gpu.BEGIN):text.index(gpu.END)]

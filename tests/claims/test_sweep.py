@@ -1,9 +1,9 @@
-"""`lpkit sweep`: what a file is refused for, what is drawn, and that a killed one is the unbroken
-one.
+"""`lpkit sweep`: the files that are refused, the values that are drawn, and sweeps that were killed
+and give the same trials as an uninterrupted sweep.
 
-Only these tests catch: trials that are evaluated on other text, values that are drawn outside their
-range or by another law, a pruner that is shown something else than Optuna shows it, and a journal
-that a kill, an edit or a run side by side changes.
+Only these tests catch: trials that are evaluated on different text, values that are drawn
+outside their range or from another distribution, a pruner that sees something else than Optuna
+would show it, and a journal that a kill, an edit or a parallel run changes.
 """
 
 import json
@@ -147,13 +147,13 @@ def test_optuna_is_imported_where_a_sweep_runs_and_nowhere_else():
 # trials, with losses that are made up
 
 def bowl(config):
-    """Least at a rate of 1e-3."""
+    """Return a loss that is lowest at a learning rate of 1e-3."""
     return 2 + (math.log10(config.optimizer.lr) + 3) ** 2
 
 
 def recorded(folder, make, most):
-    """Makes the records that `folder` lacks, as `runs.Workers` does. Returns that, and the list of
-    what it makes."""
+    """Return a function that makes the records that `folder` lacks, as `runs.Workers.finished`
+    does, and the list of the configs that it makes."""
     ran, path = [], folder / "made.json"
 
     def finished(what, configs, judges):
@@ -172,8 +172,8 @@ def recorded(folder, make, most):
 
 
 def searched(folder, loss=bowl, most=None, **changes):
-    """Returns what the command prints, and the configs that were run. `most`: of runs, and then the
-    process is killed."""
+    """Return what the command prints, and the configs of the runs that were made. `most`: number
+    of runs after which the process is killed."""
     folder.mkdir(exist_ok=True)
     finished, ran = recorded(folder, lambda configs, judges: [
         {"val_loss": loss(config), "seconds": 1.0, "error": None, "name": "x", "evaluations": []}
@@ -189,7 +189,7 @@ def test_random_values_are_log_uniform_within_bounds(tmp_path):
     assert len(ran) == len(outcome["trials"]) == 400
 
     def off(values):
-        """The Kolmogorov-Smirnov distance to the uniform distribution on (0, 1)."""
+        """Return the Kolmogorov-Smirnov distance to the uniform distribution on (0, 1)."""
         values = sorted(values)
         assert 0 <= values[0] and values[-1] <= 1
         return max(max(abs(v - i / 400), abs(v - (i + 1) / 400)) for i, v in enumerate(values))
@@ -227,8 +227,8 @@ def test_a_sampler_that_looks_at_losses_finds_the_least(sampler, tmp_path):
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
 def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
-    """Past the first ten trials, which TPE draws at random; and then with more trials than were
-    asked for."""
+    """The sweep continues after more than ten trials, because TPE draws the first ten at random;
+    and then with more trials than the file had."""
     whole, ran = searched(tmp_path / "whole", sampler=sampler, trials=25)
     for most in (0, 3, 14):
         with pytest.raises(KeyboardInterrupt):
@@ -237,7 +237,7 @@ def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
     assert (len(cut.read_text().splitlines())
             == len(json.loads((tmp_path / "made.json").read_text())) == 17)
     with cut.open("a") as file:
-        file.write('{"trial": 17, "settings"')      # torn by the kill
+        file.write('{"trial": 17, "settings"')     # the last line was cut off by the kill
     outcome, again = searched(tmp_path, sampler=sampler, trials=22)
     assert (outcome["trials"] == whole["trials"][:22]
             and again == ran[17:22]), "told anew, it suggests the same"
@@ -249,8 +249,8 @@ def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
 def test_trials_side_by_side_do_not_hear_of_each_other(sampler, tmp_path):
-    """Suggestions of a batch are those that a study gives which is told nothing in between; a
-    killed sweep and one that grows are the unbroken one."""
+    """The suggestions of parallel trials are those of a study that gets no results between them.
+    A killed sweep, and a sweep with more trials, repeat them."""
     whole, ran = searched(tmp_path / "whole", sampler=sampler, trials=25, at_once=3)
     liar = {"constant_liar": True} if sampler == "tpe" else {}
     study = optuna.create_study(sampler=getattr(optuna.samplers, sweep.SAMPLERS[sampler])(seed=3,
@@ -271,7 +271,7 @@ def test_trials_side_by_side_do_not_hear_of_each_other(sampler, tmp_path):
 
 
 def summed(line, **changes):
-    """A line of a journal with other values, and a checksum that is right again."""
+    """Return a line of a journal with other values and a valid checksum."""
     value = json.loads(line) | changes
     value.pop(records.LINE_SUM)
     return (json.dumps(value | {records.LINE_SUM: records.digest(value)[:records.MARK_DIGITS]})
@@ -290,8 +290,8 @@ def summed(line, **changes):
                  id="of another sweep"),
     pytest.param(lambda lines: [*lines, "[]\n"], id="no line")])
 def test_a_journal_that_was_altered_changes_no_trial(alter, tmp_path):
-    """Records of runs say what came of trials. The journal is written again as it was, and the old
-    one kept."""
+    """The losses come from the records of runs. The journal is written again with the same
+    content, and the old journal is kept."""
     whole, _ = searched(tmp_path)
     path = Path(whole["journal"])
     text = path.read_text()
@@ -307,8 +307,8 @@ def test_a_journal_that_was_altered_changes_no_trial(alter, tmp_path):
 
 
 def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
-    """Every rate above 1e-3, half of the range, diverges, and the others are alike: trials that
-    were left out would draw on from there."""
+    """All rates above 1e-3 (half of the range) diverge, and the others have the same loss. If
+    diverged trials were not reported, Optuna would continue to draw from there."""
     flat = lambda config: None if config.optimizer.lr > 1e-3 else 2.0
     outcome, _ = searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG})
     lost = [trial["val_loss"] is None for trial in outcome["trials"]]
@@ -343,16 +343,16 @@ CURVES = {"pruner": "asha", "sampler": "tpe",
 
 
 def curve(config):
-    """Falls to the bowl of its rate, the slower the further away that is: early evaluations say
-    something, and not all."""
+    """Return evaluations that fall to `bowl`, the more slowly the further the rate is from the
+    best rate. So early evaluations are informative, but not reliable."""
     least = bowl(config)
     return [(step, least + (1.5 + math.sin(50 * least)) * math.exp(-step / 30))
             for step in range(EVERY, STEPS + 1, EVERY)]
 
 
 def pruned(folder, most=None, lag=0, seed=0, **changes):
-    """As `searched`. Judges hear of runs side by side in an order at random, and a run goes on for
-    `lag` evaluations after it is told to end, or to its own end."""
+    """Like `searched`, with evaluations during runs. Parallel runs report in a random order. A
+    run continues for `lag` evaluations after it was told to end, or until its own end."""
     order = random.Random(seed)
 
     def make(configs, judges):
@@ -381,8 +381,8 @@ PRUNED = ("trial", "settings", "val_loss", "pruned", "evaluations")
 
 @pytest.mark.parametrize("pruner, at_once", [("median", 1), ("asha", 3)])
 def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
-    """A loop over optuna alone gives the same trials. Side by side it is shown those that had ended
-    before."""
+    """A loop that uses only Optuna gives the same trials. With parallel trials, its pruner sees
+    only the trials that had ended before."""
     outcome, _ = pruned(tmp_path, pruner=pruner, at_once=at_once, trials=30)
     cut = [trial for trial in outcome["trials"] if trial["pruned"]]
     assert (5 <= len(cut) <= 27 and outcome["best"]["val_loss"]
@@ -397,7 +397,7 @@ def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
                "optimizer.lr": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True)}
     for first in range(0, 30, at_once):
         asked, ends = [study.ask(domains) for _ in range(at_once)], []
-        for trial in asked:       # each with no other beside it in the study
+        for trial in asked:     # each trial is alone in a study with the trials that have ended
             alone = optuna.create_study(sampler=optuna.samplers.RandomSampler(),
                                         pruner=pruners[pruner])
             alone.add_trials([old for old in study.trials if old.state.is_finished()])
@@ -420,8 +420,8 @@ def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
 
 @pytest.mark.parametrize("pruner, at_once", [("median", 3), ("asha", 1)])
 def test_a_pruned_sweep_that_goes_on_is_the_unbroken_one(pruner, at_once, tmp_path):
-    """Also where trials side by side report in another order, and where a run hears late that it is
-    to end."""
+    """The result is the same if parallel trials report in another order, and if runs continue
+    for a while after they were told to end."""
     ways = {"pruner": pruner, "at_once": at_once}
     whole, _ = pruned(tmp_path / "whole", trials=24, **ways)
     assert any(trial["pruned"] for trial in whole["trials"])

@@ -1,9 +1,8 @@
-"""docs/tour.md: every row of the catalogue and every claim is a line with a prediction, a
+"""docs/tour.md: every row of the catalogue and every claim has a line with a prediction, a
 measurement and a verdict.
 
-Only these tests catch: a row of the catalogue, a claim or a sentence by protocol that the tour
-leaves out, an empty cell, and a line that names a notebook, row, command or record that is not
-there.
+Only these tests catch: a row of the catalogue, a claim or a tested sentence that the tour leaves
+out, an empty cell, and a line that names a notebook, row, command or record that does not exist.
 """
 
 import re
@@ -32,7 +31,8 @@ def test_the_page_is_up_to_date():
 
 @pytest.mark.parametrize("line", LINES, ids=NAMES)
 def test_no_cell_is_empty_and_all_names_exist(line):
-    """`cells` raises for a notebook, a record, a claim or a sentence that is not there."""
+    """`cells` raises an error for a notebook, a record, a claim or a sentence that does not
+    exist."""
     row = tour.cells(line)
     assert len(row) == len(tour.HEADS) and all(cell.strip() for cell in row), row
     word = re.sub(r"short by.*", "short by", row[-1])
@@ -46,7 +46,8 @@ def test_no_cell_is_empty_and_all_names_exist(line):
 
 
 def test_rows_that_other_modules_added_are_not_listed(monkeypatch):
-    """In a process of several tests, experiments and lessons have added rows to the tables."""
+    """In a process of its own, because in this process, experiments and lessons have added rows
+    to the tables."""
     from lpkit.techniques.outside import BROUGHT, TABLES
     table = TABLES["optimizer"]
     monkeypatch.setitem(table, "of-a-lesson", table["adamw"])
@@ -67,7 +68,8 @@ def test_every_row_claim_and_sentence_has_a_line():
 
 @pytest.mark.parametrize("command", sorted({line.command for line in LINES} - {""}))
 def test_a_command_exists(command, capsys):
-    """Those that only print run; of benches the name is checked, of claims and sweeps the file."""
+    """Commands that only print are run. Of a benchmark, only the name is checked; of a claim or
+    sweep, only the file."""
     program, *words = shlex.split(command)
     assert program == "lpkit"
     if words[0] == "bench":
@@ -91,8 +93,8 @@ def test_a_name_that_is_not_there_is_refused(wrong, error):
 
 
 def test_predictions_are_those_of_the_closed_forms():
-    """Lion moves 20 bytes a parameter where AdamW moves 28, and keeps 4 bytes less of 16; the base
-    itself changes nothing."""
+    """By hand: Lion moves 20 bytes per parameter where AdamW moves 28, and stores 4 of its 16
+    bytes less. AdamW compared with itself changes nothing."""
     assert tour.predicted("optimizer=adamw", "") == "1.00 of the seconds, 1.00 of the peak"
     seconds, peak = map(float, re.findall(r"\d\.\d+", tour.predicted("optimizer=lion", "")))
     assert 20 / 28 < seconds <= 1 and 12 / 16 < peak < 1

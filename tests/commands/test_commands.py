@@ -1,9 +1,9 @@
-"""`key=value` and `--set key=value` are two spellings of one thing, on every command that takes
-either; and what every command says of wrong words and paths.
+"""`key=value` and `--set key=value` have the same meaning in every command that takes settings; and
+the messages of every command for wrong words and paths.
 
-Only these tests catch: a setting that one command takes from one place alone, the last of two
-values that is taken in silence, a name of a folder that moves the terminal, and a refusal that
-waits for PyTorch.
+Only these tests catch: a setting that a command takes in one form only, two values of which the
+last is taken silently, a folder whose name controls the terminal, and an error message that
+waits for the import of PyTorch.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from lpkit.presets import resolve
 from lpkit.training import runs
 
 NOTEBOOK = str(Path(__file__).parents[2] / "notebooks" / "00_start_here.ipynb")
-# what comes before a setting, what may come after it, a setting that changes the answer, the same
-# with a slip
+# words before a setting, words after it, a setting that changes the answer, and the same setting
+# with a typing mistake
 COMMANDS = {
     "predict": (["gpt2-124m"], ["--devices", "2"], "model.layers=4", "model.layes=4",
                 "model.layers"),
@@ -43,7 +43,7 @@ COMMANDS = {
 
 @pytest.fixture
 def answer(capsys, monkeypatch, tmp_path):
-    """(exit code, what the command found or was about to do, standard error)"""
+    """Return (exit code, what the command returned or was about to do, standard error)."""
     def stop(what, **options):
         raise ConfigError(f"ready {what}")
 
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_takes_a_setting_without_a_target(answer):
 
 
 def parsers(name):
-    """What reads the words of a command, and of each of its subcommands."""
+    """Return the parsers of a command and of each of its subcommands."""
     parser = cli._Parser(prog=f"lpkit {name}")
     cli.module_of(name).arguments(parser)
     below = [action.choices for action in parser._actions
@@ -97,8 +97,8 @@ def parsers(name):
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_words_that_argparse_refuses_are_one_sentence(name, capsys):
-    """Every option that has choices or a number, a value or none that may not be, a word that is
-    missing, an option that is not there."""
+    """Yield the arguments that can be wrong: options with choices or a number, options with a
+    value that must not be empty, missing words, and an option that does not exist."""
     for prog, parser in parsers(name).items():
         words = prog.split()
         wrong = [[*words, "--nothing-of-the-kind"]]
@@ -179,7 +179,8 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
      "plan does not use grad_accum_steps"),
 ])
 def test_of_two_values_for_one_thing_neither_is_taken(words, message, capsys):
-    """The last was, in silence. A number may be written as any count of tokens is."""
+    """Earlier, the last value was taken silently. A number of tokens may be written in any of
+    its forms."""
     code = cli.main(words)
     out, err = capsys.readouterr()
     assert ((code == 0 and out and not err) if message is None else (code, out) == (2, "")
@@ -218,8 +219,8 @@ def test_a_row_of_options_is_an_argument():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, capsys):
-    """argparse asks for the usage just before it marks what it restores: interrupted there, it
-    would restore nothing it has."""
+    """argparse asks for the usage just before it stores what it must restore. If a signal
+    interrupted it there, it would restore nothing."""
     usage = argparse.ArgumentParser.format_usage
 
     def interrupted(parser):
@@ -227,7 +228,7 @@ def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, 
         return usage(parser)
 
     monkeypatch.setattr(argparse.ArgumentParser, "format_usage", interrupted)
-    # a shell has what it starts in the background ignore SIGINT
+    # a shell lets background processes ignore SIGINT
     before = signal.signal(number, signal.default_int_handler)
     try:
         assert cli.main(["predict", "cpu-3m", "--json"]) == 128 + number
@@ -309,8 +310,8 @@ TINY = ("model.layers=1 model.width=32 model.heads=2 model.context=32 steps=2 gl
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_the_name_of_a_folder_moves_no_terminal(options, capfd, monkeypatch, tmp_path):
-    """Every command that names a folder, where it goes well and where it does not: what would obey
-    is escaped, and no line is forged."""
+    """Every command that names a folder, when it succeeds and when it fails: control characters
+    are escaped, and a name cannot forge a line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "".join(f"{i} bottles of beer\n" for i in range(40_000))
@@ -404,8 +405,8 @@ print(json.dumps(found))
 
 
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
-    """torch takes seconds to import. All in one process, which has imported nothing else.
-    tests/attack/command_line.py draws wrong words and counts the same."""
+    """Importing torch takes seconds. All cases run in one process that has imported nothing
+    else. tests/attack/command_line.py draws wrong words and counts the same."""
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     (tmp_path / "six").mkdir()

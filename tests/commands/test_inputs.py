@@ -1,7 +1,8 @@
-"""What users bring, all of tests/inputs: right, or one sentence.
+"""The files and command lines of users, in tests/inputs: the result is right, or there is one error
+message.
 
-Only these tests catch: a wrong result without a word, or a traceback, for a file or a command line
-that users bring; the modules of tests/inputs say which.
+Only these tests catch: a wrong result without a message, or a traceback, for a file or a command
+line of a user; the modules of tests/inputs list them.
 """
 
 import json

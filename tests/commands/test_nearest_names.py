@@ -1,8 +1,8 @@
-"""Mistyped names of machines, models, recipes, optimizers, notebooks and settings: what is
-suggested, and that nothing is accepted for it.
+"""Mistyped names of machines, models, recipes, optimizers, notebooks and settings: which name is
+suggested, and that no mistyped name is accepted.
 
-Only these tests catch: a usual wrong spelling that is told another name than was meant, or that is
-taken for it.
+Only these tests catch: a usual wrong spelling for which another name than the intended name is
+suggested, or that is accepted.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Layouts that cannot exist, each in its sentence; the search against an exhaustive one; the
-command.
+"""Layouts that cannot exist, each with its message; the search compared with an exhaustive search;
+the command.
 
-Only these tests catch: a plan that misses the quickest layout, that lists one which does not fit,
-does not train or breaks a limit. (tests/techniques/test_one_fact.py: what a plan finds is what
-`lpkit predict` says.)
+Only these tests catch: a plan that misses the fastest layout, or that lists a layout that does
+not fit, does not train or breaks a limit. (tests/techniques/test_one_fact.py tests that plans
+have the numbers of `lpkit predict`.)
 """
 
 import itertools
@@ -38,7 +38,7 @@ H200 = machines.CATALOGUE["h200"]
 SMALL = Config(global_batch=16, model=ModelConfig(layers=8, width=512, heads=8, kv_heads=4,
     mlp_width=1536, vocab=1000,
                                            context=1024))
-# where a small model is tight
+# limits within which a small model hardly fits
 CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
 
 
@@ -72,7 +72,8 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces "
                                      "(zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
-    # "to 510 or 516" was said, and neither splits into this config's 512 micro-batches
+    # the message once named 510 and 516, which do not split into this config's 512 micro-batches
+    # either
     (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 "
                                            "x shard=2 = 6 ranks; set global_batch "
      "to 1536, or data x shard may be 4 or 8"),
@@ -96,8 +97,8 @@ def test_what_a_sentence_proposes_can_exist():
 
 
 def test_llama_3s_stages_exist():
-    """126 layers on 16 stages: 8 each, 7 in the first and the last; in chunks, two of 128 slots are
-    empty."""
+    """126 layers on 16 stages: 8 layers per stage, 7 in the first and the last stage; in chunks,
+    two of 128 slots are empty."""
     assert rank_layers(preset("llama-405b").model, Layout(pipeline=16)) == (7, *[8] * 14, 7)
     assert (stages_fit(126, 16, 1) and stages_fit(126, 16, 8) and not stages_fit(126, 15, 1)
             and not stages_fit(2, 4, 1))
@@ -115,8 +116,8 @@ def test_ranks_that_talk_most_are_neighbours():
 
 
 def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float) -> float:
-    """The least seconds over everything that plan's page says it searches, without its
-    shortcuts."""
+    """Return the least seconds over all layouts that the plan's page says it searches, without
+    its shortcuts."""
     seconds = []
     for tensor, pipeline, shard, data in itertools.product((1, 2, 4, 8), repeat=4):
         if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
@@ -156,7 +157,8 @@ def test_the_search_finds_what_trying_everything_finds(memory_bytes):
 
 
 def ranked(planned, values):
-    """In order, and the sentence counts those that the formula cannot tell from the first."""
+    """The layouts are in order, and the sentence counts those that the formula cannot
+    distinguish from the first."""
     near = sum(value <= 1.08 * values[0] for value in values)
     assert (f"; {near} are within 8% of the first, too close" in planned.order) == (near > 1)
     return values == sorted(values)
@@ -246,7 +248,7 @@ def test_with_a_deadline_alone_the_cheapest_comes_first():
 
 
 def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
-    """A second holds some 3,000 of them on one core."""
+    """One core evaluates about 3,000 layouts per second."""
     config = replace(preset("dense-1t"), global_batch=2048, grad_accum_steps=1)
     assert 0.99e12 < parameter_count(config.model) < 1.02e12
     assert plan(config, 1e13, "h200", devices=4096).evaluations < 1000
@@ -427,8 +429,8 @@ def test_a_machine_that_is_none(values, message):
 @pytest.mark.dist
 @pytest.mark.parametrize("precision", ["fp32", "fp8-tensorwise"])
 def test_every_layout_that_a_plan_lists_for_four_devices_trains(precision, on_ranks):
-    """Two updates each on four processes. The first loss is one process's: to 1e-6 in float32; to
-    2% where a part of a matrix has a scale of its own."""
+    """Two updates of each layout on four processes. The first loss is that of one process: to
+    1e-6 in float32; to 2% if a part of a matrix has a scale of its own."""
     config = Config().replace({"model.layers": 4, "model.width": 64, "model.heads": 4,
                                "model.context": 64, "model.vocab": 272, "global_batch": 16,
                                "grad_accum_steps": 1, "system.device": "cpu", "system.threads": 1,

@@ -1,8 +1,8 @@
-"""`lpkit measure`: one measured step, products and copies become a machine that predictions
-take.
+"""`lpkit measure`: a measured step, matmuls and copies become a machine for predictions.
 
-Only these tests catch: a measured step or product that is predicted otherwise than it was, a link
-or a factor that counts twice, and a file that is cut short, of another machine, or overwritten.
+Only these tests catch: a measured step or matmul whose prediction differs from its measurement,
+a link or a factor that is applied twice, and a file that is cut off, of another machine, or
+overwritten.
 """
 
 import json
@@ -51,7 +51,7 @@ ROW = {**BY_HAND, "measured": MEASURED}
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory):
-    """The file that the command wrote here, and what it printed as --json."""
+    """The path of the file that the command wrote on this machine, and its output with --json."""
     path, printed = tmp_path_factory.mktemp("saved") / "mine.yaml", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "say", printed.append)
@@ -62,7 +62,7 @@ def taken(tmp_path_factory):
 def test_the_step_that_was_measured_is_predicted_as_it_was(taken):
     path, printed = taken
     on = machine(str(path))
-    # as it ran: what a race between backends chose is in its config
+    # as it ran: the config contains what races between backends chose
     ran = Config.from_dict(printed["measured"]["config"])
     assert step_time(ran, on).step_seconds == pytest.approx(printed["measured"]["seconds"],
                                                             rel=1e-9)
@@ -77,8 +77,8 @@ def test_the_step_that_was_measured_is_predicted_as_it_was(taken):
 
 
 def test_a_measured_product_is_priced_as_it_was(taken):
-    """The share is of what this machine reached at best, and the formula's seconds of that shape
-    are its FLOPs at that rate."""
+    """The share is relative to the highest speed of this machine; the formula's seconds of a
+    measured shape are its FLOPs divided by the measured rate."""
     on = machine(str(taken[0]))
     reached = evidence.efficiency(on)
     for M, N, K, share in on.measured["products"]["bf16"]:
@@ -103,7 +103,8 @@ def test_without_a_datasheet_the_nearest_shape_answers_for_all():
 
 
 def h200(seconds=None):
-    """The recorded row of an H200; with `seconds`, of an update as a CUDA graph."""
+    """Return the recorded row of an H200. seconds: of an update as a CUDA graph, in place of the
+    recorded seconds."""
     row = json.loads((evidence.MEASURED / "measure-nvidia-h200.json").read_text())["row"]
     row = {key: number for key, number in row.items() if key not in ("target", "saved", "factor")}
     if seconds:
@@ -113,8 +114,8 @@ def h200(seconds=None):
 
 
 def test_a_row_of_one_width_does_not_spoil_others():
-    """Eight steps of two other widths, recorded on the same H200: with the row 26% off at the
-    median before, five of them outside of the range; by the datasheet alone 5.4%."""
+    """Eight steps of two other widths, recorded on the same H200. With the row, the median error
+    was 26%, and five steps were outside of their range; with the datasheet alone, it is 5.4%."""
     record = json.loads((evidence.MEASURED / "fp8-step-nvidia-h200.json").read_text())
     base = Config().replace({"model.vocab": 50_304, "model.context": 1024, "global_batch": 8})
     nanogpt = json.loads((evidence.MEASURED / "train-nanogpt-nvidia-h200.json").read_text())
@@ -142,8 +143,8 @@ def test_a_row_of_one_width_does_not_spoil_others():
 
 
 def test_far_from_what_was_measured_the_datasheet_answers():
-    """And its range is that of the datasheet. Between the two a range is wider than after a step
-    of the same shapes."""
+    """Far from the measured step, the range is that of the datasheet. Between the two, it is
+    wider than after a step of the same shapes."""
     on, sheet = h200(0.0331), CATALOGUE["h200"]
     reached, known = evidence.efficiency(on), evidence.efficiency(sheet)
     far = (65_536, 16_384, 16_384)
@@ -174,7 +175,7 @@ def test_one_step_is_a_factor_of_all_and_narrows_the_range():
             and two.factor == pytest.approx(2 * by_one_step.factor))
     assert ("after one measured step of other shapes" in by_one_step.spread.words
             and by_one_step.calibrated)
-    # the measured step itself is known better; of other shapes never less wide a range is claimed
+    # The measured step itself is known better. For other shapes, the range is never narrower.
     same = Config.from_dict(MEASURED["config"])
     wide, own = (step_time(same, each).spread for each in (without, on))
     assert (own.high < wide.high and "measured step" not in wide.words
@@ -215,7 +216,8 @@ def test_predict_and_plan_take_it_in_python_and_by_command(tmp_path, capsys):
 
 
 def test_a_deadline_counts_the_factor_too():
-    """Slower by the factor, so a deadline between the two is missed with it and kept without."""
+    """With the factor, a step is slower. So a deadline between the two times is met without the
+    factor and missed with it."""
     on, config = with_step(from_dict(ROW)), SMALL
     bare = replace(on, measured={})
     slow, fast = (plan(config, 1e6, each, devices=1).options[0].bill.seconds for each in (on, bare))
@@ -237,8 +239,8 @@ def test_a_gpu_of_the_catalogue_keeps_its_kind_and_its_links():
 
 
 def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypatch):
-    """All that needs a GPU is a stand-in: an H200 that reaches 4 of 4.8 TB/s, hears 380 GB/s, and
-    multiplies faster than its best square."""
+    """All parts that need a GPU are fakes: an H200 that reaches 4 of 4.8 TB/s, receives 380
+    GB/s, and has a matmul that is faster than its best square matmul."""
     device, h200 = torch.device("cuda", 0), CATALOGUE["h200"]
     here = replace(h200, name="this", title="NVIDIA H200", bytes_per_second=4e12,
                    memory_bytes=h200.memory_bytes - 1, price_per_hour=None,
@@ -297,7 +299,8 @@ def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypat
 
 @pytest.mark.slow
 def test_ranks_say_what_they_hear_of_one_another(parent):
-    """In bytes a second, by a tensor of 64 MiB from each, on CPUs; slower than memory is."""
+    """The link in bytes per second, measured with a tensor of 64 MiB from each rank, on CPUs;
+    slower than memory."""
     with Processes("lpkit.measure.ranks:run", {"program": "all-gather", "backend": "gloo"}, world=2,
                    parent=parent) as running:
         heard = running.wait()
@@ -406,7 +409,7 @@ def test_the_page_says_what_was_recorded():
 
 
 def test_the_bench_says_how_far_off_each_is(monkeypatch):
-    """One takes twice as long as the row says, another just as long."""
+    """One step takes twice as long as the row predicts, and another exactly as long."""
     half, third = (SMALL.replace({"global_batch": batch}) for batch in (2, 1))
     of_half, of_third = (step_time(config, with_step(from_dict(ROW))).step_seconds
                       for config in (half, third))

@@ -1,9 +1,9 @@
-"""Cards: what is written is what was predicted and measured, what is altered shows, and text of
-strangers stays text.
+"""Cards: the written numbers are those that were predicted and measured, a changed card is
+detected, and text in a card is never executed.
 
-Only these tests catch: a card whose numbers are not those that were predicted and measured, a path
-of whoever wrote it, an altered card that is shown as sound, and text of strangers that a picture or
-a terminal executes.
+Only these tests catch: a card whose numbers are not those that were predicted and measured, a
+card that contains a path of its author, a changed card that is shown as valid, and text of
+strangers that a picture or a terminal executes.
 """
 
 import json
@@ -26,7 +26,7 @@ EVIL = "<script>alert('\x1b]0;owned\x07')</script>&\n\u202elpkit: forged\ud800\u
 
 
 def written(path):
-    """The card's JSON, and the lines of its picture, which is XML."""
+    """Return the JSON of a card, and the lines of its picture, which is XML."""
     root = ElementTree.fromstring(path.with_suffix(".svg").read_text())
     assert ((root.get("width"), root.get("height")) == ("480", "200")
             and {child.tag[28:] for child in root} == {"rect", "text"})
@@ -168,7 +168,7 @@ def test_text_of_strangers_stays_text(tmp_path, capsys):
     class Model(nn.Linear):
         pass
 
-    Model.__name__ = EVIL.replace("\ud800", "")       # no class can have that
+    Model.__name__ = EVIL.replace("\ud800", "")     # no class can have this name
     lpkit.predict(Model(8, 8), torch.randn(2, 8),
                   loss=lambda model, x: model(x).sum()).card(tmp_path / "module")
     predict(preset("cpu-3m")).card(tmp_path / "config", name=EVIL)
@@ -196,7 +196,8 @@ def test_a_path_that_no_card_can_have_is_a_sentence(path, capsys, monkeypatch, t
 
 
 def test_it_can_be_read_in_a_browser(tmp_path, context):
-    """No line is wider than the card, no two touch, and the ground is white on a dark page too."""
+    """No line is wider than the card, no two lines overlap, and the background is white, also on
+    a dark page."""
     predict(preset("llama-405b"), "h200", 64).card(tmp_path / "wide",
         name="a model with a name that is longer than the card is wide " * 3)
     cards.write(tmp_path / "both", {"name": "x", "parameters": 10**9, "layers": 3},
@@ -218,8 +219,8 @@ def test_it_can_be_read_in_a_browser(tmp_path, context):
 
 
 def test_the_stack_of_the_trainer_keeps_what_transformers_keep(kind="qwen3"):
-    """Peak bytes by formula, within 5% of a traced step of the model in transformers; without the
-    stack they miss by more."""
+    """The peak by formula is within 5% of a traced step of the transformers model. Without the
+    setting of the stack, the error is larger."""
     transformers = pytest.importorskip("transformers")
     from lpkit.config import Config
     from lpkit.exchange.families import of_type

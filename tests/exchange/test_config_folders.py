@@ -1,8 +1,9 @@
-"""`lpkit predict` of a `config.json`: the numbers of the imported run, without its weights, and
-nothing that the folder names is executed.
+"""`lpkit predict` of a `config.json`: the numbers of the imported run, without its weights; nothing
+that the folder names is executed.
 
-Only these tests catch: a number of a config's prediction that the imported run has not, code of a
-folder that runs, and a config of strangers that ends in a traceback or in control characters.
+Only these tests catch: a number of a config's prediction that differs from the imported run,
+code in a folder that is executed, and a config of strangers that ends in a traceback or prints
+control characters.
 """
 
 import json
@@ -66,7 +67,8 @@ def test_a_config_alone_has_the_numbers_of_the_imported_run(
                          [("llama", LLAMA_1B), ("gpt2", {"n_positions": 8192, "n_layer": 2}),
                           ("qwen3", {}), ("mistral", {"sliding_window": None})])
 def test_parameters_are_those_of_transformers(kind, sizes, tmp_path):
-    """Of published and default sizes; shorter sequences may not shorten a table of positions."""
+    """With published and default sizes. Shorter sequences must not shorten a table of learned
+    positions."""
     config = transformers.AutoConfig.for_model(kind,
         **{key: value for key, value in sizes.items() if key != "model_type"})
     config.save_pretrained(tmp_path)
