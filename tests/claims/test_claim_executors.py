@@ -164,11 +164,10 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
      "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
     ([], {"executor": "rai"}, "executor cannot be 'rai'; did you mean 'ray'?"),
     ([], {"job": 3}, "job must be a mapping"),
-    (["--executor", "ray"], {"budget": {"joules": 500}}, "budget.joules needs a meter that counts "
-                                                         "one run on this machine alone: give "
-                                                         "executor"),
-    ([], {"budget": {"joules": 500}, "settings": TWO}, "budget.joules needs a meter that counts "
-                                                       "one run"),
+    (["--executor", "ray"], {"budget": {"joules": 500}},
+     "budget.joules needs an energy counter that counts one run only; give executor"),
+    ([], {"budget": {"joules": 500}, "settings": TWO},
+     "budget.joules needs an energy counter that counts one run only"),
     ([], {"settings": TINY["settings"] | {"parallel.data": 3}}, "global_batch=4 sequences does not "
         "split over data=3")])
 def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, message, tmp_path, capsys,

@@ -1,11 +1,11 @@
-"""The kit's parts on models of others: optimizers by kinds of modules, and blocks that keep their
-activations otherwise.
+"""The kit's parts in models of other libraries: optimizers by kinds of parameters, and blocks that
+store their activations differently.
 
-Against a rule by names of classes, torch.optim, the kit's own runs, and the models as they are.
+Expected: a rule by class names, torch.optim, runs of the kit, and the unchanged models.
 
-Only these tests catch: a head, table or vector that Muon updates, a group with another rate or
-decay than a run's, a fused or transposed matrix that is updated as one, and blocks that give other
-gradients or masks, run twice, or cannot be undone.
+Only these tests catch: a head, table or vector that Muon updates, a group with another learning
+rate or weight decay than in a run, a fused or transposed matrix that is updated as one matrix,
+and blocks that return other gradients or masks, run twice, or cannot be undone.
 """
 
 import copy
@@ -36,8 +36,8 @@ HEADS = {"gpt2": "lm_head", "bert": "cls.predictions.decoder", "vit": "classifie
 
 
 def by_class_names(name: str, model: nn.Module) -> set[str]:
-    """The weights of Linears, from the names of classes alone, but those of the head and of
-    tables."""
+    """Return the names of the weights of Linears, found by class names only, without the head
+    and tables."""
     head = HEADS.get(name, "lm_head")
     others = {id(p) for key, module in model.named_modules() if type(module).__name__ == "Embedding"
               or (head and key == head) for p in module.parameters()}
@@ -60,14 +60,15 @@ def groups_of(opt: torch.optim.Optimizer) -> dict[str, dict]:
 def test_no_group_of_muon_is_wrong(name, converted):
     model = model_of(name)
     want = by_class_names(name, model)
-    if converted:       # which changes the classes
+    if converted:     # it changes the classes of modules
         lpkit.convert(model, "fp8-rowwise", pad=True)
     for row, lr, others_lr in (("muon", 0.02, 1e-3), ("normuon", 1e-3, 1e-3)):
         opt = lpkit.optimizer(model, row)
         groups = groups_of(opt)
         assert sorted(groups) == sorted(key for key, _ in model.named_parameters())
         assert {key for key, group in groups.items() if group["rule"] == row} == want
-        assert opt.param_groups[0]["rule"] == row      # whose learning rate a scheduler reports
+        # schedulers report the learning rate of the first group
+        assert opt.param_groups[0]["rule"] == row
         for key, p in model.named_parameters():
             vector = sum(n > 1 for n in p.shape) < 2
             assert (groups[key]["lr"] == (lr if key in want else others_lr)
@@ -115,8 +116,8 @@ def stepped(opt, parameters, updates=4):
 
 @pytest.mark.parametrize("name, parts", [("mlp", 1), ("gpt2", "transposed"), ("encoder", 3)])
 def test_an_update_is_that_of_pytorchs_muon_and_adamw(name, parts, monkeypatch):
-    """A matrix at a time: weights (in, out) as their transposes, and q, k and v each by itself. The
-    bf16 products of PyTorch's Muon are taken out."""
+    """PyTorch's optimizers get one matrix at a time: weights (in, out) transposed, and q, k and
+    v separately. Muon computes in float32 here instead of bf16."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     ours, theirs = model_of(name), model_of(name)
     stepped(lpkit.optimizer(ours, "muon", lr=0.03), list(ours.parameters()))
@@ -152,7 +153,7 @@ def test_a_group_of_another_rule_is_that_rules_optimizer_bit_for_bit():
     a, b = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))
     c, d = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
     optimizer = Muon([{"params": [a]}, {"params": [b], "rule": "adamw", "weight_decay": 0.0}])
-    # AdamW's, and not Muon's 0.02
+    # the rate of AdamW, not Muon's 0.02
     assert optimizer.param_groups[1]["lr"] == 1e-3 and optimizer.param_groups[1]["betas"] == (0.9,
                                                                                               0.95)
     stepped(optimizer, [a, b])
@@ -213,8 +214,8 @@ def test_frozen_parameters_are_left_out_and_wrong_ones_named():
 
 @pytest.mark.parametrize("name", ["llama", "encoder"])
 def test_predicted_state_is_the_optimizers(name):
-    """Muon has one moment of a matrix, AdamW two of everything else; as a name and as an
-    optimizer."""
+    """Muon has one moment per matrix, and AdamW has two for every other parameter. The optimizer
+    is given by name, and as an object."""
     model = model_of(name)
     opt = lpkit.optimizer(model, "muon")
     stepped(opt, list(model.parameters()), 1)
@@ -226,8 +227,9 @@ def test_predicted_state_is_the_optimizers(name):
 
 
 def test_rules_of_whole_parameters_refuse_what_fully_shard_has_cut():
-    """Weights of 2 ranks were off by 31% after 3 updates of Muon, without a word; AdamW's, Lion's
-    and momentum's are equal to one process's bit for bit."""
+    """An error of the past: with 2 ranks, weights were off by 31% after 3 updates of Muon,
+    without a message. With AdamW, Lion and momentum, they equal those of one process bit for
+    bit."""
     model = model_of("llama")
     with pytest.raises(ConfigError,
                        match=r"muon reads whole parameters, and fully_shard cuts them; use adamw "
@@ -246,7 +248,7 @@ WAYS = [{"recompute": "block"}, {"recompute": "selective"}, {"offload": "cpu"}, 
 
 
 def with_dropout(name: str, share: float) -> nn.Module:
-    """As modules and as numbers that functions are given."""
+    """Set dropout to a rate, in modules and in numbers that functions get as arguments."""
     model = model_of(name)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -258,7 +260,7 @@ def with_dropout(name: str, share: float) -> nn.Module:
 
 
 def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and all gradients; blocks are given masks and positions by keyword."""
+    """Return the loss and all gradients. Blocks get masks and positions as keyword arguments."""
     torch.manual_seed(1)
     batch, ahead = batch_of(name), torch.ones(32, 32).triu(1).bool()
     if name == "encoder":
@@ -280,7 +282,7 @@ def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 def test_activations_come_back_bit_for_bit_and_masks_are_drawn_again(name, way, monkeypatch):
     model, calls, away, pack = with_dropout(name, 0.1), [], [], SavedTensorOffloader.pack
     want = gradients(name, model)
-    # which has no dropout
+    # this model has no dropout
     assert torch.equal(gradients(name, with_dropout(name, 0.0))[1], want[1]) == (name == "nano")
     first = next(iter(BLOCKS[name](model)))
     first.register_forward_pre_hook(lambda *_: calls.append("block"))
@@ -299,8 +301,8 @@ def test_activations_come_back_bit_for_bit_and_masks_are_drawn_again(name, way, 
 @pytest.mark.parametrize("name, error, again", [("gpt2", 0.01, "none"), ("nano", 0.01, "block"),
                                                 ("encoder", 0.06, "block")])
 def test_gradients_from_8_bits_are_near_and_masks_stay(name, error, again):
-    """docs/functions.md states the error. Additive masks are of infinities, which have no 8 bits:
-    of those the gradient was NaN."""
+    """docs/functions.md states the error. Additive masks contain infinities, which have no 8-bit
+    value; an error of the past made gradients NaN."""
     model = with_dropout(name, 0.0)
     loss, want = gradients(name, model)
     lpkit.keep_activations(BLOCKS[name](model), recompute=again, offload="int8")
@@ -321,8 +323,8 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("offload, function, by_name", [
     ("device", False, False), ("int8", False, True), ("int8", True, False), ("int4", True, True)])
 def test_a_block_that_runs_again_draws_the_masks_of_its_first_run(offload, function, by_name):
-    """Rounding an input to 8 bits drew between the moment that is remembered and the block's own
-    draws, so backward saw other masks."""
+    """An error of the past: rounding an input to 8 bits drew random numbers between the stored
+    state and the block's own draws, so backward had other masks."""
     torch.manual_seed(0)
     blocks = [Drawing(function), Drawing(function)]
     lpkit.keep_activations(blocks, recompute="block", offload=offload)
@@ -354,7 +356,7 @@ def test_what_blocks_cannot_do_is_one_sentence_and_leaves_them():
         cached = model(**batch, use_cache=True)
     assert cached.past_key_values.get_seq_length() == 32
     twin = copy.deepcopy(model)
-    # a copy runs its own blocks
+    # a copy of the model runs its own blocks
     assert twin.model.layers[0].forward.args[0].__self__ is twin.model.layers[0]
     for block in model.model.layers:
         del block.forward

@@ -1,4 +1,4 @@
-"""Run the items of other projects' tests and print how many of each there are: `python -m
+"""Run the cases from other projects and print the number of each outcome by project: `python -m
 tests.outside [pytest's options]`."""
 
 import collections
@@ -32,7 +32,7 @@ def main() -> int:
     sums = [str(sum(counts[outcome] for counts in count.by_source.values()))
             for outcome in outcomes]
     print(text_table([("source", "version", *outcomes), *rows, ("all", "", *sums)]))
-    print("\nOtherwise here than there:", *(f"  {name}: {why}" for name, why in DIFFERENT.items()),
+    print("\nDeliberate differences from the original:", *(f"  {name}: {why}" for name, why in DIFFERENT.items()),
           sep="\n")
     return int(code)
 

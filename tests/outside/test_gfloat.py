@@ -1,4 +1,4 @@
-"""Casts to number formats and in blocks, beside gfloat."""
+"""Casts to number formats, and casts in blocks with a scale, compared with gfloat."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ gfloat = pytest.importorskip("gfloat")
 formats = pytest.importorskip("gfloat.formats")
 
 
-# theirs by ours
+# our name of a format -> gfloat's name
 GRIDS = {"e5m2": "ocp_e5m2", "e4m3fn": "ocp_e4m3", "e3m2": "ocp_e3m2", "e2m3": "ocp_e2m3",
          "e2m1": "ocp_e2m1"}
 
@@ -19,7 +19,8 @@ GRIDS = {"e5m2": "ocp_e5m2", "e4m3fn": "ocp_e4m3", "e3m2": "ocp_e3m2", "e2m3": "
 @pytest.mark.parametrize("scale, dtype", [(1.0, torch.bfloat16), (2.0**-9, torch.float32)], ids=str)
 @pytest.mark.parametrize("name", GRIDS)
 def test_rounding_to_nearest_even_with_saturation_is_theirs(name, dtype, scale):
-    """Of all codes, their midpoints, and normal numbers over the whole range and beyond."""
+    """All codes, the midpoints between them, and normally distributed numbers over the whole
+    range and beyond it."""
     info = getattr(formats, f"format_info_{GRIDS[name]}")
     grid = gfloat.decode_ndarray(info, np.arange(2**format_of(name).bits, dtype=np.int64))
     grid = np.unique(grid[np.isfinite(grid)])

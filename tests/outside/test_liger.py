@@ -1,8 +1,8 @@
-"""The layers that Liger-Kernel fuses, at its kinds of shape and dtype, beside float64: values and
-every gradient.
+"""The layers that Liger-Kernel fuses, at its kinds of shapes and dtypes, compared with float64:
+values and all gradients.
 
-The tolerance of float32 is 2e-5 of the largest magnitude (sums of up to 1,000 terms in another
-order); that of bf16 is two units in its last place, 2^-7, of the same.
+The tolerance is a share of the largest magnitude: 2e-5 in float32 (sums of up to 1,000 terms in
+another order), and 2^-7 in bf16 (two units in the last place).
 """
 
 import pytest
@@ -28,7 +28,8 @@ def close(computed: torch.Tensor, due: torch.Tensor, share: float) -> None:
 
 
 def with_gradients(call, *inputs: torch.Tensor, seed: int = 9) -> list[torch.Tensor]:
-    """What `call` returns, and the gradients of its inputs under one drawn gradient."""
+    """Return the result of `call`, and the gradients of its inputs for a random gradient of the
+    result."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     y = call(*inputs)
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
@@ -78,7 +79,7 @@ def test_the_norm_of_a_sum_gives_both(shape):
 # ---- rotary positions
 
 def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.Tensor:
-    """Pair (i, i + E/2) turns by place / theta^(2i/E)."""
+    """Expected: the pair (i, i + E/2) is rotated by the angle position / theta^(2i/E)."""
     T, E = x.shape[-2:]
     angles = torch.arange(start, start + T).double()[:,
         None] * theta ** (-torch.arange(0, E, 2).double() / E)
@@ -99,7 +100,7 @@ def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
     x = drawn(B, H, T, E, dtype=dtype)
     cos, sin = positions.rotation(T, 0, x)
     for turn in (rotate_pytorch, ROTARY.definition):
-        # an angle of 400 has 24 bits
+        # an angle of 400 is rounded to 24 bits
         close(turn(x, cos, sin), by_complex_numbers(x, theta), max(SHARE[dtype], 6e-5))
 
 
@@ -143,4 +144,4 @@ def test_mlps(kind, B, T, D, W, dtype, bias):
     computed, due = with_gradients(mlp, x), with_gradients(definition, x.double())
     for ours_grad, of_definition in zip(computed, due, strict=True):
         close(ours_grad, of_definition,
-              SHARE[dtype] * 2)     # of bf16, the hidden layer is rounded too
+              SHARE[dtype] * 2)     # in bf16, the hidden layer is rounded, too
