@@ -394,13 +394,13 @@ WRONG = [
 EACH = """
 import contextlib, io, json, sys
 from lpkit.cli import main
-found = []
+answers = []
 for line in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(line.split())
-    found.append([code, out.getvalue(), "torch" in sys.modules, err.getvalue()])
-print(json.dumps(found))
+    answers.append([code, out.getvalue(), "torch" in sys.modules, err.getvalue()])
+print(json.dumps(answers))
 """
 
 

@@ -208,12 +208,12 @@ def test_it_can_be_read_in_a_browser(tmp_path, context):
     for path in (tmp_path / "wide.svg", tmp_path / "both.svg"):
         page.set_content(f"<body style='background:#000;margin:0'>{path.read_text()}")
         boxes = page.eval_on_selector_all("text",
-            "all => all.filter(one => one.textContent).map(one => { const b = one.getBBox(); "
+            "all => all.filter(e => e.textContent).map(e => { const b = e.getBBox(); "
             "return [b.x, b.y, b.width, b.height] })")
         assert len(boxes) >= 8 and all(x >= 16 and x + width <= 470 and 10 <= y
                                        and y + height <= 200 for x, y, width, height in boxes)
         assert all(below[1] >= above[1] + above[3] for above, below in pairwise(boxes))
-        assert (page.eval_on_selector("rect", "one => getComputedStyle(one).fill")
+        assert (page.eval_on_selector("rect", "rect => getComputedStyle(rect).fill")
                 == "rgb(255, 255, 255)")
     page.close()
 

@@ -45,7 +45,7 @@ DIFFERENT = {
                               "kit raises an error",
     "test_a_head_of_an_odd_size_has_no_pairs": "the original rotates half of 41 numbers; the kit "
                                               "raises an error for an odd head",
-    "test_a_cosine_schedule_with_a_warm_up": "the original's iteration 0 has a rate of 0; the kit's "
+    "test_a_cosine_schedule_with_a_warm_up": "the original's iteration 0 has rate 0; the kit's "
                                             "first update has 1 / warmup_steps of the peak",
     "test_a_text_is_encoded_as_by_hand": "in the original, a text <|endoftext|> contains the end "
                                         "marker; in the kit it is 13 characters",

@@ -32,8 +32,8 @@ def main() -> int:
     sums = [str(sum(counts[outcome] for counts in count.by_source.values()))
             for outcome in outcomes]
     print(text_table([("source", "version", *outcomes), *rows, ("all", "", *sums)]))
-    print("\nDeliberate differences from the original:", *(f"  {name}: {why}" for name, why in DIFFERENT.items()),
-          sep="\n")
+    print("\nDeliberate differences from the original:",
+          *(f"  {name}: {why}" for name, why in DIFFERENT.items()), sep="\n")
     return int(code)
 
 
