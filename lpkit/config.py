@@ -171,8 +171,9 @@ class PrecisionConfig(Group):
     where = "precision."
 
     recipe: Settings = one_of(ASKABLE, "auto")
-    backend: str = "auto"               # auto: the fastest that runs this recipe here
-    cache_weight_casts: bool = False    # cast weights once per update, not per micro-batch
+    backend: str = "auto"               # auto: the fastest backend for this recipe and device
+    # cast weights once per update, not once per micro-batch, and keep the cast weights in memory
+    cache_weight_casts: bool = False
     telemetry_every: CountOrZero = 0    # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):

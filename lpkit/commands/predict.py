@@ -89,8 +89,8 @@ def text(result: dict[str, Any]) -> Iterator[str]:
     yield words("{target} on {devices} x {machine[title]}\n", result)
     yield line("parameters", "{parameters:number}")
     yield line("FLOPs per token", "{flops_per_token:FLOPs}", "forward and backward")
-    yield words("\n  layout: {layout}; precision {precision}, ZeRO stage {zero}, recompute {recompute}\n"
-                "  ({layout_why})\n  {accumulation}\n  bytes of each device:", a)
+    yield words("\n  layout: {layout}; precision {precision}, ZeRO stage {zero}, recompute "
+                "{recompute}\n  ({layout_why})\n  {accumulation}\n  bytes of each device:", a)
     for row in rows:
         yield line(row["name"], "{bytes:bytes}", "{formula}", row)
     yield line("peak", "{peak_bytes:bytes}", "of {on[memory_bytes]:bytes}{fit}; moment: "
