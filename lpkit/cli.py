@@ -103,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, words: list[str]):
         # argparse reads --budget=-- as an empty list
         if action.option_strings and words == ["--"]:
-            raise argparse.ArgumentError(action, "'--' is no value")
+            raise argparse.ArgumentError(action, "'--' is not a value")
         if action.option_strings and isinstance(action, argparse._StoreAction):
             # argparse would silently use the last of two values; `unique` raises ConfigError
             first = vars(action).setdefault("given", words)

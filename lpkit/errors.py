@@ -143,7 +143,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     if 0 < len(close) <= 3:
         return f"did you mean {' or '.join(map(repr, close))}?"
     if not known:
-        return "there is none to choose"
+        return "there are no names to choose from"
     for names in (close, known):
         if names and len(listed := ", ".join(names)) <= MOST_LISTED:
             return f"choose one of {listed}"

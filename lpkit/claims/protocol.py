@@ -80,8 +80,8 @@ class Claim(Made):
         for arm, point in itertools.product(self.arms, ({}, *self.points)):
             if keys := other_text(self.config(first), self.config(arm, point)):
                 raise ConfigError(f"{first} and {arm}{f' with {point}' * bool(point)} are "
-                                  f"evaluated on other text, where losses do not compare; make "
-                                  f"{keys} the same")
+                                  f"evaluated on other text, so their losses do not compare; "
+                                  f"make {keys} the same")
         if self.sigma is not None:
             self.seeds_to_see(self.sigma)
 
@@ -145,7 +145,7 @@ class Claim(Made):
         cost = step_flops(config) if kind == "flops" else cost
         if config.sizes.name != "constant" or (cost and budget < cost):
             each = f" ({cost:.3g} {kind})" if cost else ""
-            raise ConfigError(f"budget.{kind}={budget:g} must be a step of {arm} or more{each}, "
+            raise ConfigError(f"budget.{kind}={budget:g} must pay for a step of {arm}{each}, "
                               f"and sizes must be constant; or give budget: {{steps: 300}}")
         return config.replace({"steps": int(budget / cost) if cost else METERED_STEPS})
 
@@ -177,8 +177,8 @@ class Claim(Made):
         n = referee.needed(self.effect, math.sqrt(2) * sigma, self.level, pilot_df)
         if n > self.seeds:
             raise ConfigError(
-                f"{self.seeds} seeds an arm cannot see an effect of {self.effect:.2%} where sigma "
-                f"is {sigma:.2%}: {referee.POWER:.0%} of the time they see "
+                f"{self.seeds} seeds per arm cannot detect an effect of {self.effect:.2%} if sigma "
+                f"is {sigma:.2%}: with probability {referee.POWER:.0%} they detect "
                 f"{self.sees(self.seeds, sigma, pilot_df):.2%}; give seeds: {n}, or a larger "
                 f"effect")
         return n
@@ -246,5 +246,5 @@ def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED,
     outside.refuse_unknown(_modules(values))
     for key, what in needed.items():
         if values.get(key) in (None, {}):
-            raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")
+            raise ConfigError(f"{named(path)} has no {key}; give {key}: {what}")
     return kind(**values | ({"executor": executor} if executor else {}))

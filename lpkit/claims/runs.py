@@ -168,8 +168,8 @@ class Workers(ExitStack):
             remove(self.out / f"{name}.stop")
         for name in attempts:
             if os.path.lexists(aside := self.out / DAMAGED / name):
-                processes.tell(f"lpkit: {named(aside)} was the folder of a run, and is damaged, or "
-                               f"another's; the run was made again")
+                processes.tell(f"lpkit: {named(aside)} is a damaged run folder, or the folder of "
+                               f"another run; the run was made again")
         return [ended[name] for name in names]
 
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:

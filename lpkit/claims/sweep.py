@@ -60,8 +60,8 @@ class Sweep(protocol.Made):
             domain = self.domain(key)[1]
             for value in domain.get("choices") or (domain["low"], domain["high"]):
                 if protocol.other_text(self.config({key: value}), here):
-                    raise ConfigError(f"search.{key} would evaluate trials on other text, where "
-                                      f"losses do not compare; leave it out")
+                    raise ConfigError(f"search.{key} would evaluate trials on other text, so "
+                                      f"their losses do not compare; leave it out")
 
     def config(self, point: Mapping[str, Any]) -> Config:
         """Returns the Config of a trial with the settings `point`. It has one thread (unless the
@@ -79,7 +79,8 @@ class Sweep(protocol.Made):
         if not {"low", "high"} <= keys <= {"low", "high", "log"}:
             raise ConfigError(f"{name} must be {WAYS}, got {shown(given)}")
         if (kind := type(pick(here, key, "setting"))) not in (int, float):
-            raise ConfigError(f"{name} has low, and {shown(here[key])} is no number; give choices")
+            raise ConfigError(
+                f"{name} has low, but {shown(here[key])} is not a number; give choices")
         low, high = (convert(given[end], kind, f"{name}.{end}") for end in ("low", "high"))
         log = convert(given.get("log", False), bool, f"{name}.log")
         if not (0 if log else -math.inf) < low < high < math.inf:
@@ -178,7 +179,7 @@ def settle(sweep: Sweep, out: Path,
             study.tell(judge.trial, None if over else losses[-1], over)
         ended(trials)
     if (least := min(losses)) == math.inf:
-        raise RunFailedError(f"none of {len(trials)} trials has a number: {trials[0]['error']}")
+        raise RunFailedError(f"none of {len(trials)} trials has a loss: {trials[0]['error']}")
     # the importance of settings is computed from the best tenth of the trials: at least two of 20
     enough = len({*losses} - {math.inf}) >= 20
     return {"best": trials[losses.index(least)], "trials": trials, "journal": str(path),

@@ -130,7 +130,7 @@ def save_lora(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
                  for key, part in family.parts(f"{name}.weight", B, plain).items()}
         if len(As) not in (1, len(parts)):
             raise ConfigError(f"{family.architecture} has one A for {', '.join(parts)}, and this "
-                              f"run one for each of q, k and v; train with shared=true")
+                              f"run has an A for each of q, k and v; train with shared=true")
         for A, (key, part) in zip(As * (len(parts) // len(As)), parts.items()):
             saved[f"{PREFIX}{key}.lora_A.weight"] = A.detach().clone()
             saved[f"{PREFIX}{key}.lora_B.weight"] = part.detach().clone()
@@ -188,7 +188,7 @@ def check_keys(folder: Path, settings: Mapping[str, Any], means: Mapping[str, tu
         fine = means.get(key, (None, False, [], {}))        # other keys must be switched off
         if value not in fine and key not in FREE:
             more = f"; DoRA, a prompt and a prefix are rows of {OTHERS}: add --import {OTHERS}"
-            raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads "
+            raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, but this kit reads "
                               f"adapters with {key}={' or '.join(map(shown, fine))}"
                               f"{more * (len(rows) == 1 and key in ('peft_type', 'use_dora'))}")
 

@@ -40,7 +40,7 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
     m = replace(run.config.model, changes=()) if run.config.model.changes else run.config.model
     kind = families.of_model(m)
     if out.exists():
-        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
+        raise ConfigError(f"{str(out)!r} exists already; choose another --out")
     saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                       only=checkpoint.WEIGHTS,
                                       lack=f"{str(run.path)!r} has no checkpoint")

@@ -85,8 +85,8 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     family = families.of_type(settings.get("model_type"))
     model, headers = family.model(settings), _headers(folder)
     if model.L > len(headers):          # checked before the model is built, which could take long
-        raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
-                          f"{model.L:,} layers; they are not of one model")
+        raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, but {CONFIG} says "
+                          f"{model.L:,} layers; the files belong to different models")
     tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
     wanted, shapes, missing = {}, {}, []
     for name, t in (due := parameters(model)).items():
@@ -103,24 +103,24 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
                           f"the whole folder again")
     for name in shapes:
         if (has := tuple(headers[name][1])) != shapes[name]:
-            raise ConfigError(f"{name} is {has} in {headers[name][0].name}, and {CONFIG} says "
-                              f"{shapes[name]}; they are not of one model")
+            raise ConfigError(f"{name} is {has} in {headers[name][0].name}, but {CONFIG} says "
+                              f"{shapes[name]}; the files belong to different models")
     left = [name for name in sorted(headers.keys() - shapes.keys() - tied)
             if not name.endswith(NO_WEIGHTS)]
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
-                          f"of this kit has, {named(left[0])} first; without them it is "
-                          f"another model")
+                          f"of this kit has, {named(left[0])} first; without them, it would "
+                          f"compute something else")
     for head in tied:
         weight, embedding = (tensor(headers[name][0], name)
                              for name in (head, *wanted["embed.weight"]))
         if weight.dtype != embedding.dtype or not torch.equal(weight, embedding):
-            raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, and its "
-                              f"{head} is not its embedding; set tie_word_embeddings to false")
+            raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, but "
+                              f"{head} is not the embedding; set tie_word_embeddings to false")
     of = _tokenizer(folder, tokenizer)
     if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
         raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
-                          f"{model.V:,}; they are not of one model")
+                          f"has {model.V:,}; the files belong to different models")
     kinds = {headers[name][2] for name in shapes}
     param_dtype = "bf16" if kinds == {"BF16"} else "fp32"
     config = Config(model=model).replace({
@@ -161,7 +161,7 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
     write:   function that writes the checkpoint's weights
     """
     if out.exists():
-        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
+        raise ConfigError(f"{str(out)!r} exists already; choose another --out")
     tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
     who = runs.identify(config, {}, tokenizer, born=uuid4().hex, start=start)
     mark = who["run"][:records.MARK_DIGITS]
@@ -204,8 +204,8 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
         pickled = [file.name for kind in PICKLED for file in path.parent.glob(kind)]
         if pickled and not path.with_name(INDEX).is_file():
             raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a "
-                              f"pickle, which may run anything when it is read; convert it first, "
-                              f"where you trust it: save_pretrained(..., safe_serialization=True)")
+                              f"pickle, which can execute any code when it is read; if you trust "
+                              f"it, convert it: save_pretrained(..., safe_serialization=True)")
         raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
     files.check_regular(path)
     try:

@@ -262,7 +262,7 @@ def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
     """
     name, row = recipe_of(recipe, pad)
     if not row.products:
-        raise ConfigError(f"{name} casts no operand of a product, so there is nothing to convert; "
+        raise ConfigError(f"{name} casts no operand of a matmul, so there is nothing to convert; "
                           f"run the step under torch.autocast instead")
     weights = [weight for _, _, weight in matrices(model)]
     if any(weight.is_meta for weight in weights):

@@ -157,7 +157,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else (
             f"{type(out).__name__} without a loss")
-        raise ConfigError(f"the model returned {shape}, and a training step needs a scalar loss; "
+        raise ConfigError(f"the model returned {shape}, but a training step needs a scalar loss; "
                           f"put labels into the batch, or give loss=lambda model, batch: ...")
     return loss.view(())
 

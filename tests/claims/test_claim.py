@@ -185,9 +185,9 @@ def test_the_referees_errors_on_real_runs():
 # the file
 
 WRONG = [
-    ({"target": None}, "says no target; give target: val_loss"),
+    ({"target": None}, "has no target; give target: val_loss"),
     ({"target": "val_los"}, "did you mean 'val_loss'?"),
-    ({"budget": None}, "says no budget; give budget: {steps: 300}"),
+    ({"budget": None}, "has no budget; give budget: {steps: 300}"),
     ({"tunning": {}}, "there is no key of a claim 'tunning'; did you mean 'tuning'?"),
     ({"settings": {"model.layer": 2}}, "there is no setting 'model.layer'; did you mean "
                                       "'model.layers'?"),
@@ -200,7 +200,7 @@ WRONG = [
     ({"arms": {"a": {}, "b": {"seed": 3}}}, "b sets seed, which the claim's seeds decides"),
     ({"arms": {"a": {}, "b": 3}}, "b must be a mapping of settings, got 3"),
     *(({"arms": {"a": {}, "b": {key: value}}, "differ": [key]}, f"a and b are evaluated on other "
-        f"text, where losses do not compare; make {message}")
+        f"text, so their losses do not compare; make {message}")
       for key, value, message in (
          ("model.context", 8, "model.context"), ("global_batch", 8, "eval_batches * global_batch"),
          ("eval_batches", 4, "eval_batches * global_batch"), ("data.source", "x", "data.source"),
@@ -216,15 +216,15 @@ WRONG = [
         "must be a list of values, got 0.001"),
     ({"tuning": {"optimizer.lr": [-1.0], "optimizer.weight_decay": [0.0]}}, "optimizer.lr must be "
         "positive"),
-    ({"sigma": 0.1}, "4 seeds an arm cannot see an effect of 20.00% where sigma is 10.00%: 80% of "
-                     "the time they see 27.02%; give seeds: 6, or a larger effect"),
+    ({"sigma": 0.1}, "4 seeds per arm cannot detect an effect of 20.00% if sigma is 10.00%: with "
+                     "probability 80% they detect 27.02%; give seeds: 6, or a larger effect"),
     ({"seeds": 2}, "seeds must be from 3 to 1,000, got 2"),
     ({"effect": 1.5}, "effect must be above 0 and below 1"),
     ({"budget": {"watts": 3}}, "budget must be {steps: 300}, {flops: 1e13}, {seconds: 30} or "
                               "{joules: 500}, got {'watts': 3}"),
     ({"budget": {"seconds": -1}}, "budget.seconds must be positive, got -1"),
     ({"budget": {"joules": "a few"}}, "budget.joules must be a number, got 'a few'"),
-    ({"budget": {"flops": 10}}, "budget.flops=10 must be a step of adamw or more"),
+    ({"budget": {"flops": 10}}, "budget.flops=10 must pay for a step of adamw"),
     ({"budget": {"steps": 0}}, "steps must be positive"),
 ]
 
@@ -465,7 +465,7 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
         settled(lambda config: asked.append(config) or 2.0, {"budget": {"joules": 500}})
     assert len({id(config) for config in asked}) == 1, "by one short run"
     with pytest.raises(ConfigError,
-                       match=r"budget.seconds=0.1 must be a step of lion or more \(0.5 seconds\)"):
+                       match=r"budget.seconds=0.1 must pay for a step of lion \(0.5 seconds\)"):
         settled(noisy, {"budget": {"seconds": 0.1}},
                 seconds=lambda name: {"lion": 0.5}.get(name, 0.01))
     with pytest.raises(ConfigError, match=r"does not tell \(loss=nan\)"):
@@ -483,7 +483,7 @@ def test_an_arm_against_itself_has_other_seeds():
 
 def test_a_budget_that_cannot_see_is_told_after_the_pilot():
     with pytest.raises(ConfigError,
-                       match=r"4 seeds an arm cannot see an effect of 0.10% .* give seeds: "):
+                       match=r"4 seeds per arm cannot detect an effect of 0.10% .* give seeds: "):
         settled(noisy, {"effect": 0.001})
     _, asked, _ = settled(noisy, SEES | {"sigma": 0.003})
     assert asked[0][0] == "tuning", "a recorded sigma needs no pilot"

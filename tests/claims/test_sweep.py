@@ -52,10 +52,10 @@ def written(folder, **changes):
 
 MASKED = {"data.policy": "masked", "model.vocab": 257, "model.attention": "bidirectional"}
 WRONG = [
-    ({"search": None}, "says no search; give search: a mapping of settings, each to {low: 1e-4"),
-    ({"search": {}}, "says no search; give search"),
-    ({"trials": None}, "says no trials; give trials: how many runs, such as 20"),
-    ({"target": None}, "says no target; give target: val_loss"),
+    ({"search": None}, "has no search; give search: a mapping of settings, each to {low: 1e-4"),
+    ({"search": {}}, "has no search; give search"),
+    ({"trials": None}, "has no trials; give trials: how many runs, such as 20"),
+    ({"target": None}, "has no target; give target: val_loss"),
     ({"target": "val_los"}, "target cannot be 'val_los'; did you mean 'val_loss'?"),
     ({"sampler": "grid"}, "sampler cannot be 'grid'; choose one of cmaes, random, tpe"),
     ({"trials": 0}, "trials must be positive, got 0"),
@@ -72,7 +72,7 @@ WRONG = [
                                          "'optimizer.lr'?"),
     ({"search": {"optimizer": {"choices": ["lions"]}}}, "did you mean 'lion'?"),
     ({"search": {"optimizer": {"choices": []}}}, "search.optimizer must be {low: 1e-4"),
-    ({"search": {"optimizer": LOG}}, "search.optimizer has low, and 'adamw' is no number; give "
+    ({"search": {"optimizer": LOG}}, "search.optimizer has low, but 'adamw' is not a number; give "
                                      "choices"),
     ({"search": {"optimizer.lr": 0.1}}, "search.optimizer.lr must be {low: 1e-4"),
     ({"search": {"optimizer.lr": {"low": 1, "hihg": 2}}}, "search.optimizer.lr must be {low: 1e-4"),
@@ -319,7 +319,7 @@ def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
     shown = command.text(outcome)
     assert shown.splitlines()[1].split()[:2] == [str(outcome["best"]["trial"]),
         f"{outcome['best']['val_loss']:.5g}"]
-    with pytest.raises(RunFailedError, match="none of 4 trials has a number"):
+    with pytest.raises(RunFailedError, match="none of 4 trials has a loss"):
         searched(tmp_path, lambda config: None)
 
 

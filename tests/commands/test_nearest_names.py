@@ -93,5 +93,5 @@ def test_settings(wrong, right):
 def test_odd_names_end_in_a_list():
     for odd in ("", " ", "---", "é" * 300, "0", "x" * 10**5, None, 3, "1e309b", "9" * 200 + "b"):
         assert nearest(odd, PRESETS)
-    assert (nearest("x", []) == "there is none to choose"
+    assert (nearest("x", []) == "there are no names to choose from"
             and alike("7b", ["", "-", "llama-8b"]) != [""])

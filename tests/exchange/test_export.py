@@ -76,7 +76,7 @@ def test_no_run_no_checkpoint_and_a_folder_that_is_there(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         export(tmp_path, tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match="is there already; choose another --out"):
+    with pytest.raises(ConfigError, match="exists already; choose another --out"):
         export(run.path, tmp_path / "out")
     for folder in run.checkpoints.glob("step-*"):
         (folder / "manifest.json").unlink()

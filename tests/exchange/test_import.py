@@ -259,7 +259,7 @@ def cut(folder):
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
     (lambda f: replaced(f, "model.norm.weight", torch.ones(48, dtype=torch.int8)),
      "model.norm.weight in model.safetensors is in I8; this kit"),
-    (pickled, "has its weights in pytorch_model.bin, a pickle, which may run anything when it is "
+    (pickled, "has its weights in pytorch_model.bin, a pickle, which can execute any code when it is "
               "read; convert it first"),
     (cut, "model.safetensors' is not a whole file of safetensors .*file not fully covered.*get it "
           "again"),
@@ -340,7 +340,7 @@ def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, t
 
 def test_a_folder_that_is_there_and_no_out(tmp_path, theirs, capsys):
     (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match="is there already; choose another --out"):
+    with pytest.raises(ConfigError, match="exists already; choose another --out"):
         bring(planned(theirs), tmp_path / "run")
     assert cli.main(["import", str(theirs)]) == 2
     assert cli.main(["import", str(theirs), "--check"]) == 0
