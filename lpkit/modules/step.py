@@ -162,36 +162,36 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss.view(())
 
 
-def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter],
+def make_optimizer(requested: Asked, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter],
                    foreach: bool = False) -> torch.optim.Optimizer:
-    """Return an optimizer of the copied model, with the groups and settings of `asked`.
+    """Return an optimizer of the copied model, with the groups and settings of `requested`.
 
-    asked:   what the user gave as `optimizer`
-    copies:  parameter of the original model -> its copy
-    foreach: let PyTorch's optimizers update all parameters in few kernels, which is their default
-             on a GPU and allocates more temporaries
+    requested: what the user gave as `optimizer`
+    copies:    parameter of the original model -> its copy
+    foreach:   let PyTorch's optimizers update all parameters in few kernels, which is their default
+               on a GPU and allocates more temporaries
 
     Raises ConfigError.
     """
     trained = [p for p in copies.values() if p.requires_grad]
-    if isinstance(asked, str):
-        kind = PYTORCHS.get(asked)
-        return kind(trained, lr=1e-3, foreach=foreach) if kind else optimizer(model, asked)
-    if not isinstance(asked, torch.optim.Optimizer):
-        return asked(trained)
+    if isinstance(requested, str):
+        kind = PYTORCHS.get(requested)
+        return kind(trained, lr=1e-3, foreach=foreach) if kind else optimizer(model, requested)
+    if not isinstance(requested, torch.optim.Optimizer):
+        return requested(trained)
     groups = []
-    for group in asked.param_groups:
+    for group in requested.param_groups:
         if any(p not in copies for p in group["params"]):
             raise ConfigError("the optimizer updates a parameter that the model does not have; "
                               "give the optimizer of this model")
-        own = {**group, "params": [copies[p] for p in group["params"]]}
-        if foreach and own.get("foreach", 0) is None and not own.get("fused"):
-            own["foreach"] = True
-        groups.append(own)
+        copied = {**group, "params": [copies[p] for p in group["params"]]}
+        if foreach and copied.get("foreach", 0) is None and not copied.get("fused"):
+            copied["foreach"] = True
+        groups.append(copied)
     # only the defaults that the class takes as arguments: AdamW's defaults have a further key
-    takes = inspect.signature(type(asked)).parameters
-    settings = {key: asked.defaults[key] for key in takes & asked.defaults.keys()}
-    return type(asked)(groups, **settings)
+    takes = inspect.signature(type(requested)).parameters
+    settings = {key: requested.defaults[key] for key in takes & requested.defaults.keys()}
+    return type(requested)(groups, **settings)
 
 
 def without_memory(model: nn.Module, batch: Any, device: str

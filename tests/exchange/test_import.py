@@ -259,8 +259,8 @@ def cut(folder):
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
     (lambda f: replaced(f, "model.norm.weight", torch.ones(48, dtype=torch.int8)),
      "model.norm.weight in model.safetensors is in I8; this kit"),
-    (pickled, "has its weights in pytorch_model.bin, a pickle, which can execute any code when it is "
-              "read; convert it first"),
+    (pickled, "has its weights in pytorch_model.bin, a pickle, which can execute any code when it "
+              "is read; if you trust it, convert it"),
     (cut, "model.safetensors' is not a whole file of safetensors .*file not fully covered.*get it "
           "again"),
     (lambda f: (f / "model.safetensors").unlink(), "lacks model.safetensors; get the whole folder "
