@@ -120,16 +120,16 @@ class Batch:
     @property
     def present(self) -> dict[str, Tensor]:
         """Every tensor by its name. Tensors of `extra` are named extra/NAME."""
-        own = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
-        return own | {f"extra/{name}": t for name, t in self.extra.items()}
+        tensors = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
+        return tensors | {f"extra/{name}": t for name, t in self.extra.items()}
 
     @classmethod
     def of(cls, present: Mapping[str, Tensor]) -> Batch:
         """Make a batch from tensors by name: the inverse of `present`."""
         extra = {name.removeprefix("extra/"): t for name, t in present.items()
                  if name.startswith("extra/")}
-        own = {name: t for name, t in present.items() if not name.startswith("extra/")}
-        return cls(**own, extra=extra)
+        fields = {name: t for name, t in present.items() if not name.startswith("extra/")}
+        return cls(**fields, extra=extra)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -151,8 +151,8 @@ class Batch:
             return replace(self, targets=targets, weights=weights).to(device)
         if self.tokens.device == device:        # all tensors of a batch are on one device
             return self
-        there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
-        return Batch.of(there)
+        moved = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
+        return Batch.of(moved)
 
     def chunk(self, parts: int) -> list[Batch]:
         """Returns `parts` micro-batches of B / `parts` sequences each."""

@@ -42,12 +42,12 @@ def data_dir(name: str) -> Path:
     """Returns the folder for a person's own work; `name` is for example `course`. If several people
     share one account, the environment variable LPKIT_LEARNER names the person. Raises ConfigError
     if its value cannot be the name of a folder."""
-    own = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
+    base = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
     learner = os.environ.get("LPKIT_LEARNER")
     if learner and not re.fullmatch(r"\w[\w.-]{0,63}", learner):
         raise ConfigError(f"LPKIT_LEARNER={named(learner)!r} names no learner; use at most 64 "
                           f"letters, digits, dots and dashes, and begin with a letter or digit")
-    return own / "learners" / learner / name if learner else own / name
+    return base / "learners" / learner / name if learner else base / name
 
 
 def own_cache(room: str = "") -> Path:
@@ -314,10 +314,10 @@ def refuse_others(status: os.stat_result, path: Path, by: str = "XDG_CACHE_HOME"
 def _way_to(path: Path) -> Iterator[Path]:
     """Yields all folders and links that the system passes from the root to the existing `path`. The
     owner of any of them could replace what comes after it."""
-    for here in (*reversed(path.parents), path):
-        yield here
-        if here.is_symlink():
-            yield from _way_to(here.parent / os.readlink(here))
+    for part in (*reversed(path.parents), path):
+        yield part
+        if part.is_symlink():
+            yield from _way_to(part.parent / os.readlink(part))
 
 
 def _administrators() -> set[int]:

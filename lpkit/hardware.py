@@ -71,7 +71,7 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
                   f"bf16 is used above 1.1x, and a ratio above {MOST_SPEEDUP}x is not believed")
 
 
-def threads_choice(asked: int | None, device: torch.device, *, flops: float,
+def threads_choice(requested: int | None, device: torch.device, *, flops: float,
                    before: str | None = None, processes: int = 1) -> Choice:
     """Returns the number of threads of a run on the CPU, and the reason. On a GPU, it is PyTorch's
     number.
@@ -90,10 +90,10 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
                int(allowed) if allowed.isdigit() else sys.maxsize)
 
     def used(threads: int | str, why: str) -> Choice:
-        return Choice(asked=str(asked or "auto"), used=str(threads), why=why)
+        return Choice(asked=str(requested or "auto"), used=str(threads), why=why)
 
-    if asked:
-        return used(asked, "requested")
+    if requested:
+        return used(requested, "requested")
     if before:
         return used(before, "as when this run began")
     if device.type != "cpu":

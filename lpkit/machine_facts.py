@@ -61,12 +61,12 @@ def gpus() -> int:
     """Returns the number of NVIDIA GPUs that this process may use. Does not load the driver; works
     on Linux only. Counts the entries of CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA
     does."""
-    here = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(here))))
-    there = itertools.takewhile(
-        lambda entry: entry and entry[0] != "-" and not (entry.isdigit() and int(entry) >= here),
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    valid = itertools.takewhile(
+        lambda entry: entry and entry[0] != "-" and not (entry.isdigit() and int(entry) >= count),
         map(str.strip, visible.split(",")))
-    return min(here, len(list(there)))
+    return min(count, len(list(valid)))
 
 
 def memory_limit_bytes() -> int | None:

@@ -115,7 +115,7 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
     callback, and a handler cannot run during a long call into C. So the main thread only waits for
     the bytes that signals write into a pipe (`signal.set_wakeup_fd`).
     """
-    heard = 0
+    received = 0
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -126,9 +126,9 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
             done.add_done_callback(lambda _: os.write(writer, b"\0"))
             while number := os.read(reader, 1)[0]:
                 if number in numbers:
-                    heard = heard or number
+                    received = received or number
                     stop()
-        return (None, heard) if heard else (done.result(), 0)
+        return (None, received) if received else (done.result(), 0)
     finally:
         signal.set_wakeup_fd(before)
         os.close(reader)

@@ -64,11 +64,11 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
     the text, for messages. Raises DamagedError."""
     try:
         value = json.loads(text)
-        due, actual = value.pop(SUM), digest(value)
+        expected, actual = value.pop(SUM), digest(value)
     except UNREADABLE as error:
         raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error})"
                            f"; it was cut off or altered") from None
-    if actual != due:
+    if actual != expected:
         raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it "
                            f"was written")
     return value
@@ -136,10 +136,10 @@ class Line:
     def parse(cls, text: bytes) -> "Line":
         """Returns the Line that `text` contains. Raises one of UNREADABLE if it is damaged."""
         value = json.loads(text)
-        due = value.pop(LINE_SUM)
-        if due != digest(value)[:MARK_DIGITS] or not text.endswith(b"\n"):
+        expected = value.pop(LINE_SUM)
+        if expected != digest(value)[:MARK_DIGITS] or not text.endswith(b"\n"):
             raise ValueError("it does not match its checksum")
-        return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), due)
+        return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), expected)
 
 
 def head(path: Path) -> tuple[int, str]:
@@ -191,8 +191,8 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
             sums[line.number] = line.sum
         before = line
     reported = {place for place, _ in problems}
-    lacking = sorted({who for who, number, due in vouched
-                      if number and number not in reported and sums.get(number) != due})
+    lacking = sorted({who for who, number, checksum in vouched
+                      if number and number not in reported and sums.get(number) != checksum})
     return good, [*_sentences(path, problems), *(
         f"{named(path)} lacks lines that {who} vouches for, or has others in their place"
         for who in lacking[:1])]

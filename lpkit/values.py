@@ -98,10 +98,10 @@ def folder(name: str, value: str | Path) -> None:
     """Raises ConfigError if `value`, or a folder above it, exists and is not a folder."""
     place(name, value)
     path = expanded(value)
-    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
-    if there is not None and not there.is_dir():
-        raise ConfigError(f"{name} must be a folder, and {named(there)} is something else; choose "
-                          f"another path")
+    existing = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
+    if existing is not None and not existing.is_dir():
+        raise ConfigError(f"{name} must be a folder, and {named(existing)} is something else; "
+                          f"choose another path")
 
 
 # Annotations of numbers and texts. With `| None`, None is valid, too. The upper limits keep sums of

@@ -79,12 +79,12 @@ def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
     """
     z, critical = NORMAL.inv_cdf(POWER), t_quantile(1 - level / 2, n - 1)
     # mean of (estimated sigma / true sigma): in the test itself, and in the pilot
-    own, planned = _mean_sigma(n - 1), _mean_sigma(sd_df) if sd_df else 1.0
+    in_test, planned = _mean_sigma(n - 1), _mean_sigma(sd_df) if sd_df else 1.0
     # Solve for the shift, the mean gain in standard errors:
-    # (shift * planned - critical * own)^2 = z^2 (variances of both terms + 1 for the mean gain),
-    # a quadratic equation a shift^2 - 2 b shift + c = 0
-    a, b = planned**2 - z**2 * (1 - planned**2), planned * critical * own
-    c = (critical * own) ** 2 - z**2 * (1 + critical**2 * (1 - own**2))
+    # (shift * planned - critical * in_test)^2 = z^2 (variances of both terms + 1 for the mean
+    # gain), a quadratic equation a shift^2 - 2 b shift + c = 0
+    a, b = planned**2 - z**2 * (1 - planned**2), planned * critical * in_test
+    c = (critical * in_test) ** 2 - z**2 * (1 + critical**2 * (1 - in_test**2))
     shift = (b + math.sqrt(b * b - a * c)) / a
     return -math.expm1(-shift * sd / math.sqrt(n))
 

@@ -151,17 +151,18 @@ class Workers(ExitStack):
         wanted, attempts = dict(zip(names, configs)), Counter()
         while None in (ended := {name: self._ended(name, wanted[name])
                                  for name in wanted}).values():
-            due = {name: config for name, config in wanted.items() if ended[name] is None}
-            attempts.update([*due])
+            missing = {name: config for name, config in wanted.items() if ended[name] is None}
+            attempts.update([*missing])
             if max(attempts.values()) > 1 + RESTARTS:
                 raise RunFailedError(f"{named(self.out)}: records are altered as they are written")
-            for config in due.values() if self.submit == self._submit else ():
+            for config in missing.values() if self.submit == self._submit else ():
                 # check the layout here: an error of a worker would be a traceback
                 spread(config, config.parallel.devices)
             alone = gpus() and configs[0].system.device != "cpu"
             most = max(config.system.threads * config.parallel.devices for config in configs)
             beside = 1 if alone else max(1, cores() // most)
-            self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
+            self._run(missing, min(len(missing), self.at_once or beside), say,
+                      dict(zip(names, judges)))
         sweep(self.out)     # removes half-written records of killed processes
         for name in names:
             remove(self.out / name)
@@ -217,14 +218,14 @@ class Workers(ExitStack):
             os.write(writer, f"{keeper.pid}\n".encode())
         return self.workers[-1]
 
-    def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None],
+    def _run(self, missing: Mapping[str, Config], at_once: int, say: Callable[[str], None],
              judges: Mapping[str, Any]) -> None:
-        """Make the runs `due`, at most `at_once` at the same time, and restart runs that were lost.
-        After a run has failed, start no further runs, and wait for those in progress."""
-        waiting, going, failed, done, begun = list(due), {}, [], 0, Counter()
+        """Make the runs `missing`, at most `at_once` at the same time, and restart runs that were
+        lost. After a run has failed, start no further runs, and wait for those in progress."""
+        waiting, going, failed, done, begun = list(missing), {}, [], 0, Counter()
         while (going or (waiting and not failed)) and not self.children.over:
             while waiting and not failed and len(going) < at_once:
-                config = due[name := waiting.pop(0)]
+                config = missing[name := waiting.pop(0)]
                 remove(self.out / f"{name}.stop")       # left by a killed command
                 going[name] = self.submit(str(self.out / name), config.imports, config.to_dict(),
                                           begun[name])
@@ -236,7 +237,7 @@ class Workers(ExitStack):
                 if (self.out / f"{name}.json").is_file():
                     del going[name]
                     done += 1
-                    say(f"{done} of {len(due)} runs")
+                    say(f"{done} of {len(missing)} runs")
                 elif over:
                     del going[name]
                     again = self.lost(error := job.exception()) and begun[name] <= RESTARTS
@@ -250,7 +251,7 @@ class Workers(ExitStack):
         if failed:
             # keep the last line of each traceback, which is the error message
             words = "; ".join({str(error).strip().rpartition("\n")[2]: 0 for error in failed})
-            raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not finish; "
+            raise RunFailedError(f"{len(missing) - done} of {len(missing)} runs did not finish; "
                                  f"repeat the command to continue. Their errors: {words}")
 
 

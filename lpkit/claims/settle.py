@@ -87,10 +87,10 @@ class Settling:
         [kind] = self.claim.budget
         if kind not in protocol.METERED:
             return
-        due = list(dict.fromkeys(self.claim.metering(arm, point) for arm in arms
+        metered = list(dict.fromkeys(self.claim.metering(arm, point) for arm in arms
                                  for point in ({}, *self.claim.points)))
         runs = [config.replace({"seed": METERED_SEED + k, "eval_batches": 1})
-                for k in range(METERED_RUNS) for config in due]
+                for k in range(METERED_RUNS) for config in metered]
         costs: list[float] = []
         # an energy counter counts all runs of the moment, so runs are metered one after another
         for group in [runs] if kind == "seconds" else [[config] for config in runs]:
@@ -101,7 +101,8 @@ class Settling:
                                       f"of a step, which a run here does not tell ({why}); give "
                                       f"budget: {{seconds: 30}} or {{steps: 300}}")
                 costs.append(record[f"step_{kind}"])
-        self.costs = {config: statistics.median(costs[i::len(due)]) for i, config in enumerate(due)}
+        self.costs = {config: statistics.median(costs[i::len(metered)])
+                      for i, config in enumerate(metered)}
 
     def _plan(self, first: str) -> tuple[float, int]:
         """Returns sigma (the standard deviation of one arm's target over seeds, as a share of the

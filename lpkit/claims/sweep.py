@@ -51,15 +51,15 @@ class Sweep(protocol.Made):
 
     def __post_init__(self):
         super().__post_init__()
-        here = self.config({})
-        if self.pruner != "none" and not 0 < here.eval_every < here.steps:
+        base = self.config({})
+        if self.pruner != "none" and not 0 < base.eval_every < base.steps:
             raise ConfigError(f"pruner={self.pruner} decides at evaluations during a run, and "
-                              f"eval_every={here.eval_every} of {here.steps} steps has none; set "
-                              f"settings.eval_every to {max(1, here.steps // 10)}")
+                              f"eval_every={base.eval_every} of {base.steps} steps has none; set "
+                              f"settings.eval_every to {max(1, base.steps // 10)}")
         for key in self.search:
             domain = self.domain(key)[1]
             for value in domain.get("choices") or (domain["low"], domain["high"]):
-                if protocol.other_text(self.config({key: value}), here):
+                if protocol.other_text(self.config({key: value}), base):
                     raise ConfigError(f"search.{key} would evaluate trials on other text, so "
                                       f"their losses do not compare; leave it out")
 
@@ -72,15 +72,15 @@ class Sweep(protocol.Made):
     def domain(self, key: str) -> tuple[str, dict[str, Any]]:
         """Returns the name of the Optuna distribution from which the setting `key` is drawn, and
         the arguments of the distribution. Raises ConfigError for an invalid range."""
-        given, name, here = self.search[key], f"search.{key}", flat(self.config({}))
+        given, name, settings = self.search[key], f"search.{key}", flat(self.config({}))
         keys = set(given) if isinstance(given, Mapping) else set()
         if keys == {"choices"} and isinstance(given["choices"], list) and given["choices"]:
             return "CategoricalDistribution", dict(given)
         if not {"low", "high"} <= keys <= {"low", "high", "log"}:
             raise ConfigError(f"{name} must be {WAYS}, got {shown(given)}")
-        if (kind := type(pick(here, key, "setting"))) not in (int, float):
+        if (kind := type(pick(settings, key, "setting"))) not in (int, float):
             raise ConfigError(
-                f"{name} has low, but {shown(here[key])} is not a number; give choices")
+                f"{name} has low, but {shown(settings[key])} is not a number; give choices")
         low, high = (convert(given[end], kind, f"{name}.{end}") for end in ("low", "high"))
         log = convert(given.get("log", False), bool, f"{name}.log")
         if not (0 if log else -math.inf) < low < high < math.inf:
@@ -125,17 +125,17 @@ def settle(sweep: Sweep, out: Path,
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    here = sweep.config({})
+    base = sweep.config({})
     # the search without the fields that do not change a trial
     alike = asdict(replace(sweep, trials=1, executor="workers", job={}))
-    mark = records.digest([alike, optuna.__version__, runs.name_of(here)])[:records.MARK_DIGITS]
+    mark = records.digest([alike, optuna.__version__, runs.name_of(base)])[:records.MARK_DIGITS]
     if os.path.lexists(path := Path(f"{out}-{mark}.jsonl")):
         remove(before := path.with_name(f"{path.name}.before"))
         path.rename(before)
     chain = records.Chain(path, mark)
     liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
     sampler = getattr(optuna.samplers, SAMPLERS[sweep.sampler])(seed=sweep.seed, **liar)
-    rungs = {"min_resource": here.eval_every} if sweep.pruner == "asha" else {}
+    rungs = {"min_resource": base.eval_every} if sweep.pruner == "asha" else {}
     pruner = getattr(optuna.pruners, PRUNERS[sweep.pruner])(**rungs)
     study, trials, losses = optuna.create_study(sampler=sampler, pruner=pruner), [], []
     # A view of the study for the pruner, which contains finished trials only. So a decision does
@@ -151,17 +151,18 @@ def settle(sweep: Sweep, out: Path,
                   for number in numbers]
         lines = [{"trial": number, "settings": judge.trial.params, "val_loss": None, "seconds": 0.0}
                  for number, judge in zip(numbers, judges)]
-        due: dict[int, Config] = {}
+        configs: dict[int, Config] = {}
         for i, judge in enumerate(judges):
             judge.trial.study = before
             try:
-                due[i] = sweep.config(judge.trial.params)
-                judge.steps = due[i].steps
+                configs[i] = sweep.config(judge.trial.params)
+                judge.steps = configs[i].steps
             except ConfigError as error:        # settings that contradict each other: no run
                 lines[i]["error"] = str(error)
-        if due:
-            word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
-            for i, run in zip(due, finished(word, [*due.values()], [judges[i] for i in due])):
+        if configs:
+            word = f"trial {' and '.join(str(numbers[i] + 1) for i in configs)} of {sweep.trials}"
+            for i, run in zip(configs,
+                              finished(word, [*configs.values()], [judges[i] for i in configs])):
                 lines[i] |= {key: run[key] for key in KEPT}
         # all judges decide before Optuna gets the first result of these parallel trials
         for judge, line in zip(judges, lines):

@@ -23,12 +23,13 @@ from lpkit.predict.units import duration
 from lpkit.values import Count
 
 
-def shared_arguments(what: str, kept: str) -> dict[str, Any]:
+def shared_arguments(what: str, stored: str) -> dict[str, Any]:
     """Return the arguments that `claim` and `sweep` share, for `options`. what: the name of the
     command. kept: what the command stores in addition to runs, for the help text."""
     return {
         "file FILE": (Path, f"YAML file of the {what}"),
-        f"--out DIR=runs/{what}s": (a_folder, f"folder for runs and {kept} (default runs/{what}s)"),
+        f"--out DIR=runs/{what}s": (a_folder,
+                                    f"folder for runs and {stored} (default runs/{what}s)"),
         "--executor NAME": "where runs are trained: workers (processes on this machine), submitit "
                            "or ray (default: as in FILE)"}
 
@@ -88,10 +89,10 @@ def with_runs(file: Any, out: Path, at_once: int | None, settle: Callable[..., d
     with ExitStack() as around:
         # the executor first, because Ray installs signal handlers, which `hear` must replace
         submission = executor(out, file.job, around) if executor else ()
-        result, heard = processes.hear(lambda: work(submission), children.end)
-        if heard:
+        result, number = processes.hear(lambda: work(submission), children.end)
+        if number:
             processes.tell("lpkit: stopped; repeat the command to continue")
-            sys.exit(128 + heard)
+            sys.exit(128 + number)
     return result
 
 

@@ -40,14 +40,15 @@ def run(args: Namespace) -> dict:
     plan = planned(args.folder, args.tokenizer)
     if not args.check:
         bring(plan, args.out)
-    m, here = plan.config.model, hardware.room(choose_device("auto").used)
+    m, machine = plan.config.model, hardware.room(choose_device("auto").used)
     # candidates for the printed command: the longest context and the largest batch that fit here
     contexts = [m.T >> i for i in range(32) if POSITIONS[m.position].turns
                 # only rotary positions work with a shorter context
                 and 128 <= m.T >> i <= 4096] or [m.T]
     fits = (f"model.context={T} global_batch={batch}"
             for T, batch in product(contexts, (16, 8, 4, 2, 1)) if fit(plan.config.replace({
-                "model.context": T, "global_batch": batch}), here).peak_bytes <= here.memory_bytes)
+                "model.context": T, "global_batch": batch}), machine
+            ).peak_bytes <= machine.memory_bytes)
     return {"folder": str(args.folder), "run_dir": None if args.check else str(args.out),
             **picked(plan, "family.architecture", parameters="weights",
                      param_dtype="config.memory.param_dtype.name"),

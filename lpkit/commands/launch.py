@@ -33,11 +33,11 @@ def run(args: Namespace) -> dict:
     from lpkit.presets import is_preset, resolve
     from lpkit.techniques import layouts
 
-    place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
+    place, (target, changes) = pick(PLACES, args.on, "place"), target_and_asked(args)
     if target is None or not (place.sees or is_preset(target)):
         more = "or a config file" if place.sees else f"and settings; {args.on} reads no files here"
         raise ConfigError(f"what should lpkit train? Give a preset (cpu-3m) {more}")
-    config, name = resolve(target, asked), args.name or Path(target).stem.lower()
+    config, name = resolve(target, changes), args.name or Path(target).stem.lower()
     job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
     # the job may start in another folder, so give it absolute paths
@@ -46,10 +46,11 @@ def run(args: Namespace) -> dict:
         target = target if is_preset(target) else os.path.abspath(expanded(target))
     # several processes without a layout: each process is a replica
     if config.parallel.devices == 1 < world:
-        config, asked = config.replace({"parallel.data": world}), [*asked, f"parallel.data={world}"]
+        config = config.replace({"parallel.data": world})
+        changes = [*changes, f"parallel.data={world}"]
     layouts.check(config, config.parallel, world)
     layouts.refuse_untrainable(config)
-    words = [target, *asked, *(f"--import={module}" for module in args.imports), f"--out={out}"]
+    words = [target, *changes, *(f"--import={module}" for module in args.imports), f"--out={out}"]
     job, file = Job(**{**vars(job), "train": (*words, "--resume")}), Path(f"{name}.{place.suffix}")
     command, script = [*place.submit, str(file)], place.text(job)
     write_atomically(file, script)

@@ -48,7 +48,7 @@ def run(args: Namespace) -> dict:
 
     if args.resume and not args.out:
         raise ConfigError("--resume needs --out DIR, the folder of the run to continue")
-    target, asked = target_and_asked(args)
+    target, changes = target_and_asked(args)
     if target is None and not args.resume:
         raise ConfigError("what should lpkit train? Give a preset (cpu-3m) or a config file, or "
                           "continue a run with --resume --out DIR")
@@ -56,8 +56,8 @@ def run(args: Namespace) -> dict:
             and not of_transformers(Path(target))):
         raise ConfigError(f"{target} is a folder: continue its run by --resume --out {target}, "
                           f"or start from its weights with a preset and start.run={target}")
-    config = (resolve(target, asked) if target is not None
-              else Run.open(args.out).config.replace(parse_settings(asked)))
+    config = (resolve(target, changes) if target is not None
+              else Run.open(args.out).config.replace(parse_settings(changes)))
     out = args.out or default_folder(Path(target).stem)
     world = os.environ.get("WORLD_SIZE", "1")       # set by torchrun
     if world != "1" and args.processes is not None:

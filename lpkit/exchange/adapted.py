@@ -54,10 +54,10 @@ def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
     began = start.read(run.config)
     began.refuse_other(run)
     model = build.made(run.config, "plain", began)
-    own = model.state_dict()
+    weights = model.state_dict()
     with torch.no_grad():
-        for name in own.keys() & tensors.keys():    # the other tensors are states of a recipe
-            own[name].copy_(tensors[name])
+        for name in weights.keys() & tensors.keys():    # the other tensors are states of a recipe
+            weights[name].copy_(tensors[name])
     return model
 
 
@@ -78,8 +78,8 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
             model.set_submodule(name, linear)
     weights, changes = model.state_dict(), ", ".join(map(str, run.config.model.changes))
     with torch.device("meta"):
-        due = build.made(Config(model=plain), "plain").state_dict()
-    if weights.keys() != due.keys():
+        expected = build.made(Config(model=plain), "plain").state_dict()
+    if weights.keys() != expected.keys():
         raise ConfigError(f"no matrix of a model is the same as one with model.changes={changes}; "
                           f"only an adapter that equals one Linear, such as lora, can be merged")
     return plain, {name: t.to(dtype) for name, t in weights.items()}
@@ -193,17 +193,17 @@ def check_keys(folder: Path, settings: Mapping[str, Any], means: Mapping[str, tu
                               f"{more * (len(rows) == 1 and key in ('peft_type', 'use_dora'))}")
 
 
-def tensors(folder: Path, due: Mapping[str, tuple], keys: str) -> dict[str, Tensor]:
-    """Returns the tensors of adapter_model.safetensors. due: name -> shape that the file must have.
-    keys: the keys of adapter_config.json from which these shapes follow, for the message. Raises
-    ConfigError if names or shapes are different."""
+def tensors(folder: Path, expected: Mapping[str, tuple], keys: str) -> dict[str, Tensor]:
+    """Returns the tensors of adapter_model.safetensors. expected: name -> shape that the file must
+    have. keys: the keys of adapter_config.json from which these shapes follow, for the message.
+    Raises ConfigError if names or shapes are different."""
     has = {name: tuple(shape) for name, (_, shape, _) in imported.header(folder / WEIGHTS).items()}
-    if wrong := [name for name in sorted(has.keys() | due.keys())
-                 if has.get(name) != due.get(name)]:
+    if wrong := [name for name in sorted(has.keys() | expected.keys())
+                 if has.get(name) != expected.get(name)]:
         raise ConfigError(f"{shown(wrong[0])} of {str(folder)!r} is "
                           f"{has.get(wrong[0], 'not there')}; by {keys} it should be "
-                          f"{shown(due.get(wrong[0], 'not there'))}")
-    return {name: imported.tensor(folder / WEIGHTS, name) for name in due}
+                          f"{shown(expected.get(wrong[0], 'not there'))}")
+    return {name: imported.tensor(folder / WEIGHTS, name) for name in expected}
 
 
 def begun(base: Run, change: Mapping[str, Any], out: Path,
@@ -226,9 +226,9 @@ def bring_lora(folder: Path, settings: Mapping[str, Any], base: Run, out: Path, 
     ConfigError."""
     check_keys(folder, settings, {})
     m, vectors = base.config.model, MODEL_CHANGES[name].settings.vectors
-    # of: our module -> their modules; due: their tensor -> shape; aimed: our adapted modules in a
-    # block
-    family, of, due, aimed = families.of_model(m), {}, {}, set()
+    # of: our module -> their modules; expected: their tensor -> shape; aimed: our adapted modules
+    # in a block
+    family, of, expected, aimed = families.of_model(m), {}, {}, set()
     transposed, targets = _lies_transposed(family, m), settings.get("target_modules")
     r, alpha = settings.get("r", 8), settings.get("lora_alpha", 8)
     if not (targets and type(targets) is list and type(r) is int and type(alpha) in (int, float)):
@@ -243,10 +243,10 @@ def bring_lora(folder: Path, settings: Mapping[str, Any], base: Run, out: Path, 
                 n_out, n_in = part.shape[::-1] if transposed else part.shape
                 if any(f".{key}".endswith(f".{target}") for target in targets):
                     aimed.add(module.split(".", 2)[2])
-                    due |= {f"{PREFIX}{key}.lora_A.weight": (r, n_in),
+                    expected |= {f"{PREFIX}{key}.lora_A.weight": (r, n_in),
                             f"{PREFIX}{key}.lora_B.weight": (n_out, r)}
-                    due |= {f"{PREFIX}{key}.{vector}": (n_out,) for vector in vectors.values()}
-    theirs = tensors(folder, due, "r, use_dora and target_modules")
+                    expected |= {f"{PREFIX}{key}.{vector}": (n_out,) for vector in vectors.values()}
+    theirs = tensors(folder, expected, "r, use_dora and target_modules")
 
     def fill(model: nn.Module) -> None:
         """Copy their A, B and vectors into the model; zeros where their files have none."""
@@ -264,11 +264,11 @@ def bring_lora(folder: Path, settings: Mapping[str, Any], base: Run, out: Path, 
             for B, (_, t) in zip(module.B, pairs):
                 B.weight.copy_(t)
             # modules that their files do not adapt keep their initial vector
-            for vector, there in vectors.items():
-                own = getattr(module, vector)
-                numbers = family.parts(f"{name}.bias", own, m).values()
-                own.copy_(family.whole(f"{name}.bias", [
-                    theirs.get(f"{PREFIX}{key}.{there}", t)
+            for vector, peft_name in vectors.items():
+                parameter = getattr(module, vector)
+                numbers = family.parts(f"{name}.bias", parameter, m).values()
+                parameter.copy_(family.whole(f"{name}.bias", [
+                    theirs.get(f"{PREFIX}{key}.{peft_name}", t)
                     for key, t in zip(of[name], numbers)], m))
 
     return begun(base, {"name": name, "rank": r, "shared": transposed, "targets": sorted(aimed),

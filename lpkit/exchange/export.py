@@ -58,7 +58,7 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
             return out
         save_file(kind.weights(ours, m), folder / "model.safetensors", metadata={"format": "pt"})
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}
-        files, kept = {CONFIG: about}, run.tokenizer.get("files", {})
+        files, imported = {CONFIG: about}, run.tokenizer.get("files", {})
         if library := run.tokenizer.get("model"):
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
             # without tokenizer_class, transformers would choose a class by the type of the model,
@@ -66,7 +66,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
             spelled = {token["id"]: {"eos_token": token["content"]}
                        for token in library.get("added_tokens", ())}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
-            files = {TOKENS: named, FILE: library, **kept, CONFIG: about | kept.get(CONFIG, {})}
+            files = {TOKENS: named, FILE: library, **imported,
+                     CONFIG: about | imported.get(CONFIG, {})}
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
             (folder / name).write_text(text, encoding="utf-8")

@@ -79,12 +79,12 @@ class Family:
         ours = vars(m) | {"kv_heads": m.G, "head_dim": m.E, "mlp_width": m.F}
         settings = {"architectures": [self.architecture], "model_type": self.model_type,
                  "bos_token_id": None, "eos_token_id": None,
-                 **{there: ours[key] for key, there in self.sizes.items()}}
+                 **{theirs: ours[key] for key, theirs in self.sizes.items()}}
         if self.needs["position"] == "rope":
             settings["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rope_theta}
             if m.rope_factor != 1:
                 settings["rope_parameters"] |= {"rope_type": "llama3", "factor": m.rope_factor} | {
-                    key: due for key, (due,) in SLOWED.items()}
+                    key: value for key, (value,) in SLOWED.items()}
         return settings
 
     def model(self, given: Mapping[str, Any]) -> ModelConfig:
@@ -106,13 +106,14 @@ class Family:
                 turned, sizes["rope_factor"] = TURNED | SLOWED, f"{where}.factor"
             values |= {f"{where}.{key}": value for key, value in rope.items()}
             means |= {f"{where}.{key}": fine for key, fine in turned.items()}
-        needs = {"qkv_bias" if key == "biased_qkv" else key: due for key, due in self.needs.items()}
+        needs = {"qkv_bias" if key == "biased_qkv" else key: value
+                 for key, value in self.needs.items()}
         try:
-            m = ModelConfig(**needs | {key: values.get(there) for key, there in sizes.items()})
+            m = ModelConfig(**needs | {key: values.get(theirs) for key, theirs in sizes.items()})
         except ConfigError as error:
             sentence = str(error)
-            for key, there in sizes.items():
-                sentence = sentence.replace(f"model.{key}", there)
+            for key, theirs in sizes.items():
+                sentence = sentence.replace(f"model.{key}", theirs)
             raise ConfigError(f"config.json of a {self.model_type} model: {sentence}") from None
         # windows that are at least as long as the context mask nothing, so they may have any value
         idle = {key for key in WINDOWS if isinstance(values.get(key), int) and values[key] >= m.T}
@@ -239,7 +240,7 @@ def of_model(m: ModelConfig) -> Family:
     """Returns the family that can express our model `m`. Raises ConfigError if there is none; the
     message names the settings that differ from the nearest family."""
     def differs(family: Family) -> dict[str, Any]:
-        return {key: due for key, due in family.needs.items() if getattr(m, key) != due}
+        return {key: value for key, value in family.needs.items() if getattr(m, key) != value}
 
     nearest = min(FAMILIES, key=lambda family: len(differs(family)))
     keys = [*differs(nearest), *(key for key in ("attention", "block")
@@ -247,9 +248,9 @@ def of_model(m: ModelConfig) -> Family:
     wrong = [f"model.{key}={getattr(m, key)}" for key in keys]
     wrong += [f"model.changes={change}" for change in m.changes]
     if wrong:
-        due = ", ".join(f"model.{key}={value}" for key, value in differs(nearest).items())
+        wanted = ", ".join(f"model.{key}={value}" for key, value in differs(nearest).items())
         raise ConfigError(f"transformers has no model with {', '.join(wrong)}; the nearest, "
-                          f"{nearest.architecture}, has {due or 'full attention, pre-norm'}")
+                          f"{nearest.architecture}, has {wanted or 'full attention, pre-norm'}")
     return nearest
 
 

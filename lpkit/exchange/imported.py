@@ -63,7 +63,7 @@ class Plan:
         tensors memory-mapped."""
         weights, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
-            parts = [tensor(self.places[there], there) for there in self.ours[name]]
+            parts = [tensor(self.places[theirs], theirs) for theirs in self.ours[name]]
             whole = self.family.whole(name, parts, self.config.model)
             weights[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
         return weights
@@ -89,13 +89,13 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
                           f"{model.L:,} layers; the files belong to different models")
     tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
     wanted, shapes, missing = {}, {}, []
-    for name, t in (due := parameters(model)).items():
+    for name, t in (ours := parameters(model)).items():
         theirs = {family.named(part_name): tuple(part.shape)
                   for part_name, part in family.parts(name, t, model).items()}
         # their names if a file was saved from the whole model, or from the model without its head
         wanted[name] = tuple(key if key in headers else key.removeprefix(family.prefix)
                              for key in theirs)
-        missing += [key for key, there in zip(theirs, wanted[name]) if there not in headers]
+        missing += [key for key, in_file in zip(theirs, wanted[name]) if in_file not in headers]
         shapes |= dict(zip(wanted[name], theirs.values()))
     if missing:
         raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a "
@@ -126,7 +126,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     config = Config(model=model).replace({
         "data.tokenizer": of["name"], "memory.param_dtype": param_dtype, "steps": 1})
     return Plan(folder=folder, family=family, config=config, ours=wanted, tokenizer=of,
-                weights=sum(t.numel() for t in due.values()),
+                weights=sum(t.numel() for t in ours.values()),
                 places={name: headers[name][0] for name in shapes})
 
 
@@ -234,11 +234,11 @@ def tensor(path: Path, name: str) -> Tensor:
     return t
 
 
-def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
-    """Return a tokenizer as a dict: the tokenizer named `asked`, or that of the folder if `asked`
-    is empty. Raises ConfigError."""
-    if asked:
-        return tokenizers.builder(asked).build(0, lambda: iter(()), folder).to_dict()
+def _tokenizer(folder: Path, name: str) -> dict[str, Any]:
+    """Return a tokenizer as a dict: the tokenizer `name`, or if `name` is empty, the tokenizer of
+    the folder. Raises ConfigError."""
+    if name:
+        return tokenizers.builder(name).build(0, lambda: iter(()), folder).to_dict()
     if not os.path.lexists(folder / tokenizers.FILE):
         raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
                           f"save it from a fast tokenizer, or name one: --tokenizer bytes")

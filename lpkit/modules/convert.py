@@ -276,8 +276,8 @@ def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
         raise ConfigError(f"backend={choice.used} brings modules of its own, which cannot take the "
                           f"place of a model's Linears; choose emulated or scaled_mm")
     rows = converted(model, name, row, by, keep, seed)
-    own = device.type == "cuda" and hasattr(by, "kernels")
-    kernels = choose_kernels(model) if own else {}
+    has_kernels = device.type == "cuda" and hasattr(by, "kernels")
+    kernels = choose_kernels(model) if has_kernels else {}
     return Report(name, choice.used, choice.why, rows, kernels)
 
 
@@ -299,12 +299,12 @@ def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep:
                           f"lpkit.unconvert(model) first")
     matrices_by_name = {name: (module, weight) for name, module, weight in matrices(model)}
     rows = _rows(model, matrices_by_name, recipe, keep, by.alignment)
-    due = [row for row in rows if row.status == CONVERTED]
-    if not due:
+    convertible = [row for row in rows if row.status == CONVERTED]
+    if not convertible:
         reasons = "; ".join(f"{row.name}: {row.why}" for row in rows[:3]) or "it has no matrix"
         raise ConfigError(f"no module of this model can be converted to {name} ({reasons}); it "
                           f"needs a Linear whose sizes fit the tiles, or pad=True")
-    for row in due:
+    for row in convertible:
         _equip(matrices_by_name[row.name][0], recipe, copy(by), row.name, seed)
     # In evaluation, the fast path of nn.TransformerEncoderLayer would read the weights directly and
     # so bypass the converted modules. Activation 0 (unknown) switches it off.
@@ -370,8 +370,8 @@ def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: i
     before = set(module._buffers)
     module.__class__ = _class(type(module))
     module.equip(recipe, by, name=name, seed=seed)
-    due = torch.zeros((), dtype=torch.int64, device=module.weight.device)
-    module.register_buffer("due", due, persistent=False)
+    mark = torch.zeros((), dtype=torch.int64, device=module.weight.device)
+    module.register_buffer("due", mark, persistent=False)
     module.before_saving = module.register_state_dict_pre_hook(_before_saving)
     module.added = set(module._buffers) - before
 
@@ -390,10 +390,10 @@ def choose_kernels(model: nn.Module) -> dict[str, str]:
     used = {}
     for name in seen[1]:
         few, many = ([*each[name].values()] for each in seen)
-        there = offered(name)
-        used[name] = chosen(name, KERNELS[name].load(), "auto", few, offered=there,
+        versions = offered(name)
+        used[name] = chosen(name, KERNELS[name].load(), "auto", few, offered=versions,
                             raced=many).choice.used
-        call = version(there, used[name], many)
+        call = version(versions, used[name], many)
         for holder, attribute, of in sites(model):
             if of == name:
                 setattr(holder, attribute, call)

@@ -37,8 +37,8 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
     if isinstance(base, nn.Module) and hasattr(model, "num_labels"):
         heads |= {module for module in {*model.modules()} - {*base.modules()}
                   if getattr(module, "out_features", None) == model.num_labels}
-    own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
-    row = replace(chosen(OPTIMIZERS, name, "optimizer"), **own)
+    rates = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
+    row = replace(chosen(OPTIMIZERS, name, "optimizer"), **rates)
     for module in model.modules():
         turned = transposed(module)
         linear = turned or isinstance(module, nn.Linear)
