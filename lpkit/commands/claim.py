@@ -25,7 +25,7 @@ from lpkit.values import Count
 
 def shared_arguments(what: str, stored: str) -> dict[str, Any]:
     """Return the arguments that `claim` and `sweep` share, for `options`. what: the name of the
-    command. kept: what the command stores in addition to runs, for the help text."""
+    command. stored: what the command stores in addition to runs, for the help text."""
     return {
         "file FILE": (Path, f"YAML file of the {what}"),
         f"--out DIR=runs/{what}s": (a_folder,
