@@ -1,13 +1,13 @@
-"""The command line: find the command, run it, and print one object. Everything else goes to
-standard error.
+"""The command line: import the module of the command, run it, and print its result to standard
+output. Progress and errors go to standard error.
 
 Exit codes:
     0              done
     1              a process was killed
-    2              wrong input, or this machine cannot do it; a sentence explains
+    2              wrong input, or this machine cannot run the command; a message explains why
     129, 130, 143  ended by SIGHUP, SIGINT, SIGTERM
 
-A traceback is a bug of lpkit.
+If you see a traceback, it is a bug of lpkit.
 """
 
 import argparse
@@ -31,22 +31,22 @@ from lpkit.values import annotated, unique
 
 COMMANDS = {
     "lab": "open JupyterLab on your copies of the course, on this machine only",
-    "room": "open JupyterLab for many learners on this machine; each learner has a separate lab",
-    "progress": "show how far a room's learners are, if they agreed to report it",
-    "doctor": "try what this machine can do; if something does not work, say what to use instead",
+    "room": "open JupyterLab for several learners on this machine; each learner has a separate lab",
+    "progress": "show the progress of the learners of a room, if they agreed to report it",
+    "doctor": "test what works on this machine; if something fails, say what to use instead",
     "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
     "predict": "predict parameters, memory, FLOPs, time and cost of a training step before it runs",
-    "plan": "find layouts that train a model in time and within a budget, or say why they do not",
-    "claim": "test whether X beats Y on this machine: tune and run both, and judge by statistics",
+    "plan": "find parallel layouts that meet a deadline and a budget, and say why others do not",
+    "claim": "test whether X beats Y on this machine: tune both, train both, and run a t-test",
     "sweep": "search settings with Optuna; each trial is one training run",
-    "claims": "list published claims about cheaper training, with results and a verdict",
-    "cards": "print a table of cards: predictions compared with measurements",
+    "claims": "list published claims about cheaper training, with our results and our verdict",
+    "cards": "print a table of prediction files (cards): predicted and measured memory and time",
     "advise": "say whether low precision would be faster for a model on a machine, and why",
     "techniques": "list the techniques that a config can name, by family",
-    "data": "turn text into token files, or print what they contain",
+    "data": "turn text into token files, or check token files and print what they contain",
     "train": "train a preset or a config file",
     "launch": "write a job for several machines: torchrun, Slurm, Kubernetes or SkyPilot",
-    "warm": "verify and time the kernels of a config, and compile its update, before its first run",
+    "warm": "verify, time and compile the kernels of a config before its first run",
     "sample": "generate text with the model of a run",
     "import": "turn a transformers folder into a run that other runs can start from",
     "export": "write the weights of a run for transformers",
@@ -54,11 +54,12 @@ COMMANDS = {
     "notebook": "run notebooks with parameters, without a browser",
     "slides": "turn an executed notebook into slides: one HTML file, which needs no network",
     "pack": "write one file that installs lpkit and the course without a network",
-    "bench": "run benchmarks of the kit and of its peers in the same process",
+    "bench": "run benchmarks that compare lpkit with other libraries in the same process",
 }
-# modules of `hosting.commands`
+# commands whose modules are in `hosting.commands`; the others are in `lpkit.commands`
 HOSTED = {"lab", "room", "progress", "notebook", "slides", "pack"}
-MOST_CHARACTERS = 600       # most characters of argparse's message, which repeats the input
+MOST_CHARACTERS = 600       # limit of argparse's messages, because they repeat the input
+# errno -> what the user can do
 WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another folder"),
     errno.EROFS: "choose a folder that can be written",
@@ -73,19 +74,22 @@ class _SignalError(KeyboardInterrupt):
 
 
 def usage() -> str:
+    """Return the help of `lpkit`: the list of commands."""
     table = text_table(COMMANDS.items(), indent="  ")
     return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
             f"`lpkit COMMAND --help` explains COMMAND; --json prints one JSON object.")
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a command. Raises ConfigError if it needs the folder `notebooks`, and
-    there is none."""
+    """Return the module of a command. Raises ConfigError if the module is in the folder
+    `notebooks`, and this folder is missing."""
     return beside(f"hosting.commands.{name}") if name in HOSTED else \
         import_module(f"lpkit.commands.{name}")
 
 
 def complain(sentence: object, code: int = 2) -> int:
+    """Print an error message to standard error, and return the exit code. All lines after the first
+    are indented."""
     first, *more = printable(str(sentence)).split("\n")
     with contextlib.suppress(OSError):      # stderr is closed
         print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
@@ -93,16 +97,21 @@ def complain(sentence: object, code: int = 2) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser that checks values by their annotations (`values.annotated`). A wrong value
+    raises ConfigError, whose message names the nearest valid value."""
+
     def _get_values(self, action: argparse.Action, words: list[str]):
         # argparse reads --budget=-- as an empty list
         if action.option_strings and words == ["--"]:
-            raise argparse.ArgumentError(action, "'--' is no value")
+            raise argparse.ArgumentError(action, "'--' is not a value")
         if action.option_strings and isinstance(action, argparse._StoreAction):
-            first = vars(action).setdefault("given", words)     # argparse keeps only the last
-            unique((action.option_strings[-1], " ".join(one)) for one in (first, words))
+            # argparse would silently use the last of two values; `unique` raises ConfigError
+            first = vars(action).setdefault("given", words)
+            unique((action.option_strings[-1], " ".join(values)) for values in (first, words))
         return super()._get_values(action, words)
 
     def _get_value(self, action: argparse.Action, word: str):
+        """Convert and check a word by the annotation that the argument has as its `type`."""
         return annotated(word, action.type or str, (action.option_strings or [action.dest])[-1])
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
@@ -110,11 +119,14 @@ class _Parser(argparse.ArgumentParser):
             pick(dict.fromkeys(action.choices), value, action.dest)
 
     def error(self, message: str):
-        said = " ".join(message.split())[:MOST_CHARACTERS]
-        sys.exit(complain(f"{said}; see `{self.prog} --help`"))
+        """Print a message of argparse in one line, shortened, and exit with code 2."""
+        sentence = " ".join(message.split())[:MOST_CHARACTERS]
+        sys.exit(complain(f"{sentence}; see `{self.prog} --help`"))
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command and return the exit code. `argv`: the words after `lpkit`; None: those of
+    sys.argv. Expected errors become one message on standard error; others are raised."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         with heard_by(_unwind, set(POLITE) - {signal.SIGINT}):
@@ -139,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    """Parse `argv`, run the command, print its result, and return the exit code. Raises the errors
+    that `main` handles."""
     if not argv or argv[0] in ("-h", "--help"):
         say(usage())
         return 0
@@ -157,7 +171,7 @@ def _main(argv: list[str]) -> int:
                         help="import a module with your own rows; repeatable")
     command.arguments(parser)
     pending: list[int] = []
-    # wait with signals until argparse has finished: an exception would break its clean-up
+    # delay signals until argparse has finished, because an exception would break its clean-up
     with heard_by(lambda number, _frame: pending.append(number)):
         args = parser.parse_args(argv[1:])
     for number in pending:
@@ -165,24 +179,25 @@ def _main(argv: list[str]) -> int:
     if args.imports:
         from lpkit.config import Config
 
-        # the user requested these modules, so files may name them, too
+        # importing executes the modules; after this, config files may name them, too
         Config(imports=args.imports)
     result = command.run(args)
-    code = result.pop("exit_code", 0)   # the command ran, and found a problem
+    code = result.pop("exit_code", 0)   # not 0 if the command finished but found a problem
     try:
         say(json.dumps(result, allow_nan=False) if args.json else printable(command.text(result)))
     except OSError:
-        if not code:        # stdout is closed, but the exit code reports the problem
+        if not code:        # with a code that is not 0, the exit code reports the problem
             raise
     return code
 
 
 def _unwind(number: int, frame: object) -> None:
+    """Handle SIGTERM and SIGHUP: raise _SignalError."""
     raise _SignalError(number)
 
 
 def _of_system(error: OSError) -> str:
-    """Returns a sentence with the file, the error and the way out."""
+    """Returns the message for an OSError: the file, the system's error text, and what to do."""
     files = [named(os.fsdecode(name)) for name in (error.filename, error.filename2)
              if isinstance(name, (str, bytes, os.PathLike))]
     where = f"{' -> '.join(files)}: " if files else ""

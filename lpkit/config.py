@@ -1,13 +1,14 @@
-"""Config: every setting that decides the results of one training run, frozen, without device state.
+"""Config: all settings of one training run. A Config is immutable and contains no tensors and no
+modules.
 
-A Config is made from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and can
-be converted back. A field that names a technique has the name of a row and its settings:
-`memory.recompute: {name: block, every: 2}`, or the name alone. The row in `lpkit.techniques`
-defines the settings. Every name and value is checked when a Config is made.
+A Config can be made from a preset, a YAML file, a dict, papermill parameters or `--set a.b=c`, and
+can be converted to a dict or YAML again. A field that chooses a technique contains the name of a
+row of `lpkit.techniques` and the settings of this row: `memory.recompute: {name: block, every: 2}`,
+or only the name. Every name and value is checked when a Config is made.
 
-Sizes are also properties with the letters of docs/notation.md (L, D, T), so that formulas look like
-the notation. Uses the standard library only, since `lpkit.predict` imports this module; PyYAML is
-imported when YAML is read or written.
+Sizes can also be read by the letters of docs/notation.md (`config.model.L`, `.D`, `.T`), so that
+code looks like the formulas. This module uses the standard library only, because `lpkit.predict`
+imports it; PyYAML is imported when YAML is read or written.
 """
 
 import dataclasses
@@ -39,13 +40,13 @@ from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
-# removed settings, with the value that old files may have
+# removed settings -> the only value that old files may give; they are then ignored
 GONE = {"parallel.tensor_messages": "apart"}
 
 
 class Group(Checked):
-    """A group of settings. A field that names a row, by its name or by a mapping, becomes the row's
-    Settings."""
+    """A group of settings, such as `model`. A field that chooses a row takes the row's name, or a
+    mapping with `name` and settings; it is converted to the row's Settings."""
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
@@ -66,7 +67,7 @@ class ModelConfig(Group):
     layers: Annotated[int, between(1, 10_000)] = 4      # bounded: predictions visit each layer
     width: Count = 256                  # width of the residual stream
     heads: Count = 4                    # number of query heads
-    kv_heads: Count | None = None       # number of key/value heads; None: `heads`
+    kv_heads: Count | None = None       # number of key/value heads; None: as many as `heads`
     head_dim: Count | None = None       # None: width / heads (not so in Gemma and Qwen3)
     mlp_width: Count | None = None      # width of the MLP; None: 4 * width
     vocab: Count = 256
@@ -76,7 +77,7 @@ class ModelConfig(Group):
     norm_eps: Positive = 1e-5
     position: str = "learned"           # learned, rope
     rope_theta: Positive = 10_000.0
-    rope_factor: Positive = 1.0         # slow pairs rotate this many times slower, as in Llama 3.1
+    rope_factor: Positive = 1.0         # divides the frequencies of slow pairs, as in Llama 3.1
     mlp: str = "gelu"                   # gelu, swiglu
     bias: bool = True
     qkv_bias: bool | None = None        # bias of q, k and v, as in Qwen2; None: as `bias`
@@ -86,10 +87,11 @@ class ModelConfig(Group):
     attention: Settings = one_of(KINDS, "full")     # the keys that a query sees
     changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # such as adapters
 
-    # the shares of tokens and layers that updates see; `lpkit.predict.governed.Seen` has others
+    # the shares of the tokens, and of the layers, that updates see: here all of them. The subclass
+    # `lpkit.predict.governed.Seen` has smaller shares.
     shares, running = (), 1
 
-    # lambdas, since torch.compile can trace them
+    # lambdas, because torch.compile can trace properties that are lambdas
     L = property(lambda self: self.layers)
     D = property(lambda self: self.width)
     H = property(lambda self: self.heads)
@@ -98,18 +100,22 @@ class ModelConfig(Group):
 
     @property
     def G(self) -> int:
+        """Key/value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def E(self) -> int:
+        """Dimensions of one head."""
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def F(self) -> int:
+        """Width of the MLP's hidden layer."""
         return 4 * self.width if self.mlp_width is None else self.mlp_width
 
     @property
     def biased_qkv(self) -> bool:
+        """True if the Linear of q, k and v has a bias."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     def __post_init__(self):
@@ -119,8 +125,8 @@ class ModelConfig(Group):
         refuses = getattr(blocks.BLOCKS[self.block], "refuses", lambda model: "")
         if problem := refuses(self):
             raise ConfigError(f"model.block={self.block} {problem}")
-        for one in (self.attention, *self.changes):
-            if problem := one.problem(self):
+        for row in (self.attention, *self.changes):
+            if problem := row.problem(self):
                 raise ConfigError(problem)
         if self.head_dim is None and self.width % self.heads:
             below = self.width // self.heads * self.heads
@@ -132,8 +138,8 @@ class ModelConfig(Group):
             raise ConfigError(f"model.heads={self.heads} is not a multiple of "
                               f"model.kv_heads={self.G}; kv_heads may be {_divisors(self.heads)}")
         if POSITIONS[self.position].turns and self.E % 2:
-            raise ConfigError(f"rotary positions turn pairs, but a head has {self.E} numbers; "
-                              f"make model.head_dim, or width/heads, even")
+            raise ConfigError(f"rotary positions turn pairs of numbers, but a head has {self.E} "
+                              f"numbers; set model.head_dim, or width/heads, to an even number")
 
 
 def _divisors(count: int) -> str:
@@ -142,6 +148,8 @@ def _divisors(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Group):
+    """The text, its tokenizer, and which tokens each update reads."""
+
     where = "data."
 
     # python-stdlib, a file, a folder, a glob, hf:owner/name, or a folder of token files
@@ -149,7 +157,8 @@ class DataConfig(Group):
     # bytes, bpe (trained on the source), gpt2, or the folder of a tokenizer
     tokenizer: str = "bytes"
     policy: Settings = one_of(POLICIES, "random-windows")
-    # an .npy file with a float for each training token, which batches then contain; "": none
+    # path of an .npy file with one float for each training token. Batches then contain the floats
+    # of their tokens. "": no file
     scores: str = ""
     val_fraction: InnerShare = 0.1      # share of the files or documents for validation
     special_tokens: bool = False        # True: the text <|endoftext|> becomes the special token
@@ -162,8 +171,9 @@ class PrecisionConfig(Group):
     where = "precision."
 
     recipe: Settings = one_of(ASKABLE, "auto")
-    backend: str = "auto"               # auto: the fastest that runs this recipe here
-    cache_weight_casts: bool = False    # cast once per update, not per micro-batch; takes memory
+    backend: str = "auto"               # auto: the fastest backend for this recipe and device
+    # cast weights once per update, not once per micro-batch, and keep the cast weights in memory
+    cache_weight_casts: bool = False
     telemetry_every: CountOrZero = 0    # steps; 0: off. Writes telemetry.jsonl into the run folder
 
     def __post_init__(self):
@@ -173,7 +183,8 @@ class PrecisionConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Group):
-    """What a step keeps, where, and in how many bits. The defaults are PyTorch's behaviour."""
+    """Which tensors a step keeps in memory, on which device, and in which format. The defaults are
+    PyTorch's behaviour."""
 
     where = "memory."
 
@@ -192,6 +203,8 @@ _device = rules.check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemConfig(Group):
+    """The device of the run, and how its steps are compiled and computed."""
+
     where = "system."
 
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
@@ -201,10 +214,11 @@ class SystemConfig(Group):
     # versions of the kernels that layers call, for all or by name: triton, or
     # rms-norm:triton,swiglu:auto; auto: on GPUs, the fastest version that passes verification
     kernels: Annotated[str, check_asked] = "auto"
-    products: Literal["auto", "bf16", "float32"] = "auto"   # how a CPU multiplies bf16
+    products: Literal["auto", "bf16", "float32"] = "auto"   # a CPU multiplies bf16 in this dtype
     attention: str = "auto"         # the backend of attention: a row of ATTENTION
     threads: Annotated[int, between(1, 1024)] | None = None     # None: by matmul size and load
-    stack: str = "auto"             # how the predicted step is programmed: predict.stacks.STACKS
+    # for predictions: the software whose speed is assumed, a row of predict.stacks.STACKS
+    stack: str = "auto"
 
     def __post_init__(self):
         if isinstance(self.kernels, Mapping):
@@ -214,8 +228,8 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
-_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value)
-                       and len({one.partition(":")[0] for one in value}) == len(value),
+_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", pair) for pair in value)
+                       and len({pair.partition(":")[0] for pair in value}) == len(value),
                        "a list of NEW:OLD with each NEW once, as blocks.2:blocks.0")
 
 
@@ -226,8 +240,9 @@ class StartConfig(Group):
     where = "start."
 
     run: str = ""       # the folder of a run; "": start from initialised weights
-    map: Annotated[tuple[str, ...], _mapping] = ()      # NEW:OLD for names that differ
-    grow: Settings = one_of(GROWTH, "none")     # how the run's smaller model grows into this model
+    # NEW:OLD for parameters whose names differ: name in this model, name in the run
+    map: Annotated[tuple[str, ...], _mapping] = ()
+    grow: Settings = one_of(GROWTH, "none")     # how the run's smaller model becomes this model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +254,7 @@ class Config(Group):
     model: ModelConfig = field(default_factory=ModelConfig)
     start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    # the loss of updates; evaluation has another
+    # the loss that updates minimise; evaluations always report the loss of the next token
     objective: Settings = one_of(OBJECTIVES, "next-token")
     optimizer: Settings = one_of(OPTIMIZERS, "adamw")
     schedule: Settings = one_of(SCHEDULES, "cosine")
@@ -261,13 +276,13 @@ class Config(Group):
     version: Count = VERSION
 
     def __post_init__(self):
-        outside.load(self.imports)      # first, since fields may name rows of these modules
+        outside.load(self.imports)      # first, because fields may name rows of these modules
         super().__post_init__()
         object.__setattr__(self, "imports", outside.needed(self))
         if self.version != VERSION:
             raise ConfigError(f"this config has version {self.version}, and this lpkit understands "
-                              f"version {VERSION} alone; take the lpkit that wrote it, or write "
-                              f"the config again with this one")
+                              f"version {VERSION} only; use the lpkit that wrote the config, or "
+                              f"write the config again with this lpkit")
         if self.global_batch % self.grad_accum_steps:
             raise ConfigError(f"global_batch={self.global_batch} does not split into "
                               f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "
@@ -279,6 +294,7 @@ class Config(Group):
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of one update, over all ranks, at the full batch size and context."""
         return self.global_batch * self.model.context
 
     def sizes_at(self, step: int) -> tuple[int, int]:
@@ -294,16 +310,17 @@ class Config(Group):
 
     @property
     def micro_batch(self) -> int:
-        """The sequences in a micro-batch of one rank."""
+        """Number of sequences in one micro-batch of one rank."""
         return self._of_rank[0]
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches of one rank per update."""
+        """Number of micro-batches of one rank per update."""
         return self._of_rank[1]
 
     @functools.cached_property
     def _of_rank(self) -> tuple[int, int]:
+        """(sequences in a micro-batch of one rank, micro-batches of one rank per update)"""
         return layouts.micro_batch(self.global_batch, self.grad_accum_steps,
                                    self.parallel.batch_ranks)
 
@@ -315,9 +332,9 @@ class Config(Group):
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """Makes a Config from nested values: the inverse of `to_dict`. Missing keys get their
         defaults. Raises ConfigError for unknown keys. `values` may come from a stranger's file, so
-        they can import only modules of the kit (`lpkit.techniques.outside`)."""
+        its `imports` may name only modules of the kit (`lpkit.techniques.outside`)."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
-        # else its keys are reported as unknown
+        # checked first, because otherwise the keys of another version are reported as unknown
         if isinstance(version, int) and version != VERSION:
             cls(version=version)
         if isinstance(values, Mapping):
@@ -325,12 +342,14 @@ class Config(Group):
         return _build(cls, values, "")
 
     def to_yaml(self) -> str:
+        """Return the Config as YAML text."""
         import yaml
 
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":
+        """Make a Config from YAML text: the inverse of `to_yaml`. Raises ConfigError."""
         from lpkit.plain_yaml import parse_yaml
 
         return cls.from_dict(parse_yaml(text))
@@ -355,7 +374,8 @@ class Config(Group):
 
 @functools.lru_cache(maxsize=8)
 def _token_sums(config: Config) -> list[int]:
-    """Returns the total tokens after 0, 1, ... updates. Cached, since a run asks at every step."""
+    """Returns the total tokens after 0, 1, ... updates. Cached, because a run needs it at every
+    step."""
     return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 
@@ -369,7 +389,8 @@ _kinds = functools.cache(typing.get_type_hints)
 
 @functools.cache
 def _tables(cls: type, prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Returns the families, by the dotted name of the field that names a row of the family."""
+    """Returns the tables of rows (families), by the dotted name of the field that chooses a row:
+    `memory.recompute`. Leaves out fields that take several rows."""
     tables = {}
     for f in dataclasses.fields(cls):
         kind = _kinds(cls)[f.name]
@@ -387,20 +408,22 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
     if "default" in f.metadata:
         return _settings(table, value, key, f.metadata["default"])
     if isinstance(value, str):
-        value = [_row_and_settings(one) for one in map(str.strip, value.split(",")) if one]
+        value = [_row_and_settings(text) for text in map(str.strip, value.split(",")) if text]
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{key} must be a list of {', '.join(table) or 'rows'}, got "
                           f"{shown(value)}")
-    return tuple(_settings(table, one, key, None) for one in value)
+    return tuple(_settings(table, row, key, None) for row in value)
 
 
 def _row_and_settings(text: str) -> dict[str, str]:
     """Returns the name and settings of a text such as lora:rank=8:shared=true."""
     name, *settings = text.split(":")
-    return rules.unique([("name", name), *(one.partition("=")[::2] for one in settings)])
+    return rules.unique([("name", name), *(setting.partition("=")[::2] for setting in settings)])
 
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:
+    """Return the Settings of the row that `value` names, with the settings that it contains.
+    `default`: the name of the row if `value` is a mapping without a name. Raises ConfigError."""
     if isinstance(value, Settings):
         _pick(table, value.name, key)
         return value
@@ -419,6 +442,8 @@ def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | Non
 
 
 def _who_has(table: Mapping[str, Any], setting: str, kinds: Mapping[str, Any]) -> str:
+    """Return the end of the message for an unknown setting of a row: the rows that have the
+    setting, or else the nearest setting of this row. `kinds`: the settings of this row."""
     others = [name for name, row in table.items() if setting in _kinds(type(row.settings))]
     known = [kind for kind in kinds if kind != "name"]
     if others:
@@ -434,6 +459,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for each plain value in nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -442,6 +468,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> Any:
+    """Return a dataclass's fields as a dict; Settings that have only a name become this name."""
     values = dict(pairs)
     return values["name"] if list(values) == ["name"] else values
 
@@ -473,8 +500,8 @@ def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]
 
 
 def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> None:
-    """Changes the name of a row. Keeps the settings of the old row that were changed and that the
-    new row has, too."""
+    """Replaces the row in `values` by the row `name`. Keeps those settings of the old row that
+    differ from its defaults and that the new row has, too."""
     old, new = table[values["name"]].settings, None
     # an unknown name raises an error when the Config is built
     if isinstance(name, str) and name in table:
@@ -491,6 +518,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, str]:
 
 
 def key_and_value(setting: str) -> tuple[str, str]:
+    """Return ('model.layers', '6') for 'model.layers=6'. Raises ConfigError without key or `=`."""
     key, equals, value = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"expected key=value, got {shown(setting)}")
@@ -498,8 +526,9 @@ def key_and_value(setting: str) -> tuple[str, str]:
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
-    """Makes a group of settings from a mapping. The group itself reads its rows and inner
-    groups."""
+    """Makes the group `cls` from a mapping. `prefix`: the start of its keys in messages. The
+    group's own `__post_init__` converts rows and inner groups. Raises ConfigError for unknown
+    keys."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got "
                           f"{shown(values)}")

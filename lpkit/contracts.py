@@ -1,5 +1,5 @@
-"""The interfaces of lpkit. To add a technique, implement one of them and add a row to its family in
-`lpkit.techniques`. This module imports no implementation.
+"""The interfaces of lpkit. To add a technique, implement the interface of its family, and add a row
+to the family's table in `lpkit.techniques`. This module imports no implementation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # not at run time: a widget that shows a StepRecord does not 
 #     q     (B, H, T, E)
 #     k, v  (B, G, T, E)
 #     ids   (B, T) int64, the document of each token, or None
-#     more  tensors of the kind, or None: a score (H,) of each head's sink; FAVOR+'s features; gates
-#           of the delta rule
+#     more  a further tensor of this kind of attention, or None: a score (H,) for each head's sink,
+#           the features of FAVOR+, or the gates of the delta rule
 # A backend of softmax kinds also gets the `techniques.attention.Rule` as a keyword argument.
 Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
 # Partial(q, k, v, ids, rule=...) -> (out, lse), attention over a part of the keys
@@ -54,6 +54,9 @@ class Stage(IntEnum):
 
 
 class Transform(ABC):
+    """A change of the model before the first update, such as recomputation or sharding. Takes the
+    model and returns the changed model, which may be the same object."""
+
     stage: Stage
 
     @abstractmethod
@@ -80,15 +83,16 @@ class StatePlacement:
     in_memory = True    # in device or host memory, not in a file
 
     def __init__(self, why: str = ""):
-        # why this place is used instead of the requested place; empty: it was requested
+        # the reason why this place is used; empty if the user requested this place
         self.why = why
 
     @property
     def used(self) -> str:
+        """The name of the place, for the record of choices."""
         return self.name
 
     def store(self, t: Tensor) -> Tensor:
-        """Move `t`, which is new or from a checkpoint, to its stored form."""
+        """Return the stored form of `t`, a state tensor that is new or from a checkpoint."""
         return t
 
     def prefetch(self, stored: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
@@ -116,16 +120,16 @@ class Batch:
     @property
     def present(self) -> dict[str, Tensor]:
         """Every tensor by its name. Tensors of `extra` are named extra/NAME."""
-        own = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
-        return own | {f"extra/{name}": t for name, t in self.extra.items()}
+        tensors = {name: t for name, t in vars(self).items() if t is not None and name != "extra"}
+        return tensors | {f"extra/{name}": t for name, t in self.extra.items()}
 
     @classmethod
     def of(cls, present: Mapping[str, Tensor]) -> Batch:
         """Make a batch from tensors by name: the inverse of `present`."""
         extra = {name.removeprefix("extra/"): t for name, t in present.items()
                  if name.startswith("extra/")}
-        own = {name: t for name, t in present.items() if not name.startswith("extra/")}
-        return cls(**own, extra=extra)
+        fields = {name: t for name, t in present.items() if not name.startswith("extra/")}
+        return cls(**fields, extra=extra)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -133,34 +137,34 @@ class Batch:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """The model's keyword arguments in addition to tokens."""
-        found = {} if self.document_ids is None else {"documents": self.document_ids}
-        return found if self.places is None else found | {"places": self.places[0]}
+        """The keyword arguments of the model's forward, in addition to the tokens."""
+        arguments = {} if self.document_ids is None else {"documents": self.document_ids}
+        return arguments if self.places is None else arguments | {"places": self.places[0]}
 
     def to(self, device: torch.device) -> Batch:
-        """Returns the batch on `device`. On the CPU, it first gives IGNORED targets the weight 0. A
-        batch that is already on a GPU is not searched for them, since this would wait for the GPU.
-        """
+        """Returns the batch on `device`. If the batch is in host memory, its IGNORED targets first
+        become targets 0 with weight 0. A batch that is already on a GPU is not searched for IGNORED
+        targets, because the search would wait for the GPU."""
         if self.tokens.is_cpu and int((out := self.targets == IGNORED).sum()):
             weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
             targets = self.targets.masked_fill(out, 0)
             return replace(self, targets=targets, weights=weights).to(device)
         if self.tokens.device == device:        # all tensors of a batch are on one device
             return self
-        there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
-        return Batch.of(there)
+        moved = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
+        return Batch.of(moved)
 
     def chunk(self, parts: int) -> list[Batch]:
         """Returns `parts` micro-batches of B / `parts` sequences each."""
         if parts == 1:
             return [self]
         pieces = [t.chunk(parts) for t in self.tensors]
-        return [Batch.of(dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
+        return [Batch.of(dict(zip(self.present, tensors))) for tensors in zip(*pieces, strict=True)]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """The facts about a parameter that an optimizer's rule gets, if its row requests them.
+    """Facts about a parameter, for the rule of an optimizer whose row requests them.
 
     With ZeRO 1 to 3, a rule sees only this rank's rows of a parameter, of its gradient and of its
     slots. A subclass then sends messages in these methods, and all ranks must call them in the same
@@ -191,11 +195,12 @@ class Parameter:
 
 
 class DataPolicy(ABC):
-    """A policy decides which tokens are read, in what order. A batch depends only on the policy's
-    settings and `step`, so a resumed run needs no state of a loader."""
+    """A policy decides which tokens each update reads. A batch depends only on the policy's
+    settings and on `step`, so a resumed run needs no state of a data loader."""
 
     @abstractmethod
-    def batch(self, step: int) -> Batch: ...
+    def batch(self, step: int) -> Batch:
+        """Return the batch of update `step`, from 0."""
 
 
 class Tokenizer(Protocol):
@@ -204,15 +209,18 @@ class Tokenizer(Protocol):
     name: str
     vocab: int
 
-    def encode(self, text: str, special: bool = False) -> list[int]: ...
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the token ids of a text. special: the text <|endoftext|> is the special token."""
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids."""
 
-    def to_dict(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tokenizer, JSON-ready, for the header of token files."""
 
 
 class RunAccount(Protocol):
-    """What formulas predict of the current run (`lpkit.training.formulas`)."""
+    """Predictions about the current run by formulas (`lpkit.training.formulas`)."""
 
     def mfu(self, tokens_per_second: float) -> float:
         """Returns the model FLOPs utilisation: the model's FLOP/s as a share of the peak."""
@@ -245,14 +253,15 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A choice: the request, what is used, and the reason. So no fallback is silent."""
+    """A setting that the kit resolved: the requested value, the used value, and the reason. The run
+    records it, so no fallback is silent."""
 
     asked: str
     used: str
     why: str
 
 
-Observer = Callable[[StepRecord], None]   # observers read a run and never change it
+Observer = Callable[[StepRecord], None]     # called after each update; must not change the run
 
 
 class Governor(Protocol):

@@ -1,4 +1,4 @@
-"""The kit's errors, and functions that show values in their messages. Standard library only."""
+"""The kit's errors, and functions that format values for error messages. Standard library only."""
 
 import difflib
 import errno
@@ -14,15 +14,16 @@ MOST_LISTED = 240       # characters of a list of names; for a longer list, the 
 
 
 class ConfigError(ValueError):
-    """An invalid setting. The message names the key, the value and the way out. Control characters
-    in it are escaped, so that a terminal does not obey them."""
+    """An invalid setting, argument or file. The message names the key, the value and the way out.
+    Control characters in the message are escaped, so that a terminal does not execute them."""
 
     def __init__(self, sentence: object):
         super().__init__(printable(str(sentence)))
 
 
 class DamagedError(ConfigError):
-    """A file differs from what was written. The message names the file and the damage."""
+    """A file was changed after it was written, or is cut off. The message names the file and the
+    damage."""
 
 
 class RunFailedError(RuntimeError):
@@ -30,7 +31,8 @@ class RunFailedError(RuntimeError):
 
 
 class GoneError(RunFailedError):
-    """A process of a run was killed, or exited without an error message. The input was valid."""
+    """A process of a run was killed, or exited without an error message. The user's input is not
+    the cause."""
 
 
 # parts of out-of-memory messages: of PyTorch's CPU allocator, of C++, of CUDA and its libraries
@@ -46,27 +48,33 @@ def out_of_memory(error: BaseException | None) -> bool:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return (bool(kinds & {"MemoryError", "OutOfMemoryError"})
             or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-            or (isinstance(error, RuntimeError) and any(one in str(error) for one in NO_MEMORY))
+            or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY))
             or out_of_memory(error.__cause__ or error.__context__))
 
 
-# Errors that can be sent to another process, as name and arguments.
+# Errors that can be sent to another process as a name and arguments. A name is looked up here, so
+# that a message cannot create an object of any other class.
 KINDS = {kind.__name__: kind for kind in (
     ConfigError, DamagedError, GoneError, RunFailedError, OSError, MemoryError, ValueError)}
 
 
 def packed(error: BaseException) -> list[Any]:
-    """Returns the error as a JSON-ready list for `unpacked`."""
-    kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), "")
+    """Returns the error as a JSON-ready list for `unpacked`: the name of the nearest class in
+    KINDS, and the arguments.
+
+    >>> packed(ConfigError("steps must be positive"))
+    ['ConfigError', 'steps must be positive']
+    """
+    kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in KINDS), "")
     if kind == "OSError" and error.errno is not None:
-        one, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
+        first, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
                     for name in (error.filename, error.filename2))
-        return [kind, error.errno, error.strerror, one, None, two]
+        return [kind, error.errno, error.strerror, first, None, two]
     return [kind, str(error) if kind else f"{type(error).__name__}: {error}"]
 
 
 def unpacked(kind: str, *args: Any) -> Exception:
-    """Returns an error of the same kind with the same message. An unknown kind becomes a
+    """Returns the error that `packed` described. A `kind` that is not in KINDS becomes a
     RuntimeError."""
     return KINDS.get(kind, RuntimeError)(*args)
 
@@ -88,7 +96,7 @@ _short = _Short()
 
 
 def shown(value: object) -> str:
-    """Returns `value` for a sentence: its repr(), with at most MOST_SHOWN characters, all
+    """Returns `value` as text for a message: its repr(), with at most MOST_SHOWN characters, all
     printable."""
     text = " ".join(printable(_short.repr(value)).split("\n"))
     if len(text) <= MOST_SHOWN:
@@ -97,18 +105,20 @@ def shown(value: object) -> str:
 
 
 def named(path: object) -> str:
-    """Returns a path for a sentence: in one line, and cut if it is longer than MOST_LISTED."""
+    """Returns a path as text for a message: in one line. The middle of a path with more than
+    MOST_LISTED characters is left out."""
     text = in_one_line(str(path))
     return text if len(text) <= MOST_LISTED else f"{text[:MOST_LISTED // 3]}...{text[-120:]}"
 
 
 def in_one_line(text: str) -> str:
+    """Return `text` with line breaks and control characters escaped."""
     return printable(text).replace("\n", "\\n")
 
 
 def printable(text: str) -> str:
-    r"""Escapes characters that a terminal would obey or hide: control characters, direction marks,
-    characters without width. Keeps line breaks and tabs.
+    r"""Escapes characters that a terminal would execute or hide: control characters, direction
+    marks, characters without width. Keeps line breaks and tabs.
 
     >>> printable("red: \x1b[31m")
     'red: \\x1b[31m'
@@ -119,8 +129,13 @@ def printable(text: str) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns 'did you mean X?' by `lpkit.names`, or the list of known names, or of a long list the
-    three nearest names."""
+    """Returns the end of an error message about the unknown name `name`:
+
+    - `did you mean X?`, if `lpkit.names` finds one to three similar names;
+    - otherwise `choose one of X, Y`, the similar names or all known names, if this list has at most
+      MOST_LISTED characters;
+    - otherwise the three known names with the most similar spelling.
+    """
     from lpkit.names import alike  # imported late, since only a wrong name needs it
 
     known, name = sorted(known), str(name)[:MOST_LISTED]
@@ -128,7 +143,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     if 0 < len(close) <= 3:
         return f"did you mean {' or '.join(map(repr, close))}?"
     if not known:
-        return "there is none to choose"
+        return "there are no names to choose from"
     for names in (close, known):
         if names and len(listed := ", ".join(names)) <= MOST_LISTED:
             return f"choose one of {listed}"

@@ -1,5 +1,5 @@
-"""Safe files and folders: writes that are complete or absent, locks against concurrent writers, and
-checks that a path is no link to somewhere else. Also the places of the project's own files."""
+"""Safe access to files and folders: atomic writes, locks against concurrent writers, and checks
+that a path is not a link to another place. Also the paths of the project's own files."""
 
 import errno
 import hashlib
@@ -33,31 +33,33 @@ def resource(name: str) -> Path:
 
 
 def cache_dir(name: str) -> Path:
-    """Returns the user's folder for files that can be made again: `tokens`, `kernels`."""
+    """Returns the user's cache folder `name`, such as `tokens` or `kernels`. Its files can be made
+    again."""
     return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lpkit" / name
 
 
 def data_dir(name: str) -> Path:
-    """Returns the user's folder for a person's own work: `course`. If several people share one
-    account, LPKIT_LEARNER names the person. Raises ConfigError for a name that no folder can have.
-    """
-    own = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
+    """Returns the folder for a person's own work; `name` is for example `course`. If several people
+    share one account, the environment variable LPKIT_LEARNER names the person. Raises ConfigError
+    if its value cannot be the name of a folder."""
+    base = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
     learner = os.environ.get("LPKIT_LEARNER")
     if learner and not re.fullmatch(r"\w[\w.-]{0,63}", learner):
         raise ConfigError(f"LPKIT_LEARNER={named(learner)!r} names no learner; use at most 64 "
                           f"letters, digits, dots and dashes, and begin with a letter or digit")
-    return own / "learners" / learner / name if learner else own / name
+    return base / "learners" / learner / name if learner else base / name
 
 
 def own_cache(room: str = "") -> Path:
-    """Returns the cache of this user alone, also if users share a cache folder, because files in it
-    are executed."""
+    """Returns the kernel cache of this user. Its name contains the user's id, because files in the
+    cache are executed, and several users may share one cache folder."""
     return cache_dir(f"kernels-{os.geteuid()}{room and f'-{room}'}")
 
 
 def expanded(path: Path | str) -> Path:
-    """Return `path` with ~ replaced by the home. Every path that a person gives passes through this
-    function. Raises ConfigError for a user without a home, and for a path that is not UTF-8."""
+    """Return `path` with ~ replaced by the home folder. Every path that a person gives passes
+    through this function. Raises ConfigError for ~NAME if there is no such user, and for a path
+    that is not UTF-8."""
     try:
         str(path).encode()
         return Path(path).expanduser()
@@ -69,6 +71,7 @@ def expanded(path: Path | str) -> Path:
                           f"not know; write the whole path, or ./ before a name with ~") from None
 
 
+# file type in st_mode -> its name in messages
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -106,11 +109,12 @@ def read_private(path: Path, most_bytes: int) -> str:
 
 
 def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
-    # size first, then read() without a bound: read(n) allocates n bytes at once
+    """Return the text of an open file. `path`: for messages. Raises ConfigError."""
+    # check the size, then call read() without an argument: read(n) would allocate n bytes at once
     too_large = os.fstat(file.fileno()).st_size > most_bytes
     if too_large or len(content := file.read()) > most_bytes:
-        raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many to be "
-                          f"what it should; give another file")
+        raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many for this "
+                          f"kind of file; give another file")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -119,8 +123,8 @@ def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
 
 
 def of_transformers(path: Path) -> str:
-    """Returns the end of an error message for a folder of transformers that was given as a run;
-    for other paths, ""."""
+    """Returns the end of an error message if `path` is a folder of transformers that was given in
+    place of a run folder; otherwise the empty text."""
     return (f"; it is a folder of transformers: import it first, by lpkit import {named(path)} "
             f"--out runs/{named(path.resolve().name)}") * (path / "config.json").is_file()
 
@@ -136,13 +140,15 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """Replace a file atomically: write into the path that this yields.
+    """Replace a file atomically. Yields a temporary path; write the new content there. At the end
+    of the block, the temporary file replaces `path`; after an error, it is removed.
 
     At any moment, `path` has either the complete old content or the complete new content, for all
     readers and writers. Its permissions are those that `mode`, the umask and the old file all
@@ -172,14 +178,15 @@ def sweep(folder: Path, pattern: str = ".*.????????.tmp") -> None:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace the content of a file by `text`, as `whole_file` does."""
     with whole_file(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
-    """Make a folder atomically: write files (no folders) into the folder that this yields. At the
-    end it is renamed to `path`; after an error it is removed.
+    """Make a folder atomically. Yields a temporary folder; write files (no folders) into it. At the
+    end of the block, the temporary folder is renamed to `path`; after an error, it is removed.
 
     An existing `path` is moved into the folder `aside`; without `aside`, it must be empty or
     absent. Removes what a killed process left, so the caller must hold a lock, or be the only
@@ -197,7 +204,7 @@ def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
         os.rename(temporary, path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # an error of a full disk does not name the file: safetensors' error, or that of a write
+        # if the disk is full, the errors of safetensors and of write() name no file: add the path
         if type(error).__name__ == "SafetensorError" or getattr(error, "filename", path) is None:
             why = getattr(error, "strerror", None) or str(error)
             raise OSError(getattr(error, "errno", None) or errno.EIO, why, str(path)) from error
@@ -206,8 +213,8 @@ def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. It is renamed first, so that nobody sees a partly removed folder under its
-    name."""
+    """Remove a folder. It is renamed first, so that no process sees a partly removed folder under
+    the name `path`."""
     shutil.rmtree(path.rename(_hidden(path)))
 
 
@@ -224,6 +231,7 @@ def free(path: Path) -> Path:
 
 
 def _hidden(path: Path) -> Path:
+    """Return the temporary path for `path`, and remove what a killed process left there."""
     hidden = path.with_name(f".{path.name}.tmp")
     remove(hidden)
     return hidden
@@ -304,16 +312,17 @@ def refuse_others(status: os.stat_result, path: Path, by: str = "XDG_CACHE_HOME"
 
 
 def _way_to(path: Path) -> Iterator[Path]:
-    """Yields the folders and links that the system follows from the root to the existing `path`."""
-    for here in (*reversed(path.parents), path):
-        yield here
-        if here.is_symlink():
-            yield from _way_to(here.parent / os.readlink(here))
+    """Yields all folders and links that the system passes from the root to the existing `path`. The
+    owner of any of them could replace what comes after it."""
+    for part in (*reversed(path.parents), path):
+        yield part
+        if part.is_symlink():
+            yield from _way_to(part.parent / os.readlink(part))
 
 
 def _administrators() -> set[int]:
-    """Returns the ids of root. In a user namespace without root, files of root belong to the
-    overflow uid, so this is included."""
+    """Returns the user ids that mean root. In a user namespace without root, the files of root seem
+    to belong to the overflow uid, so the set contains this uid, too."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         if rows and all(int(first) > 0 for first, *_ in rows):
@@ -322,7 +331,8 @@ def _administrators() -> set[int]:
 
 
 def _of_one(group: int) -> bool:
-    """Returns True if this is the user's private group, which many systems make for each user."""
+    """Returns True if `group` is the private group of this user (the user is its only member). Many
+    systems make such a group for each user."""
     import grp
     import pwd
 
@@ -351,8 +361,8 @@ def open_own(path: Path | str, mode: str) -> IO:
             status = os.fstat(handle)
             _refuse(path, status.st_mode)
             if status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{str(path)!r} has other names (hard links), and whoever knows "
-                                  f"one would see it change; put a copy in its place, or remove it")
+                raise ConfigError(f"{str(path)!r} has other names (hard links), and a write would "
+                                  f"change them, too; replace it by a copy, or remove it")
             if flags & os.O_TRUNC:
                 os.ftruncate(handle, 0)
         except BaseException:
@@ -364,13 +374,15 @@ def open_own(path: Path | str, mode: str) -> IO:
 
 
 def _refuse(path: Path | str, mode: int) -> None:
+    """Raise ConfigError unless `mode`, the st_mode of `path`, is that of a regular file or a
+    folder."""
     kind = "a link"
     if not stat.S_ISLNK(mode):
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             return
         kind = "a pipe, a socket or a device"
-    raise ConfigError(f"{str(path)!r} is {kind}; only files and folders that lie here are used, so "
-                      f"that nothing elsewhere is touched: remove it, or choose another folder")
+    raise ConfigError(f"{str(path)!r} is {kind}; lpkit uses only regular files and folders, so "
+                      f"that it changes nothing in other places; remove it, or choose another path")
 
 
 def _folder_in_the_way(path: Path | str) -> ConfigError:
@@ -403,9 +415,11 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 # ---- locks
 
-# errors of flock on filesystems without it: NFS without lockd, Lustre without -o flock, FUSE
+# errors of flock() on filesystems that do not support it: NFS without lockd, Lustre without -o
+# flock, FUSE
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-LOOK_SECONDS = 0.25     # `is_locked` holds a lock for a moment; without `wait`, retry for this long
+# `locked` without `wait` retries for so long, because `is_locked` may hold the lock for a moment
+LOOK_SECONDS = 0.25
 POLL_SECONDS = 0.005
 
 

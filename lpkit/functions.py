@@ -1,5 +1,5 @@
-"""Functions for your own tensors: losses, attention, casts and Linears. All but `cast` have
-gradients.
+"""Functions on your own tensors: losses, attention, casts and Linears. All functions except `cast`
+are differentiable.
 
     cross_entropy(logits, targets)                  linear_cross_entropy(hidden, weight, targets)
     attention(q, k, v, rule=Rule(window=256))       cast(x, "e4m3fn", block=(1, 32))
@@ -32,12 +32,14 @@ from lpkit.techniques.recipes import SCALES, Cast, resolve
 
 
 class _Head(NamedTuple):
-    """The head for `loss`: hidden states to logits. Without a weight, the input is the logits."""
+    """The head in the form that `lpkit.memory.loss` takes: it maps hidden states (N, D) to logits
+    (N, V). Without a weight, its input is already the logits."""
 
     weight: Tensor | None
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
+        # a clone, because the loss overwrites the logits with their gradient
         return x.clone() if self.weight is None else F.linear(x, self.weight, self.bias)
 
     def parameters(self) -> list[Tensor]:
@@ -46,7 +48,7 @@ class _Head(NamedTuple):
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
                   **options: Any) -> Tensor:
-    """Returns the cross-entropy of existing logits (..., V). The options are those of
+    """Returns the cross-entropy of `logits` (..., V). targets, weights and `options` are those of
     `linear_cross_entropy`."""
     return linear_cross_entropy(logits, None, targets, None, weights, **options)
 
@@ -62,25 +64,28 @@ def linear_cross_entropy(
     weight           (V, D)
     targets          (...), 0 to V - 1, or ignore_index
     weights          (...), weight of each target
-    chunk_tokens     logits are in memory for so many tokens at a time, unless reduction is none
+    chunk_tokens     number of tokens whose logits are in memory at the same time; if reduction is
+                     none, the logits of all tokens are in memory
     reduction        mean: sum(weights x nats) / sum(weights) over the targets that are not
                      ignored, 0 if there are none; sum; none: weights x nats, (...)
     label_smoothing  as in PyTorch
     z_loss           factor of logsumexp(logits)^2 (Chowdhery et al. 2022,
                      https://arxiv.org/abs/2204.02311)
-    soft_cap         cap of soft_cap x tanh(logits / soft_cap), which replaces the logits
+    soft_cap         if given, soft_cap x tanh(logits / soft_cap) replaces the logits
 
     A target outside the vocabulary raises ConfigError on a CPU and gives NaN on a GPU. The backward
     pass of mean and sum overwrites its inputs, so it can run only once.
     """
     pick({"mean": 0, "sum": 0, "none": 0}, reduction, "reduction")
-    if chunk_tokens < 1 or not 0 <= label_smoothing <= 1 or (soft_cap is not None and soft_cap <= 0):
+    if (chunk_tokens < 1 or not 0 <= label_smoothing <= 1
+            or (soft_cap is not None and soft_cap <= 0)):
         raise ConfigError(f"chunk_tokens={chunk_tokens} must be 1 or more, label_smoothing="
                           f"{label_smoothing} from 0 to 1, soft_cap={soft_cap} above 0 or None")
     V = hidden.shape[-1] if weight is None else len(weight)
     if any(t is not None and t.shape != hidden.shape[:-1] for t in (targets, weights)):
         raise ConfigError(f"targets and weights must be {tuple(hidden.shape[:-1])}, one a token")
-    h, y, w = hidden.flatten(0, -2), targets.flatten(), None if weights is None else weights.flatten()
+    h, y = hidden.flatten(0, -2), targets.flatten()
+    w = None if weights is None else weights.flatten()
     bad = ((y < 0) | (y >= V)) & (y != ignore_index)
     if y.device.type == "cpu" and bad.any():
         raise ConfigError(f"targets must be from 0 to {V - 1}, or {ignore_index} to be ignored; "
@@ -98,7 +103,9 @@ def linear_cross_entropy(
 
 def _nats(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float,
           soft_cap: float | None) -> Tensor:
-    """Returns the nats of each target by the definition, in PyTorch's operations."""
+    """Returns the loss of each target (N,) in nats, computed by PyTorch's operations as defined in
+    `linear_cross_entropy`. logits (N, V); targets (N,). An IGNORED target gets 0, and a target
+    outside the vocabulary NaN."""
     ignored, known = targets == IGNORED, (targets >= 0) & (targets < logits.shape[1])
     z = wide(logits).masked_fill(ignored[:, None], 0)
     z = z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)
@@ -111,8 +118,9 @@ def _nats(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: fl
 
 
 def _in_place(nats_of: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Returns the nats and overwrites `logits` with their gradient, as
-    `kernels.cross_entropy.cross_entropy_` does."""
+    """Returns the loss of each target (N,) in nats, and overwrites `logits` (N, V) with the
+    gradient of the sum, weighted by `weights` (N,). This is the interface of
+    `kernels.cross_entropy.cross_entropy_`, for losses that this kernel does not have."""
     with torch.enable_grad():
         nats = nats_of(z := logits.detach().requires_grad_(), targets)
         (g,) = torch.autograd.grad(nats, z, torch.ones_like(nats) if weights is None else
@@ -132,20 +140,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
     sinks       (H,), score of each head's sink
     return_lse  also return the logarithm of each query's sum of exponentials, (B, H, Tq), with its
                 gradient; -inf for a query that sees no key
-    backend     a row of ATTENTION; plain or tiled if Tq is not Tk, or with return_lse
+    backend     a row of ATTENTION; if Tq is not Tk, or with return_lse, only plain or tiled
 
-    If Tq is not Tk, queries are the last Tq positions, as in FlashAttention. The result of a query
-    that sees no key is 0.
+    If Tq is not Tk, the queries belong to the last Tq of the Tk positions, as in FlashAttention.
+    The result of a query that sees no key is 0.
     """
     Tq, Tk = q.shape[2], k.shape[2]
     if Tq == Tk and not return_lse:
-        told = replace(rule, sinks=sinks is not None)
-        auto = "plain" if ATTENTION["sdpa"].why_not.lacks(told) else "sdpa"
+        required = replace(rule, sinks=sinks is not None)
+        auto = "plain" if ATTENTION["sdpa"].why_not.lacks(required) else "sdpa"
         row = pick(ATTENTION, auto if backend == "auto" else backend, "attention backend")
         return row.load()(q, k, v, documents, sinks, rule=rule)
     if (rule.documents and (documents is None or Tq > Tk)) or (rule.sinks and sinks is None):
-        raise ConfigError("a rule with documents needs the id (B, Tk) of each key's document, and "
-                          "no more queries than keys; a rule with sinks a score (H,) a head")
+        raise ConfigError("a rule with documents needs documents (B, Tk), the id of each key's "
+                          "document, and Tq <= Tk; a rule with sinks needs sinks (H,)")
     last = replace(rule, query_start=rule.query_start + rule.causal * (Tk - Tq), sinks=False)
     ids = (documents[:, Tk - Tq:], documents) if rule.documents else None
     out, lse = partial_of("tiled" if backend == "auto" else backend)(q, k, v, ids, rule=last)
@@ -157,9 +165,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
 
 def cast(x: Tensor, format: str, *, block: tuple[int, int] = (0, 0),
          scale: str = "float32") -> Scaled:
-    """Returns x (M, K) cast to a format of FORMATS. `.dequantise()` returns the cast values. The
-    elements of a block share a scale, which a row of SCALES computes. A block side of 0 means the
-    whole axis. Has no gradient."""
+    """Returns `x` (M, K), cast to a format of FORMATS; call `.dequantise()` on the result for the
+    rounded values. block: (rows, columns) of the elements that share a scale; 0 means the whole
+    axis. scale: the row of SCALES that computes the scales. Not differentiable."""
     pick(SCALES, scale, "scale")
     return quantise(x, Cast(format=format, block=block, scale=scale))
 

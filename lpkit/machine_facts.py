@@ -1,4 +1,4 @@
-"""What the operating system knows about this machine: the only module that reads /proc and cgroups.
+"""Facts about this machine from the operating system. Only this module reads /proc and cgroups.
 
 Facts from torch are in `lpkit.hardware`; facts from psutil are read where they are used.
 Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -16,7 +16,7 @@ import psutil
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"),
                     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-# environment variables by which a person limits the instructions of oneDNN, MKL and PyTorch
+# environment variables that limit which CPU instructions oneDNN, MKL and PyTorch use
 CPU_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
               "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 CONTAINER_USE = (Path("/sys/fs/cgroup/memory.current"),
@@ -33,37 +33,40 @@ def cpu_facts() -> dict[str, str]:
 
 
 def cpu_name() -> str:
+    """Return the processor's name, such as "AMD EPYC 9654"."""
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_flags() -> set[str]:
-    """Returns the instruction sets: "flags" on x86, "Features" on ARM."""
+    """Returns the instruction sets of the processor, such as avx2: the entry "flags" of
+    /proc/cpuinfo on x86, "Features" on ARM."""
     facts = cpu_facts()
     return set(facts.get("flags", facts.get("Features", "")).split())
 
 
 def cpu_limits() -> list[str]:
-    """Returns the variables of CPU_LIMITS that are set here, as NAME=VALUE."""
+    """Returns the variables of CPU_LIMITS that are set in this process, as NAME=VALUE."""
     return [f"{name}={os.environ[name]}" for name in CPU_LIMITS if name in os.environ]
 
 
 def cores() -> int:
-    """Returns how many cores this process may use. A container often allows fewer than the machine
-    has."""
+    """Returns the number of cores that this process may use. In a container, it is often lower than
+    the number of cores of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpus() -> int:
-    """Returns how many NVIDIA GPUs this process may use. Loads no driver, and works on Linux only.
-    CUDA reads CUDA_VISIBLE_DEVICES up to the first invalid entry, and so does this function."""
-    here = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(here))))
-    there = itertools.takewhile(
-        lambda one: one and one[0] != "-" and not (one.isdigit() and int(one) >= here),
+    """Returns the number of NVIDIA GPUs that this process may use. Does not load the driver; works
+    on Linux only. Counts the entries of CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA
+    does."""
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    valid = itertools.takewhile(
+        lambda entry: entry and entry[0] != "-" and not (entry.isdigit() and int(entry) >= count),
         map(str.strip, visible.split(",")))
-    return min(here, len(list(there)))
+    return min(count, len(list(valid)))
 
 
 def memory_limit_bytes() -> int | None:
@@ -76,10 +79,11 @@ def memory_limit_bytes() -> int | None:
 
 
 def available_bytes() -> int:
-    """Returns the bytes that this process can still allocate: the least that the machine, its
-    container and its resource limits allow.
+    """Returns the bytes that this process can still allocate: the minimum over the machine, the
+    container and the resource limits (ulimit) of the process.
 
-    Free swap counts, and so do cached pages of files, which the system can drop.
+    Free swap counts as available. Cached pages of files count, too, because the system can drop
+    them.
     """
     swap = psutil.swap_memory().free
     left = [psutil.virtual_memory().available + swap]
@@ -110,6 +114,7 @@ def status_bytes(field: str, pid: int | str = "self") -> int | None:
     return None
 
 
+# our name -> the name in nvidia-smi --query-gpu
 SMI = {"driver": "driver_version", "power_limit_watts": "enforced.power.limit",
        "sm_clock_mhz": "clocks.sm", "most_sm_clock_mhz": "clocks.max.sm",
        "memory_clock_mhz": "clocks.mem"}
@@ -120,26 +125,28 @@ def gpu_facts(uuid: str) -> dict[str, str | float]:
     command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(SMI.values())}",
                "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        driver, *numbers = said.stdout.strip().split(", ")
-        found = zip(list(SMI)[1:], numbers, strict=True)
-        return {"driver": driver, **{name: float(one) for name, one in found if "N/A" not in one}}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        driver, *numbers = done.stdout.strip().split(", ")
+        values = zip(list(SMI)[1:], numbers, strict=True)
+        return {"driver": driver,
+                **{name: float(value) for name, value in values if "N/A" not in value}}
     except (OSError, ValueError, subprocess.SubprocessError):   # no program, driver or permission
         return {}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Returns the versions of Python packages by name; None for a package that is not installed."""
-    found: dict[str, str | None] = {}
+    installed: dict[str, str | None] = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file, or the empty text if the file cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -19,8 +19,9 @@ OTHER_BASE = re.compile(r".*:.*|[-+]?0[0-7_]+")     # YAML 1.1 reads 1:30 as 90,
 
 
 def read_yaml(path: Path, rule: str = "") -> Any:
-    """Returns the values of a file; {} for an empty file. Raises ConfigError, which names the file
-    and the line, and ends with `rule`: what such a file should be."""
+    """Returns the values of a YAML file; {} for an empty file. Raises ConfigError, whose message
+    names the file and the line, and ends with `rule`: a sentence that says what such a file
+    contains."""
     try:
         return parse_yaml(read_text(path, MOST_CHARACTERS), named(path))
     except ConfigError as error:
@@ -28,6 +29,8 @@ def read_yaml(path: Path, rule: str = "") -> Any:
 
 
 def parse_yaml(text: str, where: str = "the text") -> Any:
+    """Return the values of a YAML text; {} for an empty text. `where`: the name of the text in
+    messages. Raises ConfigError."""
     if not isinstance(text, str):
         raise ConfigError(f"{where} must be YAML, got {shown(text)}")
     if len(text) > MOST_CHARACTERS:
@@ -46,6 +49,7 @@ def parse_yaml(text: str, where: str = "the text") -> Any:
 
 
 def _short(words: object) -> str:
+    """Return a message of PyYAML in one line of at most about 120 characters."""
     text = " ".join(str(words).split())
     return text if len(text) < 120 else f"{text[:120]}..."
 
@@ -55,9 +59,12 @@ class _Refused(yaml.MarkedYAMLError):
 
 
 class _Plain(yaml.SafeLoader):
+    """A SafeLoader that raises _Refused for YAML outside of the subset."""
+
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Refuse anchors, aliases, tags, deep nesting, and numbers in base 60 or 8."""
         event = self.peek_event()
         tag = getattr(event, "tag", None)
         for wrong, words in ((event.anchor is not None, "anchors and aliases are not read"),
@@ -74,6 +81,7 @@ class _Plain(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        """Refuse keys that are no words, merge keys (<<), and keys that are given twice."""
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value == "<<":

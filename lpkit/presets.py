@@ -1,4 +1,5 @@
-"""Named configs. Shapes are the published shapes; a comment marks each rounded size.
+"""Named configs (presets). Their model sizes are the published sizes; a comment marks each size
+that is rounded.
 
 Sources: GPT-2 (Radford et al. 2019, table 2); Llama 3.1 (https://arxiv.org/abs/2407.21783, table
 3); Llama 3.2 1B (its model card and config.json).
@@ -49,8 +50,8 @@ PRESETS = {
 
 
 def preset(name: str) -> Config:
-    """Returns the Config of a name, in upper or lower case. Raises ConfigError, which names the
-    nearest."""
+    """Returns the Config of a preset, by its name in upper or lower case. Raises ConfigError, whose
+    message names the nearest preset."""
     return pick(PRESETS, name.lower() if is_preset(name) else name, "preset")
 
 
@@ -61,8 +62,8 @@ def is_preset(target: object) -> bool:
 
 @checked
 def resolve(target: str, settings: Iterable[str] = ()) -> Config:
-    """Returns the Config of a preset's name, a YAML file or a run's folder, changed by `settings`
-    (`key=value`). Raises ConfigError."""
+    """Returns the Config of a target, changed by `settings` (each `key=value`). `target` is the
+    name of a preset, the path of a YAML file, or a run folder. Raises ConfigError."""
     path = Path(target)
     if not is_preset(target) and (path / "config.yaml").is_file():
         path /= "config.yaml"

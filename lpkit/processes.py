@@ -1,16 +1,17 @@
-"""Child processes that end when this process ends, and signals that are not lost.
+"""Start child processes that end when this process ends, and handle signals without losing any.
 
-A child is started under a keeper: a small process (this file, run as a script) to which this
-process holds a pipe. The keeper makes the child's private folder and starts the child. When the
-pipe closes, the keeper asks the child to end, kills it if it does not, kills all its descendants,
-and removes the folder. The pipe closes when we close it, or when we die (also by SIGKILL, also
-before the keeper first reads the pipe).
+Each child is started by a keeper: a small process (this file, run as a script) whose standard input
+is a pipe from this process. The keeper makes the child's private folder and starts the child. When
+the pipe closes, the keeper sends SIGTERM to the child, sends SIGKILL if the child does not end,
+kills all its descendants, and removes the folder. The pipe closes when this process closes it or
+ends, even if it is killed by SIGKILL, and even before the keeper first reads the pipe.
 
-On Linux, orphans become children of the keeper, so a descendant cannot escape by leaving its
-parent, group or session. Elsewhere, the keeper finds only descendants whose parents are alive.
+On Linux, a descendant whose parent ends becomes a child of the keeper, so the keeper also finds
+descendants in another process group or session. On other systems, the keeper finds only
+descendants whose parents are alive.
 
-The keeper and its child hold a lock in the folder as long as they live. If a keeper is killed, its
-folder remains; the next keeper removes it, because nobody holds its lock.
+The keeper and its child hold a lock file in the folder as long as they are alive. If a keeper is
+killed, its folder remains; the next keeper removes the folder, because its lock is free.
 Sources: prctl(2), PR_SET_CHILD_SUBREAPER; signal.set_wakeup_fd of the Python library.
 """
 
@@ -44,18 +45,20 @@ CHILD_SECONDS = 1.0         # from SIGTERM to SIGKILL, for the child
 REST_SECONDS = 0.3          # from SIGTERM to SIGKILL, for the child's descendants
 SWEEP_SECONDS = 5.0         # most seconds to wait for killed processes
 TAIL_BYTES = 1500           # the end of a log, which is kept when its folder is removed
-HELD = f".held-on-{platform.node()}"    # name of the lock; machines that share a folder have others
+# name of the lock file. It contains the machine's name: if machines share the temporary folder, a
+# keeper removes only folders of its own machine, because it may not see the locks of others.
+HELD = f".held-on-{platform.node()}"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def new_folder() -> Path:
-    """Returns the path of a new private folder. The keeper makes it, so that it is removed even if
-    this process dies."""
+    """Returns the path for a new private folder, which does not exist yet. The keeper makes and
+    removes the folder, so that it is removed even if this process is killed."""
     return Path(tempfile.gettempdir()) / f"lpkit-{secrets.token_hex(8)}"
 
 
 class Children:
-    """The child processes of one command."""
+    """The child processes of one command. After `end`, `over` is True."""
 
     def __init__(self):
         self._started: list[subprocess.Popen] = []
@@ -64,9 +67,10 @@ class Children:
     def start(self, command: Sequence[str], folder: Path, *, files: Mapping[str, Any] | None = None,
               log: str | None = None, cwd: Path | None = None, env: Mapping[str, str] | None = None,
               fds: Collection[int] = ()) -> subprocess.Popen:
-        """Start `command` under a keeper, and return the keeper's process. At the end of a `with`
-        block of the keeper, the command is ended. The keeper exits with the command's exit code
-        (128 + the signal that ended it), and then its standard output is the end of `log`.
+        """Start `command` under a keeper, and return the keeper's process. Use it in a `with`
+        block: the end of the block ends the command. The keeper exits with the exit code of the
+        command (128 + the signal number if a signal ended the command). Before it exits, it writes
+        the last TAIL_BYTES of `log` to its standard output.
 
         folder: from `new_folder`; mode 0700
         files:  relative path -> content, text or a value that becomes JSON; mode 0600
@@ -77,50 +81,54 @@ class Children:
             [sys.executable, "-P", __file__], env=env, pass_fds=fds, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", errors="replace")
         self._started.append(keeper)
-        told = {"command": list(map(str, command)), "folder": str(folder), "log": log,
+        job = {"command": list(map(str, command)), "folder": str(folder), "log": log,
                 "files": dict(files or {}), "cwd": cwd and str(cwd), "fds": list(fds)}
         if not self.over:
-            with contextlib.suppress(OSError, ValueError):  # it has ended; or `end` closed the pipe
-                keeper.stdin.write(json.dumps(told) + "\n")
+            # errors: the keeper has ended, or `end` has closed the pipe
+            with contextlib.suppress(OSError, ValueError):
+                keeper.stdin.write(json.dumps(job) + "\n")
                 keeper.stdin.flush()
         if self.over:       # `end` was called before or meanwhile
             end(keeper)
         return keeper
 
     def end(self) -> None:
-        """Ask all children to end, also those that are started later, and do not wait. A signal
-        handler may call this: it raises nothing, and may be called again."""
+        """Let the keepers of all children end them, and do not wait. Children that are started
+        later are ended at once. A signal handler may call this method: it raises nothing, and may
+        be called several times."""
         self.over = True
         for keeper in list(self._started):
             end(keeper)
 
 
 def end(keeper: subprocess.Popen) -> None:
+    """Close the pipe to a keeper, which then ends its child."""
     with contextlib.suppress(OSError, ValueError):
         keeper.stdin.close()
 
 
 def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
-    """Call `work`. On SIGINT, SIGTERM and SIGHUP, call `stop`, which must make `work` end. Returns
-    (result, 0), or (None, signal number).
+    """Call `work` in a thread. On SIGINT, SIGTERM and SIGHUP, call `stop`, which must make `work`
+    return. Returns (the result of `work`, 0), or (None, the number of the first signal).
 
-    A thread calls `work`. The main thread only reads the bytes that signals write into a pipe,
-    because an exception from a signal handler is lost if it interrupts a destructor or a callback,
-    and a handler cannot run during a long call into C.
+    Why a thread: an exception from a signal handler is lost if it interrupts a destructor or a
+    callback, and a handler cannot run during a long call into C. So the main thread only waits for
+    the bytes that signals write into a pipe (`signal.set_wakeup_fd`).
     """
-    heard = 0
+    received = 0
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         with heard_by(lambda *_: None) as numbers, ThreadPoolExecutor(1) as pool:
             done = pool.submit(work)
+            # byte 0, which is not the number of a signal, ends the loop below
             done.add_done_callback(lambda _: os.write(writer, b"\0"))
             while number := os.read(reader, 1)[0]:
                 if number in numbers:
-                    heard = heard or number
+                    received = received or number
                     stop()
-        return (None, heard) if heard else (done.result(), 0)
+        return (None, received) if received else (done.result(), 0)
     finally:
         signal.set_wakeup_fd(before)
         os.close(reader)
@@ -128,9 +136,9 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
 
 
 class Channel:
-    """Messages to and from another process over a socket. A message is one line of JSON: a kind and
-    a value. If the other process has closed its end or has ended, `over` is True, and messages to
-    it are lost without an error."""
+    """Messages to and from another process over a socket. A message is one line of JSON: [kind,
+    value]. When `receive` finds that the other process has closed its end or has ended, `over`
+    becomes True. Messages to a process that has ended are lost without an error."""
 
     def __init__(self, end: socket.socket | int):
         self.socket = socket.socket(fileno=end) if isinstance(end, int) else end
@@ -143,6 +151,7 @@ class Channel:
         return self.socket.fileno()
 
     def send(self, kind: str, value: Any = None) -> None:
+        """Sends a message, after the rest of the posted messages. Waits for a busy reader."""
         with self._sending, contextlib.suppress(OSError):
             self.socket.sendall(self._unsent + _message(kind, value))
             self._unsent.clear()
@@ -165,7 +174,7 @@ class Channel:
             some = self.socket.recv(1 << 16, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
-        # the other ended before it read everything; or this end is closed
+        # the other process ended before it read everything, or our end is closed
         except OSError:
             some = b""
         self.over = not some
@@ -178,11 +187,13 @@ class Channel:
             self.socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        """Close our end of the channel."""
         self.over = True
         self.socket.close()
 
 
 def _message(kind: str, value: Any) -> bytes:
+    """Return the line of a message: b'["loss", 2.5]\\n'."""
     return f"{json.dumps([kind, value])}\n".encode()
 
 
@@ -197,27 +208,27 @@ def tell(line: str) -> None:
 def keep() -> int | str:
     """Run the keeper: start the command that standard input describes, and end it when standard
     input closes. Returns the exit code, or an error message."""
-    # Only the pipe ends a keeper. Signals get a handler, not SIG_IGN, which the child would
-    # inherit.
+    # A keeper ends only when its pipe closes, not by a signal such as Ctrl-C. Signals get a handler
+    # that does nothing; the child would inherit SIG_IGN and then ignore SIGTERM.
     for number in POLITE:
         signal.signal(number, lambda *_: None)
     line = sys.stdin.readline()
-    if not line.endswith("\n"):     # the parent died before it had written the whole line
+    if not line.endswith("\n"):     # the parent ended before it had written the whole line
         return 0
-    told = json.loads(line)
-    folder = Path(told["folder"])
+    job = json.loads(line)
+    folder = Path(job["folder"])
     held = None
     try:
         remove_abandoned(folder.parent)
         held = make_and_hold(folder)
-        for name, text in told["files"].items():
+        for name, text in job["files"].items():
             _write_private(folder / name, text if isinstance(text, str) else json.dumps(text))
-        code = _run(told, held)
-        if told["log"]:
-            with contextlib.suppress(OSError):      # nobody reads it any more
-                os.write(1, (folder / told["log"]).read_bytes()[-TAIL_BYTES:])
+        code = _run(job, held)
+        if job["log"]:
+            with contextlib.suppress(OSError):      # the parent has ended
+                os.write(1, (folder / job["log"]).read_bytes()[-TAIL_BYTES:])
     except OSError as error:
-        return f"lpkit: cannot start {told['command'][0]}: {error}"
+        return f"lpkit: cannot start {job['command'][0]}: {error}"
     finally:
         if held is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -226,13 +237,15 @@ def keep() -> int | str:
 
 
 def make_and_hold(folder: Path) -> int:
-    """Makes a folder (mode 0700) with its lock file. Returns the lock file, open and locked. Raises
-    OSError."""
+    """Makes a folder (mode 0700) with a lock file in it. Returns the file descriptor of the lock
+    file, which is locked. Raises OSError."""
     while True:
         folder.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):    # another keeper took it for abandoned
+        # error: another keeper found the folder before it was locked, and removed it
+        with contextlib.suppress(FileNotFoundError):
             held = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            # without flock, nobody will remove the folder
+            # error: the filesystem has no flock; then no other keeper can lock, or remove, it
+            # either
             with contextlib.suppress(OSError):
                 fcntl.flock(held, fcntl.LOCK_EX)
             if os.path.exists(folder / HELD):
@@ -241,7 +254,8 @@ def make_and_hold(folder: Path) -> int:
 
 
 def remove_abandoned(place: Path) -> None:
-    """Removes the folders in `place` that killed keepers of this user and machine left."""
+    """Removes the folders in `place` that keepers left when they were killed: folders of this user
+    and this machine whose lock is free."""
     for lock in place.glob(f"lpkit-*/{HELD}"):
         # errors: another user's folder, a link, or a lock that is held
         with contextlib.suppress(OSError), \
@@ -253,26 +267,28 @@ def remove_abandoned(place: Path) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
+    """Write a new file that only this user can read (mode 0600)."""
     path.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 
 
-def _run(told: Mapping[str, Any], held: int) -> int:
-    """Runs the command. Returns its exit code after all its descendants have ended."""
+def _run(job: Mapping[str, Any], held: int) -> int:
+    """Runs the command of `job`, as `Children.start` describes it. Returns its exit code after all
+    its descendants have ended. `held`: the lock file, which the command inherits."""
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         out: Any = 2
-        if told["log"]:
-            path = Path(told["folder"], told["log"])
+        if job["log"]:
+            path = Path(job["folder"], job["log"])
             out = stack.enter_context(open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "a"))
-        child = subprocess.Popen(told["command"], cwd=told["cwd"], stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=out, pass_fds=[*told["fds"], held])
-    for fd in told["fds"]:
+        child = subprocess.Popen(job["command"], cwd=job["cwd"], stdin=subprocess.DEVNULL,
+                                 stdout=out, stderr=out, pass_fds=[*job["fds"], held])
+    for fd in job["fds"]:
         os.close(fd)
     ended = threading.Event()
     threading.Thread(target=_end_at_eof, args=(child.pid, ended), daemon=True).start()
-    while True:                     # reaps orphans, too, so that none stays a zombie
+    while True:                     # also reaps adopted orphans, so that they do not stay zombies
         pid, status = os.waitpid(-1, 0)
         if pid == child.pid:
             break
@@ -282,6 +298,8 @@ def _run(told: Mapping[str, Any], held: int) -> int:
 
 
 def _end_at_eof(pid: int, ended: threading.Event) -> None:
+    """Wait until standard input closes, then end the process `pid`: SIGTERM, and SIGKILL if `ended`
+    is not set within CHILD_SECONDS."""
     os.read(0, 1)
     with contextlib.suppress(ProcessLookupError):
         if not ended.is_set():
@@ -291,7 +309,7 @@ def _end_at_eof(pid: int, ended: threading.Event) -> None:
 
 
 def adopt_orphans() -> None:
-    """Let descendants of this process become its children when their parents end."""
+    """Let descendants of this process become its children when their own parents end (Linux)."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -304,6 +322,7 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def prctl(option: int, value: int) -> None:
+    """Call prctl(2) on Linux; do nothing on other systems."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):      # Linux
         libc.prctl(option, value, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Formats of results: a dict for JSON, HTML for a notebook, aligned text for a terminal."""
+"""Format results: as a dict for JSON, as HTML for a notebook, as aligned text for a terminal."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -9,19 +9,20 @@ from typing import Any
 
 from lpkit.errors import in_one_line
 
-INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # colours of figures on white
-# colours in HTML: those of JupyterLab's theme, or else the second value
+INK, FAINT, GRID = "#24292f", "#6b7280", "#e5e7eb"     # colours of figures on a white background
+# colours in HTML: the colour of JupyterLab's theme, or outside of JupyterLab the second value
 TEXT, QUIET, LINE, LINK = (f"var(--jp-{name}, {colour})" for name, colour in (
     ("content-font-color1", INK), ("content-font-color2", FAINT), ("border-color2", GRID),
     ("content-link-color", "#004488")))
-SENTENCE = 16       # a cell with more letters is a sentence
+SENTENCE = 16       # a cell with more letters counts as a sentence, which may wrap
 FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, "
         "sans-serif")
 
 
 def picked(source: object, names: str, **renamed: str) -> dict[str, Any]:
-    """Return a dict of attributes of `source`, for JSON. A name may be dotted; its last part is
-    then the key. `renamed` gives other keys.
+    """Return some attributes of `source` as a dict for JSON. `names`: the attributes, separated by
+    spaces; of a dotted name, the last part becomes the key. `renamed`: key=attribute, for other
+    keys.
 
     >>> picked(range(2, 9), "start stop.real", every="step")
     {'start': 2, 'real': 9, 'every': 1}
@@ -33,33 +34,39 @@ def picked(source: object, names: str, **renamed: str) -> dict[str, Any]:
 
 
 def page(lines: Callable[[Any], Iterator[str]]) -> Callable[[Any], str]:
-    """Decorate a function that yields the lines and tables of a result: it then returns one
-    text."""
+    """Decorate a function that yields the lines and tables of a result: the decorated function
+    joins them by line breaks and returns one text."""
     return wraps(lines)(lambda result: "\n".join(lines(result)))
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
                caption: str = "", below: Iterable[str] = ()) -> str:
-    """Return a plain HTML table with escaped cells. The first column and columns with sentences are
-    aligned left, others right. Only sentences may wrap. Empty `heads`: no header row. `below`:
-    sentences under the rows."""
+    """Return a plain HTML table. Cells are escaped. The first column and columns with sentences are
+    aligned left, other columns right. Only sentences may wrap.
+
+    heads:   texts of the header row; empty: no header row
+    caption: text above the table
+    below:   sentences below the last row
+    """
     rows = [list(map(str, row)) for row in rows]
     columns = list(zip(*rows)) or [()] * len(heads)
+    # minimum width of each column in em; 0 if the column has no sentence
     least = [min(16, max(map(len, column)) / 2) if any(
         sum(map(str.isalpha, cell)) > SENTENCE for cell in column) else 0 for column in columns]
 
     def line(cells: Sequence[str], tag: str, style: str) -> str:
-        made = ""
+        """Return a row <tr>. tag: th or td; style: further CSS of each cell."""
+        html = ""
         for i, (cell, em) in enumerate(zip(cells, least)):
             side = "left" if em or i == 0 else "right"
             wrap = f"min-width:{em:g}em;" if em else "white-space:nowrap;" * (tag == "td")
-            made += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
+            html += (f"<{tag} style='padding:3px 12px;text-align:{side};{wrap}{style}'>"
                      f"{escape(cell)}</{tag}>")
-        return f"<tr>{made}</tr>"
+        return f"<tr>{html}</tr>"
 
     rule, font = f"border-bottom:1px solid {LINE};", f"font:13px {escape(FONT)};line-height:1.5"
     above = (f"<div style='max-width:60em;padding:3px 12px;color:{QUIET};{font}'>"
-             # not a <caption>, which would wrap at the width of a narrow table
+             # not a <caption> element, which would wrap at the width of a narrow table
              f"{escape(caption)}</div>")
     return "".join([
         above if caption else "",

@@ -1,12 +1,12 @@
-"""Time functions in interleaved rounds, so that a slow moment of the machine slows all of them and
-their ratios stay fair."""
+"""Time functions in interleaved rounds: if the machine is slow for a moment, all functions are
+slow, and the ratios of their times stay fair."""
 
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-# iterates over the rounds, and may show progress
+# takes the numbers of the rounds, yields them, and may show progress meanwhile, such as tqdm
 Watch = Callable[[Sequence[int]], Iterable[int]]
 
 
@@ -14,11 +14,11 @@ def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int,
                         shuffle: bool = False, within_seconds: float = math.inf,
                         clock: Callable[[], float] | None = None,
                         watch: Watch = iter) -> list[list[float]]:
-    """Returns the seconds of each runner in each round, without the first `warm_up` rounds.
+    """Returns, for each runner, the list of its seconds in each of the `rounds` measured rounds.
 
-    A round calls every runner once, in the given order, or with `shuffle` in a new random order. No
-    new round begins after `within_seconds`, but at least one round is measured. `clock` is
-    perf_counter by default.
+    A round calls every runner once, in the given order, or with `shuffle` in a new random order.
+    `warm_up` further rounds come first and are not measured. No new round begins after
+    `within_seconds`, but at least one round is measured. `clock` is perf_counter by default.
     """
     clock = clock or time.perf_counter
     seconds: list[list[float]] = [[] for _ in runners]

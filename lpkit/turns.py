@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.5      # time between two looks at the queue
 
 
 @contextmanager
 def turn(device: str) -> Iterator[None]:
-    """Waits until it is this process's turn at the GPU, and prints its place in the queue. Does not
-    wait for a CPU. Inside the block, other runs of this process and its children do not wait."""
+    """Wait until it is this process's turn to use the GPU, and print how many processes come before
+    it. Does not wait if `device` is "cpu". While the block runs, this process holds the GPU:
+    further runs of this process and of its children do not wait."""
     shared = os.environ.get("LPKIT_TURNS")
     if not shared or device == "cpu":
         yield
@@ -29,14 +30,14 @@ def turn(device: str) -> Iterator[None]:
     ticket = Path(shared, secrets.token_hex(8))
     with open(os.open(ticket, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644), "rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        # regardless of the umask: others must open it to test the lock
+        # regardless of the umask: other users open the ticket to test its lock
         os.fchmod(held.fileno(), 0o644)
         try:
-            said = 0
+            printed = 0
             while before := _before(ticket):
-                if before != said:
+                if before != printed:
                     print(f"the GPU is in use: {before} before you", file=sys.stderr, flush=True)
-                said = before
+                printed = before
                 time.sleep(LOOK_SECONDS)
             del os.environ["LPKIT_TURNS"]
             yield
@@ -46,7 +47,7 @@ def turn(device: str) -> Iterator[None]:
 
 
 def _before(ticket: Path) -> int:
-    """Returns how many older tickets of living processes there are."""
+    """Returns the number of older tickets whose lock is held, that is, whose process is alive."""
     mine = ticket.stat()
     living = 0
     for other in ticket.parent.iterdir():

@@ -1,11 +1,12 @@
-"""Convert and check values by their annotations, so that the rule of a setting or an argument is
-written once, where it is declared.
+"""Convert and check values by their annotations. The rule of a setting or an argument is written
+once, where the setting or the argument is declared.
 
     steps: Count = 300              a field of a Checked dataclass: checked when an object is made
     @checked                        arguments of a function: checked when it is called
     def sample(run, tokens: Count = 200): ...
 
-Texts are converted as a person types them. Standard library only.
+Texts are converted as people type values: "8e3" becomes 8000, "no" becomes False. Standard library
+only.
 """
 
 import contextlib
@@ -27,21 +28,22 @@ from lpkit.files import expanded
 Check = Callable[[str, Any], None]      # (key, value); raises ConfigError
 Function = TypeVar("Function", bound=Callable[..., Any])
 UNIONS = (UnionType, typing.Union)
-MOST_CHARACTERS = 4096                  # of a text: the longest path
+MOST_CHARACTERS = 4096                  # of a text: the length of the longest path on Linux
 
 
 def check(holds: Callable[[Any], bool], must_be: str) -> Check:
-    """Makes a check that raises ConfigError unless `holds(value)`. All comparisons below are false
-    for NaN."""
-    def one(name: str, value: Any) -> None:
+    """Returns a check that raises ConfigError unless `holds(value)`. `must_be` completes the
+    message: "lr must be positive, got -1". All comparisons below are false for NaN, so NaN is
+    refused."""
+    def refuse(name: str, value: Any) -> None:
         if not holds(value):
             raise ConfigError(f"{name} must be {must_be}, got {shown(value)}")
 
-    return one
+    return refuse
 
 
 def between(least: float, most: float) -> Check:
-    """Makes a check with two bounds, both included."""
+    """Returns a check that a value is from `least` to `most`, both included."""
     return check(lambda value: least <= value <= most, f"from {least:,} to {most:,}")
 
 
@@ -54,12 +56,13 @@ below_one = check(lambda value: 0 <= value < 1, "0 or more and below 1")
 
 
 def at_most(most: float) -> Check:
+    """Return a check that a value is `most` or less."""
     return check(lambda value: value <= most, f"at most {most:,}")
 
 
 def text(name: str, value: object) -> None:
-    """Raises ConfigError for a text that is too long or contains NUL, since it may become a
-    path."""
+    """Raises ConfigError for a text that is longer than MOST_CHARACTERS or contains NUL, because a
+    text may be used as a path."""
     if isinstance(value, str) and (len(value) > MOST_CHARACTERS or "\0" in value):
         raise ConfigError(f"{name} must be at most {MOST_CHARACTERS:,} characters and none of them "
                           f"NUL, got {len(value):,}: {shown(value)}")
@@ -67,20 +70,21 @@ def text(name: str, value: object) -> None:
 
 
 def utf8(name: str, value: object) -> None:
-    """Raises ConfigError for a text with surrogates. Python reads invalid UTF-8 as surrogates, and
-    cannot write them."""
+    """Raises ConfigError for a text with surrogates. Python turns invalid UTF-8 in arguments and
+    file names into surrogates, which it cannot write as UTF-8 again."""
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         raise ConfigError(f"{name} must be UTF-8, got {shown(value)}")
 
 
 def not_empty(name: str, value: object) -> None:
+    """Raise ConfigError if the text of `value` is empty or only spaces."""
     if not str(value).strip():
         raise ConfigError(f"{name} is empty; give one, or leave it out")
 
 
 def place(name: str, value: Any) -> None:
-    """Raises ConfigError for a path that no file system can have. Ignores other values: an argument
-    `Run | Place` may be a Run."""
+    """Raises ConfigError for a path that no file system can store. Ignores values that are not
+    paths, because an argument `Run | Place` may also be a Run."""
     if not isinstance(value, (str, Path)):
         return
     not_empty(name, value)
@@ -91,17 +95,17 @@ def place(name: str, value: Any) -> None:
 
 
 def folder(name: str, value: str | Path) -> None:
-    """Raises ConfigError unless the folder exists or can be made."""
+    """Raises ConfigError if `value`, or a folder above it, exists and is not a folder."""
     place(name, value)
     path = expanded(value)
-    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
-    if there is not None and not there.is_dir():
-        raise ConfigError(f"{name} must be a folder, and {named(there)} is something else; choose "
-                          f"another path")
+    existing = next((place for place in (path, *path.parents) if os.path.lexists(place)), None)
+    if existing is not None and not existing.is_dir():
+        raise ConfigError(f"{name} must be a folder, and {named(existing)} is something else; "
+                          f"choose another path")
 
 
-# Annotations of numbers and texts. With `| None`, None is valid, too. The limits keep sums of
-# settings finite, and let their divisors be found in milliseconds.
+# Annotations of numbers and texts. With `| None`, None is valid, too. The upper limits keep sums of
+# settings finite, and all divisors of a setting can be found within milliseconds.
 Count = Annotated[int, positive, at_most(2**31 - 1)]
 CountOrZero = Annotated[int, at_least_zero, at_most(2**31 - 1)]
 # seeds that every random generator accepts
@@ -117,8 +121,9 @@ Folder = Annotated[str | Path, folder]
 
 
 class Checked:
-    """A dataclass that converts and checks its values by their annotations. `where`: the prefix of
-    their keys in messages. Raises ConfigError."""
+    """Base class of dataclasses that convert and check their values by the annotations of the
+    fields. `where`: the text before a field's name in messages, such as "model.". Raises
+    ConfigError."""
 
     where = ""
 
@@ -129,8 +134,8 @@ class Checked:
 
 
 def read(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the values of `given`, converted and checked by the annotations of `kind`. `where`:
-    the prefix of their keys in messages. Raises ConfigError."""
+    """Returns the values of `given`, converted and checked by the annotations of the dataclass
+    `kind`. `where`: the text before their names in messages. Raises ConfigError."""
     rules = _rules(kind)
     return {name: rules[name].read(f"{where}{name}", value) if name in rules else value
             for name, value in given.items()}
@@ -163,25 +168,29 @@ _signature = functools.cache(inspect.signature)
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
+    """How the value of a field or argument is converted and checked."""
+
     kind: Any                   # the annotation
     as_it_is: frozenset[type]   # values of exactly these types need no conversion
     checks: tuple[Check, ...]
 
     def read(self, name: str, value: Any) -> Any:
+        """Return `value`, converted and checked. `name`: for messages. Raises ConfigError."""
         if type(value) not in self.as_it_is:
             value = convert(value, self.kind, name)
         if value is not None:
             for check in self.checks:
                 check(name, value)
         if isinstance(value, (str, Path)) and not {place, folder}.isdisjoint(self.checks):
-            return expanded(value)      # the only place where an argument becomes a path
+            return expanded(value)      # all arguments that are paths pass through here
         return value
 
 
 @functools.cache
 def _rules(owner: Any) -> dict[str, _Rule]:
-    """Returns the rule of each field or argument. Leaves out fields that name rows and fields that
-    are groups of settings: `config.Group` reads these."""
+    """Returns the rule of each field of a dataclass, or of each argument of a function, by name.
+    Leaves out fields that choose rows and fields that are groups of settings, because
+    `config.Group` converts these."""
     kinds = typing.get_type_hints(owner)
     if dataclasses.is_dataclass(owner):
         kinds = {f.name: kinds[f.name] for f in dataclasses.fields(owner)
@@ -202,7 +211,7 @@ def _rules(owner: Any) -> dict[str, _Rule]:
 
 
 def _readable(kind: Any) -> bool:
-    """Returns True if `convert` can convert values to this annotation."""
+    """Returns True if `convert` can convert values to the annotation `kind`."""
     if get_origin(kind) in (tuple, Mapping, Sequence, Iterable, *UNIONS):
         return all(option is Ellipsis or _readable(option) for option in get_args(kind))
     return get_origin(kind) is Literal or isinstance(kind, type)
@@ -216,8 +225,8 @@ WRITTEN = {int: "; write it as 8000 or 8e3", float: "; write it as 0.4 or 4e-1"}
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:
-    """Returns `value` converted to the annotation `kind`. Texts are converted as a person types
-    them. Raises ConfigError.
+    """Returns `value`, converted to the annotation `kind`. `name`: for messages. Raises
+    ConfigError.
 
     >>> convert("1e-3", float, "lr"), convert("no", bool, "compile")
     (0.001, False)
@@ -245,8 +254,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
         if isinstance(parts, (list, tuple)):
             return tuple(convert(part, args[0], name) for part in parts)
     if origin is Mapping and isinstance(value, Mapping):
-        return {convert(key, args[0], f"a name in {name}"): convert(one, args[1], name)
-                for key, one in value.items()}
+        return {convert(key, args[0], f"a name in {name}"): convert(inner, args[1], name)
+                for key, inner in value.items()}
     if kind is NoneType and (value is None or typed in ("none", "null", "")):
         return None
     if kind is bool and typed in BOOLS:
@@ -263,14 +272,15 @@ def convert(value: Any, kind: Any, name: str) -> Any:
 
 
 def annotated(value: Any, kind: Any, name: str) -> Any:
-    """Returns `value`, converted and checked by int, Count or another annotation. Raises
-    ConfigError."""
+    """Returns `value`, converted and checked by an annotation such as int or Count. `name`: for
+    messages. Raises ConfigError."""
     checks, kind = getattr(kind, "__metadata__", ()), getattr(kind, "__origin__", kind)
     return _Rule(kind, frozenset({str} & {kind, *get_args(kind)}), checks).read(name, value)
 
 
 def unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns the pairs as a dict. Raises ConfigError for a key with two values."""
+    """Returns (key, value) pairs as a dict. Raises ConfigError if a key has two different
+    values."""
     values: dict[str, str] = {}
     for key, value in pairs:
         if values.setdefault(key, value) != value:
@@ -294,6 +304,7 @@ def _number(value: Any, kind: type) -> float:
 
 
 def _described(kind: Any) -> str:
+    """Return the values of an annotation in words, for messages: "a whole number or none"."""
     if get_origin(kind) is Mapping:
         return f"a mapping to {_described(get_args(kind)[1])}"
     if get_origin(kind) in (tuple, Sequence):

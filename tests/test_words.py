@@ -1,5 +1,6 @@
-"""Only these tests catch a value that harms a terminal or fills a screen, YAML that takes minutes
-or means something else, a failure that is no sentence, and a command with a wrong exit code."""
+"""Only these tests catch: a value that controls a terminal or fills a screen, YAML that takes
+minutes or means something else, an error without a message, and a command with a wrong exit
+code."""
 
 import errno
 import os
@@ -49,8 +50,8 @@ def test_what_people_write_is_shown_as_it_is():
 
 def test_few_names_are_suggested():
     many = [f"blocks.{i}.attention.query" for i in range(500)]
-    said = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
-    assert "blocks.7.attention.query.weight" in said and len(said) < 300
+    message = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
+    assert "blocks.7.attention.query.weight" in message and len(message) < 300
     assert nearest("x", ["b", "a"]) == "choose one of a, b"
     assert nearest("x" * 10**6, many).count("blocks") == 3
 
@@ -70,10 +71,10 @@ def test_few_names_are_suggested():
     (lambda: Config(data={"source": ""}), "data.source is empty"),
 ])
 def test_settings_are_checked_when_they_are_made(make, sentence):
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         make()
-    assert sentence in str(found.value) and len(str(found.value)) < 400
-    seed = 2**63 - 1        # keeps its digits
+    assert sentence in str(error.value) and len(str(error.value)) < 400
+    seed = 2**63 - 1     # all digits are kept
     assert Config().replace({"seed": str(seed)}).seed == seed == Config(seed=seed).seed
 
 
@@ -104,10 +105,10 @@ def test_arguments_are_read_as_settings_are():
     "newer", "base60", "long")])
 def test_yaml_that_no_setting_needs_is_refused(name):
     started = time.process_time()
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         Config.from_yaml(command_line.YAMLS[name])
     assert time.process_time() - started < 2
-    assert "\n" not in str(found.value) and len(str(found.value)) < 400
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_yaml_errors_name_file_and_line(tmp_path):
@@ -118,7 +119,8 @@ def test_yaml_errors_name_file_and_line(tmp_path):
     assert parse_yaml("") == {} and parse_yaml("a: [1, x, 2.5, null]") == {"a": [1, "x", 2.5, None]}
     config = Config().replace({"precision.recipe": "mxfp8",
                                "precision.recipe.high_precision_layers": ("first", "head")})
-    assert Config.from_yaml(config.to_yaml()) == config     # what the kit writes has no alias
+    # YAML that the kit writes contains no alias
+    assert Config.from_yaml(config.to_yaml()) == config
 
 
 def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
@@ -137,7 +139,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """`failing(error)`: how a command ends that raises it."""
+    """A function (error) that runs a command which raises the error, and returns the exit code."""
     def run(error):
         def broken(args):
             raise error
@@ -149,7 +151,7 @@ def failing(monkeypatch):
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names its own."""
+    """An error with the class name that torch uses."""
 
 
 @pytest.mark.parametrize("error, code, sentence", [
@@ -199,8 +201,8 @@ def test_argparse_repeats_its_input_short_and_harmless(capsys):
                       ["plan", "--model", "llama-8b", "--tokens", "1e9", "--budget=--"]):
         with pytest.raises(SystemExit) as left:
             sys.exit(cli.main(arguments))
-        said = capsys.readouterr().err
-        assert left.value.code == 2 and "\x1b" not in said and len(said.splitlines()[-1]) < 700
+        err = capsys.readouterr().err
+        assert left.value.code == 2 and "\x1b" not in err and len(err.splitlines()[-1]) < 700
 
 
 def test_outputs_obey_no_terminal_either(monkeypatch, capsys):
@@ -210,8 +212,8 @@ def test_outputs_obey_no_terminal_either(monkeypatch, capsys):
 
 
 def test_an_output_that_takes_nothing(tmp_path):
-    """A full disk is named, a reader that left is not; nothing follows from the interpreter's own
-    end."""
+    """A full disk is reported; a reader that has closed the pipe is not. The interpreter's own
+    exit adds no message."""
     command = [sys.executable, "-m", "lpkit", "--version"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -244,7 +246,8 @@ sys.exit(cli.main(["data", "prepare", sys.argv[1] + "/text", "--tokenizer", "bpe
 
 
 def test_a_signal_ends_the_preparation_of_a_corpus(tmp_path):
-    """The child that learns merges never answers here, as the library does not while it merges."""
+    """In this test, the child process that learns merges never answers. The library also does
+    not answer while it merges."""
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text("the cat sat\n" * 9)

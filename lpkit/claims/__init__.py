@@ -1,3 +1,3 @@
-"""Test whether X is better than Y. A file fixes the comparison beforehand (`protocol`), `runs`
-makes the runs, and a referee (`referee`, `settle`) says what was measured and what the test could
-not have detected."""
+"""Test whether X is better than Y. A YAML file fixes the comparison before the first run
+(`protocol`); `runs` trains the models; `settle` plans the runs, and `referee` has the statistics of
+the verdict: the measured difference, and the smallest difference that the test could detect."""

@@ -1,11 +1,11 @@
-"""One module per command of `lpkit`. Each module has these functions:
+"""The commands of `lpkit`, one module per command. Each module has these functions:
 
-    arguments(parser)    add the arguments of the command; `options` makes this function
-    run(args) -> dict    do the work, and return one JSON-ready object; progress goes to stderr
-    text(result) -> str  the text that shows this object to a person
+    arguments(parser)    add the arguments of the command; `options` returns such a function
+    run(args) -> dict    run the command and return its result, JSON-ready; print progress to stderr
+    text(result) -> str  return the result as text, which is printed without --json
 
-A command imports torch inside `run`, after every check that does not need torch, so that `--help`
-and errors in the arguments are printed at once.
+Importing torch takes seconds. So a command imports torch inside `run`, after all checks that do not
+need torch; `--help` and errors in the arguments are printed at once.
 """
 
 import argparse
@@ -24,33 +24,37 @@ from lpkit.presets import is_preset, resolve
 from lpkit.techniques import machines
 from lpkit.values import Folder
 
-a_folder = Folder       # the type of an argument that is a folder
+a_folder = Folder       # the type, for `options`, of an argument that is a folder
 Arguments = Callable[[argparse.ArgumentParser], None]
-FILES = (".yaml", ".yml", ".ipynb")     # suffixes of files; their names may contain "="
+# suffixes of files that commands take; an argument with "=" and such a suffix is not a setting
+FILES = (".yaml", ".yml", ".ipynb")
 
 
 def say(text: str) -> None:
-    """Prints to stdout, in its encoding. Raises OSError, except if the reader has closed a pipe."""
+    """Prints to stdout. Characters that its encoding does not have are escaped. Raises OSError, but
+    not if stdout is a pipe that its reader has closed."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
-        # Python would write the rest of its buffer again at exit, and fail again
+        # at exit, Python would try to write the rest of its buffer, and fail with another error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):      # `lpkit ... | head` closes the pipe
             raise
 
 
 def needs(what: str, *packages: str) -> None:
-    """Raises ConfigError if some of these Python packages are not installed."""
+    """Raises ConfigError if some of these Python packages are not installed. `what` is the subject
+    of the message: "a sweep needs optuna"."""
     absent = [package for package in packages if not _there(package)]
     if absent:
         raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; run "
                           f"`{sys.executable} -m pip install {' '.join(absent)}`. The commands "
-                          f"train, predict, bench and doctor work without")
+                          f"train, predict, bench and doctor do not need it")
 
 
 def _there(package: str) -> bool:
+    """Return True if a Python package can be imported, without importing it."""
     try:
         return find_spec(package.replace("-", "_")) is not None
     except ImportError:
@@ -58,25 +62,26 @@ def _there(package: str) -> bool:
 
 
 def opened(path: Path) -> Any:
-    """Returns the run in a folder, after checking its identity files. Raises ConfigError."""
+    """Returns the run in the folder `path`. Raises ConfigError if the folder contains no run, or if
+    its identity files are damaged."""
     from lpkit.training.runs import Run
 
     run = Run.open(path)
-    _ = run.identity        # reads and checks the files
+    _ = run.identity        # reads the files and checks them
     return run
 
 
+# mark at the end of a name in `options` -> arguments of argparse's add_argument
 MARKS = {"?": {"nargs": "?"}, "!": {"required": True}, "...": {"action": "append"}}
 
 
 def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
-    """Return the function `arguments` of a command. It adds one argument for each row of `parts`.
+    """Return the function `arguments` of a command module. A part is a dict of arguments, or
+    another function that adds arguments to a parser. An item of a dict adds one argument:
 
-    key:   name, metavar and default of the argument: "--top N=10"; a flag has the name only:
-           "--json". `name?` is optional, `name!` is required, `name...` is repeatable
-    value: the help, or (type, help), or (choices, help)
-
-    A part may also be a function like the one returned.
+    key:   name, metavar and default of the argument: "--top N=10". A flag has only a name:
+           "--json". The mark `?` after a name means optional, `!` required, `...` repeatable
+    value: the help text, or (type, help text), or (tuple of choices, help text)
     """
     def arguments(parser: argparse.ArgumentParser) -> None:
         for part in parts:
@@ -100,9 +105,9 @@ def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
 
 
 def settings(parser: argparse.ArgumentParser, what: str = "change a setting") -> None:
-    """Add the arguments `KEY=VALUE` and `--set KEY=VALUE`, which mean the same. They may stand
-    before, between and after options. Call this after adding the other positional arguments.
-    `asked` reads the values."""
+    """Add the arguments `KEY=VALUE` and `--set KEY=VALUE`, which have the same meaning. They may
+    come before, between and after options. Add all other positional arguments before this call.
+    `asked` returns the values. `what`: the help text."""
     parser.parse_args = parser.parse_intermixed_args
     parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE",
                         help=f"{what}; repeatable")
@@ -111,8 +116,9 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
 
 
 def asked(args: argparse.Namespace, **options: str) -> list[str]:
-    """Returns every given `key=value`. `options` maps the name of an option to the keys that this
-    option sets. Raises ConfigError if such a key and its option are both given."""
+    """Returns all `key=value` arguments of a command line. `options`: name of an option -> the keys
+    that this option sets, separated by spaces. Raises ConfigError if the user gives both an option
+    and one of its keys, or two values for a key."""
     given = [*args.settings, *args.set]
     parse_settings([*given, *(f"{key}=--{option}" for option, keys in options.items()
                               if getattr(args, option) is not None for key in keys.split())])
@@ -120,8 +126,8 @@ def asked(args: argparse.Namespace, **options: str) -> list[str]:
 
 
 def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Returns the target and every given `key=value`. The target is None if it was left out:
-    argparse then took the first setting for the target."""
+    """Returns the target and all `key=value` arguments. The target is None if the user left it out;
+    argparse then has the first `key=value` in `args.target`."""
     target = args.target
     if target is None or "=" not in target or Path(target).suffix in FILES:
         return target, asked(args)
@@ -133,8 +139,9 @@ MODEL = "preset, config file, run folder, or a transformers model (its config.js
 
 
 def config_of(target: str, settings: Iterable[str]) -> Config:
-    """Returns the Config of a target. A target is anything that `presets.resolve` takes, or a model
-    of transformers: its `config.json`, or its folder. Raises ConfigError."""
+    """Returns the Config of a target, changed by `settings`. A target is a preset, a YAML file or a
+    run folder (`presets.resolve`), or a transformers model: its `config.json`, or the folder of
+    this file. Raises ConfigError."""
     path = Path(target)
     theirs = path / "config.json" if path.is_dir() else path
     if is_preset(target) or (path / "config.yaml").is_file() or not (
@@ -151,12 +158,13 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
 
 # arguments of every command that predicts
 settings_and_machine = options(settings, {
-    "--machine MACHINE=h200": "name from the catalogue, YAML file, or `this` to measure this "
-                              "machine now (default h200)"})
+    "--machine MACHINE=h200": "name from the catalogue, YAML file of `lpkit measure`, or `this` to "
+                              "measure this machine now (default h200)"})
 
 
 def machine(target: str) -> Any:
-    """Returns the machine that `--machine` names. Raises ConfigError."""
+    """Returns the Machine that the option `--machine` names: a row of the catalogue, a YAML file of
+    `lpkit measure`, or `this` machine, which is then measured. Raises ConfigError."""
     if target == "this":
         from lpkit import hardware
 

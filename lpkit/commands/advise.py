@@ -1,4 +1,5 @@
-"""Say whether low precision would be faster for a preset or a config on a machine, and why.
+"""Say whether training in low precision (FP8, INT8, FP4) would be faster for a model on a machine,
+and why. The answer is a prediction; nothing is trained.
 
     lpkit advise gpt2-124m --machine h200
     lpkit advise cpu-3m --machine this
@@ -15,11 +16,13 @@ from lpkit.tables import page, text_table
 from lpkit.techniques.recipes import RECIPES
 
 arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
-    "--recipe... NAME": "recipe to consider; repeatable (default: every recipe that casts)"})
+    "--recipe... NAME": "recipe to consider, such as mxfp8; repeatable (default: all that cast)"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the Advice as a dict: sentence, choice, and a plan for each recipe."""
     config = config_of(args.target, asked(args))
+    # to measure `this` machine needs torch, so first check the recipes
     on = None if args.machine == "this" else machine(args.machine)
     casting = {name: row for name, row in RECIPES.items() if row.products}
     for name in args.recipe or ():
@@ -31,7 +34,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _here():
-    """Returns the catalogue's row of this GPU, or else this machine as measured now."""
+    """Returns the row of this GPU in the catalogue of machines; if there is none, measures this
+    machine."""
     import torch
 
     from lpkit import hardware

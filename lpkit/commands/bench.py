@@ -1,12 +1,13 @@
-"""Run benchmarks of the kit and of its peers in the same process.
+"""Run benchmarks that compare lpkit with other libraries (its peers) in the same process.
 
     lpkit bench                 list the benchmarks
     lpkit bench loader
     lpkit bench import loader --rounds 25 --out data/measured
     lpkit bench --all
 
-A ratio is the median of the paired ratios over interleaved rounds, with its quartiles. If a target
-is missed, the row says by how much, and the exit code is 0. For --json, see docs/commands.md.
+Each round runs lpkit and its peer once, one directly after the other, and gives one ratio of their
+times. A row shows the median and the quartiles of these ratios. If the median misses its target,
+the row says by how much, and the exit code is still 0. For --json, see docs/commands.md.
 """
 
 import sys

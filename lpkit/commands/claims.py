@@ -1,5 +1,6 @@
-"""List published claims about cheaper training of Transformers: source, conditions, prediction and
-measurement by the kit, and a verdict.
+"""List published claims about cheaper training of Transformers, such as "activations take 12 times
+fewer bytes". For each claim: the claimed number, the number that lpkit predicts, the number that it
+measured, and a verdict. With NAME, also print the source, the conditions and the reasons.
 
     lpkit claims
     lpkit claims lion-faster
@@ -22,6 +23,7 @@ arguments = options({"name? NAME": "claim to print in full"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all claims of data/published/claims.json, or the claim NAME."""
     rows = json.loads((resource("data/published") / "claims.json").read_text(encoding="utf-8"))
     if args.name is None:
         return {"claims": rows}
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    # wide enough for the table if stdout is a pipe
+    # if stdout is a pipe, assume 160 columns, which are enough for the table
     columns = shutil.get_terminal_size((160, 24)).columns
     if "claims" in result:
         lines = [*map(line, result["claims"])]
@@ -47,7 +49,7 @@ SHARES = {"cases": "cases", "time": "the time"}
 
 
 def words(unit: str, value: float) -> str:
-    """Return a number of a claim in words.
+    """Return a number of a claim as text with its unit.
 
     >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
     ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
@@ -63,29 +65,34 @@ def words(unit: str, value: float) -> str:
 
 
 def line(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a claim under HEADS. Several numbers are a range: least to most."""
-    said = [] if row["claimed"] is None else [row["claimed"]]
+    """Return the cells of a claim under HEADS. Several numbers become a range: "1.28 to 1.56
+    times"."""
+    claimed = [] if row["claimed"] is None else [row["claimed"]]
     ranges = [" to ".join(dict.fromkeys(words(row["unit"], end(values)) for end in (min, max)
                                         if values))
-              for values in (said, row["kit"].values(), row["measured"].values())]
-    # the unit once: 1.28 to 1.56 times
-    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", one) for one in ranges]
+              for values in (claimed, row["kit"].values(), row["measured"].values())]
+    # write the unit once: "1.28 to 1.56 times", not "1.28 times to 1.56 times"
+    once = [re.sub(r" (.+) to (.+ \1)$", r" to \2", numbers) for numbers in ranges]
     return row["name"], *once, row["verdict"]
 
 
 def narrow(row: tuple[str, ...]) -> str:
-    """Returns the row of `line` as two lines of text, or one line if it has no numbers."""
-    told = [f"{what} {one}" for what, one in zip(HEADS[1:4], row[1:4], strict=True) if one]
-    return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(told) if told else "")
+    """Returns the row of a claim for a narrow terminal, as two lines of text, or one line if the
+    claim has no numbers. `row`: the result of `line`."""
+    cells = [f"{what} {numbers}" for what, numbers in zip(HEADS[1:4], row[1:4], strict=True)
+             if numbers]
+    return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(cells) if cells else "")
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns every field of the row as (name, text)."""
-    unit, said = row["unit"], "no number"
+    """Returns the fields of a claim as (name, text), for printing in full."""
+    unit, claimed = row["unit"], "no number"
     if row["claimed"] is not None:
-        said = words(unit, row["claimed"])
-    found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
-             for name in ("kit", "measured", "elsewhere") if row[name]]
-    return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", said), *found,
-            ("verdict", row["verdict"]), *((name, row[name]) for name in ("missing",) if row[name]),
+        claimed = words(unit, row["claimed"])
+    results = [(name, "; ".join(f"{case}: {words(unit, value)}"
+                                for case, value in row[name].items()))
+               for name in ("kit", "measured", "elsewhere") if row[name]]
+    return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", claimed),
+            *results, ("verdict", row["verdict"]),
+            *((name, row[name]) for name in ("missing",) if row[name]),
             ("why", row["why"]), ("shown by", row["shown"])]

@@ -1,11 +1,12 @@
-"""Turn text into token files, or check such files. `lpkit train` makes missing token files itself.
+"""Turn text into token files, or check token files. You need not call this command before `lpkit
+train`, which makes missing token files itself.
 
     lpkit data prepare python-stdlib
     lpkit data prepare 'books/**/*.txt' --tokenizer bpe --vocab 8192 --out corpora/books
     lpkit data show corpora/books
 
 SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet), or hf:owner/name.
-You can use a prepared folder as data.source.
+The folder that `prepare` writes can be used as data.source.
 """
 
 import argparse
@@ -20,17 +21,18 @@ PREPARE = options({
     "source SOURCE": "text: see `lpkit data -h`",
     f"--tokenizer NAME={DEFAULT.tokenizer}": "bytes, bpe, gpt2, or a folder with a tokenizer.json "
                                              "(default %(default)s)",
-    "--vocab N": (int, "vocabulary size of the model; bpe learns N entries (default: the "
-                       "tokenizer's, 8192 for bpe)"),
-    "--out DIR": (a_folder, "new folder (default: the cache that `lpkit train` uses)"),
+    "--vocab N": (int, "vocabulary size of the model; bpe learns N entries (default: the size "
+                       "of the tokenizer; 8192 for bpe)"),
+    "--out DIR": (a_folder, "new folder (default: the cache in which `lpkit train` looks)"),
     f"--val-fraction F={DEFAULT.val_fraction}": (
         float, "fraction of the text for validation (default %(default)s)"),
     "--special-tokens": "read <|endoftext|> in text as a special token (default: as ordinary "
                         "text)"})
-SHOW = options({"folder DIR": (a_folder, "prepared folder")})
+SHOW = options({"folder DIR": (a_folder, "folder that `prepare` wrote")})
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands `prepare` and `show`, each with its arguments and --json."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare | show")
     for name, add, about in (("prepare", PREPARE, "write the token files of a source"),
                              ("show", SHOW, "check a prepared folder, and print its contents")):
@@ -40,6 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Prepare or check token files. Return the folder, the tokenizer, the header of the files, and
+    the entropy of their token frequencies in nats per token."""
     from lpkit.datasets import byte_unigram_entropy, open_tokens, prepare, prepare_into
     from lpkit.datasets.tokenizers import builder
 

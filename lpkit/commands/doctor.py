@@ -1,5 +1,10 @@
-"""Try what this machine can do. Each row is printed as soon as it is known; a row that does not
-work says why, and what to use instead."""
+"""Test what works on this machine: precisions, attention kernels, compilers, communication between
+processes, and recipes of low precision. Each result is printed as soon as it is known:
+
+  +  works
+  -  does not work; the line says why, and what to use instead
+  ?  could not be measured in time
+"""
 
 import argparse
 import re
@@ -11,8 +16,9 @@ from lpkit.errors import printable
 from lpkit.measure import probes
 from lpkit.tables import beside
 
-# BUSY: share of the cores that other processes use; above it, speeds are marked
+# BUSY: if other processes use a larger share of the cores, measured speeds are marked
 GIB, BUSY = 2**30, 0.25
+# kind of a result -> the heading above its lines, if it is not the name of the kind
 TITLES = {"recipe": "Recipe: forward and backward by each backend; --json has the reasons"}
 
 
@@ -20,16 +26,18 @@ arguments = options()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Test the machine. Print each part of the report when it arrives, or with --json nothing.
+    Return the whole report."""
     page = Page()
     return probes.examine(lambda part: args.json or [
         say(printable(line)) for line in page.lines(part)], imports=args.imports)
 
 
 def text(result: dict[str, Any]) -> str:
-    """Returns the last line. `run` has printed the other lines."""
+    """Returns the last line of the report. `run` has already printed the other lines."""
     if not result["chosen"]:
-        return "\nWhich precision a run takes here is not known, because no race was measured."
-    return ("\nA run here computes in {used}: {why}".format(**result["chosen"]["precision"])
+        return "\nThe precision of runs on this machine is not known, because no race was measured."
+    return ("\nRuns on this machine use {used}: {why}".format(**result["chosen"]["precision"])
             + f"{_busy(result['ceilings'])}.")
 
 
@@ -37,10 +45,14 @@ class Page:
     """Turns the parts of a report into lines, in the order in which the parts arrive."""
 
     def __init__(self):
-        self.kind, self.backends = "", {}       # recipe -> backends to try
+        # kind of the previous line; recipe -> its backends
+        self.kind, self.backends = "", {}
+        # backend -> its result, for the recipe whose backends are being tried
         self.cells: dict[str, str] = {}
 
     def lines(self, part: dict[str, Any]) -> Iterator[str]:
+        """Yield the lines of a part: facts about the machine, the list of coming checks (not
+        printed), or results (probes)."""
         for title, value in _facts(part):
             yield beside(f"  {title}", value, 14, 118)
         for name, kind, _ in part.get("checks", ()):
@@ -80,7 +92,7 @@ def _facts(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "GPU", "; ".join([*(gpus or ["none that PyTorch can use"]),
                                 *filter(None, [machine["gpu_problem"]])])
         yield "CUDA", machine["cuda"] or "none: PyTorch is a CPU build"
-        yield "Tried on", part["device"]
+        yield "Tested on", part["device"]
     elif machine:
         memory = (f"{machine['memory_bytes'] / GIB:.1f} GiB, "
                   f"{machine['memory_available_bytes'] / GIB:.1f} GiB free")
@@ -103,7 +115,8 @@ def _facts(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _busy(ceilings: dict[str, Any], then: str = "") -> str:
-    """Returns the mark of speeds that were measured on a busy machine, else ""."""
+    """Returns a remark for speeds that were measured while other processes used the cores; else the
+    empty text. `then`: its last clause."""
     if ceilings["others"] <= BUSY:
         return ""
     return f" (BUSY: other processes took {ceilings['others']:.0%} of the cores{then})"

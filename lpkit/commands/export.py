@@ -2,8 +2,8 @@
 
   lpkit export runs/six --out six
 
-`AutoModelForCausalLM.from_pretrained("six")` then loads the model. The weights are in one
-file, also if several processes wrote the checkpoint.
+`AutoModelForCausalLM.from_pretrained("six")` then loads the model. All weights are written to one
+file, even if several processes wrote the checkpoint of the run.
 """
 
 from argparse import Namespace
@@ -13,8 +13,8 @@ from lpkit.errors import named
 
 arguments = options({
     "run RUN": (a_folder, "run folder"),
-    "--adapter": "write only the adapter, as peft reads it (default: merge the adapter into the "
-                 "weights)",
+    "--adapter": "write only the adapter, in the format of peft (default: merge the adapter "
+                 "into the weights)",
     "--out! DIR": (a_folder, "new folder")})
 
 

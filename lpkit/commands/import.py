@@ -1,11 +1,12 @@
-"""Turn a transformers folder into a run that other runs can start from.
+"""Turn a folder of a transformers model into a run from which other runs can start.
 
   lpkit import smollm --out runs/smollm
   lpkit train runs/smollm/config.yaml start.run=runs/smollm data.tokenizer=runs/smollm \\
               data.source='books/*.txt' steps=300 --out runs/books
 
 The command reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama, Mistral, Qwen2 and
-Qwen3. It downloads, unpickles and executes nothing. --check reads only headers and writes nothing.
+Qwen3. It never downloads, unpickles or executes anything. --check reads only the headers of the
+files, and writes nothing.
 """
 
 from argparse import Namespace
@@ -18,14 +19,16 @@ from lpkit.tables import picked
 from lpkit.techniques.operation import POSITIONS
 
 arguments = options({
-    "folder FOLDER": (a_folder, "transformers folder"),
+    "folder FOLDER": (a_folder, "folder of a transformers model, or of a peft adapter"),
     "--out DIR": (a_folder, "new run folder"),
-    "--tokenizer NAME=": "bytes or gpt2, if FOLDER has no tokenizer.json",
-    "--base RUN": (a_folder, "run that FOLDER adapts, if FOLDER is an adapter of peft"),
-    "--check": "print the contents, write nothing"})
+    "--tokenizer NAME=": "tokenizer if FOLDER has no tokenizer.json: bytes or gpt2",
+    "--base RUN": (a_folder, "run of the base model, if FOLDER is a peft adapter"),
+    "--check": "check the folder and print what it contains; write nothing"})
 
 
 def run(args: Namespace) -> dict:
+    """Import the folder, or only check it. Return the facts about the model, and in `fits` the
+    settings with which it can be trained on this machine."""
     if not (args.out or args.check):
         raise ConfigError("lpkit import needs --out DIR, a new folder, or --check")
     if args.base:
@@ -37,13 +40,15 @@ def run(args: Namespace) -> dict:
     plan = planned(args.folder, args.tokenizer)
     if not args.check:
         bring(plan, args.out)
-    m, here = plan.config.model, hardware.room(choose_device("auto").used)
+    m, machine = plan.config.model, hardware.room(choose_device("auto").used)
+    # candidates for the printed command: the longest context and the largest batch that fit here
     contexts = [m.T >> i for i in range(32) if POSITIONS[m.position].turns
-                # learned positions need the full context
+                # only rotary positions work with a shorter context
                 and 128 <= m.T >> i <= 4096] or [m.T]
     fits = (f"model.context={T} global_batch={batch}"
             for T, batch in product(contexts, (16, 8, 4, 2, 1)) if fit(plan.config.replace({
-                "model.context": T, "global_batch": batch}), here).peak_bytes <= here.memory_bytes)
+                "model.context": T, "global_batch": batch}), machine
+            ).peak_bytes <= machine.memory_bytes)
     return {"folder": str(args.folder), "run_dir": None if args.check else str(args.out),
             **picked(plan, "family.architecture", parameters="weights",
                      param_dtype="config.memory.param_dtype.name"),
@@ -52,6 +57,7 @@ def run(args: Namespace) -> dict:
 
 
 def _adapter(args: Namespace) -> dict:
+    """Import an adapter of peft."""
     if not args.out or args.check or args.tokenizer:
         raise ConfigError("lpkit import --base needs --out DIR, without --check or --tokenizer")
     base = opened(args.base)

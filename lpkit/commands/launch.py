@@ -1,6 +1,6 @@
-"""Write a job file that trains on several machines. With --submit, start the job.
+"""Write a job file that trains on one or several machines. With --submit, also start the job.
 
-  lpkit launch cpu-3m --processes 2                         the torchrun command for this machine
+  lpkit launch cpu-3m --processes 2                         a torchrun command for this machine
   lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
   lpkit launch gpt2-124m --on k8s --nodes 2 --processes 8 --gpu nvidia.com/gpu
   lpkit launch gpt2-124m --on sky --nodes 2 --processes 8 --gpu H100
@@ -18,34 +18,39 @@ from lpkit.files import expanded, write_atomically
 
 arguments = options({"target? PRESET|config.yaml": "what to train"}, settings, {
     "--on PLACE=here": "place of the job: here, slurm, k8s or sky (default here)",
-    "--nodes N=1": (int, "machines (default 1)"),
-    "--processes P=1": (int, "processes per machine (default 1)"),
-    "--gpu KIND": "request one GPU per process, by the name that PLACE gives it (default: no GPU)",
+    "--nodes N=1": (int, "number of machines (default 1)"),
+    "--processes P=1": (int, "number of processes per machine (default 1)"),
+    "--gpu KIND": "request one GPU per process; KIND is its name in PLACE (default: no GPU)",
     "--name NAME": "name of the job (default: the name of the target)",
-    "--out DIR": "run folder, which all machines must share",
+    "--out DIR": "run folder, which all machines must be able to write",
     "--submit": "also start the job"})
 
 
 def run(args: Namespace) -> dict:
+    """Write the job file, and with --submit start the job. Return the file's name and text, the
+    command that starts the job, and its answer."""
     from lpkit.parallel.places import PLACES, Job
     from lpkit.presets import is_preset, resolve
     from lpkit.techniques import layouts
 
-    place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
+    place, (target, changes) = pick(PLACES, args.on, "place"), target_and_asked(args)
     if target is None or not (place.sees or is_preset(target)):
         more = "or a config file" if place.sees else f"and settings; {args.on} reads no files here"
         raise ConfigError(f"what should lpkit train? Give a preset (cpu-3m) {more}")
-    config, name = resolve(target, asked), args.name or Path(target).stem.lower()
+    config, name = resolve(target, changes), args.name or Path(target).stem.lower()
     job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
+    # the job may start in another folder, so give it absolute paths
     if place.sees:
         out = os.path.abspath(expanded(out))
         target = target if is_preset(target) else os.path.abspath(expanded(target))
+    # several processes without a layout: each process is a replica
     if config.parallel.devices == 1 < world:
-        config, asked = config.replace({"parallel.data": world}), [*asked, f"parallel.data={world}"]
+        config = config.replace({"parallel.data": world})
+        changes = [*changes, f"parallel.data={world}"]
     layouts.check(config, config.parallel, world)
     layouts.refuse_untrainable(config)
-    words = [target, *asked, *(f"--import={module}" for module in args.imports), f"--out={out}"]
+    words = [target, *changes, *(f"--import={module}" for module in args.imports), f"--out={out}"]
     job, file = Job(**{**vars(job), "train": (*words, "--resume")}), Path(f"{name}.{place.suffix}")
     command, script = [*place.submit, str(file)], place.text(job)
     write_atomically(file, script)
@@ -55,6 +60,8 @@ def run(args: Namespace) -> dict:
 
 
 def _handed_on(command: list[str], written: str) -> str:
+    """Start the job by `command`, and return what the command prints. `written`: the beginning of
+    error messages."""
     tool, by_hand = shutil.which(command[0]), " ".join(command)
     if tool is None:
         raise ConfigError(f"{written}`{command[0]}` is not on this machine; elsewhere: {by_hand}")
@@ -62,8 +69,8 @@ def _handed_on(command: list[str], written: str) -> str:
         os.execv(tool, command)     # replaces this process, so that the run gets its signals
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
-        said = in_one_line((done.stderr or done.stdout).strip()[-300:])
-        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: "
+        reason = in_one_line((done.stderr or done.stdout).strip()[-300:])
+        raise ConfigError(f"{written}`{command[0]}` refused it ({reason}); change it, then: "
                           f"{by_hand}")
     return done.stdout.strip()
 

@@ -2,7 +2,7 @@
 of a config's Linears, memory copies, messages between GPUs, and one training update.
 
     lpkit measure cpu-3m --save mine.yaml
-    lpkit predict llama-8b --machine mine.yaml      on any computer; plan and advise take it, too
+    lpkit predict llama-8b --machine mine.yaml      on any computer; also for plan and advise
 """
 
 import argparse
@@ -20,11 +20,13 @@ from lpkit.techniques.machines import from_dict
 
 TARGET = "target? PRESET|config.yaml|RUN"
 arguments = options(
-    {TARGET: "config that gives the shapes and the update (default cpu-3m)"}, settings,
-    {"--save mine.yaml": "YAML file to write"})
+    {TARGET: "config whose matmuls and update are timed (default cpu-3m)"}, settings,
+    {"--save mine.yaml": "YAML file to write (default: only print)"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the machine and return its row. `factor`: measured seconds of the update, divided by
+    the predicted seconds; 1 if the device waited for the host."""
     target, changes = target_and_asked(args)
     words = [target or "cpu-3m", *changes]
     config, path = resolve(words[0], changes), expanded(args.save or "mine.yaml")
@@ -34,16 +36,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from lpkit.measure import row  # imports torch
 
-    found = row(config, shlex.join(["lpkit", "measure", *words]))
-    factor = with_step(from_dict(found)).measured["factor"]
-    head = f"# {found['title']}, by lpkit measure\n"
+    machine = row(config, shlex.join(["lpkit", "measure", *words]))
+    factor = with_step(from_dict(machine)).measured["factor"]
+    head = f"# {machine['title']}, by lpkit measure\n"
     if args.save and path.exists() and not read_text(path, 2**20).startswith(head):
         raise ConfigError(f"{named(path)} does not begin with {head.strip()!r}, so it is not of "
                           f"this machine; remove it, or choose another name")
     if args.save:       # flops come last, in braces, so that a truncated file is invalid YAML
-        write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, width=100,
+        write_atomically(path, head + yaml.safe_dump(machine, sort_keys=False, width=100,
                                                      default_flow_style=None))
-    return {"target": words[0], "saved": args.save, "factor": factor, **found}
+    return {"target": words[0], "saved": args.save, "factor": factor, **machine}
 
 
 def text(result: dict[str, Any]) -> str:
@@ -51,8 +53,8 @@ def text(result: dict[str, Any]) -> str:
     if row["ranks"] > 1:
         speed = quantity(result["link_bytes_per_second"], "B/s")
         link = f"{speed} in both directions together, {row['ranks']} ranks"
-    products = [(dtype, f"{len(each)} matmuls, {min(one[3] for one in each):.2f} to 1 times "
-                 f"{quantity(result['flops'][dtype], 'FLOP/s')}")
+    products = [(dtype, f"{len(each)} matmuls, {min(product[3] for product in each):.2f} to 1 "
+                 f"times {quantity(result['flops'][dtype], 'FLOP/s')}")
                 for dtype, each in row["products"].items()]
     how = (WAITED[2:] if result["factor"] == 1
            else f"predictions are multiplied by {result['factor']:.3f}")

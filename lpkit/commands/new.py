@@ -3,7 +3,8 @@
   lpkit new experiment my_rule                      my_rule.ipynb, .py, .yaml, and test_my_rule.py
   lpkit new experiment my_cast --family recipe      a precision recipe instead of an optimizer
 
-All four files run unchanged, on an example that you replace. See docs/own_technique.md.
+All four files run unchanged: they contain an example, which you replace by your technique. See
+docs/own_technique.md.
 """
 
 import argparse
@@ -20,20 +21,23 @@ from lpkit.tables import text_table
 from lpkit.techniques.lessons import having
 from lpkit.techniques.outside import TABLES
 
-# family -> the field of a Config that names the row; notebooks/experiments has an example of each
+# family -> the field of a Config that chooses a row of it. notebooks/experiments has one example
+# for each family.
 FAMILIES = {"optimizer": "optimizer", "recipe": "precision.recipe"}
 FILES = {"{}.ipynb": "notebook", "{}.py": "module with the row and its implementation",
          "test_{}.py": "test against an independent reference", "{}.yaml": "claim"}
 
 
 arguments = options({
-    "kind {experiment}": (("experiment",), "kind of files"),
+    "kind {experiment}": (("experiment",), "what to write"),
     "name NAME": "name of the row, the module and the files",
-    "--family FAMILY=optimizer": (tuple(FAMILIES), "kind of the row (default optimizer)"),
+    "--family FAMILY=optimizer": (tuple(FAMILIES), "family of the new row (default optimizer)"),
     "--out DIR=.": (a_folder, "folder for the files (default: the current folder)")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the files. Return their paths, and the commands that run them. Raises ConfigError for a
+    name that is taken, before any file is written."""
     name, field, example = args.name, FAMILIES[args.family], f"my_{args.family}"
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) or keyword.iskeyword(name):
         raise ConfigError(f"{shown(name)} is no module's name; use at most 64 letters, digits and "
@@ -59,7 +63,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"train cpu-3m --import {name} {field}={name} steps=20 --out runs/{name}",
                 f"claim {name}.yaml --import {name}")
     return {"files": list(map(str, files)), "commands": [
-        f"python -m pytest test_{name}.py", *(f"PYTHONPATH=. lpkit {one}" for one in commands)]}
+        f"python -m pytest test_{name}.py",
+        *(f"PYTHONPATH=. lpkit {command}" for command in commands)]}
 
 
 def text(result: dict[str, Any]) -> str:

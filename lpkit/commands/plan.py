@@ -1,4 +1,5 @@
-"""Find layouts that train a model before a deadline and within a budget, and say why others do not.
+"""Find parallel layouts that train a model before a deadline and within a budget, and say why other
+layouts do not. Give at least one of --budget, --deadline and --devices.
 
     lpkit plan --model llama-70b --tokens 1e12 --machine h200 --budget 1M --deadline 30d
     lpkit plan --model llama-70b --tokens 1T --machine h200 --devices 512 --show 1
@@ -20,11 +21,13 @@ from lpkit.tables import page, text_table
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Count
 
+# suffix -> factor
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 FACTOR = Annotated[float, values.between(0.1, 10)]
+# unit -> seconds
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
-# Settings that change a plan: USED, memory.*, and model.* without UNUSED_MODEL.
+# Settings that change a plan: USED, memory.*, and model.* except UNUSED_MODEL. Others are refused.
 USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history",
         "precision.cache_weight_casts", "system.attention", "system.stack", "system.compile")
 UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "model.init")
@@ -51,13 +54,15 @@ arguments = options({
     "--context CONTEXT": (int, "tokens per sequence (default: the config's)"),
     "--price-per-hour PRICE_PER_HOUR": (
         float, "US dollars per device and hour (default: the machine's)"),
-    "--factor FACTOR": (FACTOR, "multiply all times by FACTOR, the measured over the predicted "
-                                "seconds of a step (lpkit.predict.time.calibrate)"),
+    "--factor FACTOR": (FACTOR, "multiply all times by FACTOR: measured seconds of a step, divided "
+                                "by predicted seconds (lpkit.predict.time.calibrate)"),
     "--top TOP=10": (Count, "layouts to print (default 10)"),
-    "--show N": (Count, "print every row of layout N with its formula and source")})
+    "--show N": (Count, "also print each row of layout N with its formula and source")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the best layouts. Raises ConfigError for wrong input, and RunFailedError, with the
+    reason, if no layout is feasible."""
     from lpkit.predict.plan import plan
     from lpkit.training.runs import RunFailedError
 
@@ -75,14 +80,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = config_of(args.model, ["grad_accum_steps=1", *settings, *context])
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
-    found = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),
+    planned = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),
                  **limits, precisions=args.precision, optimizer=args.optimizer,
                  price_per_hour=args.price_per_hour, calibration=args.factor)
-    if not found.options:
-        raise RunFailedError(found.sentence)
-    if args.show is not None and args.show > len(found.options):
-        raise ConfigError(f"--show must be from 1 to {len(found.options)}, got {shown(args.show)}")
-    return {"model": args.model, **found.to_dict(max(args.top, args.show or 1)), "show": args.show}
+    if not planned.options:
+        raise RunFailedError(planned.sentence)
+    if args.show is not None and args.show > len(planned.options):
+        raise ConfigError(f"--show must be from 1 to {len(planned.options)}, got "
+                          f"{shown(args.show)}")
+    return {"model": args.model, **planned.to_dict(max(args.top, args.show or 1)),
+            "show": args.show}
 
 
 def _refuse_unused(settings: dict[str, str]) -> None:
@@ -97,7 +104,7 @@ def _refuse_unused(settings: dict[str, str]) -> None:
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
     """Returns a text such as '250k', '$250,000', '1e12' or '1.5T' as a number above 0. Raises
     ConfigError."""
-    plain = re.sub(r"^\$?[1-9]\d{0,2}(,\d{3})+(?![\d,])", lambda found: found[0].replace(",", ""),
+    plain = re.sub(r"^\$?[1-9]\d{0,2}(,\d{3})+(?![\d,])", lambda match: match[0].replace(",", ""),
                    text.strip()).removeprefix("$")
     return _scaled(option, text, plain, COUNTS, most, f"{most:g} {unit}",
                    f"a number of {unit}; write it as 250000, 250k, 1.5M, 300B or 1e12")
@@ -111,6 +118,12 @@ def span(option: str, text: str) -> float:
 
 def _scaled(option: str, text: str, plain: str, scales: dict[str, float], most: float,
             limit: str, kind: str) -> float:
+    """Return the number in `plain` times the scale of its suffix. Raises ConfigError.
+
+    text:        the option's value as typed, for messages
+    most, limit: the largest result, and its text for messages
+    kind:        what the value must be, for messages
+    """
     plain = plain.strip().lower()
     unit = re.search("[a-z]*$", plain)[0]
     try:
@@ -123,6 +136,8 @@ def _scaled(option: str, text: str, plain: str, scales: dict[str, float], most: 
 
 
 def _with_batch(config: Config, tokens: float) -> Config:
+    """Return the config with `tokens` tokens per update. Raises ConfigError unless they are a whole
+    number of sequences."""
     context = config.model.T
     if tokens < context or tokens % context:
         below = math.floor(tokens / context)
@@ -135,18 +150,20 @@ def _with_batch(config: Config, tokens: float) -> Config:
 @page
 def text(result: dict[str, Any]) -> Iterator[str]:
     best, plans = result["plans"][0], [
-        {**one, "number": i, "stage": one["zero"] if one["shard"] * one["context"] > 1 else "-",
-         "lpkit": "predicts" if one["why_untrained"] else "trains"}
-        for i, one in enumerate(result["plans"], 1)]
+        {**layout, "number": i,
+         "stage": layout["zero"] if layout["shard"] * layout["context"] > 1 else "-",
+         "lpkit": "predicts" if layout["why_untrained"] else "trains"}
+        for i, layout in enumerate(result["plans"], 1)]
     yield words("{model} ({parameters:parameters}) on {tokens:tokens}, {tokens_per_step:tokens} a "
                 "step, {machine[title]}\n{feasible:,} of {counted:,} layouts are feasible; "
                 "{order}\n", result)
     yield text_table(cells(COLUMNS, plans), align=">", indent="  ") + "\n"
-    for why in dict.fromkeys(filter(None, (one["why_untrained"] for one in plans))):
-        numbers = ", ".join(str(one["number"]) for one in plans if one["why_untrained"] == why)
+    for why in dict.fromkeys(filter(None, (layout["why_untrained"] for layout in plans))):
+        numbers = ", ".join(str(layout["number"]) for layout in plans
+                            if layout["why_untrained"] == why)
         yield f"  {numbers} cannot be trained by lpkit: {why}"
-    for name, one in result["refused"].items():
-        yield words("  {name} excludes {layouts:,} layouts, nearest: {nearest}", one, name=name)
+    for name, refusal in result["refused"].items():
+        yield words("  {name} excludes {layouts:,} layouts, nearest: {nearest}", refusal, name=name)
     if result["doubt"]:
         yield f"  memory is an estimate: {result['doubt']}"
     if best["emulated"]:
@@ -155,9 +172,9 @@ def text(result: dict[str, Any]) -> Iterator[str]:
         paid = ", {cost_per_million_tokens:$.3g} per million tokens" * (best["cost"] is not None)
         yield words("  layout 1 takes {device_hours:number} device hours and {energy_wh:Wh} at "
                     f"rated power{paid}", best)
-    for one in result["compute_optimal"]:
+    for refusal in result["compute_optimal"]:
         yield words("  compute-optimal for the budget by {law}: {parameters:parameters} on "
-                    "{tokens:tokens}, loss {loss:.3f} ({note})", one)
+                    "{tokens:tokens}, loss {loss:.3f} ({note})", refusal)
     if result["show"] is not None:
         yield from _opened(plans[result["show"] - 1])
     calibrated = ("not calibrated" if result["factor"] == 1
@@ -167,20 +184,22 @@ def text(result: dict[str, Any]) -> Iterator[str]:
                 f"{calibrated}; {{range_is}}", result, range_is=best["range_is"])
 
 
-def _opened(one: dict[str, Any]) -> Iterator[str]:
-    memory, time = one["memory_rows"], one["time_rows"]
+def _opened(layout: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows of a layout's memory and time, each with its formula and source."""
+    memory, time = layout["memory_rows"], layout["time_rows"]
     width = max(len(row["name"]) for row in (*memory, *time)) + 2
 
     def opened(row: dict[str, Any], value: str, mark: str = " ") -> str:
+        """Return a row as two lines: name, value and formula; and below them the source."""
         return words(f"  {{mark}} {{name:<{width}}}{value}  {{formula}}\n    {'':<{width + 10}}  "
                      f"{{source}}", row, mark=mark)
 
     yield words("\n  layout {number}: bytes per device; * is alive at the peak ({peak_moment})",
-                one)
+                layout)
     for row in memory:
         yield opened(row, "{bytes:bytes:>10}", " *"[row["at_peak"]])
     yield words("\n  layout {number}: seconds of a step of {step_seconds:time}; seconds in "
-                "brackets overlap with other rows", one)
+                "brackets overlap with other rows", layout)
     for row in time:
         hidden = " [{hidden_seconds:time}]" if row["hidden_seconds"] else ""
         yield opened(row, "{seconds:time:>10}" + hidden)

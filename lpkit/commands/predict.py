@@ -1,4 +1,10 @@
-"""Predict parameters, memory, FLOPs, time and cost of a training run before it runs."""
+"""Predict parameters, memory, FLOPs, time and cost of a training run before it runs.
+
+    lpkit predict cpu-3m --machine this
+    lpkit predict llama-8b --machine h100 --devices 8
+    lpkit predict gpt2-124m global_batch=64 --optimizer lion
+    lpkit predict cpu-3m --machine this --measure
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -19,21 +25,22 @@ arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
     "--devices DEVICES": (int, "number of data-parallel devices (default: the config's layout)"),
     "--mfu MFU": (float, "fraction of the peak FLOP/s to assume for the whole step (default: each "
                          "operation has its own efficiency)"),
-    "--zero ZERO": (int, "ZeRO stage 0 to 3 (default: the config's; with --devices, the lowest "
-                         "that fits)"),
+    "--zero ZERO": (int, "ZeRO stage, 0 to 3 (default: the config's; with --devices, the lowest "
+                         "stage that fits)"),
     "--precision PRECISION": "a recipe, or 16-bit weights: bf16-master, bf16-fp32-grads or "
                              "bf16-pure (default: the config's)",
     "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
     "--recompute RECOMPUTE": "none, selective, block or core-attention (default: the config's; "
-                             "with --devices, the first of the first three that fits)",
-    "--measure": "also run an update here, and compare it with the prediction",
-    "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device (default: the machine's "
-                                               "price)"),
+                             "with --devices, the first of none, selective, block that fits)",
+    "--measure": "also run an update on this machine, and compare it with the prediction",
+    "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device and hour (default: "
+                                               "the machine's price)"),
     "--card FILE": "write the prediction (with --measure, also the measurement) to FILE.json and "
                    "as a picture to FILE.svg"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the prediction, and with --measure the measured bytes and seconds of an update."""
     from lpkit.predict import predict
 
     config = config_of(args.target, asked(
@@ -50,7 +57,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """Return the predicted and the measured bytes and seconds of an update on this machine."""
+    """Run an update on this machine. Return its measured bytes and seconds and the predicted
+    ones."""
     from lpkit import hardware, measure, reconcile
     from lpkit.training.formulas import raise_out_of_memory_as_run_failure
 
@@ -73,14 +81,16 @@ def text(result: dict[str, Any]) -> Iterator[str]:
 
     def line(name: str, value: str = "", about: str = "", values: dict[str, Any] = result,
              **more: Any) -> str:
+        """Return a line in three columns. value, about: templates, filled from `values`, the
+        assumptions `a`, the machine `on`, and `more`."""
         value, about = (words(part, values, a=a, on=on, **more) for part in (value, about))
         return f"  {name:<{width}}{value:>10}  {about}".rstrip()
 
     yield words("{target} on {devices} x {machine[title]}\n", result)
     yield line("parameters", "{parameters:number}")
     yield line("FLOPs per token", "{flops_per_token:FLOPs}", "forward and backward")
-    yield words("\n  per device: {layout}, precision {precision}, ZeRO stage {zero}, recompute "
-                "{recompute}\n  ({layout_why})\n  {accumulation}", a)
+    yield words("\n  layout: {layout}; precision {precision}, ZeRO stage {zero}, recompute "
+                "{recompute}\n  ({layout_why})\n  {accumulation}\n  bytes of each device:", a)
     for row in rows:
         yield line(row["name"], "{bytes:bytes}", "{formula}", row)
     yield line("peak", "{peak_bytes:bytes}", "of {on[memory_bytes]:bytes}{fit}; moment: "
@@ -103,10 +113,10 @@ def text(result: dict[str, Any]) -> Iterator[str]:
         yield line("", "", "all seconds are multiplied by {a[factor]:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
         yield line("", "", f"for {STACKS[a['stack']].words}")
-        for one in result["other_stacks"]:
+        for other in result["other_stacks"]:
             yield line("  or", "{step_seconds:time}", "range {step_seconds_range:time}, peak "
-                       "{peak_bytes:bytes}: system.stack={stack}, {short}", one,
-                       short=one["words"].partition(",")[0])
+                       "{peak_bytes:bytes}: system.stack={stack}, {short}", other,
+                       short=other["words"].partition(",")[0])
         others = ", ".join(name for name in STACKS if name not in (a["stack"], "eager", "hf"))
         yield fill(f"other values of system.stack: {others}", 150,
                    initial_indent=" " * (width + 14), subsequent_indent=" " * (width + 14))
@@ -125,6 +135,7 @@ def text(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _measurement(measured: dict[str, Any]) -> Iterator[str]:
+    """Yield the tables of predicted and measured bytes and seconds, and sentences about them."""
     for key, unit in (("bytes", "bytes"), ("seconds", "time")):
         rows = measured[key]
         yield f"\n  {key} on {rows[0]['where']}: predicted, measured, error" if rows \

@@ -3,8 +3,8 @@
   lpkit sample runs/six --prompt "def "
   lpkit sample runs/six --prompt "def " --prompt "class " --cache int8
 
-The text after one prompt does not depend on the other prompts. An int8 cache needs about half the
-bytes of a 16-bit cache, an int4 cache about a third.
+Each prompt is continued independently of the other prompts. An int8 KV cache needs about half the
+bytes of a 16-bit cache, and an int4 cache about a third.
 """
 
 from argparse import Namespace
@@ -20,7 +20,7 @@ arguments = options({
     "--prompt... PROMPT": "beginning of the text; repeatable (default: a line break)",
     "--tokens TOKENS=200": (Count, "tokens to generate (default 200)"),
     "--temperature TEMPERATURE=0.8": (
-        PositiveOrZero, "0 takes the likeliest token; above 0 samples (default 0.8)"),
+        PositiveOrZero, "0: take the likeliest token; above 0: sample (default 0.8)"),
     "--top-k TOP_K=50": (Count, "sample only from the likeliest TOP_K tokens (default 50)"),
     "--seed SEED=0": (Seed, "random seed (default 0)"),
     "--cache FORMAT=same": "KV cache, default same; " + "; ".join(
@@ -30,6 +30,7 @@ arguments = options({
 
 
 def run(args: Namespace) -> dict:
+    """Return the prompts and the texts: each text is its prompt and the generated continuation."""
     pick(CACHES, args.cache, "cache")
     run, prompts = opened(args.run), args.prompt or ["\n"]
     from lpkit.training.sampling import sample  # imports torch

@@ -1,5 +1,8 @@
-"""List the techniques that a Config can name: every family and its rows, or one family, with the
-settings of each row and their defaults. A row below `--import MODULE` needs these words."""
+"""List the techniques that a Config can name. Without FAMILY, list all families. With FAMILY, list
+its techniques with their settings, default values and sources.
+
+To use a technique that is listed below a line `--import MODULE`, add this option to your
+command."""
 
 import argparse
 from typing import Any
@@ -10,7 +13,7 @@ from lpkit.errors import pick
 from lpkit.techniques.outside import TABLES
 
 arguments = options({
-    "family? FAMILY": "the field of a Config that names the rows: optimizer, model.block"})
+    "family? FAMILY": "field of a Config that names a technique: optimizer, model.block"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,9 +6,9 @@
   lpkit train --out runs/six --resume steps=900
   lpkit train cpu-3m --processes 2
 
-Ctrl-C, SIGTERM and SIGHUP (SSH closed) stop the run at the next micro-batch and keep a checkpoint
-of the last whole step. --resume continues from the newest good checkpoint. When you resume, you may
-raise `steps`; the learning rate then follows the longer schedule.
+Ctrl-C, SIGTERM and SIGHUP (SSH closed) stop the run at the next micro-batch and write a checkpoint
+of the last whole step. --resume continues from the newest undamaged checkpoint. When you resume,
+you may raise `steps`; the learning rate then follows the longer schedule.
 """
 
 import os
@@ -31,11 +31,13 @@ arguments = options({
 }, settings, {
     "--out DIR": (a_folder, "run folder (default: a new folder in runs/)"),
     "--resume": "continue the run in --out",
-    "--processes N": (int, "train on N processes of this machine; each is a replica, unless "
-                           "parallel.* sets another layout")})
+    "--processes N": (int, "train with N processes on this machine; each has a whole copy of the "
+                           "model, unless parallel.* sets another layout")})
 
 
 def run(args: Namespace) -> dict:
+    """Train or resume, and return the summary of the run. Under torchrun, only rank 0 returns; the
+    other ranks train and exit."""
     from tqdm import tqdm
 
     from lpkit.files import of_transformers
@@ -46,7 +48,7 @@ def run(args: Namespace) -> dict:
 
     if args.resume and not args.out:
         raise ConfigError("--resume needs --out DIR, the folder of the run to continue")
-    target, asked = target_and_asked(args)
+    target, changes = target_and_asked(args)
     if target is None and not args.resume:
         raise ConfigError("what should lpkit train? Give a preset (cpu-3m) or a config file, or "
                           "continue a run with --resume --out DIR")
@@ -54,19 +56,20 @@ def run(args: Namespace) -> dict:
             and not of_transformers(Path(target))):
         raise ConfigError(f"{target} is a folder: continue its run by --resume --out {target}, "
                           f"or start from its weights with a preset and start.run={target}")
-    config = (resolve(target, asked) if target is not None
-              else Run.open(args.out).config.replace(parse_settings(asked)))
+    config = (resolve(target, changes) if target is not None
+              else Run.open(args.out).config.replace(parse_settings(changes)))
     out = args.out or default_folder(Path(target).stem)
     world = os.environ.get("WORLD_SIZE", "1")       # set by torchrun
     if world != "1" and args.processes is not None:
         raise ConfigError(f"--processes={args.processes} starts processes, but torchrun started "
                           f"{world} already; leave it out")
-    if world != "1" and os.environ.get("RANK", "0") != "0":     # rank 0 alone prints
+    if world != "1" and os.environ.get("RANK", "0") != "0":     # only rank 0 prints
         train(config, out=out, resume=args.resume)
         sys.exit(0)
-    bar = None      # made at the first step, so that an error before it shows no bar
+    bar = None      # made at the first step, so that an error before this step shows no bar
 
     def show(record):
+        """Show a StepRecord in the progress bar."""
         nonlocal bar
         if bar is None:
             bar = tqdm(total=config.steps, initial=record.step - 1, unit="step", file=sys.stderr,

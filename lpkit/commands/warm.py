@@ -1,10 +1,11 @@
-"""Verify and time the kernels of a config, and compile its update, before the first run needs them.
-The command trains nothing and writes only to the cache.
+"""Prepare the first run of a config: verify and time its kernels, and compile its update. The
+command trains nothing and writes only to the cache.
 
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
 
-All later processes of this user use the cache. Other users cannot, because its files are executed.
+All later runs of this user use the cache. Other users have caches of their own, because a process
+executes files of its cache.
 """
 
 from argparse import Namespace
@@ -14,10 +15,13 @@ from lpkit.commands import asked, options, settings
 from lpkit.files import own_cache
 from lpkit.predict.units import duration
 
-arguments = options({"target PRESET|config.yaml|RUN": "what you will train"}, settings)
+arguments = options({"target PRESET|config.yaml|RUN": "preset, config or run that you will train"},
+                    settings)
 
 
 def run(args: Namespace) -> dict:
+    """Make one update on random tokens, which verifies, times and compiles all kernels. Return the
+    seconds, the cache, and the choices of kernels."""
     from lpkit.parallel.processes import ranks_from_environment
     from lpkit.presets import resolve
 
@@ -39,6 +43,7 @@ def run(args: Namespace) -> dict:
 
 
 def text(result: dict) -> str:
-    chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
+    chosen = [f"  {key}: {choice['used']} ({choice['why']})"
+              for key, choice in result["chosen"].items()]
     return "\n".join([f"prepared {result['target']} in {duration(result['seconds'])}; your runs "
                       f"use the cache {result['cache']}", *chosen])

@@ -1,1 +1,2 @@
-"""Read and write models of other programs: folders of transformers and adapters of peft."""
+"""Read and write the files of other programs: model folders of transformers, and adapters of
+peft."""

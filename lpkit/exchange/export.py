@@ -2,9 +2,10 @@
 
     lpkit export runs/six --out six          then AutoModelForCausalLM.from_pretrained("six")
 
-The file holds whole tensors, regardless of how many ranks wrote the checkpoint. A tied head is not
-written: transformers ties it to the embedding again. `lpkit.exchange.families` maps our names to
-theirs. A tokenizer of the `tokenizers` library is exported, too.
+The file contains whole tensors, even if several ranks wrote the checkpoint. A tied head is not
+written, because transformers ties it to the embedding when it loads the model.
+`lpkit.exchange.families` maps our names to those of transformers. A tokenizer of the `tokenizers`
+library is exported, too.
 """
 
 import json
@@ -25,10 +26,11 @@ from lpkit.values import Folder, Place, checked
 
 @checked
 def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
-    """Write the newest undamaged weights of a run in the dtype of the run. Write its tokenizer,
-    too, if it is one of the `tokenizers` library (transformers has no equivalent of `bytes`).
+    """Write the weights of the newest undamaged checkpoint of a run into the new folder `out`, in
+    the dtype of the run, and return `out`. Write the tokenizer, too, if it is a tokenizer of the
+    `tokenizers` library (transformers has no equivalent of `bytes`).
 
-    Adapters are merged into the matrices that they adapt. With `adapter`, only the adapters are
+    Adapters are merged into the weights that they adapt. With `adapter`, only the adapters are
     written, as files of peft.
 
     Raises ConfigError for a model that transformers does not have, a run without a checkpoint, and
@@ -38,7 +40,7 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
     m = replace(run.config.model, changes=()) if run.config.model.changes else run.config.model
     kind = families.of_model(m)
     if out.exists():
-        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
+        raise ConfigError(f"{str(out)!r} exists already; choose another --out")
     saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                       only=checkpoint.WEIGHTS,
                                       lack=f"{str(run.path)!r} has no checkpoint")
@@ -56,16 +58,17 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
             return out
         save_file(kind.weights(ours, m), folder / "model.safetensors", metadata={"format": "pt"})
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}
-        files, kept = {CONFIG: about}, run.tokenizer.get("files", {})
+        files, imported = {CONFIG: about}, run.tokenizer.get("files", {})
         if library := run.tokenizer.get("model"):
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
-            # without this, transformers chooses a class by the model's name, which may split text
-            # differently
-            spelled = {one["id"]: {"eos_token": one["content"]}
-                       for one in library.get("added_tokens", ())}
+            # without tokenizer_class, transformers would choose a class by the type of the model,
+            # and this class may split text differently
+            spelled = {token["id"]: {"eos_token": token["content"]}
+                       for token in library.get("added_tokens", ())}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
-            files = {TOKENS: named, FILE: library, **kept, CONFIG: about | kept.get(CONFIG, {})}
-        for name, said in files.items():
-            text = said if isinstance(said, str) else json.dumps(said, indent=1) + "\n"
+            files = {TOKENS: named, FILE: library, **imported,
+                     CONFIG: about | imported.get(CONFIG, {})}
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
             (folder / name).write_text(text, encoding="utf-8")
     return out

@@ -1,11 +1,14 @@
-"""Turn a folder of transformers into a run that other runs can start from.
+"""Turn a model folder of transformers into a run from which other runs can start.
 
     lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
 
-`planned` reads only the headers of the files, so that it accepts or refuses a model of any size at
-once. (If a tied head is in a file, it also compares the head with the embedding.) `bring` then
-writes a checkpoint of step 0, one block at a time, with the memory of one block. Nothing is
-downloaded, unpickled or executed. A folder with a tensor that our model lacks raises ConfigError.
+`planned` reads only the headers of the files, so it quickly accepts or refuses a model of any size.
+(If a tied head is in a file, `planned` also compares the head with the embedding.) `bring` then
+writes a checkpoint of step 0, one block at a time, so it needs only the memory of one block.
+Nothing is downloaded, unpickled or executed. A folder with a tensor that our model does not have
+raises ConfigError.
+
+In this module, "ours" are names and tensors of lpkit, "theirs" those of transformers.
 """
 
 import os
@@ -30,15 +33,22 @@ from lpkit.training.runs import Run
 from lpkit.values import Place, checked
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# files with weights that would have to be unpickled
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants in old files
+# ends of the names of constants in old files, which are not weights
+NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A folder of transformers, as its headers describe it. `places`: the file of each of their
-    tensors. `ours`: our parameter -> the names of the tensors that it is made of."""
+    """A folder of transformers, as described by its config.json and the headers of its files.
+
+    places:    their tensor -> its file
+    ours:      our parameter -> names of their tensors from which it is made
+    tokenizer: the tokenizer as a dict (`Tokenizer.to_dict`)
+    weights:   number of parameters
+    """
 
     folder: Path
     family: Family
@@ -49,20 +59,21 @@ class Plan:
     weights: int
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Returns our parameters `names`, as in a checkpoint. Reads their tensors memory-mapped."""
-        found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
+        """Returns our parameters `names` with the names and the dtype of a checkpoint. Reads their
+        tensors memory-mapped."""
+        weights, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
-            parts = [tensor(self.places[there], there) for there in self.ours[name]]
+            parts = [tensor(self.places[theirs], theirs) for theirs in self.ours[name]]
             whole = self.family.whole(name, parts, self.config.model)
-            found[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
-        return found
+            weights[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
+        return weights
 
 
 @checked
 def planned(folder: Place, tokenizer: str = "") -> Plan:
-    """Reads the headers of a folder. `tokenizer`: the name of a tokenizer ("bytes"), if the folder
-    has none. Raises ConfigError for a folder without a model, or with a model that this kit does
-    not compute."""
+    """Returns the Plan of a folder, without reading weights. `tokenizer`: the name of a tokenizer,
+    such as "bytes", if the folder contains none. Raises ConfigError for a folder without a model,
+    or with a model that this kit does not compute."""
     folder = files.expanded(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
@@ -70,21 +81,21 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if (adapter := folder / "adapter_config.json").exists():
         raise ConfigError(f"{str(adapter)!r} is an adapter, which transformers adds to the model; "
                           f"move it into a folder of its own, and import it with --base")
-    said = records.of_others(folder / CONFIG)
-    family = families.of_type(said.get("model_type"))
-    model, headers = family.model(said), _headers(folder)
-    if model.L > len(headers):          # checked before so many layers are built
-        raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
-                          f"{model.L:,} layers; they are not of one model")
+    settings = records.of_others(folder / CONFIG)
+    family = families.of_type(settings.get("model_type"))
+    model, headers = family.model(settings), _headers(folder)
+    if model.L > len(headers):          # checked before the model is built, which could take long
+        raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, but {CONFIG} says "
+                          f"{model.L:,} layers; the files belong to different models")
     tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
     wanted, shapes, missing = {}, {}, []
-    for name, t in (due := parameters(model)).items():
-        theirs = {family.named(one): tuple(part.shape)
-                  for one, part in family.parts(name, t, model).items()}
-        # the names in files of the whole model, or of the bare model
-        wanted[name] = tuple(one if one in headers else one.removeprefix(family.prefix)
-                             for one in theirs)
-        missing += [one for one, there in zip(theirs, wanted[name]) if there not in headers]
+    for name, t in (ours := parameters(model)).items():
+        theirs = {family.named(part_name): tuple(part.shape)
+                  for part_name, part in family.parts(name, t, model).items()}
+        # their names if a file was saved from the whole model, or from the model without its head
+        wanted[name] = tuple(key if key in headers else key.removeprefix(family.prefix)
+                             for key in theirs)
+        missing += [key for key, in_file in zip(theirs, wanted[name]) if in_file not in headers]
         shapes |= dict(zip(wanted[name], theirs.values()))
     if missing:
         raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a "
@@ -92,41 +103,44 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
                           f"the whole folder again")
     for name in shapes:
         if (has := tuple(headers[name][1])) != shapes[name]:
-            raise ConfigError(f"{name} is {has} in {headers[name][0].name}, and {CONFIG} says "
-                              f"{shapes[name]}; they are not of one model")
+            raise ConfigError(f"{name} is {has} in {headers[name][0].name}, but {CONFIG} says "
+                              f"{shapes[name]}; the files belong to different models")
     left = [name for name in sorted(headers.keys() - shapes.keys() - tied)
             if not name.endswith(NO_WEIGHTS)]
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
-                          f"of this kit has, {named(left[0])} first; without them it is "
-                          f"another model")
+                          f"of this kit has, {named(left[0])} first; without them, it would "
+                          f"compute something else")
     for head in tied:
-        one, other = (tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
-        if one.dtype != other.dtype or not torch.equal(one, other):
-            raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, and its "
-                              f"{head} is not its embedding; set tie_word_embeddings to false")
+        weight, embedding = (tensor(headers[name][0], name)
+                             for name in (head, *wanted["embed.weight"]))
+        if weight.dtype != embedding.dtype or not torch.equal(weight, embedding):
+            raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, but "
+                              f"{head} is not the embedding; set tie_word_embeddings to false")
     of = _tokenizer(folder, tokenizer)
     if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
         raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
-                          f"{model.V:,}; they are not of one model")
+                          f"has {model.V:,}; the files belong to different models")
     kinds = {headers[name][2] for name in shapes}
     param_dtype = "bf16" if kinds == {"BF16"} else "fp32"
     config = Config(model=model).replace({
         "data.tokenizer": of["name"], "memory.param_dtype": param_dtype, "steps": 1})
     return Plan(folder=folder, family=family, config=config, ours=wanted, tokenizer=of,
-                weights=sum(t.numel() for t in due.values()),
+                weights=sum(t.numel() for t in ours.values()),
                 places={name: headers[name][0] for name in shapes})
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Returns the parameters of a model by name, on the meta device."""
+    """Returns our parameters of a ModelConfig by name, on the meta device (without memory)."""
     with torch.device("meta"):
-        made = build.initial_model(Config(model=model), "plain")
-    return dict(made.named_parameters())
+        module = build.initial_model(Config(model=model), "plain")
+    return dict(module.named_parameters())
 
 
 def bring(plan: Plan, out: Path) -> Run:
-    """Writes the run. Raises ConfigError if `out` exists."""
+    """Writes the run of a Plan into the folder `out`, and returns it. Raises ConfigError if `out`
+    exists."""
+    # parameters that are read together: those of each block, and all others under ""
     groups: dict[str, list[str]] = {}
     for name in plan.ours:
         groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []
@@ -138,10 +152,16 @@ def bring(plan: Plan, out: Path) -> Run:
 
 def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
             tensors: Mapping[str, Tensor], write: checkpoint.Write = shards.save) -> Run:
-    """Writes a run that was trained elsewhere: its weights at step 0, without optimizer states. The
-    folder appears only when it is complete. Raises ConfigError if `out` exists."""
+    """Writes a run whose weights were trained by another program: a checkpoint of step 0 without
+    optimizer state. The folder `out` appears only when it is complete. Raises ConfigError if `out`
+    exists.
+
+    start:   SHA-256 of the weights from which the run started; empty: none
+    tensors: tensors of the checkpoint, by name
+    write:   function that writes the checkpoint's weights
+    """
     if out.exists():
-        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
+        raise ConfigError(f"{str(out)!r} exists already; choose another --out")
     tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
     who = runs.identify(config, {}, tokenizer, born=uuid4().hex, start=start)
     mark = who["run"][:records.MARK_DIGITS]
@@ -160,8 +180,9 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
 
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Returns the file, the shape and the dtype of each tensor. Raises ConfigError."""
-    names, found = {WEIGHTS}, {}
+    """Returns {name of their tensor: (its file, shape, dtype)} for all files of a model. Raises
+    ConfigError."""
+    names, headers = {WEIGHTS}, {}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as in transformers
         of = records.of_others(folder / INDEX).get("weight_map")
         if not isinstance(of, Mapping) or not of:
@@ -169,36 +190,38 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
                               f"the file of each tensor; get it again")
         names = {files.one_name(name) for name in of.values()}
     for name in sorted(names):
-        for one, place in header(folder / name).items():
-            if found.setdefault(one, place) is not place:
-                raise ConfigError(f"{shown(one)} is in two files, {name} too; keep one of them")
-    return found
+        for tensor_name, place in header(folder / name).items():
+            if headers.setdefault(tensor_name, place) is not place:
+                raise ConfigError(f"{shown(tensor_name)} is in two files, {name} too; keep one of "
+                                  f"them")
+    return headers
 
 
 def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Reads the path, the shape and the dtype of each tensor from a file's header. Raises
+    """Returns {name: (`path`, shape, dtype)} from the header of a safetensors file. Raises
     ConfigError, also for a dtype that is not in DTYPES."""
     if not os.path.lexists(path):
-        pickled = [one.name for kind in PICKLED for one in path.parent.glob(kind)]
+        pickled = [file.name for kind in PICKLED for file in path.parent.glob(kind)]
         if pickled and not path.with_name(INDEX).is_file():
             raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a "
-                              f"pickle, which may run anything when it is read; convert it first, "
-                              f"where you trust it: save_pretrained(..., safe_serialization=True)")
+                              f"pickle, which can execute any code when it is read; if you trust "
+                              f"it, convert it: save_pretrained(..., safe_serialization=True)")
         raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
     files.check_regular(path)
     try:
-        # framework "pt" would allocate all bytes
+        # framework "pt" would allocate memory for all tensors
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            found = {name: (path, one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+            headers = {name: (path, part.get_shape(), part.get_dtype())
+                       for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
                           f"again") from None
-    for name, (_, _, kind) in found.items():
+    for name, (_, _, kind) in headers.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
             raise ConfigError(f"{named(name)} in {path.name} is in {kind}; this kit begins from "
                               f"weights in {', '.join(DTYPES)}")
-    return found
+    return headers
 
 
 def tensor(path: Path, name: str) -> Tensor:
@@ -211,9 +234,11 @@ def tensor(path: Path, name: str) -> Tensor:
     return t
 
 
-def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
-    if asked:
-        return tokenizers.builder(asked).build(0, lambda: iter(()), folder).to_dict()
+def _tokenizer(folder: Path, name: str) -> dict[str, Any]:
+    """Return a tokenizer as a dict: the tokenizer `name`, or if `name` is empty, the tokenizer of
+    the folder. Raises ConfigError."""
+    if name:
+        return tokenizers.builder(name).build(0, lambda: iter(()), folder).to_dict()
     if not os.path.lexists(folder / tokenizers.FILE):
         raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
                           f"save it from a fast tokenizer, or name one: --tokenizer bytes")

@@ -1,5 +1,5 @@
-"""Say whether low precision would be faster for a model on a machine: the verdict of
-`lpkit.measure.advice` on steps that `lpkit.modules.predict` predicts."""
+"""Predict whether low precision would be faster for any model on a machine. `lpkit.modules.predict`
+predicts the steps, and `lpkit.measure.advice` compares them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from lpkit.techniques.recipes import RECIPES
 
 
 def advise(of: Config | nn.Module, *args: Any, **how: Any) -> Advice:
-    """Advise which recipe to use for a Config (`lpkit.measure.advice.advise`), or for a model and a
-    batch (`advise_model`)."""
+    """Return an Advice on which recipe to use. `of`: a Config (then the arguments are those of
+    `lpkit.measure.advice.advise`), or a model (then those of `advise_model`)."""
     return (advice.advise if isinstance(of, Config) else advise_model)(of, *args, **how)
 
 
 def advise_model(model: nn.Module, batch: Any, machine: str | Machine = "h200", *,
                  recipes: Sequence[str] | None = None, base: str | None = None,
                  **how: Any) -> Advice:
-    """Compare a step of `model` under each recipe with a step in `base`.
+    """Predict a step of `model` under each recipe, compare it with a step in the dtype `base`, and
+    return an Advice.
 
-    recipes: rows of RECIPES; None: every recipe that casts
-    base:    bf16, fp16 or fp32; None: the fastest that the machine has
+    batch:   arguments of the model, as for `lpkit.modules.predict.predict`
+    machine: a row of the catalogue of machines, or its name
+    recipes: names of rows of RECIPES; None: every recipe that casts
+    base:    bf16, fp16 or fp32; None: the fastest of them on this machine
     how:     further arguments of `lpkit.modules.predict.predict`
 
     Raises ConfigError.
@@ -45,7 +48,7 @@ def advise_model(model: nn.Module, batch: Any, machine: str | Machine = "h200", 
         except ConfigError:
             if recipes:
                 raise
-            continue        # the sizes of no Linear fit this recipe's tiles
+            continue        # no Linear of the model has sizes that fit the tiles of this recipe
         cost = advice.compared(plain.step, cast.step, cast.work.products, cast.casts)
         more = advice.difference(cast.footprint.rows, plain.footprint.rows)
         plans.append(Plan(

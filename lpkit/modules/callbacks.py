@@ -1,4 +1,5 @@
-"""`watch` for the trainers of other libraries: pass the callback, then read its `seen`.
+"""Callbacks that run `lpkit.watch` in the trainers of other libraries. After training, the field
+`seen` of the callback is the Watch.
 
     trainer = transformers.Trainer(..., callbacks=[watching := callbacks.transformers()])
     trainer.train()
@@ -14,6 +15,8 @@ from lpkit.modules.watch import Watch, watch
 
 
 class _Watching:
+    """The part that both callbacks share. `how`: arguments of `watch`."""
+
     seen: Watch | None = None
 
     def __init__(self, how: dict[str, Any]):
@@ -27,7 +30,7 @@ class _Watching:
 
 
 def transformers(**how: Any) -> Any:
-    """Make a `transformers.TrainerCallback`. how: arguments of `watch`."""
+    """Return a `transformers.TrainerCallback`. how: arguments of `watch`."""
     class Watching(_Watching, import_module("transformers").TrainerCallback):
         def on_train_begin(self, *_: Any, model: Any = None, optimizer: Any = None,
                            **__: Any) -> None:
@@ -37,7 +40,7 @@ def transformers(**how: Any) -> Any:
 
 
 def lightning(**how: Any) -> Any:
-    """Make a `lightning.Callback`. how: arguments of `watch`."""
+    """Return a `lightning.Callback`. how: arguments of `watch`."""
     class Watching(_Watching, import_module("lightning").Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.begin(module, trainer.optimizers[0])

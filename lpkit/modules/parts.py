@@ -1,4 +1,4 @@
-"""The kit's optimizers and its techniques for activations, for any model."""
+"""The kit's optimizers, recomputation and activation offload, for any model."""
 
 from __future__ import annotations
 
@@ -17,24 +17,28 @@ from lpkit.techniques.memory import ACTIVATION_OFFLOAD, RECOMPUTE
 from lpkit.techniques.optimizers import OPTIMIZERS, find, parameter_groups
 from lpkit.techniques.row import chosen, pick_row
 
-# Kinds of parameters. The values are parts of names that the parameter groups of a row match. A
-# shared parameter has the kind whose value comes first in the alphabet. OTHER: kernels of
-# convolutions, stacks of experts, and everything unknown.
+# Kinds of parameters. The parameter groups of a row choose parameters by parts of their names in
+# the kit's own models; each kind is such a part, and stands for a parameter of any model. A
+# parameter that several modules share gets the kind that comes first in the alphabet. OTHER:
+# kernels of convolutions, stacks of experts, and all unknown parameters.
 EMBEDDING, HEAD, VECTOR, OTHER, MATRIX = "embed", "head", "norm", "positions", "weight"
 
 
 def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of a row of OPTIMIZERS (`lpkit.optim.classes`), with these settings, for
-    the trained parameters of `model`. A rule for matrices updates the weights of Linears. Other
-    kinds of parameters get the rule, learning rate and weight decay that they have in a run of the
-    kit (vectors: no weight decay)."""
+    """Return the optimizer `name`, a row of OPTIMIZERS, for the trained parameters of `model`
+    (`lpkit.optim.classes`). `settings`: those of the row.
+
+    A rule for matrices, such as Muon, updates the weights of Linears. Embeddings, the output head,
+    vectors and other parameters get the rule, learning rate and weight decay that they have in a
+    run of the kit; vectors have no weight decay. Raises ConfigError."""
     heads, facts, groups, base = output_heads(model), {}, {}, getattr(model, "base_model", None)
-    # a classifier of transformers
+    # in a classifier of transformers, Linears outside of the base model with one output per label
+    # are heads, too
     if isinstance(base, nn.Module) and hasattr(model, "num_labels"):
-        heads |= {one for one in {*model.modules()} - {*base.modules()}
-                  if getattr(one, "out_features", None) == model.num_labels}
-    own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
-    row = replace(chosen(OPTIMIZERS, name, "optimizer"), **own)
+        heads |= {module for module in {*model.modules()} - {*base.modules()}
+                  if getattr(module, "out_features", None) == model.num_labels}
+    rates = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
+    row = replace(chosen(OPTIMIZERS, name, "optimizer"), **rates)
     for module in model.modules():
         turned = transposed(module)
         linear = turned or isinstance(module, nn.Linear)
@@ -50,24 +54,25 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
             facts[p] = kind, layout, getattr(module, "decays", None)
     for label, p in [pair for pair in model.named_parameters() if pair[1].requires_grad]:
         kind, layout, decays = facts[p]
-        told = Parameter(kind, tuple(n for n in p.shape if n > 1), decays=decays)
-        [of] = [one for one in parameter_groups([told], row) if one.names]
+        parameter = Parameter(kind, tuple(n for n in p.shape if n > 1), decays=decays)
+        [of] = [group for group in parameter_groups([parameter], row) if group.names]
         key = of.settings.name, of.lr, of.weight_decay, layout * find(of.settings.name).matrices
         groups.setdefault(key, []).append((label, p))
-    made = [{"params": params, **dict(zip(("rule", "lr", "weight_decay", "layout"), key))}
+    param_groups = [{"params": params, **dict(zip(("rule", "lr", "weight_decay", "layout"), key))}
             for key, params in groups.items()]
-    return classes.optimizer(name)(sorted(made, key=lambda one: one["rule"] != name), **settings)
+    return classes.optimizer(name)(sorted(param_groups, key=lambda group: group["rule"] != name),
+                                   **settings)
 
 
 def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",
                      offload: str = "device") -> None:
-    """Set how the `blocks` of a model (`model.model.layers`) keep activations for the backward
-    pass. `del block.forward` undoes it.
+    """Set how the `blocks` of a model (such as `model.model.layers`) store activations for the
+    backward pass. `del block.forward` undoes it for a block.
 
     recompute: none, block or selective
     offload:   a row of ACTIVATION_OFFLOAD
 
-    Gradients are bit-exact, except if the row stores activations in fewer bits. Raises ConfigError.
+    Gradients stay bit-exact, unless the row stores activations in fewer bits. Raises ConfigError.
     """
     blocks = [*dict.fromkeys(blocks)]
     if not blocks or any("forward" in vars(block) for block in blocks):
@@ -76,7 +81,8 @@ def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",
     again = pick({name: row for name, row in RECOMPUTE.items()
                   if not (row.attention_alone or row.needs_compile)}, recompute, "recompute")
     away = pick_row(ACTIVATION_OFFLOAD, offload, "memory.activation_offload").load()
-    # the Dropout tells the transforms that a block may draw random numbers
+    # Because of the Dropout, the transforms assume that a block draws random numbers, and restore
+    # the state of the generator when they run a block again.
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "draws": nn.Dropout()})
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     for transform in (*again.load()(again.settings).transforms, *away(device).transforms):

@@ -1,9 +1,10 @@
 """Predict the bytes and seconds of one training step of any model, before it runs.
 
-The step runs twice on shapes only (`lpkit.measure.trace`). The first time allocates the optimizer's
-state and records the matmuls of the forward pass. The second time is watched, so its peak is that
-of every later step. `lpkit.predict.time` computes the seconds from the recorded operations, with
-the efficiencies, machines, stacks and ranges that it uses for a Config.
+The step runs on shapes only, without memory for the tensors (`lpkit.measure.trace`). A first
+forward and backward pass records the operations. Then two updates run: the first allocates the
+optimizer's state, and the allocations of the second are recorded, because its peak is the peak of
+all later steps. `lpkit.predict.time` computes the seconds from the recorded operations, with the
+efficiencies, machines, stacks and ranges that it uses for a Config.
 """
 
 from __future__ import annotations
@@ -45,29 +46,35 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import chosen
 from lpkit.values import Count, Place, Text, checked
 
-CLOSE = 0.05        # relative difference of closed form and trace that is no reason for doubt
-KERNELS = 0.7       # launches, as `lpkit.predict.time` counts them, per kernel of a forward pass
-FROM_MODEL = "as the model is"
+# relative difference of the formula's peak and the traced peak up to which there is no doubt
+CLOSE = 0.05
+# operations that the host starts, as `lpkit.predict.time` counts them, per recorded kernel of the
+# forward pass
+KERNELS = 0.7
+FROM_MODEL = "as the model is"      # the precision of a prediction without a recipe
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
-    """The predicted step of a model, on each of `layout.devices` devices."""
+    """The predicted training step of a model on `layout.devices` devices. Bytes and batch are those
+    of one device."""
 
-    footprint: Footprint        # bytes of one device
+    footprint: Footprint        # traced bytes of one device
     step: StepTime
     machine: Machine
     layout: Layout
     parameters: int
     trained_parameters: int
-    forward_flops: int          # matmuls for one device's batch; attention without its mask
+    # FLOPs of the forward pass's matmuls for one device's batch; attention counts all pairs of
+    # tokens, as if it had no mask
+    forward_flops: int
     precision: str
     optimizer: str
     converted: Report | None
-    work: RankWork              # the operations that the seconds are predicted from
-    casts: Recipe | None        # the casts, as this machine runs them
-    formula_bytes: int | None   # peak by the closed form; None: unknown architecture
-    model: str                  # the name of its class
+    work: RankWork              # the operations from which the seconds are predicted
+    casts: Recipe | None        # the casts of the recipe, as this machine runs them
+    formula_bytes: int | None   # peak bytes by the formulas of `lpkit predict`; None: unknown model
+    model: str                  # name of the model's class
 
     @property
     def peak_bytes(self) -> int:
@@ -79,7 +86,8 @@ class Prediction:
 
     @property
     def doubt(self) -> str:
-        """The reason to trust only the trace; empty: the closed form agrees, or there is none."""
+        """The reason to trust the trace more than the formula; empty if both agree within CLOSE, or
+        if there is no formula for this model."""
         off = (self.formula_bytes or self.peak_bytes) / self.peak_bytes - 1
         return "" if abs(off) <= CLOSE else (
             f"the formula of this architecture gives {quantity(self.formula_bytes, 'bytes')} "
@@ -87,19 +95,20 @@ class Prediction:
             f"trace")
 
     def card(self, path: Place, **measured: Any) -> list[str]:
-        """Write the card PATH.json and PATH.svg with `lpkit.predict.cards.write`. Return both
-        paths."""
+        """Write the prediction to PATH.json, and as a picture to PATH.svg (`lpkit.predict.cards`).
+        Return both paths. `measured`: measurements for the same card."""
         model = picked(self, "parameters precision optimizer work.tokens", name="model",
                        layers="work.blocks", trained="trained_parameters")
         return cards.write(path, model, self, **measured)
 
     @property
     def fits(self) -> bool:
+        """True if the peak is at most the memory of the device."""
         return self.peak_bytes <= self.machine.memory_bytes
 
     @property
     def _sentences(self) -> tuple[str, str]:
-        """A sentence on the peak memory of a device, and a sentence on the seconds of a step."""
+        """Two sentences: about the peak memory of a device, and about the seconds of a step."""
         moment = f"in {self.footprint.phase}, {self.footprint.module or 'the model'}"
         return (f"{self.parameters:,} parameters, {self.precision}, {self.optimizer}, on "
                 f"{self.layout.devices} x {self.machine.title}: peak "
@@ -110,6 +119,7 @@ class Prediction:
 
     @property
     def summary(self) -> str:
+        """The peak memory, the seconds of a step and the doubt, in one line."""
         return "; ".join(filter(None, (*self._sentences, self.doubt)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,21 +151,24 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
             precision: Text | None = None, loss: object = None, stack: Text | None = None,
             keep: object = (), pad: bool = False) -> Prediction:
     """Predict the memory and the seconds of a training step of `model` with one `batch` per device.
+    Return a Prediction. The model does not change.
 
-    batch      arguments of the model: a mapping, a tuple or one value. Only the shapes of tensors
-               count. Tensors may be on the meta device, and so may the model
-    optimizer  a row of OPTIMIZERS, an optimizer of this model, or a function of the parameters
-    machine    a row of the catalogue
+    batch      arguments of the model: a mapping, a tuple or one value. Only the shapes and dtypes
+               of tensors count. Tensors and model may be on the meta device
+    optimizer  the name of a row of OPTIMIZERS, an optimizer of this model, or a function from a
+               list of parameters to an optimizer
+    machine    a row of the catalogue of machines, or its name
     devices    number of devices; each has its own batch
-    shard      number of devices that share the model's states (FSDP2, one block at a time); None:
-               all devices
-    precision  a row of RECIPES, which runs under autocast; None: the model's own dtypes, without
+    shard      number of devices over which weights, gradients and optimizer state are sharded
+               (FSDP2, one block at a time); it divides devices. None: all devices
+    precision  the name of a row of RECIPES, under autocast; None: the model's own dtypes, without
                autocast
-    loss       (model, batch) -> scalar; None: the loss that the model returns
-    stack      how the step is programmed, a row of `lpkit.predict.stacks.STACKS`; None: compiled
-               if the model is compiled, else eager
+    loss       function (model, batch) -> scalar; None: the loss that the model returns
+    stack      the software whose speed is assumed: a row of `lpkit.predict.stacks.STACKS`; None:
+               compiled if the model is compiled, else eager
     keep, pad  arguments of `lpkit.convert`
-    The model does not change. Raises ConfigError.
+
+    Raises ConfigError.
     """
     on, shard = machines.find(machine), devices if shard is None else shard
     if not (loss is None or callable(loss)):
@@ -169,13 +182,14 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError("this model is sharded already; predict takes it before fully_shard, and "
                           "shard=N")
-    if any(isinstance(one, Converted) for one in model.modules()):
+    if any(isinstance(module, Converted) for module in model.modules()):
         raise ConfigError("this model is converted already; call lpkit.unconvert(model), then "
                           "predict with precision=RECIPE")
     if precision is not None:
         pick(RECIPES, precision, "precision")
     norms = _OneKernel() if on.kind == "gpu" else nullcontext()
-    # off, because oneDNN's LSTM is one kernel, and a trace would not see its matmuls
+    # oneDNN is off, because it computes an LSTM in one kernel, whose matmuls the trace would not
+    # see
     with (fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms,
           torch.backends.mkldnn.flags(False, allow_tf32=None, fp32_precision=None)):
         step = Step(model, batch, optimizer, precision, loss)
@@ -189,8 +203,9 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
 
 def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, optimizer: Asked,
                  precision: str) -> int | None:
-    """Returns the peak bytes that `lpkit predict` computes for the Config of a model of
-    transformers, or None if the model is unknown or differs from its Config."""
+    """Returns the peak bytes per device by the formulas of `lpkit predict`. They are a check of the
+    traced peak. None if `model` is not a model of transformers that the kit knows, if it has other
+    parameters than its config says, or if the batch has no `input_ids`."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(optimizer, str) or not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
@@ -198,7 +213,8 @@ def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, opti
         known = model.config.to_dict()
         config = Config(model=families.of_type(known["model_type"]).model(known))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if parameter_count(config.model) != trained:    # the model has an adapter, or another head
+        # different if the model has an adapter or another head
+        if parameter_count(config.model) != trained:
             return None
         config = config.replace({
             "model.context": ids.shape[1], "global_batch": len(ids) * layout.devices,
@@ -210,9 +226,9 @@ def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, opti
 
 
 class _OneKernel(TorchFunctionMode):
-    """Run PyTorch's RMSNorm as its LayerNorm. A GPU has one kernel for each of them. A CPU computes
-    RMSNorm in several operations, which keep and move more bytes. LayerNorm keeps one number more
-    per row than RMSNorm."""
+    """Replace PyTorch's RMSNorm by its LayerNorm during a trace for a GPU. The trace runs CPU code,
+    in which RMSNorm is several operations, which save and move more bytes than the single kernel of
+    a GPU. LayerNorm is a single kernel on both; it saves one number per row more than RMSNorm."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         weight = (kwargs or {}).get("weight")
@@ -223,8 +239,10 @@ class _OneKernel(TorchFunctionMode):
 
 def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str,
             formula_bytes: int | None) -> Prediction:
-    """Returns the prediction of a step with the operations `seen` and the bytes of `footprint`."""
+    """Returns the Prediction of a step. seen: the recorded operations; footprint: the traced bytes;
+    on: the machine; formula_bytes: from `_closed_form`."""
     report, recipe, emulated = step.report, None, ""
+    # modules that the recipe does not convert
     left = {row.name for row in report.rows if row.status != CONVERTED} if report else set()
     products, kept_calls = _products(seen, step.heads, left)
     if not products:
@@ -237,7 +255,8 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     blocks = blocks_of(step.model)
     in_blocks = sum(p.numel() for name, p in step.model.named_parameters() if in_block(name))
-    weights = Counter()         # numbers in Linears outside the head, by "is trained"
+    # "is trained" -> elements of the weights of Linears, without the head
+    weights = Counter()
     for product in products:
         if product.name != "head":
             weights[product.trained] += product.N * product.K * product.calls
@@ -265,8 +284,9 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
 
 def _products(seen: Seen, heads: Collection[str], left: Collection[str]
               ) -> tuple[tuple[Product, ...], Counter[str]]:
-    """Returns the matmuls, with equal Linears of all blocks added up, and for each the number of
-    calls without the recipe: those of `heads` and of the modules `left`."""
+    """Returns (matmuls, calls without the recipe). Linears of the same role and sizes in all blocks
+    become one Product with their total number of calls. The Counter has, for each Product's name,
+    the number of calls by modules in `heads` or `left`, which the recipe does not convert."""
     label = {name: "head" if name in heads else short(name) or "Linears"
              for name, *_ in seen.products}
     kinds = {(label[name], *sizes) for name, *sizes in seen.products}
@@ -281,12 +301,12 @@ def _products(seen: Seen, heads: Collection[str], left: Collection[str]
 
 
 def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
-    """Returns the work of an update. The rule of a parameter is the rule of its group, else `name`.
-    An unknown rule counts as AdamW."""
-    found = []
+    """Returns the Work of an update: FLOPs and bytes of the optimizer. The rule of a parameter is
+    the field "rule" of its group, or else `name`. An unknown rule counts as AdamW."""
+    updates = []
     for group in optimizer.param_groups:
         rule = group.get("rule", name)
         rule = chosen(OPTIMIZERS, rule if rule in OPTIMIZERS else "adamw", "optimizer")
         thirds = (1, 1, 1) * (group.get("layout") == "thirds")
-        found += [(tuple(p.shape), rule, thirds) for p in group["params"]]
-    return work_of(found)
+        updates += [(tuple(p.shape), rule, thirds) for p in group["params"]]
+    return work_of(updates)

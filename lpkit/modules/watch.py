@@ -1,13 +1,15 @@
-"""Watch the training steps of any model: bytes, seconds and numerics, by hooks on its optimizer.
+"""Measure the training steps of any model: memory, seconds and the errors of low precision. Hooks
+on the optimizer tell when an update ends, so the training loop need not change.
 
     with lpkit.watch(model, optimizer, telemetry_every=100) as seen:
-        ...                                 # your loop
-    print(seen.reconcile(predicted))
+        ...                                 # your training loop
+    print(seen.reconcile(predicted))        # predicted: a result of lpkit.predict
 
-The optimizer's `step` ends an update. The first update allocates the optimizer's state. The second
-update runs under `Tracker`, which sees every storage, and takes several times as long. Later
-updates are timed, from the end of one update to the end of the next. In every `telemetry_every`-th
-update, `Telemetry` looks at the operands of Linears, and this update is not timed.
+The call of the optimizer's `step` ends an update. The first update allocates the optimizer's state,
+and is not measured. The second update runs under `Tracker`, which records all allocations; it takes
+several times as long. Later updates are timed, from the end of the previous update to their own
+end. In every `telemetry_every`-th update, `Telemetry` measures the operands of Linears; this update
+is not timed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ TRACKED = 2         # number of the update whose bytes are counted, from 1
 
 
 class Watch:
-    """The measurements of `watch` so far."""
+    """The measurements so far of the model and optimizer that `watch` got."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
                  telemetry_every: int | None, **telemetry: Any):
@@ -45,7 +47,7 @@ class Watch:
             raise ConfigError(f"watch needs the optimizer whose step ends an update, got "
                               f"{shown(optimizer)}")
         while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-            optimizer = inner       # accelerate wraps the optimizer that steps
+            optimizer = inner       # accelerate wraps the optimizer; hooks need the inner optimizer
         self.model, self.optimizer = model, optimizer
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:
@@ -79,7 +81,7 @@ class Watch:
         self.exits.close()
 
     def _begin(self) -> None:
-        """Start to track, sample or time the next update."""
+        """Start to measure the next update: its allocations, its operands, or its seconds."""
         looks = self.telemetry and self.updates % self.telemetry.every == 0
         self.timed, self.tracker = self.updates >= TRACKED and not looks, None
         if self.updates == TRACKED - 1:
@@ -87,6 +89,7 @@ class Watch:
             self.tracker = self.around.enter_context(
                 Tracker(self.model, self.optimizer, self.device, heads=head_names(self.model),
                         hooked=False))
+            # the tensors that the model gets are the row "batch" of the footprint
             self.around.callback(self.model.register_forward_pre_hook(
                 lambda _, *given: self.tracker.hold(tree_leaves(given), "batch"),
                 with_kwargs=True).remove)
@@ -95,13 +98,14 @@ class Watch:
         self.begun = hardware.now(self.device)
 
     def _before(self, *_: Any) -> None:
+        """Hook before the optimizer's step: the forward and backward passes are done."""
         if self.tracker is not None:
             self.tracker.at_update(1)
         else:
-            self.around.close()         # ends telemetry: the forward and backward passes are done
+            self.around.close()         # ends telemetry
 
     def _after(self, *_: Any) -> None:
-        """Record an update that has ended, and begin the next."""
+        """Hook after the optimizer's step: store the measurements, and begin the next update."""
         if self.timed:
             self.seconds.append(hardware.now(self.device) - self.begun)
         if self.tracker is not None:
@@ -113,48 +117,53 @@ class Watch:
         self.updates += 1
         self._begin()
 
-    # ---- answers
+    # ---- results
 
     @property
     def where(self) -> str:
+        """The name of the device."""
         return hardware.device_name(self.device)
 
     @property
     def peak_bytes(self) -> int | None:
+        """Peak memory of the second update in bytes; None before its end."""
         return self.footprint and self.footprint.peak_bytes
 
     @property
     def step_seconds(self) -> float | None:
-        """The median seconds of the timed updates."""
+        """Median seconds of the timed updates; None if no update was timed yet."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def samples(self) -> list[Sample]:
+        """The telemetry so far; empty without `telemetry_every`."""
         return self.telemetry.samples if self.telemetry else []
 
     @property
     def uncalled(self) -> list[str]:
-        """Names of converted modules whose forward never ran: other code multiplies their weights,
-        without the recipe."""
+        """Names of converted modules whose forward was never called. Other code reads their weights
+        directly, so their matmuls do not run under the recipe."""
         return [name for name, module in self.model.named_modules()
                 if isinstance(module, Converted) and not self.calls[name]]
 
     def _seen(self) -> Footprint:
+        """Return the footprint. Raises ConfigError before the second update has ended."""
         if self.footprint is None:
             raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have "
                               f"ended; train on")
         return self.footprint
 
     def reconcile(self, predicted: Prediction) -> Comparison:
-        """Compare the predicted with the measured bytes at the peak, row by row. Raises ConfigError
-        before the second update has ended."""
-        rows = [{**one.rows, "peak": one.peak_bytes} for one in (predicted.footprint, self._seen())]
+        """Return a comparison of the predicted and the measured bytes at the peak, row by row.
+        Raises ConfigError before the second update has ended."""
+        rows = [{**footprint.rows, "peak": footprint.peak_bytes}
+                for footprint in (predicted.footprint, self._seen())]
         return Comparison.of_rows(*rows, unit="bytes", where=self.where)
 
     def card(self, path: str, predicted: Prediction | None = None) -> list[str]:
-        """Write a card of the measurements, and of the prediction if given, with
-        `lpkit.predict.cards.write`. Return both paths. Raises ConfigError before the second update
-        has ended."""
+        """Write the measurements, and the prediction if given, to PATH.json, and as a picture to
+        PATH.svg (`lpkit.predict.cards`). Return both paths. Raises ConfigError before the second
+        update has ended, and for a prediction of another model."""
         count = sum(p.numel() for p in self.model.parameters())
         if predicted is not None and predicted.parameters != count:
             raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} "
@@ -182,9 +191,10 @@ class Watch:
 
 def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, telemetry_every: int | None = None,
           **telemetry: Any) -> Watch:
-    """Return a context manager that watches the steps of `optimizer` on `model`.
+    """Return a context manager that measures the steps of `optimizer` on `model`. Its value in the
+    `with` statement is the Watch.
 
-    telemetry_every: look at the operands of Linears in every n-th update; None: never
+    telemetry_every: measure the operands of Linears in every n-th update; None: never
     telemetry:       `layers`, `roles`, `counterfactuals` and `rows` of
                      `lpkit.measure.telemetry.Telemetry`
 

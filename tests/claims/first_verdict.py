@@ -1,10 +1,10 @@
-"""From `lpkit new experiment` to a first verdict, as a stranger goes: each command that it prints,
-in an empty folder with empty caches, and its seconds.
+"""Time the way of a new user from `lpkit new experiment` to a first verdict: run each command that
+it prints, in an empty folder with empty caches.
 
     python -m tests.claims.first_verdict [--family recipe] [--tier cpu]
 
-The notebook runs at the smoke size unless --tier says another. What a stranger reads and writes in
-between is not in it.
+The notebook runs at the tier smoke by default. The time in which a user reads and writes is not
+counted.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def timed(folder: Path, line: str, env: dict[str, str]) -> tuple[str, float, str]:
-    """What was typed, its seconds, and what it said."""
+    """A command that was typed, its seconds, and its output."""
     words = shlex.split(line.removeprefix("PYTHONPATH=. "))
     words = [sys.executable, *(["-m"] if words[0] == "lpkit" else []),
              *words[words[0] == "python":]]

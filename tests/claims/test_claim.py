@@ -1,9 +1,10 @@
-"""`lpkit claim`: statistics against independent values, what a file is refused for, and that
-nothing is lost or done twice.
+"""`lpkit claim`: the statistics compared with independent values, the files that are refused, and
+runs that are neither lost nor made twice.
 
-Only these tests catch: a wrong critical value or power of the referee, a budget that gives an arm
-other steps than it pays for, a file that imports code, a record or a folder of another run whose
-losses are believed, and a killed claim that ends otherwise than an unbroken one.
+Only these tests catch: a wrong critical value or power of the referee, a budget that gives an
+arm a wrong number of steps, a file that imports code, a record or folder of another run whose
+losses are used, and a claim that was killed and ends with another verdict than an uninterrupted
+claim.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def written(folder, **changes):
 # statistics
 
 def test_students_t_is_the_tables():
-    """NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2, upper critical values."""
+    """Expected: NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2, upper
+    critical values."""
     for df, p, t in ((1, .975, 12.706), (2, .975, 4.303), (3, .995, 5.841), (4, .9, 1.533),
                      (5, .95, 2.015), (10, .99, 2.764),
                      (29, .975, 2.045), (60, .975, 2.000), (100, .999, 3.174)):
@@ -92,21 +94,21 @@ def test_levels_spend_no_more_than_alpha():
 
 
 def test_seeds_of_the_issue():
-    """Sigma 0.48%, pairs that share a seed's noise: by hand, 1% needs (1.96 + 0.84)^2 * 2 * 0.48^2
-    = 3.6 pairs and a few for t."""
+    """Sigma is 0.48%, and the runs of a pair are uncorrelated. By hand, an effect of 1% needs
+    (1.96 + 0.84)^2 * 2 * 0.48^2 = 3.6 pairs, and a few more because sigma is estimated (t-test)."""
     assert referee.needed(0.01, math.sqrt(2) * 0.0048, 0.05) == 6
     assert referee.needed(0.005, math.sqrt(2) * 0.0048, 0.05) == 17
     assert (referee.needed(1e-9, 1.0, 0.05) == referee.MOST
             and referee.needed(0.5, 1e-3, 0.05) == referee.LEAST)
-    for effect in (0.003, 0.01, 0.02):      # no fewer do
+    for effect in (0.003, 0.01, 0.02):     # with one pair fewer, the power is too low
         n = referee.needed(effect, 0.01, 0.05, 4)
         assert referee.visible(n, 0.01, 0.05, 4) <= effect < referee.visible(n - 1, 0.01, 0.05, 4)
 
 
 @pytest.mark.parametrize("n, level", [(3, 0.05), (4, 0.01), (12, 0.0336), (50, 0.05)])
 def test_power_is_what_is_said(n, level):
-    """The tails of the noncentral t by integration over the sample's sigma; critical values by the
-    function that the tables hold."""
+    """Expected: the tails of the noncentral t, by integration over the sample's sigma. Critical
+    values come from the function that is tested against tables above."""
     df, critical = n - 1, referee.t_quantile(1 - level / 2, n - 1)
     shift = -math.log1p(-referee.visible(n, 0.01, level)) / 0.01 * math.sqrt(n)
     scale, step, power = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2), 0.002, 0.0
@@ -120,27 +122,29 @@ def test_power_is_what_is_said(n, level):
 
 @pytest.mark.parametrize("sigma, pilot", [(0.005, 5), (0.03, 5), (0.01, 10)])
 def test_power_with_a_pilots_sigma(sigma, pilot):
-    """By simulation: pilots, the pairs that they ask for, and their test."""
-    rng, found, tries = random.Random(1), 0, 1500
+    """Expected: a simulation of pilots, of the numbers of pairs that they request, and of the
+    tests."""
+    rng, detected, tries = random.Random(1), 0, 1500
     for _ in range(tries):
         sd = statistics.stdev(rng.gauss(0, sigma) for _ in range(pilot))
         n = referee.needed(0.015, sd, 0.05, pilot - 1)
-        found += referee.look([1.0] * n, [0.985 * math.exp(rng.gauss(0, sigma)) for _ in range(n)],
+        detected += referee.look([1.0] * n,
+                                 [0.985 * math.exp(rng.gauss(0, sigma)) for _ in range(n)],
                               0.05).word == "better"
-    assert found / tries > 0.78     # 80%, two standard errors below
+    assert detected / tries > 0.78     # 80%, minus two standard errors of the simulation
 
 
 def test_a_look_by_hand():
-    """Log gains 1, 2 and 3%: mean 2%, sd 1%, t = 2 sqrt(3) with 2 degrees of freedom, whose p is 1
-    - t / sqrt(t^2 + 2)."""
-    found = referee.look([math.exp(g) for g in (0.01, 0.02, 0.03)], [1.0] * 3, 0.05)
+    """The log gains are 1, 2 and 3%: mean 2%, standard deviation 1%, so t = 2 sqrt(3) with 2
+    degrees of freedom, and p = 1 - t / sqrt(t^2 + 2)."""
+    verdict = referee.look([math.exp(g) for g in (0.01, 0.02, 0.03)], [1.0] * 3, 0.05)
     t = 2 * math.sqrt(3)
-    assert found.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
-    assert found.gain == pytest.approx(1 - math.exp(-0.02))
+    assert verdict.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
+    assert verdict.gain == pytest.approx(1 - math.exp(-0.02))
     half = 4.302653 * 0.01 / math.sqrt(3)
-    assert found.interval == pytest.approx((1 - math.exp(-0.02 + half),
+    assert verdict.interval == pytest.approx((1 - math.exp(-0.02 + half),
         1 - math.exp(-0.02 - half)), rel=1e-5)
-    assert found.word == "no difference"
+    assert verdict.word == "no difference"
     assert (referee.look([2.0] * 3, [1.0] * 3, 0.05).word == "better"
             and referee.look([1.0] * 3, [1.0] * 3, 0.05).p == 1)
 
@@ -149,8 +153,9 @@ def test_an_interval_leaves_zero_out_where_p_is_small_and_only_there():
     rng = random.Random(0)
     for _ in range(500):
         level = rng.choice(referee.levels(3))
-        found = referee.look([math.exp(rng.gauss(0.01, 0.01)) for _ in range(6)], [1.0] * 6, level)
-        assert (found.p <= 0.05) == (found.interval[0] > 0 or found.interval[1] < 0)
+        verdict = referee.look([math.exp(rng.gauss(0.01, 0.01)) for _ in range(6)], [1.0] * 6,
+                               level)
+        assert (verdict.p <= 0.05) == (verdict.interval[0] > 0 or verdict.interval[1] < 0)
 
 
 def test_looks_end_at_a_difference():
@@ -168,7 +173,7 @@ def test_looks_end_at_a_difference():
 
 @pytest.mark.slow
 def test_the_referees_errors_on_real_runs():
-    """What docs/claim.md says, with fewer claims."""
+    """A claim that docs/claim.md describes, with fewer settings."""
     pool = json.loads(bench.POOL.read_text())
     assert len(pool["losses"]["adamw"]) >= 300 and len(set(pool["losses"]["adamw"])) >= 300
     rng = random.Random(5)
@@ -180,9 +185,9 @@ def test_the_referees_errors_on_real_runs():
 # the file
 
 WRONG = [
-    ({"target": None}, "says no target; give target: val_loss"),
+    ({"target": None}, "has no target; give target: val_loss"),
     ({"target": "val_los"}, "did you mean 'val_loss'?"),
-    ({"budget": None}, "says no budget; give budget: {steps: 300}"),
+    ({"budget": None}, "has no budget; give budget: {steps: 300}"),
     ({"tunning": {}}, "there is no key of a claim 'tunning'; did you mean 'tuning'?"),
     ({"settings": {"model.layer": 2}}, "there is no setting 'model.layer'; did you mean "
                                       "'model.layers'?"),
@@ -195,8 +200,8 @@ WRONG = [
     ({"arms": {"a": {}, "b": {"seed": 3}}}, "b sets seed, which the claim's seeds decides"),
     ({"arms": {"a": {}, "b": 3}}, "b must be a mapping of settings, got 3"),
     *(({"arms": {"a": {}, "b": {key: value}}, "differ": [key]}, f"a and b are evaluated on other "
-        f"text, where losses do not compare; make {said}")
-      for key, value, said in (
+        f"text, so their losses do not compare; make {message}")
+      for key, value, message in (
          ("model.context", 8, "model.context"), ("global_batch", 8, "eval_batches * global_batch"),
          ("eval_batches", 4, "eval_batches * global_batch"), ("data.source", "x", "data.source"),
          ("data.tokenizer", "bpe", "data.tokenizer and model.vocab"),
@@ -211,22 +216,22 @@ WRONG = [
         "must be a list of values, got 0.001"),
     ({"tuning": {"optimizer.lr": [-1.0], "optimizer.weight_decay": [0.0]}}, "optimizer.lr must be "
         "positive"),
-    ({"sigma": 0.1}, "4 seeds an arm cannot see an effect of 20.00% where sigma is 10.00%: 80% of "
-                     "the time they see 27.02%; give seeds: 6, or a larger effect"),
+    ({"sigma": 0.1}, "4 seeds per arm cannot detect an effect of 20.00% if sigma is 10.00%: with "
+                     "probability 80% they detect 27.02%; give seeds: 6, or a larger effect"),
     ({"seeds": 2}, "seeds must be from 3 to 1,000, got 2"),
     ({"effect": 1.5}, "effect must be above 0 and below 1"),
     ({"budget": {"watts": 3}}, "budget must be {steps: 300}, {flops: 1e13}, {seconds: 30} or "
                               "{joules: 500}, got {'watts': 3}"),
     ({"budget": {"seconds": -1}}, "budget.seconds must be positive, got -1"),
     ({"budget": {"joules": "a few"}}, "budget.joules must be a number, got 'a few'"),
-    ({"budget": {"flops": 10}}, "budget.flops=10 must be a step of adamw or more"),
+    ({"budget": {"flops": 10}}, "budget.flops=10 must pay for a step of adamw"),
     ({"budget": {"steps": 0}}, "steps must be positive"),
 ]
 
 
-@pytest.mark.parametrize("changes, said", WRONG,
-                         ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
-def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys,
+@pytest.mark.parametrize("changes, message", WRONG,
+                         ids=[f"{next(iter(changes))}-{i}" for i, (changes, _) in enumerate(WRONG)])
+def test_a_file_is_refused_in_one_sentence_before_any_run(changes, message, tmp_path, capsys,
         monkeypatch):
     monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     if isinstance(changes.get("arms"), dict) and "a" in changes["arms"]:     # on the preset itself
@@ -234,22 +239,23 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_pat
     assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
                      "--json"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
+    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and message in err, err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_imports_nothing_by_itself(tmp_path, monkeypatch, capsys):
-    """As docs/own_technique.md promises of files: who trusts a module says so."""
+    """docs/own_technique.md promises that a file alone imports no module: the user names the
+    modules that are trusted."""
     (tmp_path / "strangers_rows.py").write_text("raise SystemError('it ran')")
     monkeypatch.syspath_prepend(tmp_path)
-    said = "imports='strangers_rows': a file imports nothing by itself"
+    message = "imports='strangers_rows': a file imports nothing by itself"
     for changes in ({"settings": TINY["settings"] | {"imports": ["strangers_rows"]}},
                     {"settings": TINY["settings"] | {"imports": "strangers_rows"}},
                     {"arms": {"a": {}, "b": {"imports": ["strangers_rows"]}}},
                     {"tuning": TINY["tuning"] | {"imports": [["strangers_rows"], []]}}):
         assert cli.main(["claim", str(written(tmp_path, **changes)), "--out",
                          str(tmp_path / "out")]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert "strangers_rows" not in sys.modules
 
 
@@ -263,16 +269,16 @@ def test_no_claim_at_all(text, tmp_path, capsys):
 
 
 def test_flops_give_each_arm_its_own_steps():
-    made = claim(arms={"narrow": {}, "wide": {"model.width": 64}}, differ=["model.width"],
+    two_widths = claim(arms={"narrow": {}, "wide": {"model.width": 64}}, differ=["model.width"],
                  budget={"flops": 1e9})
-    narrow, wide = made.config("narrow"), made.config("wide")
+    narrow, wide = two_widths.config("narrow"), two_widths.config("wide")
     assert narrow.steps > 2 * wide.steps > 2
     assert claim().config("lion").steps == 4
 
 
 def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
-    """The model's by torch's own counter; Muon's five Newton-Schulz steps of each matrix, which no
-    counter of products of the model sees."""
+    """Expected: the model's FLOPs by PyTorch's own counter, and by hand Muon's five
+    Newton-Schulz steps for each matrix, which a counter of the model's matmuls does not see."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from lpkit.training.training import Training
@@ -285,11 +291,12 @@ def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
     assert protocol.step_flops(adamw) == counter.get_total_flops()
 
     def orthogonalised(*shape):
-        """x (a, b), a <= b: X X^T, A A, and B X, each a multiply and an add."""
+        """Return the FLOPs of the five steps for a matrix (a, b) with a <= b: X X^T, A A and B
+        X; a multiply and an add are two FLOPs."""
         a, b = sorted(shape)
         return 5 * 2 * (a * b * a + a * a * a + a * a * b)
 
-    # q, k, v, projection; up, down
+    # q, k, v and the output projection; then the two Linears of the MLP
     hidden = 4 * orthogonalised(32, 32) + 2 * orthogonalised(32, 128)
     assert protocol.step_flops(muon) - protocol.step_flops(adamw) == pytest.approx(hidden)
 
@@ -297,9 +304,13 @@ def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
 # the verdict, with losses that are made up
 
 def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0, joules=None):
-    """`losses(config)`; says what was run, too. `seconds`, `joules`: of a step, by the optimizer's
-    name."""
-    asked, said = [], []
+    """Settle a claim with made-up losses. Return the result, the (purpose, number) of the runs that
+    were made, and the printed lines.
+
+    losses: function of a config\nseconds, joules: functions of the optimizer's name; cost of a
+    step
+    """
+    asked, printed = [], []
 
     def finished(what, configs):
         asked.append((what, len(configs)))
@@ -309,7 +320,8 @@ def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0, joules=No
                  "step_joules": joules and joules(config.optimizer.name),
                  "error": None if losses(config) else "loss=nan"} for config in configs]
 
-    return settle.Settling(claim(**changes or {}), finished, said.append).settle(null), asked, said
+    return settle.Settling(claim(**changes or {}), finished,
+                           printed.append).settle(null), asked, printed
 
 
 def noisy(config):
@@ -322,27 +334,28 @@ SEES = {"effect": 0.02, "seeds": 10, "pilot": 5}
 
 
 def test_a_gain_that_is_there_is_seen():
-    found, asked, said = settled(noisy, SEES)
-    [verdict] = found["verdicts"]
+    outcome, asked, printed = settled(noisy, SEES)
+    [verdict] = outcome["verdicts"]
     assert (verdict["verdict"] == "better" and verdict["interval"][0] < 0.02
             < verdict["interval"][1] and verdict["p"] < 0.05)
     assert verdict["equal_seconds"] == {"ratio": 1.0, "steps": 4, "survives": True}
-    assert found["tuned"]["lion"] == {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.0}
-    assert asked[:2] == [("pilot", 5), ("tuning", 4)] and found["tuning"]["runs"] == 4
-    assert found["runs"] == 5 + 4 + 2 * verdict["seeds"] and found["seconds"] == 2 * found["runs"]
+    assert outcome["tuned"]["lion"] == {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.0}
+    assert asked[:2] == [("pilot", 5), ("tuning", 4)] and outcome["tuning"]["runs"] == 4
+    assert (outcome["runs"] == 5 + 4 + 2 * verdict["seeds"]
+            and outcome["seconds"] == 2 * outcome["runs"])
     assert (verdict["sentence"].startswith("lion is better than adamw")
             and verdict["sentence"].count(". ") == 0)
-    assert "seeds per arm detect" in said[0]
+    assert "seeds per arm detect" in printed[0]
 
 
 def test_the_edge_of_the_grid_is_a_doubt():
-    """YAML reads 1e-4 as text and 1.0e-4 as a number."""
+    """The grid has numbers and texts: YAML reads 1e-4 as text and 1.0e-4 as a number."""
     rates = {"optimizer.lr": ["1e-4", 3e-4, "1e-3"], "optimizer.weight_decay": [0, "0.1"]}
-    found, _, _ = settled(noisy, SEES | {"tuning": rates})
-    assert found["tuned"]["lion"]["optimizer.lr"] == 1e-3
-    assert found["doubts"] == [f"the best optimizer.lr of {arm} is the smallest or largest value; "
-                               f"more values may change the verdict"
-                              for arm in ("adamw", "lion")]
+    outcome, _, _ = settled(noisy, SEES | {"tuning": rates})
+    assert outcome["tuned"]["lion"]["optimizer.lr"] == 1e-3
+    assert outcome["doubts"] == [f"the best optimizer.lr of {arm} is the smallest or largest "
+                                 f"value; more values may change the verdict"
+                                 for arm in ("adamw", "lion")]
     assert not settled(noisy, SEES | {"tuning": rates | {"optimizer.lr": [3e-4, "1e-3", 3e-3]}})[0][
         "doubts"]
 
@@ -351,11 +364,11 @@ def test_a_slower_arm_must_win_at_equal_seconds():
     def slow(config):
         return noisy(config) * (1.5 if config.steps < 4 else 1)
 
-    found, asked, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
-    equal = found["verdicts"][0]["equal_seconds"]
+    outcome, asked, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    equal = outcome["verdicts"][0]["equal_seconds"]
     assert (equal["steps"] == 2 and not equal["survives"] and equal["gain"] < -0.4
             and asked[-1][0] == "lion in 2 steps")
-    assert "at equal seconds that is not seen (2 steps" in found["sentence"]
+    assert "at equal seconds that is not seen (2 steps" in outcome["sentence"]
     wide = {"arms": {"narrow": {"model.width": 16}, "wide": {"optimizer": "lion"}},
             "differ": ["model.width", "optimizer"], "budget": {"flops": 1e9}}
     equal = settled(noisy, SEES | wide, seconds=lambda name: {"lion": 2.5}.get(name,
@@ -368,7 +381,8 @@ def test_a_slower_arm_must_win_at_equal_seconds():
 
 
 def test_equal_flops():
-    """Muon, whose products are dear beside so small a batch, wins by steps, and not by FLOPs."""
+    """With so small a batch, the matmuls of Muon's update are a large share of a step's FLOPs.
+    Muon wins at equal steps, and does not win at equal FLOPs."""
     arms = {"arms": {"adamw": {"optimizer": "adamw"}, "muon": {"optimizer": "muon"}},
             "budget": {"steps": 40}}
     cost = {arm: protocol.step_flops(claim(**arms).config(arm)) for arm in ("adamw", "muon")}
@@ -379,8 +393,8 @@ def test_equal_flops():
         gain = 0.97 if config.optimizer.name == "muon" and config.steps == 40 else 1
         return gain * noisy(config)
 
-    found, asked, _ = settled(losses, SEES | arms)
-    [verdict] = found["verdicts"]
+    outcome, asked, _ = settled(losses, SEES | arms)
+    [verdict] = outcome["verdicts"]
     assert (verdict["verdict"] == "better" and verdict["step_flops"] == cost
             and verdict["equal_seconds"]["survives"])
     equal = verdict["equal_flops"]
@@ -388,14 +402,14 @@ def test_equal_flops():
             and asked[-1][0] == f"muon in {fewer} steps")
     assert (f"it stays so (its steps take no longer), at equal FLOPs that is not seen ({fewer} "
             f"steps" in verdict["sentence"])
-    # the other way round the better arm has fewer of them, and nothing more is run
+    # in the other direction, the better arm has fewer FLOPs, so no further runs are made
     lost, asked, _ = settled(lambda config: noisy(config)
                              * (1.03 if config.optimizer.name == "muon" else 1), SEES | arms)
     assert lost["verdicts"][0]["equal_flops"] == {"ratio": cost["adamw"] / cost["muon"],
         "steps": 40, "survives": True}
     assert ("steps" not in asked[-1][0] and "at equal FLOPs it stays so (it has no more)"
             in lost["sentence"])
-    # Lion's FLOPs are AdamW's: skipped, and not in the sentence
+    # Lion has the FLOPs of AdamW, so the sentence does not mention FLOPs
     same, _, _ = settled(noisy, SEES)
     assert (same["verdicts"][0]["equal_flops"] == {"ratio": 1.0, "steps": 4, "survives": True}
             and "FLOPs" not in same["sentence"])
@@ -403,27 +417,27 @@ def test_equal_flops():
 
 def test_three_kinds_of_budget_give_each_arm_its_own_steps():
     slow = {"lion": 0.5}
-    found, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}},
+    outcome, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}},
                               seconds=lambda name: slow.get(name, 0.25))
-    [verdict] = found["verdicts"]
+    [verdict] = outcome["verdicts"]
     assert asked[0] == ("what a step costs", 6) and verdict["steps"] == {"adamw": 40, "lion": 20}
     assert verdict["equal_seconds"]["ratio"] == 1 and verdict["equal_flops"]["ratio"] == 0.5
     assert "20 steps and 40, " in verdict["sentence"]
-    found, asked, _ = settled(noisy, SEES | {"budget": {"joules": 10}},
+    outcome, asked, _ = settled(noisy, SEES | {"budget": {"joules": 10}},
                               joules=lambda name: slow.get(name, 0.25))
-    assert found["verdicts"][0]["steps"] == {"adamw": 40, "lion": 20}
+    assert outcome["verdicts"][0]["steps"] == {"adamw": 40, "lion": 20}
     assert asked[:6] == [("what a step costs", 1)] * 6, "a meter counts what runs beside a run"
-    found, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}}, null=True)
-    assert asked[0] == ("what a step costs", 3) and found["verdicts"][0]["steps"] == {"adamw": 10,
+    outcome, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}}, null=True)
+    assert asked[0] == ("what a step costs", 3) and outcome["verdicts"][0]["steps"] == {"adamw": 10,
         "adamw again": 10}
 
 
 def test_what_is_tuned_and_slows_a_step_has_steps_of_its_own():
-    """The mean of three runs whose seconds differ is none of them; rate and decay have no runs of
-    their own."""
+    """The three metered runs have different seconds, and the median counts. Learning rate and
+    weight decay need no metered runs of their own."""
     rounds = iter(range(100))
     grid = {**TINY["tuning"], "model.mlp_width": [64, 128]}
-    made = claim(tuning=grid, budget={"seconds": 10})
+    tuned = claim(tuning=grid, budget={"seconds": 10})
     by_width = {64: 0.2, 128: 0.4}
     seen = []
 
@@ -433,8 +447,8 @@ def test_what_is_tuned_and_slows_a_step_has_steps_of_its_own():
                  "energy_wh": None, "error": None,
                  "step_seconds": by_width.get(config.model.mlp_width, 0.5)} for config in configs]
 
-    settle.Settling(made, finished, lambda line: None).settle(null=False)
-    metered = [one for one in seen if one[0] == "what a step costs"]
+    settle.Settling(tuned, finished, lambda line: None).settle(null=False)
+    metered = [run for run in seen if run[0] == "what a step costs"]
     assert (len(metered) == 3 * 2 * 3 and {steps for _, _, steps in metered}
             == {protocol.METERED_STEPS}), "as it is, and both widths"
     assert {(width, steps) for what, width, steps in seen if what == "tuning"} == {(64, 50),
@@ -446,12 +460,12 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
     asked = []
     with pytest.raises(ConfigError,
                        match=r"budget.joules=500 needs the joules of a step, which a run here does "
-                             r"not tell \(it finds no meter: .*\); "
+                             r"not tell \(no energy counter: .*\); "
                                           r"give budget: \{seconds: 30\}"):
         settled(lambda config: asked.append(config) or 2.0, {"budget": {"joules": 500}})
-    assert len({id(one) for one in asked}) == 1, "by one short run"
+    assert len({id(config) for config in asked}) == 1, "by one short run"
     with pytest.raises(ConfigError,
-                       match=r"budget.seconds=0.1 must be a step of lion or more \(0.5 seconds\)"):
+                       match=r"budget.seconds=0.1 must pay for a step of lion \(0.5 seconds\)"):
         settled(noisy, {"budget": {"seconds": 0.1}},
                 seconds=lambda name: {"lion": 0.5}.get(name, 0.01))
     with pytest.raises(ConfigError, match=r"does not tell \(loss=nan\)"):
@@ -459,26 +473,26 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
 
 
 def test_an_arm_against_itself_has_other_seeds():
-    found, asked, _ = settled(noisy, SEES, null=True)
-    [verdict] = found["verdicts"]
+    outcome, asked, _ = settled(noisy, SEES, null=True)
+    [verdict] = outcome["verdicts"]
     assert (verdict["arm"] == "adamw again" and verdict["verdict"] == "no difference"
             and verdict["gain"] != 0)
-    assert ("No difference between adamw again and adamw was seen" in found["sentence"]
+    assert ("No difference between adamw again and adamw was seen" in outcome["sentence"]
             and asked[1] == ("tuning", 2))
 
 
 def test_a_budget_that_cannot_see_is_told_after_the_pilot():
     with pytest.raises(ConfigError,
-                       match=r"4 seeds an arm cannot see an effect of 0.10% .* give seeds: "):
+                       match=r"4 seeds per arm cannot detect an effect of 0.10% .* give seeds: "):
         settled(noisy, {"effect": 0.001})
     _, asked, _ = settled(noisy, SEES | {"sigma": 0.003})
     assert asked[0][0] == "tuning", "a recorded sigma needs no pilot"
 
 
 def test_an_arm_that_diverges():
-    found, _, _ = settled(lambda config: None if config.optimizer.lr == 1e-2 else noisy(config),
+    outcome, _, _ = settled(lambda config: None if config.optimizer.lr == 1e-2 else noisy(config),
                           SEES)
-    assert found["tuned"]["adamw"]["optimizer.lr"] == 1e-3
+    assert outcome["tuned"]["adamw"]["optimizer.lr"] == 1e-3
     with pytest.raises(ConfigError, match="lion diverged at every point of tuning"):
         settled(lambda config: None if config.optimizer.name == "lion" else noisy(config), SEES)
     with pytest.raises(RunFailedError, match=r"lion diverged in . of . runs"):
@@ -488,28 +502,29 @@ def test_an_arm_that_diverges():
 
 def test_three_arms_share_the_error():
     arms = {**TINY["arms"], "again": {"optimizer": "adamw", "optimizer.beta2": 0.99}}
-    found, _, _ = settled(noisy, SEES | {"arms": arms})
-    assert [one["arm"] for one in found["verdicts"]] == ["lion", "again"]
+    outcome, _, _ = settled(noisy, SEES | {"arms": arms})
+    assert [verdict["arm"] for verdict in outcome["verdicts"]] == ["lion", "again"]
     assert claim(arms=arms).level == pytest.approx(claim().level / 2)
 
 
 # a verdict, from its file alone
 
 def filed(folder, losses=noisy, **changes):
-    """Settles a claim of made-up losses and writes its verdict, as the command does."""
-    found, _, _ = settled(losses, SEES | changes)
+    """Settle a claim with made-up losses, and write its verdict as the command does. Return the
+    path and the result."""
+    outcome, _, _ = settled(losses, SEES | changes)
     path = folder / "lion.verdict"
-    runs.records.write(path, found | {"command": "lpkit claim lion.yaml"})
-    return path, found
+    runs.records.write(path, outcome | {"command": "lpkit claim lion.yaml"})
+    return path, outcome
 
 
 def test_a_verdict_is_replayed_from_its_file_alone(tmp_path):
-    path, found = filed(tmp_path)
+    path, outcome = filed(tmp_path)
     again = lesson.replayed(path)
-    assert again["sentence"] == found["sentence"] and again["command"] == "lpkit claim lion.yaml"
+    assert again["sentence"] == outcome["sentence"] and again["command"] == "lpkit claim lion.yaml"
     [verdict] = again["verdicts"]
     assert (settle.sentence(protocol.Claim(**again["claim"]), verdict, again["tuning"]["runs"])
-            == found["sentence"])
+            == outcome["sentence"])
     assert protocol.Claim(**again["claim"]) == claim(**SEES), "and by whoever has not its file"
     path.write_text(path.read_text().replace('"better"', '"worse"'))
     with pytest.raises(ConfigError, match="does not match its checksum"):
@@ -525,14 +540,14 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
     def slow(config):
         return noisy(config) * (1.5 if config.steps < 4 else 1)
 
-    found, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
-    [verdict] = found["verdicts"]
-    spec = lesson.verdict_figure(json.loads(json.dumps(found)))
+    outcome, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    [verdict] = outcome["verdicts"]
+    spec = lesson.verdict_figure(json.loads(json.dumps(outcome)))
     pairs, gains, *_ = spec["data"]
     assert gains["x"] == [100 * verdict["gain"], 100 * verdict["equal_seconds"]["gain"]]
     assert gains["y"] == ["lion against adamw", "lion, equal seconds<br>(2 steps)"]
-    for i, one in enumerate((verdict, verdict["equal_seconds"])):
-        low, high = one["interval"]
+    for i, comparison in enumerate((verdict, verdict["equal_seconds"])):
+        low, high = comparison["interval"]
         assert gains["x"][i] + gains["error_x"]["array"][i] == pytest.approx(100 * high)
         assert gains["x"][i] - gains["error_x"]["arrayminus"][i] == pytest.approx(100 * low)
     assert (len(pairs["x"]) == verdict["seeds"] and statistics.fmean(pairs["x"])
@@ -540,41 +555,42 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
     boxes = [shape for shape in spec["layout"]["shapes"] if shape["type"] == "rect"]
     assert (spec["layout"]["yaxis"]["categoryarray"] == gains["y"]
             and [shape["y0"] for shape in boxes] == [-0.4, 0.6]), "its place is its row"
-    assert [shape["x1"] for shape in boxes] == [100 * one["could_see"]
-        for one in (verdict, verdict["equal_seconds"])]
+    assert [shape["x1"] for shape in boxes] == [100 * comparison["could_see"]
+        for comparison in (verdict, verdict["equal_seconds"])]
     lines = {shape["x0"] for shape in spec["layout"]["shapes"] if shape["type"] == "line"}
     assert lines == {0, 2, -2}, "the effect of interest"
     go.Figure(json.loads(json.dumps(spec, allow_nan=False)))
 
 
 def test_a_gain_in_the_figure_is_that_of_the_arm_named_first():
-    """Lion is worse and its steps are quick: AdamW runs again, in fewer steps."""
-    found, _, _ = settled(lambda config: noisy(config)
+    """Lion is worse and its steps are faster, so AdamW is run again with fewer steps."""
+    outcome, _, _ = settled(lambda config: noisy(config)
                           * (1.06 if config.optimizer.name == "lion" else 1), SEES,
                           seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
-    gains = lesson.verdict_figure(found)["data"][1]
+    gains = lesson.verdict_figure(outcome)["data"][1]
     assert (gains["y"] == ["lion against adamw", "adamw, equal seconds<br>(2 steps)"]
             and gains["x"][0] < 0 < gains["x"][1])
 
 
 def test_the_recorded_verdict_is_of_its_file():
-    found, file = lesson.replayed(lesson.LION), ROOT / "docs" / "claims" / "lion.yaml"
-    assert (protocol.Claim(**found["claim"]) == protocol.read(file)
-            and found["command"] == "lpkit claim docs/claims/lion.yaml")
-    assert found["verdicts"][0]["verdict"] == "worse"
+    outcome, file = lesson.replayed(lesson.LION), ROOT / "docs" / "claims" / "lion.yaml"
+    assert (protocol.Claim(**outcome["claim"]) == protocol.read(file)
+            and outcome["command"] == "lpkit claim docs/claims/lion.yaml")
+    assert outcome["verdicts"][0]["verdict"] == "worse"
 
 
 # runs
 
 def test_a_name_changes_with_what_changes_numbers():
-    one = claim().config("adamw")
-    names = {runs.name_of(config) for config in (one, one.replace({"seed": 1}),
-        one.replace({"data.val_fraction": 0.2}), claim().config("lion"))}
+    config = claim().config("adamw")
+    names = {runs.name_of(config) for config in (config, config.replace({"seed": 1}),
+        config.replace({"data.val_fraction": 0.2}), claim().config("lion"))}
     assert len(names) == 4 and runs.name_of(claim().config("adamw")) in names
 
 
 def test_a_name_changes_with_the_weights_that_a_run_begins_from(tmp_path):
-    """A base that is trained further under the same path gives other losses; so do other scores."""
+    """If the base run under the same path is trained further, or the file of scores changes,
+    losses change; so the name of the run must change."""
     manifest, scores = (tmp_path / "base" / "checkpoints" / "step-00000002" / "manifest.json",
                         tmp_path / "scores.npy")
     for key, value, file in (("start.run", tmp_path / "base", manifest),
@@ -587,7 +603,7 @@ def test_a_name_changes_with_the_weights_that_a_run_begins_from(tmp_path):
         assert len(names) == 3, key
 
 
-# records that are not what they should be
+# records that are damaged or of another run
 
 CLAIMED = [claim().config("adamw").replace({"seed": k, "steps": attacked.STEPS, "eval_every": 2})
            for k in range(3)]
@@ -607,25 +623,27 @@ def special(make):
 
 
 def exchanged(a, b):
-    one, two = a.read_bytes(), b.read_bytes()
-    a.write_bytes(two), b.write_bytes(one)
+    first, two = a.read_bytes(), b.read_bytes()
+    a.write_bytes(two), b.write_bytes(first)
 
 
 ALTERED = {
     "exchanged": exchanged,
-    "another's losses": resealed(lambda one, two: two | {"name": one["name"],
-        "config": one["config"], "val_loss": 3.0}),
-    "another's config": resealed(lambda one, two: one | {"config": two["config"]}),
-    "a loss": resealed(lambda one, two: one | {"val_loss": one["val_loss"] * 0.9}),
-    "no loss": resealed(lambda one, two: one | {"val_loss": None}),
-    "an error": resealed(lambda one, two: one | {"error": "loss=nan"}),
-    "a short curve": resealed(lambda one, two: one | {"evaluations": one["evaluations"][1:]}),
-    "a curve in another order": resealed(lambda one, two: one
-        | {"evaluations": [*one["evaluations"][1::-1], *one["evaluations"][2:]]}),
-    "no curve": resealed(lambda one, two: one | {"evaluations": 3}),
-    "seconds": resealed(lambda one, two: one | {"seconds": "2"}),
-    "a device": resealed(lambda one, two: one | {"device": []}),
-    "no key": resealed(lambda one, two: {key: one[key] for key in one if key != "step_seconds"}),
+    "another's losses": resealed(lambda record, two: two | {"name": record["name"],
+        "config": record["config"], "val_loss": 3.0}),
+    "another's config": resealed(lambda record, two: record | {"config": two["config"]}),
+    "a loss": resealed(lambda record, two: record | {"val_loss": record["val_loss"] * 0.9}),
+    "no loss": resealed(lambda record, two: record | {"val_loss": None}),
+    "an error": resealed(lambda record, two: record | {"error": "loss=nan"}),
+    "a short curve": resealed(lambda record,
+                              two: record | {"evaluations": record["evaluations"][1:]}),
+    "a curve in another order": resealed(lambda record, two: record
+        | {"evaluations": [*record["evaluations"][1::-1], *record["evaluations"][2:]]}),
+    "no curve": resealed(lambda record, two: record | {"evaluations": 3}),
+    "seconds": resealed(lambda record, two: record | {"seconds": "2"}),
+    "a device": resealed(lambda record, two: record | {"device": []}),
+    "no key": resealed(lambda record,
+                       two: {key: record[key] for key in record if key != "step_seconds"}),
     "a digit": lambda a, b: a.write_text(a.read_text().replace('"val_loss": ', '"val_loss": 1')),
     "empty": lambda a, b: a.write_text(""),
     "NaN": lambda a, b: a.write_text('{"val_loss": NaN, "sha256": "0"}'),
@@ -641,19 +659,19 @@ def test_a_record_that_is_not_of_its_run_is_set_aside_and_made_again(how, tmp_pa
         monkeypatch):
     monkeypatch.setattr(runs, "LOOK_SECONDS", 1e-3)
     whole = settled_in(tmp_path)
-    a, b = (tmp_path / f"{one['name']}.json" for one in whole[:2])
+    a, b = (tmp_path / f"{record['name']}.json" for record in whole[:2])
     ALTERED[how](a, b)
     aside = tmp_path / "damaged"
     theirs = [path for path in (a, b) if how == "exchanged" or path == a]
     kept = {path: path.read_bytes() for path in theirs if path.is_file() and how != "huge"}
     assert settled_in(tmp_path) == whole
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(theirs) and all(line.startswith(f"lpkit: {path} ") and line.endswith(
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == len(theirs) and all(line.startswith(f"lpkit: {path} ") and line.endswith(
         " is damaged, or not the record of its run; it is moved to damaged/, and the run is made "
-        "again") for line, path in zip(said, theirs)), (said)
+        "again") for line, path in zip(err, theirs)), (err)
     assert (all((aside / path.name).read_bytes() == content for path, content in kept.items())
             and os.path.lexists(aside / a.name))
-    assert (settled_in(tmp_path, lambda *told: pytest.fail("a run")) == whole
+    assert (settled_in(tmp_path, lambda *arguments: pytest.fail("a run")) == whole
             and capsys.readouterr().err == "")
     ALTERED["empty"](a, b)
     assert settled_in(tmp_path) == whole and {path.name for path in aside.iterdir()} >= {a.name,
@@ -663,8 +681,8 @@ def test_a_record_that_is_not_of_its_run_is_set_aside_and_made_again(how, tmp_pa
 def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "LOOK_SECONDS", 1e-3)
 
-    def altered(where, *told):
-        done = attacked.made_up(where, *told)
+    def altered(where, *arguments):
+        done = attacked.made_up(where, *arguments)
         Path(f"{where}.json").write_text("{}")
         return done
 
@@ -674,8 +692,9 @@ def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, 
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """Two runs that were killed after a checkpoint: one has more steps, which a run that goes on
-    may have. Returns their configs, their folders, and the metrics of the whole runs."""
+    """Make two runs that were killed after a checkpoint. The folder of one has more steps than
+    its config, as a resumed run may. Return their configs, their folders, and the metrics of the
+    uninterrupted runs."""
     folder, whole = tmp_path_factory.mktemp("begun"), tmp_path_factory.mktemp("whole")
     configs = [claim().config("adamw").replace({"steps": steps, "eval_every": 1,
                                                 "checkpoint_every": 2}) for steps in (6, 8)]
@@ -710,17 +729,17 @@ def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, begun, tmp_path, c
     elif how == "another's evaluations":
         (a / "metrics.jsonl").write_text((b / "metrics.jsonl").read_text())
     else:
-        a.with_suffix(".stop").write_text("2")      # of a command that was killed
+        a.with_suffix(".stop").write_text("2")     # left by a command that was killed
     with runs.Workers(tmp_path / "out", runs.processes.Children(), 1, attacked._in_here) as workers:
-        found = workers.finished(configs)
-    for one, metrics in zip(found, whole):
-        assert (one["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics]
-                and one["val_loss"] == metrics[-1]["val_loss"])
-    said = capsys.readouterr().err
+        records = workers.finished(configs)
+    for record, metrics in zip(records, whole):
+        assert (record["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics]
+                and record["val_loss"] == metrics[-1]["val_loss"])
+    err = capsys.readouterr().err
     due = {"exchanged": 2, "config": 1, "evaluation": 1, "another's evaluations": 1}.get(how, 0)
-    assert (said.count("\n") == said.count("moved to damaged/")
-            + said.count("; the run was made again") == due
-            and len([*(tmp_path / "out").glob("damaged/*")]) == due), said
+    assert (err.count("\n") == err.count("moved to damaged/")
+            + err.count("; the run was made again") == due
+            and len([*(tmp_path / "out").glob("damaged/*")]) == due), err
 
 
 def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
@@ -730,15 +749,15 @@ def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
     failed.set_exception(RunFailedError(f"Traceback (most recent call last):\n  File x, line "
                                         f"3\n{sentence}\n"))
     with pytest.raises(RunFailedError) as error:
-        settled_in(tmp_path, lambda *told: failed)
+        settled_in(tmp_path, lambda *arguments: failed)
     assert str(error.value).endswith(f"Their errors: {sentence}")
 
 
 def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
     name = "lion\x1b[31m\nlpkit: better"
-    found, _, _ = settled(noisy, SEES | {"arms": {"adamw": {"optimizer": "adamw"},
+    outcome, _, _ = settled(noisy, SEES | {"arms": {"adamw": {"optimizer": "adamw"},
         name: {"optimizer": "lion"}}})
-    shown = command.text(found)
+    shown = command.text(outcome)
     assert ("\x1b" not in shown and r"lion\x1b[31m\nlpkit: better is better than adamw" in shown
             and "\nlpkit" not in shown)
     runs.processes.tell(f"{name} against adamw: 1 of 3 runs")
@@ -747,16 +766,18 @@ def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_path, capsys):
-    """SIGTERM among the runs that tell what a step costs, and SIGKILL after them. These runs are
-    records as others: what a step takes later changes no number of steps."""
+    """The claim gets SIGTERM during the runs that measure the cost of a step, and SIGKILL after
+    them. Their records are kept, so a later measurement of the cost does not change the number
+    of steps."""
     path, out = written(tmp_path, budget={"seconds": 0.05}), tmp_path / "out"
     words = ["claim", str(path), "--out", str(out), "--processes", "1", "--json"]
 
     def records():
-        return {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")}
+        return {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
 
     before = {}
-    for number, most in ((signal.SIGTERM, 3), (signal.SIGKILL, 8)):     # of 6 and more
+    # the claim has 6 runs or more
+    for number, most in ((signal.SIGTERM, 3), (signal.SIGKILL, 8)):
         with subprocess.Popen([sys.executable, "-m", "lpkit", *words], cwd=ROOT, text=True,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                               env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
@@ -772,39 +793,40 @@ def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_pa
         assert before.items() <= records().items(), "a run was done twice"
         before = records()
     assert cli.main(words) == 0
-    found, after = json.loads(capsys.readouterr().out), records()
+    outcome, after = json.loads(capsys.readouterr().out), records()
     assert before.items() <= after.items(), "a run was done twice"
-    assert len(after) == found["runs"] and not [one for one in out.iterdir() if one.is_dir()]
-    [verdict] = found["verdicts"]
+    assert len(after) == outcome["runs"] and not [path for path in out.iterdir() if path.is_dir()]
+    [verdict] = outcome["verdicts"]
     assert verdict["verdict"] in ("better", "worse", "no difference")
-    assert found["sentence"].endswith(".")
-    made = [runs.records.read(out / name) for name in after]
+    assert outcome["sentence"].endswith(".")
+    made_records = [runs.records.read(out / name) for name in after]
     rates = {"adamw": [], "lion": []}
-    for one in made:
-        if one["config"]["seed"] >= settle.METERED_SEED:
-            optimizer = one["config"]["optimizer"]
+    for record in made_records:
+        if record["config"]["seed"] >= settle.METERED_SEED:
+            optimizer = record["config"]["optimizer"]
             name = optimizer if isinstance(optimizer, str) else optimizer["name"]
-            rates[name].append(one["step_seconds"])
+            rates[name].append(record["step_seconds"])
     assert {arm: len(each) for arm, each in rates.items()} == {"adamw": 3, "lion": 3}
     assert verdict["steps"] == {arm: int(0.05 / statistics.median(each))
                                 for arm, each in rates.items()}
-    fewer = [one["steps"] for one in (verdict["equal_seconds"], verdict["equal_flops"]) if one]
-    assert {one["config"]["steps"] for one in made} <= {
+    fewer = [comparison["steps"]
+             for comparison in (verdict["equal_seconds"], verdict["equal_flops"]) if comparison]
+    assert {record["config"]["steps"] for record in made_records} <= {
         protocol.METERED_STEPS, *verdict["steps"].values(), *fewer}
     assert cli.main(words) == 0
-    assert json.loads(capsys.readouterr().out) == found and records() == after
+    assert json.loads(capsys.readouterr().out) == outcome and records() == after
 
 
 @contextlib.contextmanager
 def killer(workers, victim, most=1):
-    """While the block runs: kills whom `victim(pid of the keeper)` says, `most` times at most.
-    Yields the list of the killed."""
+    """While the block runs, kill the process that `victim(pid of the keeper)` returns, at most
+    `most` times. Yields the list of killed processes."""
     killed, over = [], threading.Event()
 
     def kill():
         while not over.wait(0.01) and len(killed) < most:
-            for one in workers.workers[:1]:
-                target = victim(one.keeper.pid)
+            for worker in workers.workers[:1]:
+                target = victim(worker.keeper.pid)
                 if target and target not in killed:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(target, signal.SIGKILL)
@@ -821,13 +843,14 @@ def killer(workers, victim, most=1):
 
 def worker_of(keeper):
     with contextlib.suppress(psutil.NoSuchProcess):
-        return next((one.pid for one in psutil.Process(keeper).children()), None)
+        return next((child.pid for child in psutil.Process(keeper).children()), None)
 
 
 @pytest.mark.slow
 def test_a_run_whose_worker_or_keeper_is_killed_is_started_again(tmp_path):
-    """Once the run has made a step, and between two phases; the numbers are those of runs that
-    nobody disturbed. An error of a run's own would be one again, so it is not made again."""
+    """A worker or keeper is killed after the first step of the run, or between two runs. The
+    losses are those of undisturbed runs. A run that fails by its own error is not started again,
+    because it would fail again."""
     out, children = tmp_path / "out", runs.processes.Children()
     out.mkdir()
     first, of_worker, of_keeper, late, locked = (
@@ -845,24 +868,25 @@ def test_a_run_whose_worker_or_keeper_is_killed_is_started_again(tmp_path):
             with killer(workers, once_begun(config, who)) as killed:
                 workers.finished([config])
             assert len(killed) == 1
-        [one] = workers.workers
-        psutil.Process(worker_of(one.keeper.pid)).kill()
-        one.keeper.wait()
-        half = out / ".0123.json.abcdefgh.tmp"      # one that is killed while it writes leaves it
+        [worker] = workers.workers
+        psutil.Process(worker_of(worker.keeper.pid)).kill()
+        worker.keeper.wait()
+        # a worker that is killed while it writes a record leaves this file
+        half = out / ".0123.json.abcdefgh.tmp"
         half.touch()
-        found = workers.finished([first, of_worker, of_keeper, late])
-        assert [each["restarts"] for each in found] == [0, 1, 1, 0]
-        assert workers.workers != [one] and not half.exists()
+        records = workers.finished([first, of_worker, of_keeper, late])
+        assert [each["restarts"] for each in records] == [0, 1, 1, 0]
+        assert workers.workers != [worker] and not half.exists()
         assert not [path for path in out.iterdir() if path.is_dir()]
         begun, lock = len(children._started), out / runs.name_of(locked) / ".lock"
-        said = (r"^1 of 1 runs did not finish; repeat the command to continue. Their errors: "
+        message = (r"^1 of 1 runs did not finish; repeat the command to continue. Their errors: "
                 r"lpkit.errors.ConfigError: another process is ")
-        with files.locked(lock), pytest.raises(RunFailedError, match=said):
+        with files.locked(lock), pytest.raises(RunFailedError, match=message):
             workers.finished([locked])
         assert len(children._started) == begun and lock.exists()
     with runs.Workers(tmp_path, children, 1, attacked._in_here) as workers:
         plain = workers.finished([of_worker, of_keeper])
-    assert [each["val_loss"] for each in plain] == [each["val_loss"] for each in found[1:3]]
+    assert [each["val_loss"] for each in plain] == [each["val_loss"] for each in records[1:3]]
 
 
 @pytest.mark.slow
@@ -876,26 +900,25 @@ def test_a_run_whose_worker_is_killed_again_and_again_ends_the_command(tmp_path)
 
 
 def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path, monkeypatch):
-    """By a meter that counts 20 J between its first reading and its second: as much for five
-    steps."""
+    """The energy counter rises by 20 J between its two readings, which cover five steps."""
     readings = itertools.count(0, 20)
     monkeypatch.setattr(hardware, "energy_joules", lambda device: (next(readings), "a meter"))
     config = claim(budget={"joules": 1}).config("adamw").replace({"steps": 5})
     runs.make(str(tmp_path / "run"), config.imports, config.to_dict(), 1)
-    found = runs.records.read(tmp_path / "run.json")
-    assert found["energy_wh"] == pytest.approx(20 / 3600)
-    assert found["step_joules"] == pytest.approx(20 / 5) and found["restarts"] == 1
+    record = runs.records.read(tmp_path / "run.json")
+    assert record["energy_wh"] == pytest.approx(20 / 3600)
+    assert record["step_joules"] == pytest.approx(20 / 5) and record["restarts"] == 1
 
 
 def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tmp_path):
-    """PR_SET_PDEATHSIG says nothing of a parent that has ended before. What was already in the pipe
-    was run beside the next command's."""
+    """PR_SET_PDEATHSIG does not act if the parent ended before the call. Then a worker would
+    make the runs that are in its pipe, at the same time as the workers of the next command."""
     reader, writer = os.pipe()
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           capture_output=True, text=True, check=True).stdout.strip()
     config = claim().config("adamw")
-    told = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict(), 0])
-    os.write(writer, f"{gone}\n{told}\n".encode())
+    job = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict(), 0])
+    os.write(writer, f"{gone}\n{job}\n".encode())
     os.close(writer)
     ended = subprocess.run([sys.executable, "-c",
                             f"from lpkit.claims.runs import work; work({reader})"],

@@ -1,9 +1,9 @@
-"""`lpkit claim --executor`: jobs of submitit and tasks of Ray give the verdict that workers give,
-one that is killed is started again, and a run may be of several ranks.
+"""`lpkit claim --executor`: jobs of submitit and tasks of Ray give the same verdict as workers, a
+job that is killed is started again, and a run may have several ranks.
 
-Only these tests catch: a job of submitit or Ray that gives another verdict or another record than
-a worker, a killed job that is lost, a step metered on one kind of machine that decides the budget
-on another, and ranks that outlive the worker that started them.
+Only these tests catch: a job of submitit or Ray that gives another verdict or another record
+than a worker, a killed job that is lost, a step that is metered on one kind of machine and used
+for another kind, and ranks that outlive the worker that started them.
 """
 
 import contextlib
@@ -44,17 +44,18 @@ def name(request):
 
 
 def untimed(value):
-    """All but what a clock says, as text."""
-    def kept(one):
-        if isinstance(one, dict):
-            return {key: kept(each) for key, each in one.items() if key not in TIMED}
-        return [kept(each) for each in one] if isinstance(one, list) else one
+    """Return a value as JSON text, without the fields that contain times."""
+    def kept(record):
+        if isinstance(record, dict):
+            return {key: kept(each) for key, each in record.items() if key not in TIMED}
+        return [kept(each) for each in record] if isinstance(record, list) else record
 
     return json.dumps(kept(value))
 
 
 def claimed(path, out, *more):
-    """What the command prints. It runs in a process of its own, whose jobs are its alone."""
+    """Return what the command prints. It runs in a process of its own, so all jobs below this
+    process are its jobs."""
     env = os.environ | {"OMP_NUM_THREADS": "1",
                         "PYTHONPATH": os.pathsep.join([str(ROOT),
                             os.environ.get("PYTHONPATH", "")])}
@@ -68,43 +69,44 @@ def claimed(path, out, *more):
 
 @pytest.fixture(scope="module")
 def by_workers(tmp_path_factory):
-    """What the command prints, and the folder that it writes."""
+    """What the command prints with workers, and the folder that it writes."""
     folder = tmp_path_factory.mktemp("ours")
     return claimed(written(folder), folder / "out"), folder / "out"
 
 
 @pytest.mark.slow
 def test_others_give_the_verdict_that_workers_give(name, tmp_path, request):
-    """Byte for byte but for seconds, in the file too; and so is the record of each run."""
+    """Printed results, the verdict file and the record of each run are equal byte for byte,
+    except for times."""
     path, (ours, folder) = written(tmp_path), request.getfixturevalue("by_workers")
     theirs = claimed(path, tmp_path / "theirs", "--executor", name)
     assert ours["verdicts"][0]["equal_seconds"] is None, "seconds decide nothing here"
     assert untimed(ours) == untimed(theirs)
     assert (tmp_path / "theirs" / name).is_dir() == (name == "submitit")
-    kept = [{one.name: untimed(records.read(one)) for one in who.glob("*.*")
-             if one.suffix in (".json", ".verdict")} for who in (folder, tmp_path / "theirs")]
+    kept = [{path.name: untimed(records.read(path)) for path in who.glob("*.*")
+             if path.suffix in (".json", ".verdict")} for who in (folder, tmp_path / "theirs")]
     assert kept[0] == kept[1] and len(kept[0]) == ours["runs"] + 1
     asked = theirs["claim"]
     assert not {"executor", "job"} & asked.keys() and protocol.Claim(**asked) == protocol.read(path)
-    left = [one for one in (tmp_path / "theirs").iterdir() if one.suffix in (".lock", ".stop")
-            or (one.is_dir() and one.name != name)]
-    assert [one.name for one in left] in ([], [".lock"])
+    left = [path for path in (tmp_path / "theirs").iterdir() if path.suffix in (".lock", ".stop")
+            or (path.is_dir() and path.name != name)]
+    assert [path.name for path in left] in ([], [".lock"])
 
 
 def children(*words):
-    """Processes below this one in whose command line one of `words` is."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    """Return the processes below this process whose command line contains one of `words`."""
+    pids = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if any(word in " ".join(one.cmdline()) for word in words):
-                found.append(one)
-    return found
+            if any(word in " ".join(process.cmdline()) for word in words):
+                pids.append(process)
+    return pids
 
 
 @contextlib.contextmanager
 def jobs(name, out):
-    """What `runs.Workers` is given. Ends when jobs have, though submitit never asks after their
-    processes."""
+    """Yield the arguments `submit` and `lost` of `runs.Workers`. At the end, wait for the
+    processes of jobs, because submitit does not."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "subprocess [0-9]+ is still running", ResourceWarning)
         with ExitStack() as stack:
@@ -115,7 +117,7 @@ def jobs(name, out):
 
 @pytest.mark.slow
 def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
-    """Once it has made a step. Its loss is that of a run that nobody disturbed."""
+    """A job is killed after the first step of its run. The loss is that of an undisturbed run."""
     out, killed, over = tmp_path / "out", [], threading.Event()
     out.mkdir()
     config = claim(budget={"steps": 200}).config("adamw")
@@ -123,31 +125,32 @@ def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
     def kill():
         while not over.wait(0.01) and not killed:
             if any(path.stat().st_size for path in out.glob("*/metrics.jsonl")):
-                for one in children("ray::alone", "submitit.core._submit"):
-                    one.kill()
-                    killed.append(one.pid)
+                for pid in children("ray::alone", "submitit.core._submit"):
+                    pid.kill()
+                    killed.append(pid.pid)
 
-    with jobs(name, out) as made, runs.Workers(out, runs.processes.Children(), 1, *made) as workers:
+    with jobs(name, out) as submission, runs.Workers(out, runs.processes.Children(), 1,
+                                                     *submission) as workers:
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            [found] = workers.finished([config])
+            [record] = workers.finished([config])
         finally:
             over.set()
             killer.join()
-    assert len(killed) == 1 and found["restarts"] == 1
+    assert len(killed) == 1 and record["restarts"] == 1
     whole = lpkit.train(config, out=tmp_path / "whole").summary
-    assert found["val_loss"] == whole["val_loss"]
+    assert record["val_loss"] == whole["val_loss"]
 
 
 @pytest.mark.slow
 def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
-    """An error of its own would be one again."""
+    """A run that fails by its own error would fail again."""
     begun, config = [], claim().config("adamw")
     tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
     with jobs(name, tmp_path) as (submit, lost), \
             runs.Workers(tmp_path, runs.processes.Children(), 1,
-                         lambda *told: begun.append(told) or submit(*told), lost) as workers, \
+                         lambda *run: begun.append(run) or submit(*run), lost) as workers, \
             pytest.raises(RunFailedError, match=r"Their errors: .*rror"):
         workers.finished([config])
     assert len(begun) == 1
@@ -155,33 +158,33 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
 
 # what is refused
 
-@pytest.mark.parametrize("more, changes, said", [
+@pytest.mark.parametrize("more, changes, message", [
     (["--executor", "submtit"], {}, "executor cannot be 'submtit'; did you mean 'submitit'?"),
     (["--executor", "slurm"], {},
      "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
     ([], {"executor": "rai"}, "executor cannot be 'rai'; did you mean 'ray'?"),
     ([], {"job": 3}, "job must be a mapping"),
-    (["--executor", "ray"], {"budget": {"joules": 500}}, "budget.joules needs a meter that counts "
-                                                         "one run on this machine alone: give "
-                                                         "executor"),
-    ([], {"budget": {"joules": 500}, "settings": TWO}, "budget.joules needs a meter that counts "
-                                                       "one run"),
+    (["--executor", "ray"], {"budget": {"joules": 500}},
+     "budget.joules needs an energy counter that counts one run only; give executor"),
+    ([], {"budget": {"joules": 500}, "settings": TWO},
+     "budget.joules needs an energy counter that counts one run only"),
     ([], {"settings": TINY["settings"] | {"parallel.data": 3}}, "global_batch=4 sequences does not "
         "split over data=3")])
-def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_path, capsys,
+def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, message, tmp_path, capsys,
         monkeypatch):
     monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
                      *more]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and said in err, err
+    assert out == "" and err.count("\n") == 1 and message in err, err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("absent, told", [("submitit", "file"), ("ray", "option")])
-def test_what_is_not_installed_is_named_with_its_extra(absent, told, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("absent, named", [("submitit", "file"), ("ray", "option")])
+def test_what_is_not_installed_is_named_with_its_extra(absent, named, tmp_path, capsys,
+                                                       monkeypatch):
     monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
-    path, more = ((written(tmp_path, executor=absent), []) if told == "file"
+    path, more = ((written(tmp_path, executor=absent), []) if named == "file"
                   else (written(tmp_path), ["--executor", absent]))
     assert cli.main(["claim", str(path), "--out", str(tmp_path / "out"), *more]) == 2
     err = capsys.readouterr().err
@@ -197,21 +200,22 @@ def test_the_option_wins_over_the_file(tmp_path):
 
 
 def test_seconds_of_two_kinds_of_machine_are_refused():
-    """A step that is metered on one says nothing of the budget on another; steps and FLOPs do not
-    ask."""
+    """The seconds of a step on one machine say nothing about another machine. Budgets in steps
+    and FLOPs do not use them."""
     where = iter(["a fast one", "a slow one"] * 100)
 
     def settle_with(budget):
         def finished(what, configs):
-            return [{"name": runs.name_of(one), "val_loss": 2 + one.seed % 7 / 1e3, "seconds": 1.0,
+            return [{"name": runs.name_of(config), "val_loss": 2 + config.seed % 7 / 1e3,
+                     "seconds": 1.0,
                      "energy_wh": None, "step_seconds": 0.5,
-                     "error": None, "device": next(where)} for one in configs]
+                     "error": None, "device": next(where)} for config in configs]
 
         return settle.Settling(claim(budget=budget), finished, lambda line: None).settle(False)
 
     with pytest.raises(ConfigError,
                        match=r"budget\.seconds needs machines of one kind, and runs were made on a "
-                             r"fast one and a slow one; let job ask"):
+                             r"fast one and a slow one; request one"):
         settle_with({"seconds": 10})
     assert (settle_with({"steps": 20})["runs"]
             and settled(lambda config: 2.0 + config.seed % 7 / 1e3, {"budget": {"seconds": 10}}))
@@ -221,7 +225,7 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
-    """One worker for all tests of ranks: it imports PyTorch once."""
+    """One worker for all tests with ranks, because PyTorch is imported once per worker."""
     folder = tmp_path_factory.mktemp("ranks")
     with runs.Workers(folder, runs.processes.Children(), 1) as workers:
         yield workers
@@ -230,7 +234,7 @@ def workers(tmp_path_factory):
 @pytest.mark.slow
 @pairs
 def test_ranks_that_a_judge_stops_end_on_the_way(workers):
-    """As a run that a sweep prunes."""
+    """A judge may stop a run of two ranks, as a pruner does in a sweep."""
     class Judge:
         tag, stop_after = "pruned", None
 
@@ -238,9 +242,9 @@ def test_ranks_that_a_judge_stops_end_on_the_way(workers):
             self.stop_after = evaluations[0][0] if evaluations else None
 
     config = claim(settings=TWO, budget={"steps": 2000}).config("adamw").replace({"eval_every": 5})
-    [found] = workers.finished([config], judges=[Judge()])
-    assert found["val_loss"] is None and found["error"] is None
-    assert 5 <= found["stopped_after"] < 2000
+    [record] = workers.finished([config], judges=[Judge()])
+    assert record["val_loss"] is None and record["error"] is None
+    assert 5 <= record["stopped_after"] < 2000
 
 
 @pytest.mark.slow
@@ -248,14 +252,14 @@ def test_ranks_that_a_judge_stops_end_on_the_way(workers):
 def test_ranks_that_diverge_are_a_result(workers):
     config = claim(settings=TWO).config("adamw",
         {"optimizer.lr": 1e30}).replace({"optimizer.clip": 0, "steps": 20})
-    [found] = workers.finished([config])
-    assert found["val_loss"] is None and "loss" in found["error"]
+    [record] = workers.finished([config])
+    assert record["val_loss"] is None and "loss" in record["error"]
 
 
 @pytest.mark.slow
 @pairs
 def test_a_run_of_two_ranks_is_what_launch_makes(workers, tmp_path):
-    """Though its worker is killed: its ranks end with it, and the run goes on."""
+    """The worker of a run of two ranks is killed. Its ranks end, and the run is continued."""
     config = claim(settings=TWO, budget={"steps": 100}).config("adamw")
     gone, over, path = [], threading.Event(), workers.out / runs.name_of(config) / "metrics.jsonl"
 
@@ -270,14 +274,14 @@ def test_a_run_of_two_ranks_is_what_launch_makes(workers, tmp_path):
     thread = threading.Thread(target=killer)
     thread.start()
     try:
-        [found] = workers.finished([config])
+        [record] = workers.finished([config])
     finally:
         over.set()
         thread.join()
-    assert found["restarts"] == 1 and len(gone) >= 2
+    assert record["restarts"] == 1 and len(gone) >= 2
     assert not psutil.wait_procs(gone, timeout=10)[1]
     whole = lpkit.launch(config, processes=2, out=tmp_path / "whole").result().summary
-    assert (found["val_loss"], found["device"]) == (
+    assert (record["val_loss"], record["device"]) == (
         whole["val_loss"], lpkit.Run(tmp_path / "whole").environment["device"])
 
 

@@ -1,8 +1,9 @@
-"""docs/claims.md: every verdict follows from its numbers, and those from arithmetic that is done
-here once more.
+"""docs/claims.md: every verdict follows from its numbers, and the numbers follow from arithmetic
+that is repeated here.
 
 Only these tests catch: a formula of the kit that moves away from a published number, a verdict
-that its numbers no longer support, and a page or a command that shows other claims than the file.
+that its numbers no longer support, and a page or a command that shows other claims than the
+file.
 """
 
 import json
@@ -40,8 +41,8 @@ def numbers():
 
 @pytest.mark.parametrize("claim", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_verdict_follows_from_its_numbers(claim):
-    """Where a number moved across a border, the verdict in data/published/claims.toml is to be
-    thought over, and its words."""
+    """If a number has crossed a limit, think again about the verdict in
+    data/published/claims.toml, and about its sentences."""
     assert claim.verdict == claim.follows, line(claim.to_dict())
 
 
@@ -51,30 +52,32 @@ def test_the_page_is_up_to_date():
             == pages.rows()), "python -m tests.pages claims"
 
 
-def told(claimed, unit, *kit, measured=()):
+def follows(claimed, unit, *kit, measured=()):
     row = dict.fromkeys(("name", "says", "source", "conditions", "why", "shown"), "x")
-    made = Claim(**row, unit=unit, claimed=claimed, verdict=UNTESTED)
-    made.__dict__["numbers"] = Numbers(kit=dict(enumerate(kit)), measured=dict(enumerate(measured)))
-    return made.follows
+    claim = Claim(**row, unit=unit, claimed=claimed, verdict=UNTESTED)
+    claim.__dict__["numbers"] = Numbers(kit=dict(enumerate(kit)),
+                                        measured=dict(enumerate(measured)))
+    return claim.follows
 
 
-@pytest.mark.parametrize("found, verdict", [
-    (told(2.0, "times", 1.81), CONFIRMED), (told(2.0, "times", 1.79), SMALLER),
-    (told(2.0, "times", 1.19, 0.5), REFUTED),
-    (told(2.0, "times", 64), CONFIRMED), (told(2.0, "times", 2.0, 1.0), SMALLER),
-    (told(2.0, "times", 2.0, measured=[1.0]), SMALLER),
-    (told(0.5, "less", 0.41), CONFIRMED), (told(0.5, "less", -0.1), REFUTED),
-    (told(0.5, "less", -0.1, 0.2), SMALLER),
-    (told(0.2, "more", 0.24), CONFIRMED), (told(0.2, "more", 0.33), SMALLER),
-    (told(0.2, "more", 1.1), REFUTED),
-    (told(0.2, "more", -0.1), CONFIRMED),       # it was to cost something, and costs nothing
-    (told(None, "times", 2.0), UNTESTED), (told(2.0, "times"), UNTESTED),
-    (told(1.0, "cases", 1.0), CONFIRMED), (told(1.0, "cases", 0.99), REFUTED),
-    (told(1.0, "cases", 1.0, measured=[0.5]), REFUTED),
-    (told(140e9, "bytes", 141e9), CONFIRMED), (told(2.0, "FLOPs", 6.0), SMALLER),
-    (told(2.0, "FLOPs", 12.0), REFUTED)])
-def test_the_rule(found, verdict):
-    assert found == verdict
+@pytest.mark.parametrize("derived, verdict", [
+    (follows(2.0, "times", 1.81), CONFIRMED), (follows(2.0, "times", 1.79), SMALLER),
+    (follows(2.0, "times", 1.19, 0.5), REFUTED),
+    (follows(2.0, "times", 64), CONFIRMED), (follows(2.0, "times", 2.0, 1.0), SMALLER),
+    (follows(2.0, "times", 2.0, measured=[1.0]), SMALLER),
+    (follows(0.5, "less", 0.41), CONFIRMED), (follows(0.5, "less", -0.1), REFUTED),
+    (follows(0.5, "less", -0.1, 0.2), SMALLER),
+    (follows(0.2, "more", 0.24), CONFIRMED), (follows(0.2, "more", 0.33), SMALLER),
+    (follows(0.2, "more", 1.1), REFUTED),
+    # the claim says that it costs something, and it costs nothing
+    (follows(0.2, "more", -0.1), CONFIRMED),
+    (follows(None, "times", 2.0), UNTESTED), (follows(2.0, "times"), UNTESTED),
+    (follows(1.0, "cases", 1.0), CONFIRMED), (follows(1.0, "cases", 0.99), REFUTED),
+    (follows(1.0, "cases", 1.0, measured=[0.5]), REFUTED),
+    (follows(140e9, "bytes", 141e9), CONFIRMED), (follows(2.0, "FLOPs", 6.0), SMALLER),
+    (follows(2.0, "FLOPs", 12.0), REFUTED)])
+def test_the_rule(derived, verdict):
+    assert derived == verdict
 
 
 @pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items()
@@ -91,27 +94,28 @@ def test_a_number_that_moves_across_a_border_is_seen(name, monkeypatch):
 # Numbers, from the sources' own arithmetic.
 
 def test_zero_is_that_of_its_figure_1(numbers):
-    """Rajbhandari et al. 2020: 7.5B parameters, 64 devices: 120, 31.4, 16.6 and 1.88 GB."""
+    """Expected: Rajbhandari et al. 2020, 7.5B parameters on 64 devices: 120, 31.4, 16.6 and 1.88
+    GB."""
     for stage, left in ((1, 31.4), (2, 16.6), (3, 1.88)):
         assert numbers[f"zero-{stage}"].kit["64 devices"] == pytest.approx(120 / left, rel=0.005)
-    # embedding and head, 3% of it, are in the replicas' messages alone
+    # the embedding and the head, 3% of the parameters, are only in the messages of replicas
     volume = numbers["zero-3-communication"]
     assert (volume.kit["1 micro-batch"] == pytest.approx(3 / 2 - 1, abs=0.05)
             and volume.elsewhere["8 micro-batches"] == pytest.approx(8 * 3 / 2 - 1, abs=0.5))
 
 
 def test_the_simplified_block_is_that_of_table_1(numbers):
-    """He and Hofmann 2023: 120M parameters become 101M."""
+    """Expected: He and Hofmann 2023, 120M parameters become 101M."""
     whole, less = parameter_count(CRAMMED), numbers["simplified-blocks-parameters"].kit["that BERT"]
     assert round(whole / 1e6) == 120 and round(whole * (1 - less) / 1e6) == 101
-    # Llama 3 8B, by hand: k and v have 1,024 numbers, q and the projection 4,096
+    # Llama 3 8B, by hand: per token, k and v have 1,024 numbers each; q and the output have 4,096
     assert (numbers["simplified-blocks-parameters"].kit["llama-8b"]
             == pytest.approx(32 * 4096 * (1024 + 4096) / 8.03e9, rel=1e-3))
 
 
 def test_masked_tokens_by_hand(numbers):
-    """24 D^2 + 4 T D FLOPs a token and block. He et al. 2021 have 3.3 times fewer, table 2a's ViT-L
-    with 8 blocks."""
+    """By hand: 24 D^2 + 4 T D FLOPs per token and block. He et al. 2021 have 3.3 times fewer:
+    table 2a, ViT-L with 8 blocks."""
     blocks = lambda layers, width, tokens: layers * tokens * (24 * width**2 + 4 * tokens * width)
     decoder = blocks(8, 512, 196)
     want = (blocks(24, 1024, 196) + decoder) / (blocks(24, 1024, 49) + decoder)
@@ -119,12 +123,12 @@ def test_masked_tokens_by_hand(numbers):
 
 
 def test_attention_by_hand(numbers):
-    """q, k, v and the output, 2 bytes each, and a float32 log-sum; in backward the gradients of q,
-    k and v."""
+    """By hand: forward moves q, k, v and the output in 2 bytes per number, and a float32
+    log-sum; backward also moves the gradients of q, k and v."""
     flash = lambda T: T * 768 * (4 + 3) * 2 + T * 12 * 4
     assert claim_numbers._attention("sdpa", 2048) == flash(2048)
-    # instead of log-sums: probabilities in 16 and in 32 bits and a mask; two matrices of scores,
-    # and the output's gradient
+    # without FlashAttention, instead of log-sums: probabilities in 16 and 32 bits and a mask;
+    # two matrices of scores, and the gradient of the output
     plain = lambda T: T * 768 * 4 * 2 + T * T * (12 * (2 + 4)
         + 1) + T * 768 * 2 + 2 * 12 * T * T * 2
     assert claim_numbers._attention("plain", 2048) == pytest.approx(plain(2048), rel=0.1)
@@ -134,32 +138,34 @@ def test_attention_by_hand(numbers):
 def test_bytes_of_optimizers_by_hand(numbers):
     assert numbers["lion-lighter"].kit["a parameter"] == 0.5
     assert numbers["adam-8bit"].kit["a parameter"] == pytest.approx(1 - 2 * (1 + 4 / 256) / 8)
-    faster = numbers["lion-faster"]         # a large update feels least of it
+    # the more tokens an update has, the smaller is the optimizer's share of its time
+    faster = numbers["lion-faster"]
     assert (faster.kit["h100, 1 sequence an update"] > faster.kit["h100, 8 sequences an update"]
             > faster.kit["h100, 512 sequences an update"])
-    # the optimizer is all that differs: at most 28 over 20 bytes, where nothing else takes time
+    # only the optimizer differs: the ratio is at most 28 over 20 bytes, if nothing else takes time
     assert all(1 < value < 28 / 20 for value in (*faster.kit.values(), *faster.elsewhere.values()))
 
 
 def test_activations_in_two_bits_by_hand(numbers):
-    """32 bits become 2 and a scale and a zero of 4 bytes each for 256 numbers; statistics stay, so
-    it is a little less."""
+    """By hand: 32 bits become 2 bits, with a scale and a zero point of 4 bytes each per 256
+    numbers. The statistics of norms stay in 32 bits, so the ratio is a little lower."""
     bits = 2 + 2 * 32 / 256
-    found = numbers["activations-12x"].kit
-    assert (0.8 * 32 / bits < found["fp32"] < 32 / bits
-            and 16 / bits < found["bf16"] < found["fp32"]), "a part of bf16's is float32"
+    claim_numbers = numbers["activations-12x"].kit
+    assert (0.8 * 32 / bits < claim_numbers["fp32"] < 32 / bits
+            and 16 / bits < claim_numbers["bf16"] < claim_numbers["fp32"]), (
+                "a part of bf16's is float32")
 
 
 def test_bytes_of_seven_billion_are_those_of_a_table(numbers):
-    """Lv et al. 2023, table 1, in GiB: AdamW 102.20, with an update in backward 14.58, of which
-    weights 12.55 and activations 1.79."""
+    """Expected: Lv et al. 2023, table 1, in GiB: AdamW 102.20; with the update in backward
+    14.58, of which weights are 12.55 and activations 1.79."""
     assert numbers["update-in-backward-10-8"].kit["SGD"] == pytest.approx(1 - 14.58 / 102.20,
         abs=0.02)
 
 
 def test_sharding_and_batches_obey_their_bounds(numbers):
-    """N devices never hold more than N times the model, and 16 bits never more than twice the
-    sequences."""
+    """N devices never hold a model of more than N times the size, and 16 bits never allow more
+    than twice the sequences."""
     for where, times in numbers["fsdp-doubles"].elsewhere.items():
         assert 0.4 * int(where.split()[0]) < times <= int(where.split()[0])
     assert all(1 <= times <= 2 for times in numbers["mixed-precision-batch"].kit.values())
@@ -168,25 +174,27 @@ def test_sharding_and_batches_obey_their_bounds(numbers):
 
 
 def test_attention_keeps_every_pair_of_tokens(numbers):
-    """4 T^2 D FLOPs a block: 8 times the tokens, 64 times the operations."""
+    """By hand: attention has 4 T^2 D FLOPs per block, so 8 times the tokens have 64 times the
+    FLOPs."""
     assert set(numbers["flash-attention-complexity"].kit.values()) == {8**2 - 1}
 
 
 def test_quantities_by_hand(numbers):
-    # Llama 3 70B: 80 blocks of q and projection, k and v, three matrices of the MLP, two norms;
-    # embedding, head, a norm
+    # Llama 3 70B: 80 blocks with q and output projection, k and v, three matrices of the MLP, two
+    # norms; and the embedding, the head and the last norm
     parameters = (80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 2 * 128256
                   * 8192 + 8192)
     weights = numbers["70b-140-gb"]
     assert (weights.kit["weights in 16 bits"] == 2 * parameters
             and weights.elsewhere["trained by AdamW, 16-bit weights with float32 masters"] == 16
             * parameters)
-    # 2 a weight in a product, and 4 L D for each of (T + 1) / 2 pairs; the embedding and norms
-    # multiply nothing
+    # 2 FLOPs per weight in a matmul, and 4 L D for each of (T + 1) / 2 pairs; the embedding and
+    # norms have no matmuls
     products = parameters - 128256 * 8192 - 161 * 8192
     flops = numbers["2-flops-a-parameter"].kit["llama-70b"]
     assert flops == pytest.approx((2 * products + 80 * 4 * 8192 * 8193 / 2) / parameters, rel=1e-6)
-    # one key and value for all of 12 heads: of each block 2 x 11/12 of a square of the width
+    # one key and value head for all of 12 query heads: each block loses 2 x 11/12 of width^2
+    # weights
     assert (numbers["shared-heads-15"].kit["gpt2-124m"]
             == pytest.approx(12 * 2 * 11 / 12 * 768 * (768 + 1) / 124.48e6, rel=1e-3))
 
@@ -203,18 +211,19 @@ def test_caches_and_windows_by_hand(numbers):
 
 
 def test_an_addition_and_a_norm_by_hand(numbers):
-    """Two read, one written; one read, one written. Under autocast the addend has 16 bits, and a
-    cast reads and writes the norm's result."""
-    found = numbers["fused-add-norm-50"]
-    assert found.kit == pytest.approx({"float32": 1 / 5, "16 bits": 1 / 5,
+    """By hand: the addition reads two tensors and writes one; the norm reads one and writes one.
+    Under autocast, the addend has 16 bits, and a cast reads and writes the norm's result."""
+    claim_numbers = numbers["fused-add-norm-50"]
+    assert claim_numbers.kit == pytest.approx({"float32": 1 / 5, "16 bits": 1 / 5,
         "bf16 autocast": 4 / (10 + 8 + 6)})
-    assert (found.elsewhere["bf16 autocast, its cast fused too"]
+    assert (claim_numbers.elsewhere["bf16 autocast, its cast fused too"]
             == pytest.approx(1 - (4 + 2 + 4 + 2) / 24))
 
 
 def test_selective_recomputation_is_near_its_table_2(numbers):
-    """Korthikanti et al. 2022, in s b h bytes: 10 + 24 / t + 5 a s / (h t) over 34 / t, which
-    counts masks of dropout, and of scores 5 bytes where this attention keeps 6."""
+    """By hand, from Korthikanti et al. 2022, in units of s b h bytes: 10 + 24 / t + 5 a s / (h
+    t), divided by 34 / t. They count the masks of dropout, and 5 bytes per score where this
+    attention saves 6."""
     for name, heads, width in (("GPT 22B", 64, 6144), ("GPT 175B", 96, 12288),
                                ("GPT 530B", 128, 20480), ("GPT 1T", 160, 25600)):
         scores = heads * 2048 / width
@@ -225,15 +234,15 @@ def test_selective_recomputation_is_near_its_table_2(numbers):
 
 
 def test_partitioning_optimizer_states_has_a_limit(numbers):
-    """8 of 16 bytes a parameter; with gradients 12 of 16, but 16-bit copies of weights stay: less
-    than three times."""
+    """By hand: 8 of 16 bytes per parameter; with gradients 12 of 16. The 16-bit copies of
+    weights stay, so the ratio is below three."""
     grown = [*numbers["fsdp-doubles"].kit.values()]
     assert (grown == sorted(grown) and grown[0] < 2 and grown[-1] < 3
             and numbers["fsdp-doubles"].elsewhere["64 devices, weights and gradients too"] > 20)
 
 
 def test_counter_examples_are_there(numbers):
-    """One move and one pair, with nothing in them that only training could tell."""
+    """The file has one move and one pair, and nothing that only a training run could show."""
     few, many = (point.values for point in claim_numbers.triangle(
         claim_numbers.Candidate(name=name, config=claim_numbers._of("gpt2-350m", 16), tokens=1e10,
                                 machine=name)
@@ -244,23 +253,24 @@ def test_counter_examples_are_there(numbers):
 
 
 def test_measured_peaks_are_those_that_were_recorded(numbers):
-    found = [json.loads(path.read_text())["table"]
+    tables = [json.loads(path.read_text())["table"]
              for path in (ROOT / "data" / "measured").glob("ledger-*.json")]
     ratios = []
-    for table in found:
+    for table in tables:
         peaks = {row["name"]: row["measured_bytes"] for row in table}
         pairs = [(f"{style}, bf16, as it is", f"{style}, fp32, as it is")
                  for style in ("gpt2", "llama")]
-        # a GPU's table has one pair
+        # a table that was measured on a GPU has one pair
         ratios += [peaks[low] / peaks[high] for low, high in pairs if {low, high} <= peaks.keys()]
     saved = numbers["mixed-precision-memory"].measured["as it is"]
     assert 1 - max(ratios) <= saved <= 1 - min(ratios) and 0 < saved < 0.5
 
 
 def test_bert_and_its_children_are_as_large_as_published(numbers):
-    """110, 66 and 25.3 million parameters; segments, pooler, biases and norms are a few percent.
-    MobileBERT's weights by hand: three neighbours of 128 in; a layer has two bottlenecks and one
-    back, queries and keys of 128, values of 512, a result, and four MLPs of 128 to 512."""
+    """Expected: 110, 66 and 25.3 million parameters; segment embeddings, pooler, biases and
+    norms are a few percent of them. The weights of MobileBERT by hand: the embedding reads three
+    neighbours of 128; a layer has two bottlenecks in and one back, queries and keys of 128,
+    values of 512, an output projection, and four MLPs of 128 to 512."""
     layer = 3 * 512 * 128 + 2 * 128**2 + 512 * 128 + 128**2 + 4 * 2 * 128 * 512
     weights = 30_522 * 128 + 512 * 512 + 3 * 128 * 512 + 24 * layer
     assert claim_numbers.mobilebert()[0] == weights == pytest.approx(25.3e6, rel=0.05)
@@ -273,37 +283,42 @@ def test_bert_and_its_children_are_as_large_as_published(numbers):
 
 
 def test_flops_of_large_runs_by_hand(numbers):
-    """3.14e23 of 175 billion weights and 300 billion tokens; attention over pairs adds a little."""
-    found = numbers["gpt-3-flops"]
-    assert (found.elsewhere["6 a parameter and token"] == pytest.approx(3.14e23, rel=2e-3)
-            and 1.02 < found.kit["with all pairs"] / 3.14e23 < 1.04)
+    """Expected: 3.14e23 FLOPs for 175 billion weights and 300 billion tokens. Attention over
+    pairs of tokens adds a little."""
+    claim_numbers = numbers["gpt-3-flops"]
+    assert (claim_numbers.elsewhere["6 a parameter and token"] == pytest.approx(3.14e23, rel=2e-3)
+            and 1.02 < claim_numbers.kit["with all pairs"] / 3.14e23 < 1.04)
     assert (numbers["gpt-4-flops"].kit["25,000 A100s, 100 days at 32%"]
             == pytest.approx(25_000 * 312e12 * 0.32 * 100 * 86_400))
     tokens = 1e6 * 256 * (0.9 * 128 + 0.1 * 512)
-    least = 6 * 85e6 * tokens / (16 * 123e12) / 86_400      # days at the peak, blocks alone
+    # days at the peak FLOP/s, counting only blocks
+    least = 6 * 85e6 * tokens / (16 * 123e12) / 86_400
     assert 1.5 * least < numbers["bert-base-4-days"].kit["16 TPU v3"] < 5 * least
 
 
 def test_skipped_zeros_by_another_route():
-    """Lanes of binomial length: a draw of many has the same slowest lane as the formula."""
+    """The lengths of lanes are binomial. A simulation has the same mean length of the slowest
+    lane as the formula."""
     import numpy as np
     slowest = np.random.default_rng(0).binomial(4096, 0.1, (400, 256)).max(axis=1).mean()
     assert claim_numbers.lanes_times(256) == pytest.approx(4096 / slowest, rel=0.005)
 
 
 def test_attention_alone_cubes_what_is_left(numbers):
-    """Dong et al. 2021; a causal mask does not."""
-    found = numbers["skipless-rank-collapse"]
-    assert all(2.8 < power < 3.4 for power in found.kit.values()) and found.elsewhere["causal"] < 2
+    """Expected: Dong et al. 2021: without a mask, the power is 3. With a causal mask, it is
+    below 2."""
+    claim_numbers = numbers["skipless-rank-collapse"]
+    assert all(2.8 < power < 3.4
+               for power in claim_numbers.kit.values()) and claim_numbers.elsewhere["causal"] < 2
 
 
 def test_importance_is_the_record_over_the_cost_of_scores(numbers):
-    """The formula is within 10% of what was measured, so that either gives the verdict."""
-    found = numbers["importance-sampling"]
-    for case, value in found.kit.items():
-        assert value == pytest.approx(found.measured[case], rel=0.1)
-        assert found.elsewhere[f"{case}, scores for nothing"] == pytest.approx(
-            found.measured[case] * 4 / 3)
+    """The formula is within 10% of the measurement, so both give the same verdict."""
+    numbers_of_claim = numbers["importance-sampling"]
+    for case, value in numbers_of_claim.kit.items():
+        assert value == pytest.approx(numbers_of_claim.measured[case], rel=0.1)
+        assert numbers_of_claim.elsewhere[f"{case}, scores for nothing"] == pytest.approx(
+            numbers_of_claim.measured[case] * 4 / 3)
 
 
 # The file, the page and the command.
@@ -320,18 +335,18 @@ def test_rows_are_whole(numbers):
 
 
 def test_lora_leaves_the_weights(numbers):
-    """Of 2 bytes a weight, 2 of its gradient and 8 of its moments 2 stay, where activations are
-    few; of 4, 4 and 8 at least 4."""
-    found = numbers["lora-3x"]
-    assert (found.elsewhere["GPT-3 175B, weights in 16 bits and blocks recomputed"]
+    """By hand: 2 bytes per weight, 2 for its gradient and 8 for its moments become 2, if
+    activations are small. With 4, 4 and 8 bytes, at least 4 remain."""
+    claim_numbers = numbers["lora-3x"]
+    assert (claim_numbers.elsewhere["GPT-3 175B, weights in 16 bits and blocks recomputed"]
             == pytest.approx((2 + 2 + 8) / 2, rel=0.03))
-    assert (max(found.kit, key=found.kit.get) == "GPT-3 175B"
-            and all(1 < times < (4 + 4 + 8) / 4 for times in found.kit.values()))
+    assert (max(claim_numbers.kit, key=claim_numbers.kit.get) == "GPT-3 175B"
+            and all(1 < times < (4 + 4 + 8) / 4 for times in claim_numbers.kit.values()))
 
 
 @pytest.mark.parametrize("shown", sorted({claim.shown for claim in CLAIMS.values()}))
 def test_what_is_named_shows_it(shown, capsys):
-    """A command that runs, or a heading that is in the notebook."""
+    """`shown by` is a command that runs, or a heading that exists in the notebook."""
     if shown.startswith("lpkit "):
         assert cli.main(shlex.split(shown)[1:]) == 0 and capsys.readouterr().out.strip()
         return
@@ -352,9 +367,9 @@ def test_the_command(capsys, monkeypatch):
     assert ([row["name"] for row in rows] == list(CLAIMS)
             and all(isinstance(row["kit"], dict) for row in rows))
     assert cli.main(["claims", "lion-lighter"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     claim = CLAIMS["lion-lighter"]
-    assert all(" ".join(words.split()) in " ".join(said.split())
+    assert all(" ".join(words.split()) in " ".join(printed.split())
                for words in (claim.says, claim.source, claim.why, claim.verdict))
     assert cli.main(["claims", "lion-lighter", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == next(row for row in pages.rows()

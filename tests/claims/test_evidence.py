@@ -1,9 +1,9 @@
-"""The bench for a machine that is at hand for minutes: what it meets is a line, and nothing is done
-twice.
+"""The bench for a GPU that is available for minutes: each result is written as a line at once, and
+nothing is measured twice.
 
-Only these tests catch: a case that hangs or crashes and takes the others' minutes, a result that is
-lost or measured again, a record that predictions do not read, and a smoke that passes a recipe
-which learns something else.
+Only these tests catch: a case that hangs or crashes and uses the time of the others, a result
+that is lost or measured again, a record that predictions do not read, and a smoke test that
+passes a recipe with which a model does not learn.
 """
 
 import argparse
@@ -72,8 +72,8 @@ def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path):
     cases = ["good", "fails", "fails in part", "crashes", "after a crash", "hangs", "last"]
     commands = {case: ("-c", CASE, str(tmp_path), case) for case in cases}
     budget = 8 * patience()
-    # in a process of its own, as the command is: what other tests have forked holds no pipe of a
-    # case open
+    # in a process of its own, as in the command: processes that other tests have forked then cannot
+    # hold a pipe of a case open
     piece = ("import json, math, sys; from pathlib import Path; from tests.bench import evidence; "
              "evidence.LEAST_SECONDS = 0.5; "
              "evidence._piece('bad', json.loads(sys.argv[1]), float(sys.argv[2]), math.inf, "
@@ -122,15 +122,16 @@ def test_a_case_that_began_late_is_no_error(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """An update, a recipe and a kernel, through the command, twice: the second time there is
-    nothing left to do."""
-    def one(piece, case, on):
+    """An update, a recipe and a kernel, through the command, twice: the second time, nothing is
+    left to do."""
+    def lines_of_piece(piece, case, on):
         return {case: piece(on)[case]}
 
     some = {"recipes": "fp8-delayed", "steps": "eager", "kernels": "rotary"}
     pieces = {name: evidence.PIECES[name] for name in some}
     monkeypatch.setattr(evidence, "PIECES",
-                        {name: replace(piece, commands=partial(one, piece.commands, some[name]))
+                        {name: replace(piece,
+                                       commands=partial(lines_of_piece, piece.commands, some[name]))
                                              for name, piece in pieces.items()})
     words = ["bench", "evidence", "--out", str(tmp_path), "--pieces", ",".join(some), "--json"]
     assert cli.main(words) == 0
@@ -141,9 +142,9 @@ def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert not [line["error"] for line in lines.values() if "error" in line]
     assert [case["ratio"] for case in result["cases"]] == [1, 1, 1]
     for name in ("recipes", "steps"):
-        said = lines[name]["said"]
-        assert (said["status"] == "complete" and said["tokens_per_second"] > 0
-                and said["chosen"]["compile"]["used"] == "off")
+        printed = lines[name]["said"]
+        assert (printed["status"] == "complete" and printed["tokens_per_second"] > 0
+                and printed["chosen"]["compile"]["used"] == "off")
     assert lines["kernels"]["said"]["name"] == "kernels"
     facts = json.loads((tmp_path / "provenance.json").read_text())
     assert (facts["versions"]["torch"] and "commit" in facts
@@ -163,14 +164,14 @@ def test_each_call_fits_into_four_minutes_and_is_commands_that_exist(monkeypatch
     assert "launch" in calls[0], "it starts ranks on CPUs"
     for on in map(torch.device, ("cpu", "cuda")):
         monkeypatch.setattr(evidence, "runs_here", lambda on: ["fp8-tensorwise"])
-        found = {name: piece.commands(on) for name, piece in evidence.PIECES.items()}
-        tests = [*found["tests"]]
+        commands = {name: piece.commands(on) for name, piece in evidence.PIECES.items()}
+        tests = [*commands["tests"]]
         assert tests[:4] == ["test_kernels", "test_cast_operand", "test_flash_attention",
                              "test_gpu"]
         assert {"test_memory", "test_cast_gather"} <= {*tests[4:]}
-        assert {"bf16", "mxfp8", "fp8-delayed"} <= found["recipes"].keys()
-        assert {"rms-norm", "cast-mx", "linear-cross-entropy"} <= found["kernels"].keys()
-        for words in (words for commands in found.values() for words in commands.values()):
+        assert {"bf16", "mxfp8", "fp8-delayed"} <= commands["recipes"].keys()
+        assert {"rms-norm", "cast-mx", "linear-cross-entropy"} <= commands["kernels"].keys()
+        for words in (words for commands in commands.values() for words in commands.values()):
             if words[:2] == ("-m", "lpkit"):
                 parser = argparse.ArgumentParser()
                 parser.add_argument("--json", action="store_true")
@@ -188,11 +189,12 @@ def test_each_call_fits_into_four_minutes_and_is_commands_that_exist(monkeypatch
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Commands that would have run."""
-    found = []
-    monkeypatch.setattr(evidence, "_ended", lambda words, *_: found.append(words) or {"said": {}})
+    """The list of commands that would have run."""
+    commands = []
+    monkeypatch.setattr(evidence, "_ended", lambda words, *_: commands.append(words)
+                        or {"said": {}})
     monkeypatch.setattr(evidence, "runs_here", lambda on: [])
-    return found
+    return commands
 
 
 def test_pieces_by_name_run_alone_and_as_given(ran, tmp_path):
@@ -224,7 +226,7 @@ def test_fsdp2_needs_several_gpus(ran, tmp_path, monkeypatch):
         evidence.run(out=tmp_path, pieces="fsdp2")
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["evidence", "--pieces", "smok,linear"], "there is no piece of the evidence 'smok'; did you "
                                               "mean 'smoke'?"),
     (["evidence", "--pieces", ""], "there is no piece of the evidence ''; choose one of"),
@@ -234,13 +236,13 @@ def test_fsdp2_needs_several_gpus(ran, tmp_path, monkeypatch):
     (["evidence", "--call", "1", "--pieces", "smoke"], "--call must be 1, 2, 3, without --pieces"),
     (["evidence", "--wheels", "nowhere"], "--wheels: nowhere has no file *.whl; `pip download"),
 ])
-def test_an_unknown_piece_is_one_sentence(words, said, ran, tmp_path, capsys):
+def test_an_unknown_piece_is_one_sentence(words, message, ran, tmp_path, capsys):
     assert cli.main(["bench", *words, "--out", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err and not ran and not [*tmp_path.iterdir()]
+    assert message in capsys.readouterr().err and not ran and not [*tmp_path.iterdir()]
 
 
 def test_a_child_finds_this_checkout_first_and_then_what_was_named(tmp_path, monkeypatch):
-    """Also by a relative path, though it runs in a folder of its own."""
+    """The package is found by a relative path, too, although a case runs in a folder of its own."""
     (tmp_path / "wheels" / "lpkit").mkdir(parents=True)
     (tmp_path / "wheels" / "lpkit" / "__init__.py").write_text("")
     (tmp_path / "wheels" / "brought_along.py").write_text("is_here = 7")
@@ -257,7 +259,7 @@ def test_a_child_finds_this_checkout_first_and_then_what_was_named(tmp_path, mon
 
 
 def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_path):
-    def said(name, device, met=True, **case):
+    def bench_line(name, device, met=True, **case):
         return {"case": case["case"], "said": {"name": name, "device": device, "met": met,
             "date": "2026-01-01", "cases": [case]}}
 
@@ -265,9 +267,10 @@ def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_pat
               "peer_median": 0.0105}
     gpu = "NVIDIA H200"
     lines = {
-        "linear": [said("fp8-linear", gpu, **linear)],
-        "kernels": [said("kernels", gpu, case="a"), said("kernels", gpu, met=False, case="b"),
-                    said("kernels", "a CPU", case="c"),
+        "linear": [bench_line("fp8-linear", gpu, **linear)],
+        "kernels": [bench_line("kernels", gpu, case="a"),
+                    bench_line("kernels", gpu, met=False, case="b"),
+                    bench_line("kernels", "a CPU", case="c"),
                     {"case": "d", "error": "RuntimeError: no", "said": "half"}],
         "doctor": [{"case": "doctor", "said": {"device": gpu}}],
         "tests": [{"case": "test_gpu", "said": "8 passed"}]}
@@ -279,10 +282,10 @@ def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_pat
     assert records.keys() == {"fp8-linear-nvidia-h200.json", "kernels-nvidia-h200.json"}
     kernels = records["kernels-nvidia-h200.json"]
     assert [case["case"] for case in kernels["cases"]] == ["a", "b"] and not kernels["met"]
-    found, without = (efficiency(CATALOGUE["h200"], folder=folder)
+    with_records, without = (efficiency(CATALOGUE["h200"], folder=folder)
                       for folder in (tmp_path / "measured", tmp_path))
-    assert ("fp8-linear-nvidia-h200.json" in found.source
-            and found.products["fp8"] != without.products["fp8"])
+    assert ("fp8-linear-nvidia-h200.json" in with_records.source
+            and with_records.products["fp8"] != without.products["fp8"])
 
 
 def test_facts_of_both_sizes_are_in_one_record(tmp_path):
@@ -331,12 +334,13 @@ PAGE = PACKAGE.parent / "docs" / "gpu.md"
 
 
 def test_the_page_says_what_there_is():
-    """Pieces with their budgets, extras (docs/parallel.md has accelerate, docs/sweep.md sweep,
-    submitit and ray, docs/teach.md room), options, what predictions read, and what a GPU multiplies
-    itself."""
+    """The page lists all pieces with their budgets, the extras (except accelerate in
+    docs/parallel.md, sweep, submitit and ray in docs/sweep.md, and room in docs/teach.md), the
+    options, the records that predictions read, and the formats that a GPU multiplies in
+    hardware."""
     page = PAGE.read_text()
-    said = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
-    assert said == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
+    assert rows == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
     extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"][
         "optional-dependencies"]
     assert {*re.findall(r"pip install -e '\.\[(\w+)\]'", page)} == extras.keys() - {"accelerate",
@@ -354,19 +358,19 @@ def test_the_page_says_what_there_is():
 
 
 def test_every_measured_number_of_the_page_is_made_from_a_record():
-    """The page said 0.93 to 1.00 of RMSNorm, whose record has 0.645, and that int8 is slower
-    everywhere; its ceilings and its table of CUDA graphs had no record."""
+    """Earlier, the page had 0.93 to 1.00 for RMSNorm, whose record has 0.645, and called int8
+    slower everywhere; its ceilings and its table of CUDA graphs had no record."""
     text = PAGE.read_text()
     assert text == gpu.page(), "python -m tests.pages gpu"
-    made = text[text.index(gpu.BEGIN):text.index(gpu.END)]
-    prose = text.replace(made, "")
+    section = text[text.index(gpu.BEGIN):text.index(gpu.END)]
+    prose = text.replace(section, "")
     assert not re.findall(r"\d (?:ms|us|TB/s|TFLOP/s|GB)\b|\d times|\d% ", prose)
-    assert "| rms-norm | forward | 0.64 to 0.95 |" in made, "0.645, 0.927, 0.950"
-    assert "| cast-tensor | forward | 0.32 to 0.73 |" in made
-    assert "int8 0.61 to 1.13 times as fast as bf16, and faster at 3 of 12 shapes" in made
+    assert "| rms-norm | forward | 0.64 to 0.95 |" in section, "0.645, 0.927, 0.950"
+    assert "| cast-tensor | forward | 0.32 to 0.73 |" in section
+    assert "int8 0.61 to 1.13 times as fast as bf16, and faster at 3 of 12 shapes" in section
     for path in MEASURED.glob("*-nvidia-h200*.json"):
         commit = json.loads(path.read_text())["commit"]
-        assert f"| {commit}{' (with uncommitted changes)' * commit.endswith('+')} |" in made
+        assert f"| {commit}{' (with uncommitted changes)' * commit.endswith('+')} |" in section
 
 
 # ---- the smoke
@@ -381,9 +385,9 @@ def some(monkeypatch):
 
 def test_each_recipe_learns_what_bf16_learns(some, capsys):
     assert smoke.main(["--seconds", "100"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = found["recipes"]
-    assert [*rows] == [*SOME] and found["problems"] == []
+    answer = json.loads(capsys.readouterr().out)
+    rows = answer["recipes"]
+    assert [*rows] == [*SOME] and answer["problems"] == []
     for row in rows.values():
         assert len(row["losses"]) == smoke.STEPS and row["seconds"] > 0 and row["backend"]
         assert (row["losses"][0] == pytest.approx(math.log(512), rel=0.1)
@@ -404,12 +408,12 @@ def test_a_recipe_that_fails_or_learns_something_else_is_named(some, monkeypatch
 
     monkeypatch.setattr(Training, "build", build)
     assert smoke.main([]) == 1
-    told = capsys.readouterr()
-    rows = json.loads(told.out)["recipes"]
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)["recipes"]
     assert (rows["fp16"]["error"] == "RuntimeError: CUDA error: an illegal instruction"
             and "distance" not in rows["fp16"])
     assert len(rows["fp8-tensorwise"]["losses"]) == smoke.STEPS, "the others run"
-    first, second = told.err.strip().splitlines()[-2:]
+    first, second = printed.err.strip().splitlines()[-2:]
     assert first == "fp16: RuntimeError: CUDA error: an illegal instruction"
     assert (second.startswith("fp8-tensorwise: after 7 updates its loss is ")
             and second.endswith("% from bf16's"))
@@ -424,10 +428,10 @@ def test_a_loss_that_is_no_number_is_an_error_and_the_rest_is_said(some, monkeyp
             return type("Update", (), {"loss": torch.tensor(6.0 if step < 2 else math.nan)})
 
     monkeypatch.setattr(Training, "build", lambda config, **how: Sick)
-    found = smoke.run("cpu")
-    json.dumps(found, allow_nan=False)
-    assert (found["recipes"]["bf16"]["error"] == "ArithmeticError: its loss before update 3 is nan"
-            and found["recipes"]["bf16"]["losses"] == [6, 6])
+    answer = smoke.run("cpu")
+    json.dumps(answer, allow_nan=False)
+    assert (answer["recipes"]["bf16"]["error"] == "ArithmeticError: its loss before update 3 is nan"
+            and answer["recipes"]["bf16"]["losses"] == [6, 6])
     assert smoke.run("cpu", 0)["problems"] == [f"{name}: not begun: 0 s were over" for name in SOME]
 
 

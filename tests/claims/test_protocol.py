@@ -1,8 +1,8 @@
-"""Published claims that `lpkit claim` settles: the rule of their verdicts, their files, and the
+"""Published claims that `lpkit claim` tests: the rule of their verdicts, their files, and the
 record that the page shows.
 
-Only these tests catch: a published claim whose word does not follow from its verdict, a file of a
-claim that is no longer settled as its record was, and a wrong GELU of the table.
+Only these tests catch: a published claim whose word does not follow from its verdict, a file of
+a claim that gives another comparison than its record, and a wrong GELU by table.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from tests.pages import claim_numbers, claims
 RECORD, FOUND = protocol.recorded()
 
 
-@pytest.mark.parametrize("expects, verdict, gain, low, said", [
+@pytest.mark.parametrize("expects, verdict, gain, low, message", [
     ("better", "better", 0.03, 0.01, "confirmed"), ("better", "better", 0.01, 0.001, "smaller"),
     ("better", "no difference", 0.01, -0.01, "not seen"),
     ("better", "worse", -0.01, -0.03, "refuted"),
@@ -32,9 +32,9 @@ RECORD, FOUND = protocol.recorded()
     ("no worse", "no difference", -0.01, -0.019, "confirmed"),
     ("no worse", "no difference", -0.01, -0.021, "not seen"),
     ("no worse", "worse", -0.001, -0.002, "refuted")])
-def test_a_verdict_follows_from_what_was_found(expects, verdict, gain, low, said):
+def test_a_verdict_follows_from_what_was_found(expects, verdict, gain, low, message):
     assert protocol.word(expects, {"verdict": verdict, "gain": gain, "interval": [low, 1.0]},
-                         0.02) == said
+                         0.02) == message
 
 
 def test_each_sentence_has_a_file_that_can_be_settled_and_a_reason():
@@ -52,19 +52,19 @@ def test_each_sentence_has_a_file_that_can_be_settled_and_a_reason():
 
 
 def test_the_page_has_enough_that_held_and_enough_that_did_not():
-    said = [protocol.word(row["expects"], FOUND[name]["verdicts"][0], 0.02)
+    verdicts = [protocol.word(row["expects"], FOUND[name]["verdicts"][0], 0.02)
             for name, row in protocol.published().items()]
-    assert said.count("confirmed") >= 3 and len(said) - said.count("confirmed") >= 3
+    assert verdicts.count("confirmed") >= 3 and len(verdicts) - verdicts.count("confirmed") >= 3
     page = "\n".join(claims._by_protocol())
-    for name, one in FOUND.items():
-        assert f"| `{name}` | " in page and f"{one['verdicts'][0]['gain']:+.2%}" in page
+    for name, record in FOUND.items():
+        assert f"| `{name}` | " in page and f"{record['verdicts'][0]['gain']:+.2%}" in page
 
 
 def test_searches_are_judged_by_a_paired_test_on_what_was_recorded():
-    """Against scipy-free arithmetic: the mean log ratio of the best of 20 trials, and its t."""
+    """By hand: the mean log ratio of the best of 20 trials, and its t."""
     record = max((json.loads(path.read_text())
                   for path in claim_numbers.MEASURED.glob("tpe-random-*.json")),
-        key=lambda one: one["date"])
+        key=lambda record: record["date"])
     gains = [math.log(min(other) / min(mine)) for mine, other in zip(record["losses"]["tpe"],
         record["losses"]["random"], strict=True)]
     [verdict] = protocol.searched()["verdicts"]
@@ -77,7 +77,7 @@ def test_searches_are_judged_by_a_paired_test_on_what_was_recorded():
 
 @pytest.fixture
 def gelu_by_table():
-    """It adds a row, which other tests of this process must not find."""
+    """In a process of its own, because it adds a row, which other tests must not find."""
     before = dict(MLPS)
     yield importlib.import_module("lessons.gelu_by_table")
     sys.modules.pop("lessons.gelu_by_table")
@@ -86,8 +86,8 @@ def gelu_by_table():
 
 
 def test_gelu_by_table_is_gelu_where_lines_meet_and_near_it_between(gelu_by_table):
-    """Linear interpolation is off by h^2 / 8 times the most of |f''|, which is 2 phi(0) for GELU;
-    at the ends it bends to 0 and to x."""
+    """The error of linear interpolation is h^2 / 8 times the maximum of |f''|, which is 2 phi(0)
+    for GELU. At the ends, the table continues as 0 and as x."""
     x = torch.linspace(-8, 8, 4001, requires_grad=True)
     y, exact = gelu_by_table.gelu(x), torch.nn.functional.gelu(x)
     within = gelu_by_table.WIDE**2 / 8 * 2 / math.sqrt(2 * math.pi)
@@ -98,16 +98,17 @@ def test_gelu_by_table_is_gelu_where_lines_meet_and_near_it_between(gelu_by_tabl
     assert (y[x < -4] == 0).all() and torch.equal(y[x >= 4], x[x >= 4])
     assert gelu_by_table.gelu(x.bfloat16()).dtype == torch.bfloat16
     [slope] = torch.autograd.grad(y.sum(), x)
-    i = 1000        # inside a line: its slope is that of two points of it
+    i = 1000     # between two entries of the table: the slope is the slope of their line
     assert slope[i] == pytest.approx(((y[i + 1] - y[i]) / (x[i + 1] - x[i])).item(), abs=1e-3)
     assert (slope[x < -4] == 0).all() and (slope[x > 4.01] == 1).all()
 
 
 def test_equal_flops_of_what_was_recorded_before_they_were_asked():
-    """SOAP lost to AdamW, which has fewer; a Muon that won would have to run again."""
+    """SOAP lost to AdamW, which has fewer FLOPs, so equal FLOPs need no further runs. A Muon
+    that won would need them."""
     for name, survives in (("soap", True), ("rope", True), ("large-batch", True), ("muon", None)):
-        found = FOUND[name]
-        assert protocol.at_equal_flops(name, found["verdicts"][0], found["tuned"]) is survives
+        recorded = FOUND[name]
+        assert protocol.at_equal_flops(name, recorded["verdicts"][0], recorded["tuned"]) is survives
     won = FOUND["muon"]["verdicts"][0] | {"verdict": "better"}
     assert protocol.at_equal_flops("muon", won, FOUND["muon"]["tuned"]) is None
     assert protocol.at_equal_flops("muon", won | {"gain": -0.1, "verdict": "worse"},

@@ -1,8 +1,8 @@
-"""`lpkit sweep --executor`: jobs of submitit and tasks of Ray give the trials that workers give,
-also when the sweep is killed.
+"""`lpkit sweep --executor`: jobs of submitit and tasks of Ray give the same trials as workers, also
+if the sweep is killed.
 
-Only these tests catch: a trial of a job of submitit or Ray that is lost, done twice or another than
-a worker's, and jobs that outlive a sweep that was told to end.
+Only these tests catch: a trial of a job of submitit or Ray that is lost, made twice or different
+from a worker's trial, and jobs that outlive a sweep that was ended.
 """
 
 import json
@@ -56,7 +56,7 @@ def started(folder, *more):
 def trials(process):
     out, err = process.communicate()
     assert process.returncode == 0, err
-    return [{key: one[key] for key in SAID} for one in json.loads(out)["trials"]]
+    return [{key: trial[key] for key in SAID} for trial in json.loads(out)["trials"]]
 
 
 def test_the_file_and_the_table_have_the_same_executors():
@@ -68,19 +68,19 @@ def test_the_file_and_the_table_have_the_same_executors():
 
 def test_a_job_that_cannot_be_is_refused_in_one_sentence(name, tmp_path):
     with ExitStack() as stack, pytest.raises(ConfigError,
-            match=r"job is none of .*num_gpsu") as error:
+            match=r"does not take this job: .*num_gpsu") as error:
         executors.EXECUTORS[name](tmp_path, {"num_gpsu": 1}, stack)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
 def test_others_make_the_trials_that_workers_make_also_after_a_kill(name, tmp_path):
-    """What a killed sweep handed out goes on or ends; whoever comes next waits for it, and no trial
-    is done twice."""
+    """The jobs of a killed sweep finish or end. The next sweep waits for a job that is still
+    running, and no trial is made twice."""
     for folder in ("theirs", "ours"):
         (tmp_path / folder).mkdir()
     whole = trials(started(tmp_path / "ours"))
-    assert any(one["pruned"] for one in whole)
+    assert any(trial["pruned"] for trial in whole)
     process, out = started(tmp_path / "theirs", "--executor", name), tmp_path / "theirs" / "out"
     while not list(out.glob("*/metrics.jsonl")):
         assert process.poll() is None, process.communicate()
@@ -88,14 +88,14 @@ def test_others_make_the_trials_that_workers_make_also_after_a_kill(name, tmp_pa
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    found = trials(started(tmp_path / "theirs", "--executor", name))
-    assert found == whole
+    their_trials = trials(started(tmp_path / "theirs", "--executor", name))
+    assert their_trials == whole
     assert not psutil.wait_procs(children, timeout=30)[1], "nothing goes on for ever"
     assert not [path for path in out.iterdir() if (path.is_dir() and path.name != name)
                 or path.suffix in (".lock", ".stop")]
-    for pipe in (process.stdout, process.stderr):       # jobs that outlived it held them
+    for pipe in (process.stdout, process.stderr):     # jobs that outlive the sweep hold these locks
         pipe.close()
-    assert ({records.read(out / f"{one['name']}.json")["name"] for one in found}
+    assert ({records.read(out / f"{trial['name']}.json")["name"] for trial in their_trials}
             == {path.stem for path in out.glob("*.json")})
 
 

@@ -1,8 +1,9 @@
-"""The verdict: its arithmetic by hand and against torchao's roofline, and that it says no where no
-is true.
+"""The verdict of `lpkit advise`: its arithmetic by hand and by torchao's roofline, and a verdict of
+no where low precision is not faster.
 
-Only these tests catch: a cast or a product that is priced otherwise than it moves bytes, an advice
-for FP8 where published or recorded steps were slower, and a record of another machine that counts.
+Only these tests catch: a cast or a matmul whose time does not follow from the bytes that it
+moves, advice for FP8 where published or recorded steps were slower, and a record of another
+machine that is used.
 """
 
 import json
@@ -35,8 +36,8 @@ from tests.precision.step_cost import step_cost
 
 TENSOR, ROW = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0)))
 TENSORWISE, ROWWISE = (Recipe(name=name, dtype="fp8",
-                              casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))
-                              for name, one in (("tensor", TENSOR), ("row", ROW)))
+                              casts=dict.fromkeys(("y", "dx", "dw"), (recipe, recipe)))
+                              for name, recipe in (("tensor", TENSOR), ("row", ROW)))
 PLAIN = Efficiency(products={"bf16": 1.0, "fp8": 1.0}, attention=1, bandwidth=1, casts=1,
                    kernel_seconds=0, fused=1, source="")
 SIMPLE = Machine(name="simple", title="Simple", memory_bytes=10**12, bytes_per_second=1e12,
@@ -49,7 +50,7 @@ CPU = Machine(name="this", title="a CPU", kind="cpu", memory_bytes=10**10, bytes
 
 
 def gpt(layers, width, batch=32):
-    """65k tokens of nanochat's sizes."""
+    """A config with the model sizes of nanochat, and 65k tokens per update."""
     return Config(global_batch=batch, model=ModelConfig(layers=layers, width=width,
         heads=width // 128, vocab=32_768, context=2048))
 
@@ -59,15 +60,15 @@ def linear(M, N, K):
 
 
 def test_one_linear_by_hand():
-    """M = N = K = 1000 n: three products of 2 n^3 1e9 FLOPs each; three tensors of n^2 1e6
-    elements."""
+    """By hand, M = N = K = 1000 n: three matmuls of 2 n^3 1e9 FLOPs each; three tensors of n^2
+    1e6 elements."""
     got = linear_cost(linear(1000, 1000, 1000), TENSORWISE, SIMPLE, PLAIN)
     result = 1e6 * 2 / 1e12
     assert got.base_seconds == pytest.approx(3 * (2e9 / 1e15 if 2e9 / 1e15 > 4e6 / 1e12
         else 4e6 / 1e12) + 3 * result + 6e6 / 1e12)
     assert got.product_seconds == pytest.approx(3 * max(2e9 / 2e15, 2e6 / 1e12) + 3 * result)
-    # x and g: read 2 bytes for the amax, read 2 and write 1 + 1; w the same with 4 bytes of float32
-    # (and four scales of 4 bytes)
+    # x and g: read 2 bytes for the amax, then read 2 bytes and write 1 + 1; the same for w, with
+    # 4 bytes of float32 (and four scales of 4 bytes)
     assert got.cast_seconds == pytest.approx((2 * (2 + 2 + 2) + (4 + 4 + 2)) * 1e6 / 1e12, rel=1e-4)
 
 
@@ -84,16 +85,16 @@ def test_a_product_is_bound_by_arithmetic_or_by_its_operands():
     (ROWWISE, {"float8_recipe_name": "rowwise", "mx_recipe_name": None})],
     ids=["tensorwise", "rowwise"])
 def test_casts_move_what_torchaos_roofline_says(recipe, theirs, role, shape):
-    """Bytes at 1 byte a second; theirs leave out the scales. (Of MXFP8 it has a kernel for each
-    layout; here one writes both.)"""
+    """Bytes, as seconds at 1 byte per second. torchao leaves out the scales. (For MXFP8, it has
+    a kernel for each layout; here, one kernel writes both.)"""
     pytest.importorskip("torchao")
     from torchao.testing.training.roofline_utils import get_tensor_memory_traffic_ovhd_s
 
     specs = {"peak_mem_bw_bytes_sec": 1.0, "pct_achievable_mem_bw": 1.0}
     name = {"x": "input", "g": "grad_output"}[role]
     want = sum(float(s) for s in get_tensor_memory_traffic_ovhd_s(specs, *shape, name, **theirs))
-    got = sum(one.bytes for one in cast_passes(recipe, M=4096, K=8192, N=16_384)
-              if one.tensor == role)
+    got = sum(cast_pass.bytes for cast_pass in cast_passes(recipe, M=4096, K=8192, N=16_384)
+              if cast_pass.tensor == role)
     assert got == pytest.approx(want, rel=0.02)
 
 
@@ -111,15 +112,16 @@ def test_amdahl():
 
 
 def test_the_efficiency_that_is_said_is_that_of_the_stack():
-    """It was the default's, beside seconds of another."""
-    said = advise(gpt(12, 768).replace({"system.stack": "megatron"}), "h200",
+    """An error of the past: the efficiency that was printed was that of the default stack, but
+    the seconds were of another stack."""
+    efficiency = advise(gpt(12, 768).replace({"system.stack": "megatron"}), "h200",
                   recipes=["fp8-tensorwise"])
-    assert ("Megatron-Core" in said.efficiency.source
-            and "torch.compile" not in said.efficiency.source)
+    assert ("Megatron-Core" in efficiency.efficiency.source
+            and "torch.compile" not in efficiency.efficiency.source)
 
 
 def test_wider_is_better_and_never_backwards():
-    """Same tokens, same depth."""
+    """Both have the same number of tokens and layers."""
     reached = evidence.efficiency(CATALOGUE["h200"])
     speedups = [step_cost(gpt(12, width), TENSORWISE, CATALOGUE["h200"], reached).speedup
                 for width in (256, 512, 768, 1536, 3072, 6144)]
@@ -127,15 +129,16 @@ def test_wider_is_better_and_never_backwards():
             < 2)
 
 
-# What others published, beside the formula. Theirs: conditions and versions are in the sources.
+# Published speed-ups, next to the formula's. Conditions and versions are in the sources.
 # https://github.com/pytorch/ao/blob/main/torchao/float8/README.md
 
-META_H100 = replace(CATALOGUE["h100"], bytes_per_second=2.4e12)    # of torchao's tables
+META_H100 = replace(CATALOGUE["h100"], bytes_per_second=2.4e12)     # from the tables of torchao
 
 
 def published() -> Comparison:
-    """Published speed-ups as `measured`, the formula's beside them. The second fixed the assumed
-    FP8 efficiency, both of rowwise together `casts.FINE_SHARE`."""
+    """Published speed-ups are `measured`; the formula's are next to them. The second row was
+    used to fit the assumed efficiency of FP8, and both rows of rowwise to fit
+    `casts.FINE_SHARE`."""
     tensorwise = replace(predict_casts.TENSORWISE, kept={"head": 1})
     row = Cast(format="e4m3fn", block=(1, ALL))
     rowwise = replace(tensorwise, casts=dict.fromkeys(tensorwise.casts, (row, row)),
@@ -168,8 +171,8 @@ def published() -> Comparison:
 
 
 def test_published_figures():
-    """Within 15% of every one, and on the same side of 1. (The second fixed the 0.68; rowwise
-    together, its 0.8.)"""
+    """Every prediction is within 15% of the publication, and on the same side of 1. (The second
+    row was used to fit 0.68; those of rowwise to fit 0.8.)"""
     page = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
     for row in published():
         assert abs(row.error) < 0.15, (row.name, row.formula)
@@ -193,21 +196,21 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
     assert wide["mxfp8"].status == "emulated" and wide["mxfp8"].speedup < 1
 
 
-@pytest.mark.parametrize("machine, config, choice, said", [
-    # int8 is native there, and does not pay
+@pytest.mark.parametrize("machine, config, choice, message", [
+    # int8 is native on this machine, but not faster
     ("a100-80", gpt(12, 768), "bf16", "casts cost more time"),
     ("t4", gpt(12, 768), "fp16", "fp16: "),
     # fp8-delayed before: NVFP4's casts were taken as many kernels. They are one
     # (`kernels/fused_cast.py`), and NVIDIA's step of
     # Llama 3 8B on GB200 is 1.59 times as fast in NVFP4
     ("b200", gpt(32, 4096), "nvfp4", "times as fast")])
-def test_other_machines(machine, config, choice, said, tmp_path):
+def test_other_machines(machine, config, choice, message, tmp_path):
     got = advise(config, machine, measured=tmp_path)
-    assert got.choice == choice and said in got.sentence
+    assert got.choice == choice and message in got.sentence
 
 
 def test_a_history_saves_a_pass(tmp_path):
-    """It is in the graph of torch.compile as every recipe is, and needs no amax before its cast."""
+    """It is in the graph of torch.compile, like every recipe, and needs no amax before its cast."""
     got = advise(gpt(26, 1664), "h200", measured=tmp_path)
     assert got["fp8-delayed"].speedup > got["fp8-tensorwise"].speedup
 
@@ -238,7 +241,7 @@ def test_layers_that_are_kept_stay():
     assert row.kept == {"head": 1, "attention.qkv": 1, "attention.out": 1, "mlp.up": 1,
                         "mlp.down": 1} and row.dtype == "fp4"
     cost = step_cost(Config(), row, CATALOGUE["b200"])
-    assert ({one.name: one.calls for one in cost.linears}
+    assert ({linear.name: linear.calls for linear in cost.linears}
             == dict.fromkeys(("attention.qkv", "attention.out", "mlp.up", "mlp.down"), 3))
 
 
@@ -259,11 +262,11 @@ def test_a_recorded_linear_says_what_fp8_reaches_beside_bf16(tmp_path):
     record(tmp_path, "fp8-linear", "NVIDIA H200", [{
         "case": f"{M}x{K} @ {K}x{N}", "peer": "bf16", "ours_median": cost.seconds,
         "peer_median": cost.base_seconds - weight_cast}])
-    found = evidence.efficiency(on, folder=tmp_path)
-    assert found.products["bf16"] == known.products["bf16"], (
+    efficiency = evidence.efficiency(on, folder=tmp_path)
+    assert efficiency.products["bf16"] == known.products["bf16"], (
         "what a step keeps of it is fitted to steps")
-    assert found.products["fp8"] == pytest.approx(0.5 / 0.7 * known.products["bf16"], rel=1e-3)
-    assert "recorded: fp8-linear-h200.json" in found.source
+    assert efficiency.products["fp8"] == pytest.approx(0.5 / 0.7 * known.products["bf16"], rel=1e-3)
+    assert "recorded: fp8-linear-h200.json" in efficiency.source
     h100 = CATALOGUE["h100"]
     assert (evidence.efficiency(h100, folder=tmp_path) == evidence.efficiency(h100)
             and not recorded_steps(h100, "bf16", tmp_path)), "another machine's file says nothing"
@@ -287,8 +290,9 @@ def test_a_recorded_step_of_the_same_model_is_the_answer(tmp_path):
 
 
 def test_an_advice_that_was_wrong_is_not_given_again(tmp_path):
-    """26 layers of 1,664 on an H200, where FP8 was to be 1.29 times as fast: 1.13 with CUDA graphs
-    (data/measured), and slower than bf16 before, since kernels one by one kept the GPU waiting."""
+    """A model of 26 layers and width 1,664 on an H200. FP8 was predicted to be 1.29 times as
+    fast, and is 1.13 times as fast with CUDA graphs (data/measured). Without CUDA graphs it is
+    slower than bf16, because the GPU waited between kernels."""
     model = {"model.layers": 26, "model.width": 1664, "model.heads": 13, "model.vocab": 50_304,
              "model.context": 1024}
     config = Config().replace(model | {"global_batch": 8})
@@ -305,9 +309,9 @@ def test_an_advice_that_was_wrong_is_not_given_again(tmp_path):
 
 
 def test_int8_is_as_slow_as_it_was_recorded():
-    """It was recommended for llama-8b on an H200, 1.15 times as fast, where eight of its products,
-    recorded alone, have 0.3 to 0.97 of bf16's speed. The bare product is faster in another record,
-    without the scales of its result, and the answer names both."""
+    """int8 was recommended for llama-8b on an H200 (1.15 times as fast), where eight of its
+    matmuls, recorded one by one, have 0.3 to 0.97 of bf16's speed. In another record, the bare
+    matmul without the scales of its result is faster. The answer names both records."""
     got = advise(preset("llama-8b"), "h200", recipes=["int8"])
     assert got.choice == "bf16" and 0.7 < got["int8"].speedup < 0.85
     assert re.search(r"matmuls in fewer bits are slower \(int8: 0\.\d\d times the speed, formula, "
@@ -316,8 +320,8 @@ def test_int8_is_as_slow_as_it_was_recorded():
     assert got.to_dict()["sources"][1].startswith("int8: formula, matmuls")
     gpt2 = gpt(12, 768, batch=8)        # 16,384 tokens, as recorded
     on = CATALOGUE["h200"]
-    cost = next(one for one in advise(gpt2, on, recipes=["int8"])["int8"].cost.linears
-                if one.name == "mlp.up")
+    cost = next(linear for linear in advise(gpt2, on, recipes=["int8"])["int8"].cost.linears
+                if linear.name == "mlp.up")
     cases = json.loads((evidence.MEASURED / "fp8-products-nvidia-h200.json").read_text())["cases"]
     recorded = {case["case"].split(", ")[0]: case["ratio"] for case in cases
                 if "int8, full" in case["case"] and ("768" in case["case"])}
@@ -327,13 +331,14 @@ def test_int8_is_as_slow_as_it_was_recorded():
                                      ("dx 16384x3072x768", 16_384, 3072, 768),
                                      ("dw 3072x16384x768", 3072, 16_384, 768)))
     assert cost.product_seconds == pytest.approx(want)
-    # another machine, or another's kernels: nothing is recorded
+    # on another machine, or with kernels of another library, nothing is recorded
     for other in (advise(gpt2, "h100"), advise(gpt2.replace({"system.stack": "megatron"}), on)):
         assert "matmuls" not in other["int8"].source
 
 
 def test_recorded_products_bring_every_recorded_step_nearer():
-    """Six FP8 steps of the same H200, of which no product was recorded in the step's own bench."""
+    """Six steps in FP8 on the same H200. None of their matmuls was recorded in the bench of the
+    step."""
     cases = json.loads((evidence.MEASURED / "fp8-step-nvidia-h200.json").read_text())["cases"]
     known, errors = evidence.efficiency(CATALOGUE["h200"]), []
     for case in cases:
@@ -343,8 +348,9 @@ def test_recorded_products_bring_every_recorded_step_nearer():
             config = Config().replace({
                 "model.layers": layers, "model.width": width, "model.heads": width // 128,
                 "model.vocab": 50_304, "model.context": 1024, "global_batch": 8})
-            steps = [step_time(config, "h200", precision=recipe, efficiency=one).step_seconds
-                     for one in (known, replace(known, ratios={}))]
+            steps = [step_time(config, "h200", precision=recipe,
+                               efficiency=step_efficiency).step_seconds
+                     for step_efficiency in (known, replace(known, ratios={}))]
             errors.append([abs(step / case["ours_median"] - 1) for step in steps])
     with_records, without = map(statistics.fmean, zip(*errors, strict=True))
     assert len(errors) == 6 and with_records < 0.05 < 0.06 < without
@@ -380,5 +386,5 @@ def test_the_command(capsys):
 def test_from_the_package():
     import lpkit
 
-    # of a model of others: tests/modules/test_modules.py
+    # for models of other libraries: tests/modules/test_modules.py
     assert lpkit.advise(Config(), "h100").to_dict() == advise(Config(), "h100").to_dict()

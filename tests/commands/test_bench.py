@@ -1,4 +1,4 @@
-"""The harness on contenders whose answer is known. No test asserts how fast anything is.
+"""The benchmark harness on contenders whose results are known. No test asserts a speed.
 
 Only these tests catch: a race that times a wrong answer, pairs rounds wrongly or hides its worst
 case, a peer of a bench that computes something else, and a page that is older than the code.
@@ -40,7 +40,7 @@ from tests.bench.harness import paired, race, summary
 
 
 class Clock:
-    """perf_counter, driven by the contenders: time passes only when a call says so."""
+    """A fake perf_counter: its time passes only when a contender's call says so."""
 
     def __init__(self):
         self.now = 0.0
@@ -172,7 +172,7 @@ def test_loader_bench(monkeypatch):
 
 
 def test_decode_bench_has_our_weights_and_our_tokens(monkeypatch):
-    """The race itself asserts that both find the same greedy tokens."""
+    """The race itself asserts that both generate the same greedy tokens."""
     small = {"model.layers": 2, "model.width": 32, "model.heads": 4}
     monkeypatch.setattr(decode, "CASES",
                         {"gpt2": (small, 2.0), "llama": ({**small, **decode.LLAMA}, None)})
@@ -186,8 +186,8 @@ def test_decode_bench_has_our_weights_and_our_tokens(monkeypatch):
 
 @pytest.mark.dist
 def test_fsdp2_of_accelerate_has_our_losses(monkeypatch):
-    """On two CPU processes; the bench itself holds each loss to ours. One GPU has nobody to shard
-    over."""
+    """On two processes on a CPU; the bench itself compares each loss with ours. One GPU has no
+    second rank to shard over."""
     monkeypatch.setattr(fsdp2, "LEAST_STEPS", 3)
     monkeypatch.setattr(fsdp2, "gpus", lambda: 0)
     small = {"precision.recipe": "fp32", "model.layers": 2, "model.width": 32, "model.heads": 2,
@@ -214,8 +214,8 @@ def test_fsdp2_with_other_losses_is_no_figure():
 
 
 def test_nanogpt_has_our_weights_and_takes_our_updates():
-    """In float32 and with one GELU the two are one function; the next losses tell that clipping and
-    AdamW are, too."""
+    """In float32 and with the same GELU, the two models are the same function. The next losses
+    show that clipping and AdamW are equal, too."""
     config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32",
                                "model.layers": 2, "model.width": 48, "model.heads": 3,
                                "model.context": 16, "global_batch": 4, "steps": 9,
@@ -223,7 +223,8 @@ def test_nanogpt_has_our_weights_and_takes_our_updates():
     data = RandomTokens(config)
     ours = Training.build(config, data=data)
     with torch.no_grad():
-        for p in ours.model.parameters():       # biases too, so that none hides behind a zero
+        # biases, too, so that no parameter is hidden because it is zero
+        for p in ours.model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     peer = nanogpt.Peer(ours, compiled=False)
     assert {p.data_ptr() for p in ours.model.parameters()}.isdisjoint(
@@ -234,20 +235,20 @@ def test_nanogpt_has_our_weights_and_takes_our_updates():
     want = cross_entropy(ours.model(batch.tokens), batch.targets).item()
     assert peer.model(batch.tokens, batch.targets).item() == pytest.approx(want, rel=1e-6)
     mine, theirs = ([run.update(step).loss.item() for step in range(4)] for run in (ours, peer))
-    assert mine[3] < mine[0] - 0.5      # the rate is high enough to tell
+    assert mine[3] < mine[0] - 0.5     # the rate is high enough to show a difference
     assert theirs == pytest.approx(mine, rel=0.01)      # its products are in bf16
 
 
 def test_peaks_of_other_models_are_counted_without_the_kit(monkeypatch):
-    """An MLP's peak by hand: weights, two moments, step counts, the batch; and at the end of
-    backward, gradients and what the loss made."""
+    """The peak of an MLP by hand: weights, two moments, step counts and the batch; at the end of
+    backward also gradients and the output of the loss."""
     size = your_model.Size(width=64)
     monkeypatch.setattr(your_model, "SIZE", size)
     monkeypatch.setattr(your_model, "SEQUENCES", 2)
     row = your_model.peak_of("mlp", None)
     parameters, tokens = 64 * 128 + 128 + 128 * 64 + 64, 2 * size.context
     held = 4 * (3 * parameters + 4 + tokens * 64)
-    activations = 4 * tokens * (128 + 128 + 64)     # what GELU and the loss keep, and the result
+    activations = 4 * tokens * (128 + 128 + 64)     # what GELU and the loss save, and the output
     assert (row["parameters"] == parameters and row["error"] < 0.005
             and held + activations < row["measured_bytes"] < held + 2 * activations)
     assert (row["closed_bytes"] is None and row["accelerate"] in (16 * parameters, "not installed")
@@ -258,7 +259,7 @@ def test_peaks_of_other_models_are_counted_without_the_kit(monkeypatch):
 
 
 def test_linear_cross_entropy_bench(monkeypatch):
-    # at the size that is claimed
+    # at the size for which the claim is made
     assert losses.counted_bytes("in pieces") * 15 <= losses.counted_bytes("plain")
     for name, value in {"WIDTH": 16, "VOCAB": 500, "TOKENS": 64, "CHUNK": 16, "THREADS": (1,),
                         "TOKENS_HELD": 64}.items():
@@ -346,11 +347,11 @@ def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
     assert "in 1 commits" in _page.age(second, tmp_path), "another file changed before"
     assert _page.age(last, tmp_path) == _page.age(first, tmp_path / "nowhere") == ""
     gone = page("2026-01-02", "0123456789ab")
-    said = "1 commits to lpkit/ since 2026-01-02."
-    assert said in _page.age(gone, tmp_path), "of a branch that was squashed"
+    sentence = "1 commits to lpkit/ since 2026-01-02."
+    assert sentence in _page.age(gone, tmp_path), "of a branch that was squashed"
     newer = last.partition("\n\n## ")[2]
     assert _page.age(f"{gone}\n\n## {newer}", tmp_path) == "", "renewed on one machine"
     git("clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
     assert _page.age(gone, tmp_path / "shallow") == "", "git cannot tell"
-    said = f"it has no row for {NAMES[0]}."
-    assert said in _page.age(last.replace(f"| {NAMES[0]} |", ""), tmp_path)
+    sentence = f"it has no row for {NAMES[0]}."
+    assert sentence in _page.age(last.replace(f"| {NAMES[0]} |", ""), tmp_path)

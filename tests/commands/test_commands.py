@@ -1,9 +1,9 @@
-"""`key=value` and `--set key=value` are two spellings of one thing, on every command that takes
-either; and what every command says of wrong words and paths.
+"""`key=value` and `--set key=value` have the same meaning in every command that takes settings; and
+the messages of every command for wrong words and paths.
 
-Only these tests catch: a setting that one command takes from one place alone, the last of two
-values that is taken in silence, a name of a folder that moves the terminal, and a refusal that
-waits for PyTorch.
+Only these tests catch: a setting that a command takes in one form only, two values of which the
+last is taken silently, a folder whose name controls the terminal, and an error message that
+waits for the import of PyTorch.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from lpkit.presets import resolve
 from lpkit.training import runs
 
 NOTEBOOK = str(Path(__file__).parents[2] / "notebooks" / "00_start_here.ipynb")
-# what comes before a setting, what may come after it, a setting that changes the answer, the same
-# with a slip
+# words before a setting, words after it, a setting that changes the answer, and the same setting
+# with a typing mistake
 COMMANDS = {
     "predict": (["gpt2-124m"], ["--devices", "2"], "model.layers=4", "model.layes=4",
                 "model.layers"),
@@ -43,7 +43,7 @@ COMMANDS = {
 
 @pytest.fixture
 def answer(capsys, monkeypatch, tmp_path):
-    """(exit code, what the command found or was about to do, standard error)"""
+    """Return (exit code, what the command returned or was about to do, standard error)."""
     def stop(what, **options):
         raise ConfigError(f"ready {what}")
 
@@ -86,19 +86,19 @@ def test_a_run_that_goes_on_takes_a_setting_without_a_target(answer):
 
 
 def parsers(name):
-    """What reads the words of a command, and of each of its subcommands."""
+    """Return the parsers of a command and of each of its subcommands."""
     parser = cli._Parser(prog=f"lpkit {name}")
     cli.module_of(name).arguments(parser)
     below = [action.choices for action in parser._actions
              if isinstance(action, argparse._SubParsersAction)]
-    return {name: parser, **{f"{name} {sub}": one for choices in below
-                             for sub, one in choices.items()}}
+    return {name: parser, **{f"{name} {sub}": parser for choices in below
+                             for sub, parser in choices.items()}}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_words_that_argparse_refuses_are_one_sentence(name, capsys):
-    """Every option that has choices or a number, a value or none that may not be, a word that is
-    missing, an option that is not there."""
+    """Yield the arguments that can be wrong: options with choices or a number, options with a
+    value that must not be empty, missing words, and an option that does not exist."""
     for prog, parser in parsers(name).items():
         words = prog.split()
         wrong = [[*words, "--nothing-of-the-kind"]]
@@ -143,7 +143,7 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
                                            f"it as ")), err
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["predict", "cpu-3m", "--devices", "1.6e1"], None),
     (["plan", "--model", "llama-8b", "--tokens", "1,500B", "--devices", "8"], None),
     (["plan", "--model", "llama-8b", "--tokens", "1,5T", "--devices", "8"], "--tokens '1,5T' is "
@@ -178,16 +178,17 @@ def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, cap
     (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "grad_accum_steps=2"],
      "plan does not use grad_accum_steps"),
 ])
-def test_of_two_values_for_one_thing_neither_is_taken(words, said, capsys):
-    """The last was, in silence. A number may be written as any count of tokens is."""
+def test_of_two_values_for_one_thing_neither_is_taken(words, message, capsys):
+    """Earlier, the last value was taken silently. A number of tokens may be written in any of
+    its forms."""
     code = cli.main(words)
     out, err = capsys.readouterr()
-    assert ((code == 0 and out and not err) if said is None else (code, out) == (2, "")
-            and err.startswith(f"lpkit: {said}")), (code, err)
+    assert ((code == 0 and out and not err) if message is None else (code, out) == (2, "")
+            and err.startswith(f"lpkit: {message}")), (code, err)
 
 
 def test_a_wrong_choice_is_told_what_there_is(capsys):
-    for words, said in ((["notebook", "00", "--tier", "huge"],
+    for words, message in ((["notebook", "00", "--tier", "huge"],
                          "there is no tier 'huge'; choose one of cpu, gpu, smoke"),
                         (["notebook", "00", "--tier", "smok"],
                          "there is no tier 'smok'; did you mean 'smoke'?"),
@@ -197,7 +198,7 @@ def test_a_wrong_choice_is_told_what_there_is(capsys):
                                       "PRESET|config.yaml|RUN|config.json|FOLDER; see")):
         with pytest.raises(SystemExit):
             sys.exit(cli.main(words))
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_a_row_of_options_is_an_argument():
@@ -218,8 +219,8 @@ def test_a_row_of_options_is_an_argument():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, capsys):
-    """argparse asks for the usage just before it marks what it restores: interrupted there, it
-    would restore nothing it has."""
+    """argparse asks for the usage just before it stores what it must restore. If a signal
+    interrupted it there, it would restore nothing."""
     usage = argparse.ArgumentParser.format_usage
 
     def interrupted(parser):
@@ -227,7 +228,7 @@ def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, 
         return usage(parser)
 
     monkeypatch.setattr(argparse.ArgumentParser, "format_usage", interrupted)
-    # a shell has what it starts in the background ignore SIGINT
+    # a shell lets background processes ignore SIGINT
     before = signal.signal(number, signal.default_int_handler)
     try:
         assert cli.main(["predict", "cpu-3m", "--json"]) == 128 + number
@@ -267,7 +268,7 @@ def test_a_home_of_nobody_and_bytes_that_are_no_utf8_are_sentences(line, capsys,
         except SystemExit as left:
             code = left.code
         err = capsys.readouterr().err
-        sentences = [said for said in err.splitlines() if said.startswith("lpkit: ")]
+        sentences = [line for line in err.splitlines() if line.startswith("lpkit: ")]
         assert code == 2 and len(sentences) == 1 and err.replace("\n", "").isprintable(), (words,
             err)
     assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "cache",
@@ -309,8 +310,8 @@ TINY = ("model.layers=1 model.width=32 model.heads=2 model.context=32 steps=2 gl
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_the_name_of_a_folder_moves_no_terminal(options, capfd, monkeypatch, tmp_path):
-    """Every command that names a folder, where it goes well and where it does not: what would obey
-    is escaped, and no line is forged."""
+    """Every command that names a folder, when it succeeds and when it fails: control characters
+    are escaped, and a name cannot forge a line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "".join(f"{i} bottles of beer\n" for i in range(40_000))
@@ -359,10 +360,10 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     for place in ("runs/six", Path("runs/six"), tmp_path / "runs" / "six"):
         assert (lpkit.Run(place).summary["status"] == "complete"
                 and lpkit.Run(place).path == Path(place))
-    for wrong, said in (("runs/sixx", "holds no run .*; did you mean 'six'"),
+    for wrong, message in (("runs/sixx", "holds no run .*; did you mean 'six'"),
                         ("nowhere/x", "holds no run"), ("", "is empty"),
                         (5, "path must be"), ("~nobody-here/x", "does not know")):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             lpkit.Run(wrong)
 
 
@@ -393,19 +394,19 @@ WRONG = [
 EACH = """
 import contextlib, io, json, sys
 from lpkit.cli import main
-found = []
+answers = []
 for line in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(line.split())
-    found.append([code, out.getvalue(), "torch" in sys.modules, err.getvalue()])
-print(json.dumps(found))
+    answers.append([code, out.getvalue(), "torch" in sys.modules, err.getvalue()])
+print(json.dumps(answers))
 """
 
 
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
-    """torch takes seconds to import. All in one process, which has imported nothing else.
-    tests/attack/command_line.py draws wrong words and counts the same."""
+    """Importing torch takes seconds. All cases run in one process that has imported nothing
+    else. tests/attack/command_line.py draws wrong words and counts the same."""
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     (tmp_path / "six").mkdir()
@@ -415,9 +416,9 @@ def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path):
                           capture_output=True, check=True,
                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]),
                                             "XDG_DATA_HOME": str(tmp_path)})
-    for (line, said), (code, out, imported, err) in zip(WRONG, json.loads(done.stdout),
+    for (line, message), (code, out, imported, err) in zip(WRONG, json.loads(done.stdout),
                                                         strict=True):
-        assert (code, out, imported) == (2, "", False) and said in err, (line, err)
+        assert (code, out, imported) == (2, "", False) and message in err, (line, err)
 
 
 def test_the_summary_of_a_training_wraps_to_the_terminal(monkeypatch):

@@ -1,8 +1,8 @@
-"""`lpkit new experiment`: what it writes has the course's form, runs as it is, and fails where its
-row is broken.
+"""`lpkit new experiment`: the files that it writes have the form of the course, run unchanged, and
+fail if their row is broken.
 
-Only these tests catch: an example or a written experiment that does not run as it is, whose test
-passes though its row is broken, or that overwrites a file.
+Only these tests catch: an example or a written experiment that does not run unchanged, whose
+test passes although its row is broken, or that overwrites a file.
 """
 
 import inspect
@@ -25,8 +25,8 @@ from tests.course import test_notebooks as form
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = Path(NOTEBOOKS) / "experiments"
-# What every notebook of the course must look like: the checks that take nothing but the notebook.
-# Minutes are of a route through the course.
+# The checks of every notebook of the course that need only the notebook. The minutes of a
+# notebook belong to a route through the course.
 CHECKS = {name: check for name, check in vars(form).items()
           if name.startswith("test_") and "minutes" not in name
           and list(inspect.signature(check).parameters) == ["book"]}
@@ -34,7 +34,7 @@ CHECKS = {name: check for name, check in vars(form).items()
 
 @pytest.fixture
 def own():
-    """What a row's module adds is gone afterwards."""
+    """Remove the rows that the module of an experiment adds, after the test."""
     before, path, modules = {field: dict(table) for field, table in outside.TABLES.items()}, list(
         sys.path), set(sys.modules)
     yield
@@ -48,7 +48,7 @@ def own():
 
 
 def lpkit(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """As somebody types it there, who has installed the package."""
+    """Run the commands as a user who has installed the package would type them in the folder."""
     path = os.pathsep.join([processors.AT_START, str(ROOT), str(folder)])
     return subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True,
                           text=True,
@@ -74,12 +74,12 @@ def test_an_example_has_the_form_of_the_course(family):
 @pytest.mark.parametrize("name", ["own_row", "null", "e1"])
 def test_the_name_is_the_row_the_module_and_the_files(family, name, own, tmp_path, monkeypatch,
         capsys):
-    """Also a name that YAML takes for something else."""
+    """Also a name that YAML would read as another type."""
     assert cli.main(["new", "experiment", name, "--family", family, "--out",
                      str(tmp_path / "deep" / "er"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
     folder = tmp_path / "deep" / "er"
-    assert told["files"] == [str(folder / file.format(name)) for file in new.FILES]
+    assert answer["files"] == [str(folder / file.format(name)) for file in new.FILES]
     assert (sorted(path.name for path in folder.iterdir())
             == sorted(file.format(name) for file in new.FILES))
     assert not [path for path in folder.iterdir() if f"my_{family}" in path.read_text()]
@@ -131,12 +131,12 @@ def test_all_files_are_written_or_none(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An experiment of each family, beside nothing of the course."""
-    made = tmp_path_factory.mktemp("own")
+    """A folder with an experiment of each family, and without any file of the course."""
+    path = tmp_path_factory.mktemp("own")
     for family in new.FAMILIES:
         assert cli.main(["new", "experiment", f"own_{family}", "--family", family, "--out",
-                         str(made)]) == 0
-    return made
+                         str(path)]) == 0
+    return path
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_it_runs_as_it_is(family, folder, tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout)["status"] == "complete", done.stderr
 
 
-BROKEN = {      # in the module of an example: the line that makes it what it says it is
+BROKEN = {     # in the module of an example: the line that computes what the example promises
     "optimizer": ("largest.copy_(largest.maximum(square))", "largest.copy_(square)"),
     "recipe": ("block=(1, settings.block)", "block=(1, 2 * settings.block)")}
 

@@ -1,7 +1,8 @@
-"""What users bring, all of tests/inputs: right, or one sentence.
+"""The files and command lines of users, in tests/inputs: the result is right, or there is one error
+message.
 
-Only these tests catch: a wrong result without a word, or a traceback, for a file or a command line
-that users bring; the modules of tests/inputs say which.
+Only these tests catch: a wrong result without a message, or a traceback, for a file or a command
+line of a user; the modules of tests/inputs list them.
 """
 
 import json
@@ -17,8 +18,8 @@ LEAST = {"yamls": 48, "command_lines": 60, "folders": 120, "tokenizers": 20, "te
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{table}-{name}"[:90])
                                   for table, cases in TABLES.items() for name, case in cases])
 def test_what_users_bring_is_right_or_refused_in_a_sentence(case):
-    said = case()
-    assert said == "right" or (said.strip() and "\n" not in said.strip()), said
+    answer = case()
+    assert answer == "right" or (answer.strip() and "\n" not in answer.strip()), answer
 
 
 def test_the_tables_are_as_long_as_they_say():

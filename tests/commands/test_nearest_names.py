@@ -1,8 +1,8 @@
-"""Mistyped names of machines, models, recipes, optimizers, notebooks and settings: what is
-suggested, and that nothing is accepted for it.
+"""Mistyped names of machines, models, recipes, optimizers, notebooks and settings: which name is
+suggested, and that no mistyped name is accepted.
 
-Only these tests catch: a usual wrong spelling that is told another name than was meant, or that is
-taken for it.
+Only these tests catch: a usual wrong spelling for which another name than the intended name is
+suggested, or that is accepted.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ MEANT = {
 def test_the_name_that_was_meant(table, wrong, right):
     assert wrong not in TABLES[table] and alike(wrong, sorted(TABLES[table])) == right.split()
     with pytest.raises(ConfigError, match="did you mean "
-                       + " or ".join(f"'{one}'" for one in right.split())):
+                       + " or ".join(f"'{name}'" for name in right.split())):
         pick(TABLES[table], wrong)
 
 
@@ -93,5 +93,5 @@ def test_settings(wrong, right):
 def test_odd_names_end_in_a_list():
     for odd in ("", " ", "---", "é" * 300, "0", "x" * 10**5, None, 3, "1e309b", "9" * 200 + "b"):
         assert nearest(odd, PRESETS)
-    assert (nearest("x", []) == "there is none to choose"
+    assert (nearest("x", []) == "there are no names to choose from"
             and alike("7b", ["", "-", "llama-8b"]) != [""])

@@ -1,9 +1,9 @@
-"""Layouts that cannot exist, each in its sentence; the search against an exhaustive one; the
-command.
+"""Layouts that cannot exist, each with its message; the search compared with an exhaustive search;
+the command.
 
-Only these tests catch: a plan that misses the quickest layout, that lists one which does not fit,
-does not train or breaks a limit. (tests/techniques/test_one_fact.py: what a plan finds is what
-`lpkit predict` says.)
+Only these tests catch: a plan that misses the fastest layout, or that lists a layout that does
+not fit, does not train or breaks a limit. (tests/techniques/test_one_fact.py tests that plans
+have the numbers of `lpkit predict`.)
 """
 
 import itertools
@@ -38,11 +38,11 @@ H200 = machines.CATALOGUE["h200"]
 SMALL = Config(global_batch=16, model=ModelConfig(layers=8, width=512, heads=8, kv_heads=4,
     mlp_width=1536, vocab=1000,
                                            context=1024))
-# where a small model is tight
+# limits within which a small model hardly fits
 CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
 
 
-@pytest.mark.parametrize("config, layout, devices, said", [
+@pytest.mark.parametrize("config, layout, devices, message", [
     (LLAMA, Layout(tensor=3), None, "model.heads=64 does not split over tensor=3 ranks; tensor may "
                                     "be 2 or 4"),
     (LLAMA, Layout(tensor=16), None, "model.kv_heads=8 does not split over tensor=16 ranks; tensor "
@@ -72,7 +72,8 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces "
                                      "(zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
-    # "to 510 or 516" was said, and neither splits into this config's 512 micro-batches
+    # the message once named 510 and 516, which do not split into this config's 512 micro-batches
+    # either
     (LLAMA, Layout(data=3, shard=2), None, "global_batch=512 sequences does not split over data=3 "
                                            "x shard=2 = 6 ranks; set global_batch "
      "to 1536, or data x shard may be 4 or 8"),
@@ -82,10 +83,10 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)
      "set parallel.data=2 or parallel.shard=16"),
     (LLAMA, Layout(shard=8, tensor=8), 100, "is 64 devices, not 100; use 64 devices"),
 ])
-def test_a_layout_that_cannot_exist_says_why_and_what_can(config, layout, devices, said):
-    with pytest.raises(ConfigError) as found:
+def test_a_layout_that_cannot_exist_says_why_and_what_can(config, layout, devices, message):
+    with pytest.raises(ConfigError) as error:
         check(config, layout, devices)
-    assert said in str(found.value)
+    assert message in str(error.value)
 
 
 def test_what_a_sentence_proposes_can_exist():
@@ -96,8 +97,8 @@ def test_what_a_sentence_proposes_can_exist():
 
 
 def test_llama_3s_stages_exist():
-    """126 layers on 16 stages: 8 each, 7 in the first and the last; in chunks, two of 128 slots are
-    empty."""
+    """126 layers on 16 stages: 8 layers per stage, 7 in the first and the last stage; in chunks,
+    two of 128 slots are empty."""
     assert rank_layers(preset("llama-405b").model, Layout(pipeline=16)) == (7, *[8] * 14, 7)
     assert (stages_fit(126, 16, 1) and stages_fit(126, 16, 8) and not stages_fit(126, 15, 1)
             and not stages_fit(2, 4, 1))
@@ -115,8 +116,8 @@ def test_ranks_that_talk_most_are_neighbours():
 
 
 def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float) -> float:
-    """The least seconds over everything that plan's page says it searches, without its
-    shortcuts."""
+    """Return the least seconds over all layouts that the plan's page says it searches, without
+    its shortcuts."""
     seconds = []
     for tensor, pipeline, shard, data in itertools.product((1, 2, 4, 8), repeat=4):
         if tensor * pipeline * shard * data != devices or (pipeline > 1 and data > 1):
@@ -151,23 +152,24 @@ def exhaustive(config: Config, on: machines.Machine, devices: int, tokens: float
 @pytest.mark.parametrize("memory_bytes", [10**9, 80 * 10**9])
 def test_the_search_finds_what_trying_everything_finds(memory_bytes):
     on = replace(CARD, memory_bytes=memory_bytes)
-    found = plan(SMALL, 1e9, on, devices=8, precisions=["bf16-master"])
-    assert found.options[0].bill.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
+    planned = plan(SMALL, 1e9, on, devices=8, precisions=["bf16-master"])
+    assert planned.options[0].bill.seconds == pytest.approx(exhaustive(SMALL, on, 8, 1e9), rel=1e-9)
 
 
-def ranked(found, values):
-    """In order, and the sentence counts those that the formula cannot tell from the first."""
+def ranked(planned, values):
+    """The layouts are in order, and the sentence counts those that the formula cannot
+    distinguish from the first."""
     near = sum(value <= 1.08 * values[0] for value in values)
-    assert (f"; {near} are within 8% of the first, too close" in found.order) == (near > 1)
+    assert (f"; {near} are within 8% of the first, too close" in planned.order) == (near > 1)
     return values == sorted(values)
 
 
 def test_options_fit_are_ranked_and_within_the_limits():
-    found = plan(LLAMA, 1e12, "h200", budget=1.3e6, deadline_seconds=30 * 86_400)
-    assert len(found.options) > 10
-    times = [option.bill.seconds for option in found.options]
-    assert ranked(found, times) and max(times) <= 30 * 86_400
-    for option in found.options:
+    planned = plan(LLAMA, 1e12, "h200", budget=1.3e6, deadline_seconds=30 * 86_400)
+    assert len(planned.options) > 10
+    times = [option.bill.seconds for option in planned.options]
+    assert ranked(planned, times) and max(times) <= 30 * 86_400
+    for option in planned.options:
         assert (option.bill.cost <= 1.3e6 and option.memory.peak_bytes <= USABLE_MEMORY_SHARE
                 * H200.memory_bytes)
         assert option.layout.devices == math.prod(getattr(option.layout, axis) for axis in
@@ -178,9 +180,10 @@ def test_options_fit_are_ranked_and_within_the_limits():
         assert config.parallel == option.layout and Config.from_yaml(config.to_yaml()) == config
         assert config.grad_accum_steps == config.global_batch // option.time.sequences
     splits = [(o.layout.devices, o.layout.tensor, o.layout.pipeline, o.layout.context)
-              for o in found.options]
+              for o in planned.options]
     assert len(set(splits)) == len(splits)
-    assert {name for name, one in found.refusals.items() if one.layouts} >= {"layout", "deadline",
+    assert {name for name, refusal in planned.refusals.items()
+            if refusal.layouts} >= {"layout", "deadline",
         "budget"}
 
 
@@ -189,18 +192,18 @@ def test_the_commands_show_the_same_step(tmp_path, capsys):
     path = tmp_path / "best.yaml"
     path.write_text(best.config.to_yaml())
     assert cli.main(["predict", str(path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     assert (cli.main(["plan", "--model", "llama-8b", "--tokens", "1T", "--devices", "64", "--json"])
             == 0)
     first = json.loads(capsys.readouterr().out)["plans"][0]
     for key in ("step_seconds", "peak_bytes", "tokens_per_second", "mfu", "time_rows"):
-        assert said[key] == first[key], key
+        assert printed[key] == first[key], key
 
 
 def test_the_default_precision_is_one_that_lpkit_trains():
     config = preset("gpt2-124m")
-    found = plan(config, 1e9, "h200", devices=8).options[0]
-    assert found.precision == "bf16" and found.config.precision.recipe.name == "bf16"
+    option = plan(config, 1e9, "h200", devices=8).options[0]
+    assert option.precision == "bf16" and option.config.precision.recipe.name == "bf16"
     assert plan(config, 1e9, "t4", devices=8).options[0].precision == "fp32"
     paper = plan(config, 1e9, "h200", devices=8, precisions=["bf16-master"]).options[0]
     with pytest.raises(ConfigError,
@@ -237,14 +240,15 @@ def test_flags_win_over_the_config(capsys, tmp_path):
 
 
 def test_with_a_deadline_alone_the_cheapest_comes_first():
-    found = plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400)
-    costs = [option.bill.cost for option in found.options]
-    assert found.first == "cheapest" and ranked(found, costs)
-    assert found.options[0].layout.devices < max(option.layout.devices for option in found.options)
+    planned = plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400)
+    costs = [option.bill.cost for option in planned.options]
+    assert planned.first == "cheapest" and ranked(planned, costs)
+    assert planned.options[0].layout.devices < max(option.layout.devices
+                                                   for option in planned.options)
 
 
 def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
-    """A second holds some 3,000 of them on one core."""
+    """One core evaluates about 3,000 layouts per second."""
     config = replace(preset("dense-1t"), global_batch=2048, grad_accum_steps=1)
     assert 0.99e12 < parameter_count(config.model) < 1.02e12
     assert plan(config, 1e13, "h200", devices=4096).evaluations < 1000
@@ -254,12 +258,12 @@ def test_1t_parameters_on_4096_gpus_takes_few_evaluations():
 
 
 def test_what_is_not_feasible_says_by_how_much():
-    found = plan(LLAMA, 1e12, "h200", budget=250_000, deadline_seconds=30 * 86_400)
-    assert not found.options
+    planned = plan(LLAMA, 1e12, "h200", budget=250_000, deadline_seconds=30 * 86_400)
+    assert not planned.options
     cheapest = min((o for o in plan(LLAMA, 1e12, "h200", deadline_seconds=30 * 86_400).options),
                    key=lambda o: o.bill.cost)
-    assert (f"${cheapest.bill.cost:,.0f}" in found.sentence and " more each" in found.sentence
-            and "too long" in found.sentence)
+    assert (f"${cheapest.bill.cost:,.0f}" in planned.sentence and " more each" in planned.sentence
+            and "too long" in planned.sentence)
     enough = plan(LLAMA, 1e12, "h200", budget=cheapest.bill.cost + 1, deadline_seconds=30 * 86_400)
     assert enough.options[0].layout == cheapest.layout
     few = plan(LLAMA, 1e12, "h200", devices=2)
@@ -293,7 +297,7 @@ def test_spans(text, seconds):
 FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
 
 
-@pytest.mark.parametrize("arguments, said", [
+@pytest.mark.parametrize("arguments, message", [
     (["--budget", "-5"], "--budget must be above 0 and at most 1e+12 dollars, got '-5'"),
     (["--budget", "nan"], "--budget 'nan' is not a number of dollars; write it as 250000, 250k"),
     (["--deadline", "30"], "--deadline '30' is not a time; write it as 90min, 12h, 30d or 2w"),
@@ -321,11 +325,11 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11"]
                                                  "memory.activation_offload=cpu"),
     (["--machine", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16; it has fp32, fp16, int8"),
 ])
-def test_wrong_input_is_one_sentence(arguments, said, capsys):
+def test_wrong_input_is_one_sentence(arguments, message, capsys):
     limit = [] if "--budget" in arguments else ["--budget", "1M"]
     assert cli.main([*FIRST, *limit, *arguments]) == 2
     out, err = capsys.readouterr()
-    assert not out and said in err and len(err.strip().splitlines()) == 1
+    assert not out and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_missing_figures_are_asked_for(capsys):
@@ -352,7 +356,8 @@ def test_every_row_of_a_plan_opens_to_its_formula_and_source(capsys):
         * machines.CATALOGUE["h100"].price_per_hour)
     assert (first["energy_wh"] == pytest.approx(first["device_hours"] * 700)
             and "rated" in first["energy_how"])
-    assert {one["law"] for one in answer["compute_optimal"]} == {"hoffmann", "besiroglu", "kaplan"}
+    assert {estimate["law"]
+            for estimate in answer["compute_optimal"]} == {"hoffmann", "besiroglu", "kaplan"}
     assert cli.main([*command, "--show", "2", "--top", "3"]) == 0
     shown = capsys.readouterr().out
     assert ("layout 2: bytes per device" in shown and "layout 2: seconds of a step" in shown
@@ -364,13 +369,13 @@ def test_every_row_of_a_plan_opens_to_its_formula_and_source(capsys):
 
 def test_a_run_is_planned_as_its_config_is(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(sealed_yaml(preset("gpt2-124m"), ""))
-    said = []
+    answers = []
     for model in (str(tmp_path), "gpt2-124m"):
         words = ["--model", model, "--tokens", "10M", "--devices", "1", "model.changes=lora:rank=8",
                  "global_batch=6", "--json"]
         assert cli.main(["plan", *words]) == 0
-        said.append(json.loads(capsys.readouterr().out)["plans"][0])
-    assert said[0] == said[1] and said[0]["sequences"] * said[0]["micro_batches"] == 6
+        answers.append(json.loads(capsys.readouterr().out)["plans"][0])
+    assert answers[0] == answers[1] and answers[0]["sequences"] * answers[0]["micro_batches"] == 6
     assert (cli.main(["predict", str(tmp_path), "--json"])
             == cli.main(["predict", "gpt2-124m", "--json"]) == 0)
 
@@ -406,34 +411,34 @@ def test_a_machine_of_ones_own(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["machine"]["name"] == "mine"
 
 
-@pytest.mark.parametrize("values, said", [
+@pytest.mark.parametrize("values, message", [
     ({}, "the machine lacks memory_bytes, bytes_per_second, flops; it needs memory_bytes"),
     ([1], "a machine is a table of settings"),
     ({"memory": 1}, "a machine has no 'memory'; did you mean 'memory_bytes'?"),
     ({"flops": {"bf15": 1}}, "flops has no dtype 'bf15'; did you mean 'bf16'?"),
 ])
-def test_a_machine_that_is_none(values, said):
+def test_a_machine_that_is_none(values, message):
     whole = ({"memory_bytes": 80e9, "bytes_per_second": 3e12, "flops": {"bf16": 1e15}, **values}
              if values and \
         isinstance(values, dict) else values)
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as error:
         machines.from_dict(whole)
-    assert said in str(found.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("precision", ["fp32", "fp8-tensorwise"])
 def test_every_layout_that_a_plan_lists_for_four_devices_trains(precision, on_ranks):
-    """Two updates each on four processes. The first loss is one process's: to 1e-6 in float32; to
-    2% where a part of a matrix has a scale of its own."""
+    """Two updates of each layout on four processes. The first loss is that of one process: to
+    1e-6 in float32; to 2% if a part of a matrix has a scale of its own."""
     config = Config().replace({"model.layers": 4, "model.width": 64, "model.heads": 4,
                                "model.context": 64, "model.vocab": 272, "global_batch": 16,
                                "grad_accum_steps": 1, "system.device": "cpu", "system.threads": 1,
                                "precision.recipe": precision})
-    found = plan(config, 1e6, "h100", devices=4, precisions=[precision])
-    assert len(found.options) > 4 and not any(option.why_untrained for option in found.options)
+    planned = plan(config, 1e6, "h100", devices=4, precisions=[precision])
+    assert len(planned.options) > 4 and not any(option.why_untrained for option in planned.options)
     layouts = [{**{f"parallel.{key}": value for key, value in vars(option.layout).items()},
-                "grad_accum_steps": option.config.grad_accum_steps} for option in found.options]
+                "grad_accum_steps": option.config.grad_accum_steps} for option in planned.options]
     due = Training.build(config).update(0).loss.item()
     for losses in on_ranks("losses", config, 4, layouts=layouts):
         assert losses == pytest.approx([due] * len(layouts),

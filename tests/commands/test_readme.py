@@ -1,7 +1,7 @@
-"""Every command that the README shows is run, in order, as it stands there.
+"""Every command in the README is run unchanged, in order.
 
 Only these tests catch: a command, a link, a printed line or a measured number of the README that
-is no longer so.
+is no longer true.
 """
 
 import json
@@ -29,15 +29,15 @@ SHOWN = [line.partition("#")[0].strip() for block in re.findall(r"```bash\n(.*?)
 COMMANDS = [line for line in SHOWN if line.startswith("lpkit ")]
 
 
-# Added to a command: the same work on less. Two short sequences a step instead of 16, one timing
-# each.
+# Settings that are added to a command, so that it runs faster: two short sequences per step instead
+# of 16, and one timing of each matmul.
 LESS = {"train": ["--set", "global_batch=2", "--set", "model.context=64"],
         "bench": ["--rounds", "1"], "measure": ["model.layers=1", "global_batch=4"]}
 
 
 @pytest.mark.slow
 def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_report):
-    """In this process: the report of `lpkit doctor` is the one that other tests look at, too."""
+    """In this process, so that the report of `lpkit doctor` is shared with other tests."""
     assert len(COMMANDS) == 9
     (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
     monkeypatch.chdir(tmp_path)
@@ -46,13 +46,13 @@ def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_repo
         program, name, *words = shlex.split(command)
         assert program == "lpkit"
         code = cli.main([name, *words, *LESS.get(name, [])])
-        said = capsys.readouterr()
-        assert code == 0, f"{command}\n{said.out}\n{said.err}"
-        assert said.out.strip() and "Traceback" not in said.err, command
+        printed = capsys.readouterr()
+        assert code == 0, f"{command}\n{printed.out}\n{printed.err}"
+        assert printed.out.strip() and "Traceback" not in printed.err, command
 
 
 def test_the_readmes_program_is_this_package():
-    """`lpkit` in a process of its own, as a shell starts it."""
+    """Run `lpkit` in a process of its own, as a shell does."""
     words = [sys.executable, "-m", *shlex.split(COMMANDS[1])]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
@@ -61,7 +61,7 @@ def test_the_readmes_program_is_this_package():
 
 
 def test_the_first_screen_is_short_and_links_exist():
-    """What a visitor reads before the table of notebooks."""
+    """Return the part of the README above the table of notebooks."""
     assert (len(README.partition("| notebook |")[0].splitlines()) <= 44
             and sum(not line.startswith("| [") for line in README.splitlines()) <= 62)
     wide = [line for block in re.findall(r"```\w+\n(.*?)```", README, re.DOTALL)
@@ -78,20 +78,21 @@ def test_the_first_screen_is_short_and_links_exist():
 
 
 def test_the_sample_is_what_the_command_prints(capsys):
-    """Each line of the sample begins a line of the real output; where it ends in ..., the rest is
-    cut."""
+    """Each line of the sample is the beginning of a printed line; a line that ends in ... was
+    shortened."""
     [(command, sample)] = re.findall(r"```text\n\$ \.venv/bin/(.*?)\n(.*?)```", README, re.DOTALL)
     assert cli.main(shlex.split(command)[1:]) == 0
     printed = capsys.readouterr().out.splitlines()
     for line in filter(None, sample.splitlines()):
-        assert any(one.startswith(line.removesuffix(" ...")) for one in printed), line
+        assert any(printed_line.startswith(line.removesuffix(" ..."))
+                   for printed_line in printed), line
 
 
 def test_the_measured_numbers_are_those_of_the_records():
     cases = {case["case"]: case["ratio"] for case in recorded("your-model-amd-epyc")["cases"]}
-    said = float(re.search(r"at most ([\d.]+)% for 12 of 14", README)[1]) / 100
+    percent = float(re.search(r"at most ([\d.]+)% for 12 of 14", README)[1]) / 100
     assert (max(cases[f"peak, {kind}: 12 of 14 models are within"] for kind in ("as it is", "bf16"))
-            <= said)
+            <= percent)
     step = recorded("fp8-step-nvidia-h200")
     measured, predicted = map(float, re.search(r"is ([\d.]+) times as fast as a bf16 step\. .*? "
                                                r"predicted ([\d.]+)", README).groups())
@@ -112,16 +113,16 @@ def recorded(name: str) -> dict:
 
 @pytest.mark.slow
 def test_make_lab_serves_the_first_notebook(tmp_path):
-    """The README's first command, on a set-up that exists: nothing is typed, and the page is
-    there."""
+    """The first command of the README, in an environment that exists: without any input, the
+    page is served."""
     if not list((ROOT / ".venv").glob("ready-*")):
         pytest.skip("needs the set-up of `make lab`; `make test` has it")
     with subprocess.Popen(["make", "lab"], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True,
                           start_new_session=True, env=os.environ | {"BROWSER": "true"}) as process:
         try:
-            url = next(found[0] for line in process.stdout
-                       if (found := re.findall(r"http://127\.0\.0\.1:\S+", line)))
+            url = next(addresses[0] for line in process.stdout
+                       if (addresses := re.findall(r"http://127\.0\.0\.1:\S+", line)))
             with urllib.request.urlopen(url, timeout=30) as page:
                 assert page.status == 200 and b"JupyterLab" in page.read()
             assert "00_start_here.ipynb" in url

@@ -1,8 +1,8 @@
-"""`lpkit measure`: one measured step, products and copies become a machine that predictions
-take.
+"""`lpkit measure`: a measured step, matmuls and copies become a machine for predictions.
 
-Only these tests catch: a measured step or product that is predicted otherwise than it was, a link
-or a factor that counts twice, and a file that is cut short, of another machine, or overwritten.
+Only these tests catch: a measured step or matmul whose prediction differs from its measurement,
+a link or a factor that is applied twice, and a file that is cut off, of another machine, or
+overwritten.
 """
 
 import json
@@ -51,33 +51,34 @@ ROW = {**BY_HAND, "measured": MEASURED}
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory):
-    """The file that the command wrote here, and what it printed as --json."""
-    path, said = tmp_path_factory.mktemp("saved") / "mine.yaml", []
+    """The path of the file that the command wrote on this machine, and its output with --json."""
+    path, printed = tmp_path_factory.mktemp("saved") / "mine.yaml", []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "say", said.append)
+        patch.setattr(cli, "say", printed.append)
         assert cli.main(["measure", "cpu-3m", *WORDS, "--save", str(path), "--json"]) == 0
-    return path, json.loads(said[0])
+    return path, json.loads(printed[0])
 
 
 def test_the_step_that_was_measured_is_predicted_as_it_was(taken):
-    path, said = taken
+    path, printed = taken
     on = machine(str(path))
-    # as it ran: what a race between backends chose is in its config
-    ran = Config.from_dict(said["measured"]["config"])
-    assert step_time(ran, on).step_seconds == pytest.approx(said["measured"]["seconds"], rel=1e-9)
-    assert (said["factor"] == pytest.approx(on.measured["factor"]) and on.name == "mine"
-            and on.title == said["measured"]["device"])
-    assert ({shape[:3] == [1024, 256, 256] for shape in said["measured"]["products"]["bf16"]}
+    # as it ran: the config contains what races between backends chose
+    ran = Config.from_dict(printed["measured"]["config"])
+    assert step_time(ran, on).step_seconds == pytest.approx(printed["measured"]["seconds"],
+                                                            rel=1e-9)
+    assert (printed["factor"] == pytest.approx(on.measured["factor"]) and on.name == "mine"
+            and on.title == printed["measured"]["device"])
+    assert ({shape[:3] == [1024, 256, 256] for shape in printed["measured"]["products"]["bf16"]}
             == {True, False})
-    for dtype, each in said["measured"]["products"].items():
+    for dtype, each in printed["measured"]["products"].items():
         assert all(0 < share <= 1 for *_, share in each) and on.flops[dtype] > 0
     assert path.read_text().splitlines()[-1].startswith(
         "flops: {"), "a file that is cut short is no YAML"
 
 
 def test_a_measured_product_is_priced_as_it_was(taken):
-    """The share is of what this machine reached at best, and the formula's seconds of that shape
-    are its FLOPs at that rate."""
+    """The share is relative to the highest speed of this machine; the formula's seconds of a
+    measured shape are its FLOPs divided by the measured rate."""
     on = machine(str(taken[0]))
     reached = evidence.efficiency(on)
     for M, N, K, share in on.measured["products"]["bf16"]:
@@ -102,9 +103,10 @@ def test_without_a_datasheet_the_nearest_shape_answers_for_all():
 
 
 def h200(seconds=None):
-    """The recorded row of an H200; with `seconds`, of an update as a CUDA graph."""
+    """Return the recorded row of an H200. seconds: of an update as a CUDA graph, in place of the
+    recorded seconds."""
     row = json.loads((evidence.MEASURED / "measure-nvidia-h200.json").read_text())["row"]
-    row = {key: one for key, one in row.items() if key not in ("target", "saved", "factor")}
+    row = {key: number for key, number in row.items() if key not in ("target", "saved", "factor")}
     if seconds:
         config = Config.from_dict(row["measured"]["config"]).replace({"system.cuda_graphs": True})
         row["measured"] |= {"seconds": seconds, "config": config.to_dict()}
@@ -112,8 +114,8 @@ def h200(seconds=None):
 
 
 def test_a_row_of_one_width_does_not_spoil_others():
-    """Eight steps of two other widths, recorded on the same H200: with the row 26% off at the
-    median before, five of them outside of the range; by the datasheet alone 5.4%."""
+    """Eight steps of two other widths, recorded on the same H200. With the row, the median error
+    was 26%, and five steps were outside of their range; with the datasheet alone, it is 5.4%."""
     record = json.loads((evidence.MEASURED / "fp8-step-nvidia-h200.json").read_text())
     base = Config().replace({"model.vocab": 50_304, "model.context": 1024, "global_batch": 8})
     nanogpt = json.loads((evidence.MEASURED / "train-nanogpt-nvidia-h200.json").read_text())
@@ -141,8 +143,8 @@ def test_a_row_of_one_width_does_not_spoil_others():
 
 
 def test_far_from_what_was_measured_the_datasheet_answers():
-    """And its range is that of the datasheet. Between the two a range is wider than after a step
-    of the same shapes."""
+    """Far from the measured step, the range is that of the datasheet. Between the two, it is
+    wider than after a step of the same shapes."""
     on, sheet = h200(0.0331), CATALOGUE["h200"]
     reached, known = evidence.efficiency(on), evidence.efficiency(sheet)
     far = (65_536, 16_384, 16_384)
@@ -153,7 +155,7 @@ def test_far_from_what_was_measured_the_datasheet_answers():
     configs = [gpt2.replace({"model.width": 64 * heads, "model.heads": heads})
                for heads in (12, 24, 200)]
     widths = [step_time(config, on) for config in configs]
-    measured, near, wide = (one.spread for one in widths)
+    measured, near, wide = (time.spread for time in widths)
     assert near.low < 1.001 * measured.low and near.high > measured.high
     assert "of other shapes (its weight is 0." in near.words
     assert (wide == step_time(configs[2], sheet).spread and widths[2].factor == 1
@@ -168,15 +170,16 @@ def test_a_step_that_waited_for_its_host_is_no_factor(capsys):
 def test_one_step_is_a_factor_of_all_and_narrows_the_range():
     on, without = with_step(from_dict(ROW)), from_dict(BY_HAND)
     twice = with_step(from_dict({**BY_HAND, "measured": {**MEASURED, "seconds": 0.4}}))
-    one, two = (step_time(OTHER, each) for each in (on, twice))
-    assert (two.step_seconds == pytest.approx(2 * one.step_seconds)
-            and two.factor == pytest.approx(2 * one.factor))
-    assert "after one measured step of other shapes" in one.spread.words and one.calibrated
-    # the measured step itself is known better; of other shapes never less wide a range is claimed
+    by_one_step, two = (step_time(OTHER, each) for each in (on, twice))
+    assert (two.step_seconds == pytest.approx(2 * by_one_step.step_seconds)
+            and two.factor == pytest.approx(2 * by_one_step.factor))
+    assert ("after one measured step of other shapes" in by_one_step.spread.words
+            and by_one_step.calibrated)
+    # The measured step itself is known better. For other shapes, the range is never narrower.
     same = Config.from_dict(MEASURED["config"])
     wide, own = (step_time(same, each).spread for each in (without, on))
     assert (own.high < wide.high and "measured step" not in wide.words
-            and one.spread.high >= own.high)
+            and by_one_step.spread.high >= own.high)
     assert (step_time(OTHER, on, efficiency=evidence.efficiency(without)).factor
             == 1), "who gives an efficiency has no factor"
 
@@ -213,7 +216,8 @@ def test_predict_and_plan_take_it_in_python_and_by_command(tmp_path, capsys):
 
 
 def test_a_deadline_counts_the_factor_too():
-    """Slower by the factor, so a deadline between the two is missed with it and kept without."""
+    """With the factor, a step is slower. So a deadline between the two times is met without the
+    factor and missed with it."""
     on, config = with_step(from_dict(ROW)), SMALL
     bare = replace(on, measured={})
     slow, fast = (plan(config, 1e6, each, devices=1).options[0].bill.seconds for each in (on, bare))
@@ -227,28 +231,28 @@ def test_a_gpu_of_the_catalogue_keeps_its_kind_and_its_links():
               if key not in ("details", "measured")}, "title": "NVIDIA H200"}
     on = from_dict({**row, "measured": {**MEASURED, "device": "NVIDIA H200", "ranks": 8}})
     assert evidence.kind_of(on, "bf16") == evidence.kind_of(h200, "bf16")
-    found, known = evidence.efficiency(on, "compiled"), evidence.efficiency(h200, "compiled")
-    assert (found.fused, found.overlap) == (known.fused, known.overlap)
+    efficiency, known = evidence.efficiency(on, "compiled"), evidence.efficiency(h200, "compiled")
+    assert (efficiency.fused, efficiency.overlap) == (known.fused, known.overlap)
     layout = Layout(data=8)
-    assert (link(on, layout, "data", found).bytes_per_second == h200.link_bytes_per_second
+    assert (link(on, layout, "data", efficiency).bytes_per_second == h200.link_bytes_per_second
             / 2), "a measured link is all of it"
 
 
 def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypatch):
-    """All that needs a GPU is a stand-in: an H200 that reaches 4 of 4.8 TB/s, hears 380 GB/s, and
-    multiplies faster than its best square."""
+    """All parts that need a GPU are fakes: an H200 that reaches 4 of 4.8 TB/s, receives 380
+    GB/s, and has a matmul that is faster than its best square matmul."""
     device, h200 = torch.device("cuda", 0), CATALOGUE["h200"]
     here = replace(h200, name="this", title="NVIDIA H200", bytes_per_second=4e12,
                    memory_bytes=h200.memory_bytes - 1, price_per_hour=None,
                    flops={"bf16": 6e14, "fp32": 5e13})
-    used = {name: Choice(asked="auto", used=one, why="")
-            for name, one in (("precision", "bf16"), ("attention", "plain"), ("threads", "8"),
+    used = {name: Choice(asked="auto", used=choice, why="")
+            for name, choice in (("precision", "bf16"), ("attention", "plain"), ("threads", "8"),
                               ("compile", "blocks"), ("cuda_graphs", "on"))}
     programs = []
 
     class Ranks:
-        def __init__(self, function, told, world):
-            programs.append((function, told, world))
+        def __init__(self, function, arguments, world):
+            programs.append((function, arguments, world))
 
         def __enter__(self):
             return SimpleNamespace(wait=lambda: [3.8e11, 3.9e11])
@@ -270,10 +274,10 @@ def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypat
     monkeypatch.setattr(updates.hardware, "machine", lambda device: here)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(updates, "Processes", Ranks)
-    found = updates.row(preset("gpt2-124m"), "lpkit measure gpt2-124m")
+    measured = updates.row(preset("gpt2-124m"), "lpkit measure gpt2-124m")
     assert programs == [("lpkit.measure.ranks:run", {"program": "all-gather", "backend": "nccl"},
                          2)]
-    on = from_dict(yaml.safe_load(yaml.safe_dump(found)), name="mine")
+    on = from_dict(yaml.safe_load(yaml.safe_dump(measured)), name="mine")
     assert (on.name, on.price_per_hour, on.network_bytes_per_second) == ("h200",
         h200.price_per_hour, h200.network_bytes_per_second)
     assert (on.link_bytes_per_second, on.devices_per_node, on.bytes_per_second) == (7.6e11, 2,
@@ -283,30 +287,31 @@ def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypat
         "fp32": ((64, 64, 64, 0.2),)}
     ran = Config.from_dict(on.measured["config"]).system
     assert (ran.attention, ran.compile, ran.cuda_graphs) == ("plain", "blocks", True)
-    one = link(on, Layout(data=2), "data", evidence.efficiency(on))
+    measured_link = link(on, Layout(data=2), "data", evidence.efficiency(on))
     heard = 2**26 / 3.8e11
-    assert (one.all_gather_seconds(2**27)
+    assert (measured_link.all_gather_seconds(2**27)
             == pytest.approx(heard + 3.4e-6 + math.sqrt(heard * 3.4e-6))), (
                 "what was heard, and a hop")
-    text = measure.text({"target": "gpt2-124m", "saved": None, "factor": 1.0, **found})
+    text = measure.text({"target": "gpt2-124m", "saved": None, "factor": 1.0, **measured})
     assert ("760 GB/s in both directions together, 2 ranks" in text
             and "2 matmuls, 0.50 to 1 times 700 TFLOP/s" in text and "10% of the CPUs" in text)
 
 
 @pytest.mark.slow
 def test_ranks_say_what_they_hear_of_one_another(parent):
-    """In bytes a second, by a tensor of 64 MiB from each, on CPUs; slower than memory is."""
+    """The link in bytes per second, measured with a tensor of 64 MiB from each rank, on CPUs;
+    slower than memory."""
     with Processes("lpkit.measure.ranks:run", {"program": "all-gather", "backend": "gloo"}, world=2,
                    parent=parent) as running:
         heard = running.wait()
-    assert len(heard) == 2 and all(1e7 < one < 1e11 for one in heard)
+    assert len(heard) == 2 and all(1e7 < speed < 1e11 for speed in heard)
 
 
 def change(**changes):
     return {**ROW, "measured": {**MEASURED, **changes}}
 
 
-@pytest.mark.parametrize("values, said", [
+@pytest.mark.parametrize("values, message", [
     (change(products={"bf16": [[64, 64, 64, 1.01]]}), "measured.products.bf16 has M, N, K and a "
                                                       "share above 0 and at most 1, got (64.0, "
                                                       "64.0, 64.0, 1.01)"),
@@ -328,19 +333,19 @@ def change(**changes):
     (change(config={"mdel": 1}), "mdel"), (change(config=[]), "measured.config must be"),
     (change(ranks="two"), "measured.ranks must be a whole number"),
     (change(more=1), "missing or too much: ['more']"),
-    ({**ROW, "measured": {key: one for key, one in MEASURED.items()
+    ({**ROW, "measured": {key: number for key, number in MEASURED.items()
                           if key not in ("seconds", "ranks")}},
      "measured has device, torch, date, command, ranks, others, products, seconds, config; missing "
      "or too much: ['ranks', 'seconds']; write"),
     ({**ROW, "measured": [1]}, "measured has device"),
     ({"measured": MEASURED}, "the machine lacks memory_bytes"),
 ])
-def test_what_is_no_row_is_one_sentence(values, said, tmp_path, capsys):
+def test_what_is_no_row_is_one_sentence(values, message, tmp_path, capsys):
     path = tmp_path / "box.yaml"
     path.write_text(yaml.safe_dump(values))
     assert cli.main(["predict", "cpu-3m", "--machine", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and said in err, err
+    assert out == "" and err.count("\n") == 1 and message in err, err
 
 
 @pytest.mark.parametrize("line", ["plan --model cpu-3m --tokens 1e6 --devices 1", "advise cpu-3m"])
@@ -404,20 +409,21 @@ def test_the_page_says_what_was_recorded():
 
 
 def test_the_bench_says_how_far_off_each_is(monkeypatch):
-    """One takes twice as long as the row says, another just as long."""
+    """One step takes twice as long as the row predicts, and another exactly as long."""
     half, third = (SMALL.replace({"global_batch": batch}) for batch in (2, 1))
-    said, of_third = (step_time(config, with_step(from_dict(ROW))).step_seconds
+    of_half, of_third = (step_time(config, with_step(from_dict(ROW))).step_seconds
                       for config in (half, third))
     monkeypatch.setattr(saved, "row", lambda config, command: ROW)
     monkeypatch.setattr(saved, "Bench", lambda config: SimpleNamespace(seconds=None,
         precision=SimpleNamespace(used="bf16")))
     monkeypatch.setattr(saved, "take_turns",
-                        lambda runners, rounds, watch: ([[0.3, 0.2], [2 * said, 9.0], [of_third]],
+                        lambda runners, rounds, watch: ([[0.3, 0.2], [2 * of_half, 9.0],
+                                                         [of_third]],
                             0.0))
     results = saved.compare(SMALL, {"half": half, "third": third}, 3)
-    assert ([one.case for one in results] == 2 * ["half", "third", "median"]
-            and {one.unit for one in results} == {"% off"})
-    assert [one.ours_median for one in results[:3]] == pytest.approx([50, 0, 25])
+    assert ([result.case for result in results] == 2 * ["half", "third", "median"]
+            and {result.unit for result in results} == {"% off"})
+    assert [result.ours_median for result in results[:3]] == pytest.approx([50, 0, 25])
     ceilings = step_time(half, from_dict(BY_HAND), efficiency=REACHED).step_seconds
-    assert (results[0].peer_median == pytest.approx(100 * abs(ceilings / (2 * said) - 1))
+    assert (results[0].peer_median == pytest.approx(100 * abs(ceilings / (2 * of_half) - 1))
             and results[0].peer == "its ceilings alone")

@@ -1,8 +1,9 @@
-"""A run with adapters as others have it: merged for transformers, and as peft's files, both
-ways.
+"""Runs with adapters, for other programs: merged for transformers, and as files of peft in both
+directions.
 
-Only these tests catch: a merged or written adapter whose logits are others in transformers or peft,
-a file of peft that is read otherwise, losses that leave peft's, and a map that is applied twice.
+Only these tests catch: a merged or written adapter with other logits in transformers or peft, a
+file of peft that is read wrongly, losses that differ from peft's, and a map of layers that is
+applied twice.
 """
 
 import pytest
@@ -34,10 +35,11 @@ PEFTS = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4}, {"name": "p
 
 
 def of_each(changes):
-    """All changes on a base of Llama's kind, and those whose files differ there on others: GPT-2's
-    weights are transposed, with q, k and v in one."""
-    return [*(("LlamaForCausalLM", one) for one in changes),
-            *(("GPT2LMHeadModel", one) for one in changes if one["name"] in ("lora", "dora")),
+    """Return all changes for a base of the Llama family, and for GPT-2 the changes whose files
+    differ: its weights are transposed, with q, k and v in one matrix."""
+    return [*(("LlamaForCausalLM", change) for change in changes),
+            *(("GPT2LMHeadModel", change)
+              for change in changes if change["name"] in ("lora", "dora")),
             ("Qwen3ForCausalLM", changes[0])]
 
 
@@ -53,7 +55,7 @@ def base(request, tmp_path_factory):
 
 
 def adapted(base, folder, *changes, steps=4, **more):
-    """A run that has moved by more than a rounding."""
+    """Return a run whose weights have changed by more than rounding."""
     config = base.config.replace({"start.run": str(base.path), "model.changes": [*changes],
                                   "steps": steps, "optimizer.lr": 0.03,
                                   "schedule": "constant", "optimizer.weight_decay": 0.0, **more})
@@ -87,13 +89,13 @@ def test_what_is_no_matrix_is_not_merged(base, tmp_path):
     run = adapted(base, tmp_path, {"name": "bottleneck", "width": 8}, steps=1)
     with pytest.raises(ConfigError,
                        match=r"no matrix of a model is the same as one with "
-                             r"model\.changes=bottleneck; an adapter that is one Linear"):
+                             r"model\.changes=bottleneck; only an adapter that equals one Linear"):
         export(run, tmp_path / "out")
-    for one, name in ((run, "bottleneck"), (base, "none")):
+    for adapted_run, name in ((run, "bottleneck"), (base, "none")):
         with pytest.raises(ConfigError,
                            match=rf"peft's files hold one of lora, dora, pissa, prefix, prompt, "
                                  rf"rslora, and this run has model\.changes={name}"):
-            export(one, tmp_path / "out", adapter=True)
+            export(adapted_run, tmp_path / "out", adapter=True)
     if not fused(base):
         for name in ("prompt", "prefix"):
             run = adapted(base, tmp_path / name, {"name": name}, steps=1)
@@ -105,23 +107,24 @@ def test_what_is_no_matrix_is_not_merged(base, tmp_path):
 
 
 def test_an_adapter_of_pissa_is_a_lora_of_twice_its_rank(base, tmp_path):
-    """On the whole base, which peft has, and not on what pissa left of it."""
+    """The files hold the adapter of the whole base, which peft has, not of what pissa left of
+    the base."""
     run = adapted(base, tmp_path, {"name": "pissa", "rank": 4, "shared": fused(base)}, steps=1)
-    one = next(one for one in rebuilt(run, {}).modules() if isinstance(one, Lora))
+    module = next(module for module in rebuilt(run, {}).modules() if isinstance(module, Lora))
     whole = trained(base).model.blocks[0].attention.qkv.weight
-    assert (whole - one.base.weight).norm() > 0.1 * whole.norm()
+    assert (whole - module.base.weight).norm() > 0.1 * whole.norm()
     export(run, tmp_path / "out", adapter=True)
     [row] = bring_adapter(tmp_path / "out", base, tmp_path / "back").config.model.changes
     assert (row.name, row.rank, row.scale) == ("lora", 8, 1.0)
 
 
 def fused(base):
-    """True for GPT-2's c_attn, which has one A."""
+    """Return True for GPT-2's c_attn, which has one A for q, k and v."""
     return base.config.model.norm == "layernorm"
 
 
 def of_base(change, base):
-    """As this base takes it: GPT-2 has one A."""
+    """Return a change in the form that this base supports: GPT-2 has one A for q, k and v."""
     return change | {"shared": fused(base)} if "rank" in change else change
 
 
@@ -144,7 +147,7 @@ def test_peft_reads_our_file(change, base, tmp_path):
 
 
 def of_text(out):
-    """Logits without those of virtual tokens, which stand before them."""
+    """Return the logits without those of virtual tokens, which come first."""
     return out.logits[:, -SMALL.model.T:]
 
 
@@ -153,7 +156,8 @@ def of_text(out):
     ("GPT2LMHeadModel", "lora"), ("GPT2LMHeadModel", "dora"), ("Qwen3ForCausalLM", "lora")],
     indirect=["base"])
 def test_we_read_what_peft_wrote(kind, base, tmp_path):
-    """Drawn anew, DoRA's lengths too; of queries and values alone, as LoRA's authors adapt."""
+    """Set all weights of an adapter to new random numbers, also the lengths of DoRA. Only q and
+    v are adapted, as by the authors of LoRA."""
     peft = pytest.importorskip("peft")
     export(base, tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -181,10 +185,11 @@ def test_we_read_what_peft_wrote(kind, base, tmp_path):
     assert (due - logits(base, tokens)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("base, change", of_each([one for one in PEFTS if one["name"] in (
+@pytest.mark.parametrize("base, change", of_each([change for change in PEFTS if change["name"] in (
     "lora", "dora", "prompt", "prefix")])[:5], indirect=["base"], ids=named)
 def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
-    """From the same start on the same tokens, by AdamW without decay: to 1e-6 of a loss of 5."""
+    """From the same start and on the same tokens, by AdamW without weight decay: losses of about
+    5 agree to 1e-6."""
     peft = pytest.importorskip("peft")
     config = base.config.replace({"start.run": str(base.path), "steps": 50,
                                   "schedule": {"name": "constant", "warmup_steps": 0},
@@ -198,13 +203,13 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
         str(tmp_path / "adapter"),
                                             is_trainable="length" not in change)
-    if "length" in change:      # which peft reads for use alone
+    if "length" in change:     # peft reads it for inference only
         theirs.prompt_encoder.requires_grad_(True)
     ours = Training.build(config)
     ours.model.load_state_dict(trained(start).model.state_dict())
     optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=0.002,
                                   betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    found = []
+    losses = []
     for step in range(50):
         batch = ours.batch(step)
         loss = torch.nn.functional.cross_entropy(of_text(theirs(batch.tokens)).flatten(0, 1),
@@ -212,17 +217,17 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((ours.update(step).loss.item(), loss.item()))
-    assert max(abs(a - b) for a, b in found) < 5e-6, found[::7]
+        losses.append((ours.update(step).loss.item(), loss.item()))
+    assert max(abs(a - b) for a, b in losses) < 5e-6, losses[::7]
     began = dict(trained(start).model.named_parameters())
-    # 50 steps of 0.002
+    # 50 steps at a rate of 0.002
     assert all((p - began[name]).abs().max() > 0.01 for name, p in ours.model.named_parameters()
                if p.requires_grad)
 
 
 def test_transformers_splits_a_text_as_the_run_does(base, tmp_path):
-    """transformers takes its own class for Qwen2 whatever a folder says, so there the plain one is
-    asked."""
+    """For Qwen2, transformers always uses its own tokenizer class, whatever the folder says; so
+    the test requests the plain class."""
     export(base, tmp_path / "out")
     asked = (transformers.PreTrainedTokenizerFast if base.config.model.biased_qkv
              and not base.config.model.bias else transformers.AutoTokenizer)
@@ -234,8 +239,7 @@ def test_transformers_splits_a_text_as_the_run_does(base, tmp_path):
 
 @pytest.mark.slow
 def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
-    """The adapted run merged, and the adapter beside the model that it adapts, as
-    lm-evaluation-harness reads them."""
+    """The merged run, and the adapter with its base model, as lm-evaluation-harness reads them."""
     lm_eval = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed")
     from lm_eval.api.instance import Instance
 
@@ -257,8 +261,8 @@ def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
 
 
 def test_an_adapter_of_a_base_that_was_mapped_from_another_is_not_mapped_again(tmp_path):
-    """Layers 0 and 1 are those of layers 1 and 0 of the run before; once more, and they would
-    change places again."""
+    """A map exchanges layers 0 and 1 of the earlier run. If it were applied twice, they would be
+    exchanged back."""
     first = lpkit.train(SMALL.replace({"data.tokenizer": "bpe", "model.vocab": 257, "steps": 2}),
                         out=tmp_path / "first")
     base = lpkit.train(first.config.replace({"start.run": str(first.path),

@@ -1,9 +1,9 @@
-"""Cards: what is written is what was predicted and measured, what is altered shows, and text of
-strangers stays text.
+"""Cards: the written numbers are those that were predicted and measured, a changed card is
+detected, and text in a card is never executed.
 
-Only these tests catch: a card whose numbers are not those that were predicted and measured, a path
-of whoever wrote it, an altered card that is shown as sound, and text of strangers that a picture or
-a terminal executes.
+Only these tests catch: a card whose numbers are not those that were predicted and measured, a
+card that contains a path of its author, a changed card that is shown as valid, and text of
+strangers that a picture or a terminal executes.
 """
 
 import json
@@ -26,7 +26,7 @@ EVIL = "<script>alert('\x1b]0;owned\x07')</script>&\n\u202elpkit: forged\ud800\u
 
 
 def written(path):
-    """The card's JSON, and the lines of its picture, which is XML."""
+    """Return the JSON of a card, and the lines of its picture, which is XML."""
     root = ElementTree.fromstring(path.with_suffix(".svg").read_text())
     assert ((root.get("width"), root.get("height")) == ("480", "200")
             and {child.tag[28:] for child in root} == {"rect", "text"})
@@ -46,23 +46,23 @@ def test_a_prediction_of_a_config(file, tmp_path, monkeypatch, capsys):
     assert cli.main(["predict", "llama-8b", "--devices", "8", "--machine", "h100",
                      "data.source=/home/me/secret", "--card", file]) == 0
     assert ("card: card.json\ncard: card.svg\n" in capsys.readouterr().out
-            and {one.name for one in tmp_path.iterdir()} == {"card.json", "card.svg"})
-    found, lines = written(tmp_path / "card")
+            and {path.name for path in tmp_path.iterdir()} == {"card.json", "card.svg"})
+    card, lines = written(tmp_path / "card")
     due = predict(preset("llama-8b"), "h100", 8)
-    assert found["model"] | {"config": 0} == {"name": "llama-8b", "parameters": 8_030_261_248,
+    assert card["model"] | {"config": 0} == {"name": "llama-8b", "parameters": 8_030_261_248,
         "layers": 32, "precision": "bf16",
                                              "optimizer": "adamw", "config": 0}
-    assert (found["model"]["config"]["model.kv_heads"] == 8
-            and "model.block" not in found["model"]["config"]), "only what differs"
+    assert (card["model"]["config"]["model.kv_heads"] == 8
+            and "model.block" not in card["model"]["config"]), "only what differs"
     assert "secret" not in (tmp_path / "card.json").read_text(), "no path of whoever wrote it"
-    assert found["predicted"] == {
+    assert card["predicted"] == {
         "machine": CATALOGUE["h100"].title, "layout": str(due.layout), "stack": "compiled",
         "peak_bytes": round(due.memory.peak_bytes),
         "step_seconds": due.step_seconds, "step_seconds_range": [*due.step.seconds_range],
         "range_is": due.step.spread.words}
-    assert found["versions"] == {"lpkit": lpkit.__version__, "torch": torch.__version__,
+    assert card["versions"] == {"lpkit": lpkit.__version__, "torch": torch.__version__,
                                  "python": platform.python_version()}
-    assert "measured" not in found and (tmp_path / "card.json").stat().st_size < 1500
+    assert "measured" not in card and (tmp_path / "card.json").stat().st_size < 1500
     assert lines[0] == "llama-8b" and lines[2] == CATALOGUE["h100"].title
     assert lines[5].split() == ["peak", "memory",
                                 *quantity(due.memory.peak_bytes, "bytes").split(), "-"]
@@ -89,14 +89,14 @@ def test_a_watched_model_beside_its_prediction(tmp_path, capsys):
         f"{tmp_path}/here.svg"]
     there.card(tmp_path / "only"), seen.card(tmp_path / "there",
         there), seen.card(tmp_path / "seen")
-    found, lines = written(tmp_path / "here")
-    assert (found["model"]["name"] == "Sequential"
-            and found["model"]["parameters"] == 2 * 64 * 256 + 320)
-    assert found["measured"] == {"machine": hardware.cpu_name(),
+    card, lines = written(tmp_path / "here")
+    assert (card["model"]["name"] == "Sequential"
+            and card["model"]["parameters"] == 2 * 64 * 256 + 320)
+    assert card["measured"] == {"machine": hardware.cpu_name(),
                                  "peak_bytes": seen.footprint.peak_bytes,
                                  "step_seconds": seen.step_seconds,
                                 "updates": 5, "timed": len(seen.seconds)}
-    assert found["predicted"]["peak_bytes"] == here.peak_bytes and lines[6].count("%") == 1
+    assert card["predicted"]["peak_bytes"] == here.peak_bytes and lines[6].count("%") == 1
     code, out, err = tabulated(tmp_path, capsys)
     rows = {line.split()[0]: line for line in out.splitlines()}
     assert (code, err) == (0, "") and {*rows} == {"card", "here.json", "only.json", "seen.json",
@@ -119,11 +119,11 @@ def test_the_measurement_of_the_command_is_in_the_card(tmp_path, capsys):
     assert cli.main([*words.split(), "--machine", "this", "--measure", "--json", "--card",
                      str(tmp_path / "x")]) == 0
     printed = json.loads(capsys.readouterr().out)
-    found, _ = written(tmp_path / "x")
+    card, _ = written(tmp_path / "x")
     peak = next(row for row in printed["measured"]["bytes"] if row["name"] == "peak")
-    assert (found["measured"]["peak_bytes"] == peak["measured"]
-            and found["measured"]["machine"] == found["predicted"]["machine"])
-    assert (found["measured"]["step_seconds"]
+    assert (card["measured"]["peak_bytes"] == peak["measured"]
+            and card["measured"]["machine"] == card["predicted"]["machine"])
+    assert (card["measured"]["step_seconds"]
             == pytest.approx(sum(row["measured"] for row in printed["measured"]["seconds"])))
 
 
@@ -168,7 +168,7 @@ def test_text_of_strangers_stays_text(tmp_path, capsys):
     class Model(nn.Linear):
         pass
 
-    Model.__name__ = EVIL.replace("\ud800", "")       # no class can have that
+    Model.__name__ = EVIL.replace("\ud800", "")     # no class can have this name
     lpkit.predict(Model(8, 8), torch.randn(2, 8),
                   loss=lambda model, x: model(x).sum()).card(tmp_path / "module")
     predict(preset("cpu-3m")).card(tmp_path / "config", name=EVIL)
@@ -182,9 +182,9 @@ def test_text_of_strangers_stays_text(tmp_path, capsys):
                 and "lpkit: forged" not in written(path)[1])
     code, out, _ = tabulated(tmp_path, capsys)
     assert code == 0 and len(out.splitlines()) == 5 and "\\x1b" in out
-    found = json.loads(tabulated(tmp_path, capsys, "--json")[1])["cards"]
-    assert [one["card"] for one in found] == ["config.json", "device.json", "module.json",
-        "sealed.json"] and len(found[3]["words"]) == 8
+    answers = json.loads(tabulated(tmp_path, capsys, "--json")[1])["cards"]
+    assert [card["card"] for card in answers] == ["config.json", "device.json", "module.json",
+        "sealed.json"] and len(answers[3]["words"]) == 8
 
 
 @pytest.mark.parametrize("path", ["", "/", "a\0b", "~nobody-here/x", "x" * 300])
@@ -196,7 +196,8 @@ def test_a_path_that_no_card_can_have_is_a_sentence(path, capsys, monkeypatch, t
 
 
 def test_it_can_be_read_in_a_browser(tmp_path, context):
-    """No line is wider than the card, no two touch, and the ground is white on a dark page too."""
+    """No line is wider than the card, no two lines overlap, and the background is white, also on
+    a dark page."""
     predict(preset("llama-405b"), "h200", 64).card(tmp_path / "wide",
         name="a model with a name that is longer than the card is wide " * 3)
     cards.write(tmp_path / "both", {"name": "x", "parameters": 10**9, "layers": 3},
@@ -207,19 +208,19 @@ def test_it_can_be_read_in_a_browser(tmp_path, context):
     for path in (tmp_path / "wide.svg", tmp_path / "both.svg"):
         page.set_content(f"<body style='background:#000;margin:0'>{path.read_text()}")
         boxes = page.eval_on_selector_all("text",
-            "all => all.filter(one => one.textContent).map(one => { const b = one.getBBox(); "
+            "all => all.filter(e => e.textContent).map(e => { const b = e.getBBox(); "
             "return [b.x, b.y, b.width, b.height] })")
         assert len(boxes) >= 8 and all(x >= 16 and x + width <= 470 and 10 <= y
                                        and y + height <= 200 for x, y, width, height in boxes)
         assert all(below[1] >= above[1] + above[3] for above, below in pairwise(boxes))
-        assert (page.eval_on_selector("rect", "one => getComputedStyle(one).fill")
+        assert (page.eval_on_selector("rect", "rect => getComputedStyle(rect).fill")
                 == "rgb(255, 255, 255)")
     page.close()
 
 
 def test_the_stack_of_the_trainer_keeps_what_transformers_keep(kind="qwen3"):
-    """Peak bytes by formula, within 5% of a traced step of the model in transformers; without the
-    stack they miss by more."""
+    """The peak by formula is within 5% of a traced step of the transformers model. Without the
+    setting of the stack, the error is larger."""
     transformers = pytest.importorskip("transformers")
     from lpkit.config import Config
     from lpkit.exchange.families import of_type

@@ -1,8 +1,9 @@
-"""`lpkit predict` of a `config.json`: the numbers of the imported run, without its weights, and
-nothing that the folder names is executed.
+"""`lpkit predict` of a `config.json`: the numbers of the imported run, without its weights; nothing
+that the folder names is executed.
 
-Only these tests catch: a number of a config's prediction that the imported run has not, code of a
-folder that runs, and a config of strangers that ends in a traceback or in control characters.
+Only these tests catch: a number of a config's prediction that differs from the imported run,
+code in a folder that is executed, and a config of strangers that ends in a traceback or prints
+control characters.
 """
 
 import json
@@ -57,16 +58,17 @@ def test_a_config_alone_has_the_numbers_of_the_imported_run(
     for weights in tmp_path.glob("*.safetensors"):
         weights.unlink()
     for target in (tmp_path, tmp_path / "config.json"):
-        code, found, _ = asked(capsys, "predict", str(target), "--machine", "h100")
-        found.pop("target"), found.pop("measured"), found.pop("card")
-        assert code == 0 and found == json.loads(json.dumps(due))
+        code, answer, _ = asked(capsys, "predict", str(target), "--machine", "h100")
+        answer.pop("target"), answer.pop("measured"), answer.pop("card")
+        assert code == 0 and answer == json.loads(json.dumps(due))
 
 
 @pytest.mark.parametrize("kind, sizes",
                          [("llama", LLAMA_1B), ("gpt2", {"n_positions": 8192, "n_layer": 2}),
                           ("qwen3", {}), ("mistral", {"sliding_window": None})])
 def test_parameters_are_those_of_transformers(kind, sizes, tmp_path):
-    """Of published and default sizes; shorter sequences may not shorten a table of positions."""
+    """With published and default sizes. Shorter sequences must not shorten a table of learned
+    positions."""
     config = transformers.AutoConfig.for_model(kind,
         **{key: value for key, value in sizes.items() if key != "model_type"})
     config.save_pretrained(tmp_path)
@@ -78,10 +80,10 @@ def test_parameters_are_those_of_transformers(kind, sizes, tmp_path):
 
 def test_sequences_are_short_by_default_and_the_choice_is_printed(file, capsys):
     path = file()
-    code, found, err = asked(capsys, "predict", path)
+    code, answer, err = asked(capsys, "predict", path)
     assert (code == 0 and err == f"{path}: by default an update has 16 sequences of 4,096 tokens; "
                                  f"set global_batch, grad_accum_steps and model.context\n")
-    assert (found["parameters"] == 1_235_814_400 and found["assumptions"]["sequences_per_device"]
+    assert (answer["parameters"] == 1_235_814_400 and answer["assumptions"]["sequences_per_device"]
             == 16)
     config = config_of(path, ["model.context=8192", "global_batch=2", "grad_accum_steps=2"])
     assert ((config.model.context, config.micro_batch, config.micro_batches) == (8192, 1, 2)
@@ -94,11 +96,11 @@ def test_sequences_are_short_by_default_and_the_choice_is_printed(file, capsys):
 
 def test_plan_and_advise_take_it_and_a_run_wins(file, tmp_path, capsys):
     path = file()
-    code, found, _ = asked(capsys, "plan", "--model", path, "--tokens", "1e9", "--devices", "2")
-    assert code == 0 and found["parameters"] == 1_235_814_400
-    code, found, _ = asked(capsys, "advise", str(tmp_path), "--machine", "h200", "--recipe",
+    code, answer, _ = asked(capsys, "plan", "--model", path, "--tokens", "1e9", "--devices", "2")
+    assert code == 0 and answer["parameters"] == 1_235_814_400
+    code, answer, _ = asked(capsys, "advise", str(tmp_path), "--machine", "h200", "--recipe",
                            "fp8-rowwise")
-    assert code == 0 and [row["recipe"] for row in found["plans"]] == ["fp8-rowwise"]
+    assert code == 0 and [row["recipe"] for row in answer["plans"]] == ["fp8-rowwise"]
     assert asked(capsys, "train", str(tmp_path))[2].endswith(
         f"import it first, by lpkit import {tmp_path} --out runs/{tmp_path.name}\n")
     (tmp_path / "config.yaml").write_text(Config().to_yaml())

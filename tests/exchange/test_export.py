@@ -1,7 +1,7 @@
-"""A run that transformers reads: the same logits, every tensor once.
+"""Export of a run for transformers: the same logits, and every tensor once.
 
-Only these tests catch: logits that transformers computes otherwise, a tensor that is written twice,
-and a run that transformers has no model for and is exported.
+Only these tests catch: other logits in transformers, a tensor that is written twice, and a run
+that is exported although transformers has no model for it.
 """
 
 import json
@@ -31,7 +31,7 @@ MODELS = {
 
 
 def logits_agree(run: Run, folder) -> None:
-    """Within float32 rounding of sums of some 100 terms, logits of order 1."""
+    """Logits of order 1 agree to the rounding of float32 sums of about 100 terms."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -76,7 +76,7 @@ def test_no_run_no_checkpoint_and_a_folder_that_is_there(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         export(tmp_path, tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match="is there already; choose another --out"):
+    with pytest.raises(ConfigError, match="exists already; choose another --out"):
         export(run.path, tmp_path / "out")
     for folder in run.checkpoints.glob("step-*"):
         (folder / "manifest.json").unlink()

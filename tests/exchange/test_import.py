@@ -1,9 +1,9 @@
-"""A folder that transformers wrote becomes a run: the same logits, the same bytes when it is
-exported, and one sentence for what is no model.
+"""A folder that transformers wrote becomes a run: with the same logits, with the same bytes after
+an export, and with one message for a folder without a model.
 
-Only these tests catch: a weight that is read into another place, a byte or a token that is lost on
-the way out and in, a folder that computes something else and is taken, and a half of a run that is
-left.
+Only these tests catch: a weight that is read into another place, a byte or a token that is lost
+in an export and import, a folder that computes something else and is accepted, and an incomplete
+run that is left.
 """
 
 import json
@@ -41,7 +41,7 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte-level BPE of 300 entries, as its library writes it."""
+    """A byte-level BPE of 300 entries, as the library writes it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     library = Tokenizer(models.BPE())
@@ -55,7 +55,7 @@ def tokenizer():
 
 
 def saved(kind, folder, tokenizer, **options):
-    """A model of random weights, biases and gains included, as save_pretrained writes it."""
+    """A model of random weights, also biases and gains, as save_pretrained writes it."""
     config = transformers.AutoConfig.for_model(kind.partition(" ")[0],
         **FOLDERS[kind] | {"eos_token_id": 0, "bos_token_id": 0})
     torch.manual_seed(1)
@@ -77,14 +77,14 @@ def llama(tmp_path_factory, tokenizer):
 
 @pytest.fixture
 def theirs(llama, tmp_path):
-    """A copy of a folder of Llama's, which a test may damage."""
+    """A copy of a Llama folder, which a test may damage."""
     return shutil.copytree(llama, tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_logits_of_the_run_are_those_of_transformers(kind, tmp_path, tokenizer):
-    """Of a run that begins from it, in float32: to 5e-6 of logits of order 1, since both sum some
-    100 terms in another order."""
+    """Logits of a run that starts from the imported run, in float32: equal to 5e-6 for logits of
+    order 1, because both sum about 100 terms in different orders."""
     theirs = saved(kind, tmp_path / "theirs", tokenizer, max_shard_size="40KB")
     assert len([*(tmp_path / "theirs").glob("*.safetensors")]) > 2
     assert cli.main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
@@ -94,10 +94,10 @@ def test_logits_of_the_run_are_those_of_transformers(kind, tmp_path, tokenizer):
     config = run.config.replace({"start.run": str(run.path), "precision.recipe": "fp32",
                                  "system.device": "cpu"})
     with torch.no_grad():
-        due, found = theirs(tokens).logits, Training.build(config,
+        due, logits = theirs(tokens).logits, Training.build(config,
             data=RandomTokens(config, "cpu")).logits(tokens)
     assert due.std() > 0.3
-    torch.testing.assert_close(found, due, rtol=0, atol=5e-6 * max(1, due.std().item()))
+    torch.testing.assert_close(logits, due, rtol=0, atol=5e-6 * max(1, due.std().item()))
 
 
 @pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in FOLDERS),
@@ -107,11 +107,11 @@ def test_what_is_exported_again_has_every_byte(kind, dtype, tmp_path, tokenizer)
     model.to(dtype).save_pretrained(tmp_path / "theirs")
     run = bring(planned(tmp_path / "theirs"), tmp_path / "run")
     export(run, tmp_path / "out")
-    due, found = (load_file(tmp_path / folder / "model.safetensors")
+    due, exported = (load_file(tmp_path / folder / "model.safetensors")
                   for folder in ("theirs", "out"))
-    assert found.keys() == due.keys()
+    assert exported.keys() == due.keys()
     for name, t in due.items():
-        assert t.dtype == dtype and torch.equal(found[name].view(torch.uint8),
+        assert t.dtype == dtype and torch.equal(exported[name].view(torch.uint8),
             t.view(torch.uint8)), name
     assert (json.loads((tmp_path / "out" / "tokenizer.json").read_text())
             == json.loads((tmp_path / "theirs" / "tokenizer.json").read_text()))
@@ -158,7 +158,8 @@ def test_a_run_begins_from_it_with_its_tokenizer(tmp_path, theirs):
 
 
 def test_files_of_the_bare_model_and_of_old_versions(tmp_path, tokenizer):
-    """GPT-2 as it lies on the hub: no prefix, the causal mask among the weights."""
+    """GPT-2 as on the Hugging Face hub: names without a prefix, and the causal mask among the
+    weights."""
     saved("gpt2", tmp_path / "theirs", tokenizer)
     path = tmp_path / "theirs" / "model.safetensors"
     bare = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
@@ -169,7 +170,7 @@ def test_files_of_the_bare_model_and_of_old_versions(tmp_path, tokenizer):
 
 
 def test_70_billion_by_their_headers(tmp_path, tokenizer):
-    """Llama 2 70B: a file of zeros that is not there (sparse), read by its header alone."""
+    """Llama 2 70B: a sparse file of zeros, of which only the header is read."""
     config = transformers.LlamaConfig(vocab_size=32000, hidden_size=8192, intermediate_size=28672,
                                       num_hidden_layers=80,
                                       num_attention_heads=64, num_key_value_heads=8, eos_token_id=0)
@@ -185,13 +186,13 @@ def test_70_billion_by_their_headers(tmp_path, tokenizer):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-    found = planned(tmp_path)
-    assert found.weights == sum(t.numel() for t in model.parameters()) == 68_976_648_192
-    assert found.config.memory.param_dtype.name == "bf16"
+    plan = planned(tmp_path)
+    assert plan.weights == sum(t.numel() for t in model.parameters()) == 68_976_648_192
+    assert plan.config.memory.param_dtype.name == "bf16"
 
 
 def test_links_to_a_cache_are_followed(tmp_path, tokenizer):
-    """As a hub's cache lies on a disk."""
+    """A folder as in the cache of the hub: with links."""
     saved("llama", tmp_path / "blobs", tokenizer)
     (tmp_path / "snapshot").mkdir()
     for path in (tmp_path / "blobs").iterdir():
@@ -201,18 +202,19 @@ def test_links_to_a_cache_are_followed(tmp_path, tokenizer):
 
 def changed(folder, **values):
     path = folder / "config.json"
-    said = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({key: value for key, value in said.items() if value != "gone"}))
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in content.items() if value != "gone"}))
 
 
 def replaced(folder, name, t):
     path = folder / "model.safetensors"
-    save_file({key: one for key, one in (load_file(path) | {name: t}).items() if one is not None},
+    save_file({key: tensor
+               for key, tensor in (load_file(path) | {name: t}).items() if tensor is not None},
               path)
 
 
 def indexed(folder, weight_map):
-    (folder / "model.safetensors").unlink()     # which transformers would read
+    (folder / "model.safetensors").unlink()     # a file that transformers would read
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -257,8 +259,8 @@ def cut(folder):
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
     (lambda f: replaced(f, "model.norm.weight", torch.ones(48, dtype=torch.int8)),
      "model.norm.weight in model.safetensors is in I8; this kit"),
-    (pickled, "has its weights in pytorch_model.bin, a pickle, which may run anything when it is "
-              "read; convert it first"),
+    (pickled, "has its weights in pytorch_model.bin, a pickle, which can execute any code when it "
+              "is read; if you trust it, convert it"),
     (cut, "model.safetensors' is not a whole file of safetensors .*file not fully covered.*get it "
           "again"),
     (lambda f: (f / "model.safetensors").unlink(), "lacks model.safetensors; get the whole folder "
@@ -283,22 +285,22 @@ def test_what_is_no_model_is_said_in_a_sentence_and_leaves_nothing(harm, sentenc
         planned(theirs)
     capsys.readouterr()
     assert cli.main(["import", str(theirs), "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("lpkit: ") and said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("lpkit: ") and err.count("\n") == 1
     assert ([*tmp_path.iterdir()] == [theirs]
             and before == {path: path.read_bytes() for path in theirs.iterdir()})
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path, theirs, monkeypatch):
     plan = planned(theirs)
-    shutil.rmtree(theirs)      # and weights that go between the plan and the reading
+    shutil.rmtree(theirs)     # and weights that disappear between the plan and the reading
     with pytest.raises(Exception, match="No such file"):
         bring(plan, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsys):
-    """Of a context of 131,072 tokens, of which 16 sequences do not fit into 64 MiB."""
+    """The context is 131,072 tokens, and 16 such sequences do not fit into 64 MiB."""
     monkeypatch.setattr(hardware, "available_bytes", lambda device: 2**26)
     config = transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1,
         "max_position_embeddings": 131_072, "eos_token_id": 0})
@@ -318,7 +320,8 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
     run = Run.open(tmp_path / "books")
     assert (run.config.model.T * run.config.global_batch >= 1024
             and run.summary["status"] == "complete")
-    whole = [one for one in words if not one.startswith(("model.context=", "global_batch=", "--out",
+    whole = [word
+             for word in words if not word.startswith(("model.context=", "global_batch=", "--out",
         str(tmp_path / "books")))]
     capsys.readouterr()
     assert (cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2
@@ -330,14 +333,14 @@ def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, t
     more = ["--out", str(tmp_path / "out")] if command == "export" else []
     capsys.readouterr()
     assert cli.main([*command.split(), str(theirs), *more]) == 2
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert (f"it is a folder of transformers: import it first, by lpkit import "
-            f"{tmp_path / 'theirs'} --out runs/theirs" in said and said.count("\n") == 1)
+            f"{tmp_path / 'theirs'} --out runs/theirs" in err and err.count("\n") == 1)
 
 
 def test_a_folder_that_is_there_and_no_out(tmp_path, theirs, capsys):
     (tmp_path / "run").mkdir()
-    with pytest.raises(ConfigError, match="is there already; choose another --out"):
+    with pytest.raises(ConfigError, match="exists already; choose another --out"):
         bring(planned(theirs), tmp_path / "run")
     assert cli.main(["import", str(theirs)]) == 2
     assert cli.main(["import", str(theirs), "--check"]) == 0

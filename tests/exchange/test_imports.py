@@ -119,9 +119,10 @@ def kit(tmp_path_factory):
 
 def test_every_table_is_known_by_its_name():
     fields = lessons.package().FIELDS
-    for one in pkgutil.iter_modules(techniques.__path__, "lpkit.techniques."):
-        importlib.import_module(one.name)
-    rooms = [vars(one) for name, one in sys.modules.items() if name.startswith("lpkit.techniques.")]
+    for module in pkgutil.iter_modules(techniques.__path__, "lpkit.techniques."):
+        importlib.import_module(module.name)
+    rooms = [vars(module)
+             for name, module in sys.modules.items() if name.startswith("lpkit.techniques.")]
     assert sorted(fields.values()) == sorted(outside.TABLES)
     for table, field in fields.items():
         assert any(room.get(table) is outside.TABLES[field] for room in rooms), (table, field)
@@ -152,7 +153,7 @@ def test_modules_of_rows_import_the_package_and_one_another(path):
     free = sys.stdlib_module_names | {"lpkit", "torch", "numpy", "psutil", "safetensors"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            assert all(one.name.partition(".")[0] in free for one in node.names), node.lineno
+            assert all(alias.name.partition(".")[0] in free for alias in node.names), node.lineno
         elif isinstance(node, ast.ImportFrom):
             inner = node.module.startswith("lessons.rows.")
             assert inner or node.module.partition(".")[0] in free, node.lineno
@@ -160,7 +161,7 @@ def test_modules_of_rows_import_the_package_and_one_another(path):
 
 # ---- the message
 
-@pytest.mark.parametrize("changes, said", [
+@pytest.mark.parametrize("changes, message", [
     ({"optimizer": "toy_sgd"}, f"optimizer 'toy_sgd' is in lessons.rows.toy: {IMPORT}"),
     ({"optimizer": {"name": "toy_sgd", "lr": 1}}, f"optimizer 'toy_sgd' is in lessons.rows.toy: "
      f"{IMPORT}"),
@@ -174,11 +175,11 @@ def test_modules_of_rows_import_the_package_and_one_another(path):
      "one of next-token"),
     ({"optimizer": "nothing-like-it"}, "there is no optimizer 'nothing-like-it'; choose one of "),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
-def test_a_row_of_a_lesson_is_named_with_its_import(changes, said, toy, capsys):
+def test_a_row_of_a_lesson_is_named_with_its_import(changes, message, toy, capsys):
     for _ in range(2):      # looking for a row brings none
         with pytest.raises(ConfigError) as raised:
             Config().replace(changes)
-        assert str(raised.value).startswith(said)
+        assert str(raised.value).startswith(message)
     assert "lessons.rows.toy" not in sys.modules
     with pytest.raises(ConfigError, match=r"^optimizer 'toy_sgd' is in lessons\.rows\.toy"):
         techniques.optimizers.find("toy_sgd")
@@ -208,13 +209,13 @@ def test_commands_take_the_import_that_they_name(toy, capsys):
 def test_python_predicts_the_words_of_the_command(toy):
     with pytest.raises(ConfigError, match=r"add --import lessons\.rows\.toy, in Python"):
         lpkit.predict("cpu-3m optimizer=toy_sgd")
-    found = lpkit.predict("cpu-3m optimizer=toy_sgd steps=7", "a100-80",
+    predicted = lpkit.predict("cpu-3m optimizer=toy_sgd steps=7", "a100-80",
                           imports=("lessons.rows.toy",))
     same = lpkit.predict(presets.preset("cpu-3m").replace({"optimizer": "toy_sgd", "steps": 7}),
                          "a100-80")
-    assert found == same and found.config.imports == ("lessons.rows.toy",)
+    assert predicted == same and predicted.config.imports == ("lessons.rows.toy",)
     plain = lpkit.predict("cpu-3m optimizer=adamw")
-    assert found.memory.peak_bytes < plain.memory.peak_bytes and plain.config.imports == ()
+    assert predicted.memory.peak_bytes < plain.memory.peak_bytes and plain.config.imports == ()
 
 
 # ---- a Config has the modules of its rows
@@ -240,24 +241,25 @@ def test_a_row_that_a_plain_import_brought_names_its_module(kit, tmp_path):
             "print(Config(optimizer='toy_sgd').imports)")
     path = kit / "lpkit/notebooks"
     (path / "lessons/__init__.py").touch()
-    said = python("-c", code, cwd=tmp_path, kit=kit, path=str(path))
+    printed = python("-c", code, cwd=tmp_path, kit=kit, path=str(path))
     (path / "lessons/__init__.py").unlink()
-    assert said == "('lessons.rows.toy',)\n"
+    assert printed == "('lessons.rows.toy',)\n"
 
 
 def test_the_planner_offers_a_row_and_its_command_imports_it(toy, capsys):
     spec = importlib.util.spec_from_file_location("planner", ROOT / "docs/planner/answer.py")
     planner = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(planner)
-    controls = {one["name"]: one for group in planner.choices() for one in group["controls"]}
-    usual = {name: one["value"] for name, one in controls.items()}
+    controls = {control["name"]: control for group in planner.choices()
+                for control in group["controls"]}
+    usual = {name: control["value"] for name, control in controls.items()}
     for _ in range(2):
         assert controls["optimizer"]["options"].count(("toy_sgd", "toy_sgd")) == 1
-        said = json.loads(planner.answer(json.dumps(usual | {"optimizer": "toy_sgd"})))
+        answer = json.loads(planner.answer(json.dumps(usual | {"optimizer": "toy_sgd"})))
         controls["optimizer"] = planner.choices()[-1]["controls"][-1]
-    assert said["command"].endswith(" --optimizer toy_sgd --import lessons.rows.toy")
-    assert cli.main([*shlex.split(said["command"])[1:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["peak_bytes"] == said["prediction"]["peak_bytes"]
+    assert answer["command"].endswith(" --optimizer toy_sgd --import lessons.rows.toy")
+    assert cli.main([*shlex.split(answer["command"])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == answer["prediction"]["peak_bytes"]
 
 
 # ---- files, and folders of strangers
@@ -288,12 +290,13 @@ for text in ("imports: [lessons.rows.x]", "optimizer: toy_sgd",
         print(Config.from_yaml(text).imports)
 {shown}
 """
-    said = python("-c", code, cwd=tmp_path, kit=kit).splitlines()
-    assert "imports nothing by itself" in said[0] and f"is in lessons.rows.toy: {IMPORT}" in said[1]
-    assert said[2:] == ["('lessons.rows.toy',)"] * 2 and not (tmp_path / "ran").exists()
-    said = python("-m", "lpkit", "predict", "cpu-3m", "optimizer=toy_sgd",
+    printed = python("-c", code, cwd=tmp_path, kit=kit).splitlines()
+    assert ("imports nothing by itself" in printed[0]
+            and f"is in lessons.rows.toy: {IMPORT}" in printed[1])
+    assert printed[2:] == ["('lessons.rows.toy',)"] * 2 and not (tmp_path / "ran").exists()
+    printed = python("-m", "lpkit", "predict", "cpu-3m", "optimizer=toy_sgd",
                   "--import=lessons.rows.toy", cwd=tmp_path, kit=kit)
-    assert "cpu-3m on 1 x" in said and not (tmp_path / "ran").exists()
+    assert "cpu-3m on 1 x" in printed and not (tmp_path / "ran").exists()
     for name in ("lessons/__init__", "lessons/rows/__init__", "lessons/rows/toy"):
         (tmp_path / f"{name}.py").write_text("")
     code = f"""
@@ -305,8 +308,9 @@ for name in ("lessons.rows.toy",):
         Config(imports=(name,))
 {shown}
 """
-    said = python("-c", code, cwd=tmp_path, kit=kit)
-    assert said.startswith("ConfigError lessons.rows is ") and "start Python in another f" in said
+    printed = python("-c", code, cwd=tmp_path, kit=kit)
+    assert (printed.startswith("ConfigError lessons.rows is ")
+            and "start Python in another f" in printed)
 
 
 def test_the_rows_of_a_learners_copies_are_those_of_its_processes(tmp_path):
@@ -333,7 +337,7 @@ def test_a_package_without_its_lessons_says_so(alone, tmp_path, monkeypatch):
 def test_a_launch_tells_its_ranks_the_modules_and_so_does_a_job(toy, tmp_path, monkeypatch):
     heard = {}
     monkeypatch.setattr("lpkit.training.launch.Processes",
-                        lambda function, told, **how: heard.update(told))
+                        lambda function, arguments, **how: heard.update(arguments))
     monkeypatch.setattr("lpkit.training.launch.Launched.begin", lambda self: self)
     monkeypatch.setattr("lpkit.training.launch.cores", lambda: 2)
     Config(imports=("lessons.rows.toy",))
@@ -362,55 +366,57 @@ def test_two_ranks_and_all_that_follows_know_a_row(name, package, kit, tmp_path)
         run["path"] = str(module(tmp_path, name=name).parent)
     train = ["train", "cpu-3m", *SMALL, f"optimizer={name}_sgd", f"--import={package}{name}",
              "--json"]
-    said = python("-m", "lpkit", *train, "--processes=2", "--out=run", **run)
-    assert json.loads(said)["status"] == "complete"
+    printed = python("-m", "lpkit", *train, "--processes=2", "--out=run", **run)
+    assert json.loads(printed)["status"] == "complete"
     assert f"{package}{name}" in (tmp_path / "run" / "config.yaml").read_text()
     if again:
-        said = python("-m", "lpkit", "sample", "run", "--tokens=2", **run, fails=True)
-        assert "imports='mine': a file imports nothing by itself" in said
+        printed = python("-m", "lpkit", "sample", "run", "--tokens=2", **run, fails=True)
+        assert "imports='mine': a file imports nothing by itself" in printed
         python("-m", "lpkit", "sample", "run", "--tokens=2", *again, **run)
         return
     python("-m", "lpkit", "train", "--resume", "--out=run", "steps=3", "parallel.data=1", **run)
-    told = python("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lpkit", *train,
+    answer = python("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lpkit", *train,
                   "parallel.data=2", "--out=torchrun", **run)
-    assert json.loads(told)["final_loss"] == json.loads(said)["final_loss"]
+    assert json.loads(answer)["final_loss"] == json.loads(printed)["final_loss"]
 
 
 CLAIM = {"arms": {"adamw": {}, "other": {"optimizer": "toy_sgd"}}, "differ": ["optimizer"],
          "target": "val_loss", "effect": 0.5, "budget": {"steps": 2}, "seeds": 3, "sigma": 0.01,
          "tuning": {"optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0]},
-         "settings": dict(one.split("=") for one in SMALL if "steps" not in one)}
+         "settings": dict(setting.split("=") for setting in SMALL if "steps" not in setting)}
 SWEEP = {"trials": 1, "target": "val_loss", "search": {"optimizer.lr": {"low": 1e-4, "high": 1e-2}},
-         "settings": dict(one.split("=") for one in SMALL) | {"optimizer": "toy_sgd"}}
+         "settings": dict(setting.split("=") for setting in SMALL) | {"optimizer": "toy_sgd"}}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command, told, how", [("claim", CLAIM, "flag"), ("sweep", SWEEP, "file")])
-def test_the_runs_of_a_claim_and_of_a_sweep_know_a_row(command, told, how, kit, tmp_path):
+@pytest.mark.parametrize("command, content, how",
+                         [("claim", CLAIM, "flag"), ("sweep", SWEEP, "file")])
+def test_the_runs_of_a_claim_and_of_a_sweep_know_a_row(command, content, how, kit, tmp_path):
     flag = ["--import=lessons.rows.toy"] if how == "flag" else []
     if how == "file":
-        told = told | {"settings": told["settings"] | {"imports": ["lessons.rows.toy"]}}
-    (tmp_path / "file.yaml").write_text(json.dumps(told))
-    said = python("-m", "lpkit", command, "file.yaml", *flag, "--json", cwd=tmp_path, kit=kit)
-    assert json.loads(said)["seconds"] > 0
+        imports = {"imports": ["lessons.rows.toy"]}
+        content = content | {"settings": content["settings"] | imports}
+    (tmp_path / "file.yaml").write_text(json.dumps(content))
+    printed = python("-m", "lpkit", command, "file.yaml", *flag, "--json", cwd=tmp_path, kit=kit)
+    assert json.loads(printed)["seconds"] > 0
     if how == "flag":
-        said = python("-m", "lpkit", command, "file.yaml", cwd=tmp_path, kit=kit, fails=True)
-        assert "add --import lessons.rows.toy" in said
+        printed = python("-m", "lpkit", command, "file.yaml", cwd=tmp_path, kit=kit, fails=True)
+        assert "add --import lessons.rows.toy" in printed
 
 
 # ---- lpkit techniques
 
 def test_techniques_are_listed_under_their_import(toy, capsys):
     assert cli.main(["techniques"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"\n{field}\n" in f"\n{said}" for field in outside.TABLES)
-    kit, _, theirs = said.partition("model.change")[0].partition("  --import lessons.rows.toy\n")
+    printed = capsys.readouterr().out
+    assert all(f"\n{field}\n" in f"\n{printed}" for field in outside.TABLES)
+    kit, _, theirs = printed.partition("model.change")[0].partition("  --import lessons.rows.toy\n")
     assert "  adamw  " in kit and "toy_sgd" not in kit and "  toy_sgd" in theirs.splitlines()[0]
     assert cli.main(["techniques", "optimizer", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["family"] == "optimizer" and list(found["families"]) == ["optimizer"]
-    [row] = [one for one in found["families"]["optimizer"] if one["import"]]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["family"] == "optimizer" and list(answer["families"]) == ["optimizer"]
+    [row] = [row for row in answer["families"]["optimizer"] if row["import"]]
     assert row == {"name": "toy_sgd", "import": "lessons.rows.toy", "why": "a gradient times lr",
                    "settings": {"lr": 0.01, "weight_decay": 0.1, "clip": 1.0, "groups": []},
                    "source": "Robbins and Monro 1951"}
@@ -423,11 +429,11 @@ def test_techniques_are_listed_under_their_import(toy, capsys):
     ("", "the nearest of")])
 def test_a_family_that_there_is_not_is_one_sentence(name, near, capsys):
     assert cli.main(["techniques", name]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"lpkit: there is no family {name!r}; ") and near in said
+    err = capsys.readouterr().err
+    assert err.startswith(f"lpkit: there is no family {name!r}; ") and near in err
 
 
 def test_a_module_of_rows_that_the_kit_has_not_is_named_with_the_nearest():
-    said = "no such module of rows; did you mean 'lessons.rows.optimizers'"
-    with pytest.raises(ConfigError, match=said):
+    message = "no such module of rows; did you mean 'lessons.rows.optimizers'"
+    with pytest.raises(ConfigError, match=message):
         Config(imports=("lessons.rows.optimizer",))

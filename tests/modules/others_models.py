@@ -1,5 +1,5 @@
-"""Models that are not the kit's: small ones of transformers' classes and of PyTorch's modules, and
-a batch for each."""
+"""Models that are not written with the kit: small models of transformers classes and of PyTorch
+modules, and a batch for each."""
 
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class NanoBlock(nn.Module):
 
 
 class Nano(nn.Module):
-    """A GPT as loops of one file have it: a tied head, and the loss where targets are given."""
+    """A GPT as in single-file training loops: a tied head, and a loss if targets are given."""
 
     def __init__(self, size: Size = SMALL):
         super().__init__()
@@ -131,5 +131,5 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def loss_for(name: str) -> Any:
-    """What `lpkit.predict` is given: PyTorch's own modules return no loss."""
+    """Return the loss function for `lpkit.predict`: PyTorch's own modules return no loss."""
     return squares if name in ("encoder", "mlp") else None

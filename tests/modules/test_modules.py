@@ -1,10 +1,10 @@
-"""Models of others in low precision, predicted and watched: against the kit's own Linear, PyTorch's
-counters, and real steps.
+"""Models of other libraries in low precision, predicted and measured: compared with the kit's own
+Linear, PyTorch's counters, and real steps.
 
-Only these tests catch: a converted module that computes, saves or moves its history on otherwise
-than the kit's Linear, a matrix that no report names, a predicted byte or FLOP that no step has, a
-model that is left changed, and a trainer, wrapper or adapter of others that a watch or a recipe
-misses.
+Only these tests catch: a converted module that computes, saves or advances its history
+differently from the kit's Linear, a weight matrix that no report names, a predicted byte or FLOP
+that no step has, a model that stays changed, and a trainer, wrapper or adapter of another
+library with which `watch` or a recipe does not work.
 """
 
 import copy
@@ -45,27 +45,27 @@ CASTING = [name for name, row in RECIPES.items() if row.products]
 
 
 def grads(layer, x, times=1):
-    """y, dx and dw of `times` micro-batches."""
-    found = []
+    """Return y, dx and dw of each of `times` micro-batches."""
+    tensors = []
     for i in range(times):
         x_i = (x * (i + 1)).requires_grad_()
         y = layer(x_i)
         y.square().sum().backward()
-        found += [y.detach(), x_i.grad, layer.weight.grad.clone()]
-    return found
+        tensors += [y.detach(), x_i.grad, layer.weight.grad.clone()]
+    return tensors
 
 
 def losses_of(model, batch, optimizer, updates, *, mixed=False, loss=loss_of, micro_batches=1):
-    """A loop as others have it."""
+    """A training loop as in other libraries. Returns the losses."""
     losses = []
     for _ in range(updates):
         optimizer.zero_grad()
         for _ in range(micro_batches):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                found = loss(model, batch)
-            found.backward()
+                value = loss(model, batch)
+            value.backward()
         optimizer.step()
-        losses.append(found.item())
+        losses.append(value.item())
     return losses
 
 
@@ -76,7 +76,7 @@ def test_a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches(nam
     other = ScaledLinear.wrap(copy.deepcopy(layer), RECIPES[name], BACKENDS["emulated"], name="0",
                               seed=3)
     model = nn.Sequential(layer, nn.Identity())
-    # nvfp4 keeps the last block, which is all that there is
+    # nvfp4 keeps the last block in high precision, and this model has only one block
     lpkit.convert(model, resolve(name, high_precision_layers=("head",)), seed=3)
     ours = grads(layer, x, 3)
     theirs = []
@@ -87,7 +87,8 @@ def test_a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches(nam
         other.advance()
         theirs += [y.detach(), x_i.grad, other.weight.grad.clone()]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-    state = model.state_dict()      # what a checkpoint after the last backward holds
+    # the history that a checkpoint after the last backward pass contains
+    state = model.state_dict()
     for key, value in other.state_dict().items():
         assert torch.equal(state[f"0.{key}"], value), key
 
@@ -97,15 +98,15 @@ def test_a_forward_that_runs_again_in_backward_moves_nothing_on(name):
     def run(again):
         model = model_of("nano")
         lpkit.convert(model, name, pad=True)
-        x, found = batch_of("nano")[0], []
+        x, gradients = batch_of("nano")[0], []
         for _ in range(3):
             h = model.wte(x)
             for block in model.h:
                 h = checkpoint(block, h, use_reentrant=False) if again else block(h)
             loss = h.square().mean()
             loss.backward()
-            found.append(loss.detach())
-        return found + [p.grad for p in model.h.parameters()]
+            gradients.append(loss.detach())
+        return gradients + [p.grad for p in model.h.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
 
@@ -213,7 +214,7 @@ def predicted(name, **how):
 
 
 def real_step(name, *, recipe=None):
-    """The footprint of a second update as a loop makes it."""
+    """Return the footprint of a second update in a training loop."""
     model = model_of(name)
     if recipe:
         lpkit.convert(model, recipe)
@@ -227,8 +228,8 @@ def real_update(model, batch, loss, mixed=False):
     def update():
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            found = loss(model, batch)
-        found.backward()
+            value = loss(model, batch)
+        value.backward()
         optimizer.step()
 
     update()
@@ -240,14 +241,14 @@ def real_update(model, batch, loss, mixed=False):
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"mamba"}))
 def test_the_bytes_are_those_of_a_real_step(name):
-    """Every storage is counted in both, so that a byte is a fault. A dropout's mask is one byte a
-    number in both."""
+    """Both count every storage, so a difference of one byte is an error. The mask of dropout has
+    one byte per number in both."""
     ours, real = predicted(name).footprint, real_step(name)
     assert ours.rows == real.rows and ours.operations == real.operations
 
 
 def test_the_bytes_of_emulated_casts_are_those_of_a_real_step():
-    # which has no 8 bits
+    # an A100 has no FP8 matmuls, so the casts are emulated
     ours = predicted("gpt2", machine="a100-80", precision="fp8-delayed").footprint
     assert ours.rows == real_step("gpt2", recipe="fp8-delayed").rows
 
@@ -255,37 +256,38 @@ def test_the_bytes_of_emulated_casts_are_those_of_a_real_step():
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "encoder", "mlp"])
 def test_flops_are_those_of_pytorchs_counter(name):
     model = model_of(name)
-    # of the CPU's flash kernel it knows nothing
+    # PyTorch's counter does not know the flash kernel of the CPU
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         (loss_for(name) or loss_of)(model, batch_of(name))
     assert predicted(name).forward_flops == counter.get_total_flops()
 
 
 def moved(model, x, loss, **how):
-    """What a forward reads and writes in all but products."""
+    """Bytes that a forward pass reads and writes in all operations except matmuls."""
     work = lpkit.predict(model, x, loss=loss, **how).work
     return work.outside_bytes + work.blocks * work.moved_bytes
 
 
 def test_bytes_that_move_are_those_that_kernels_read_and_write():
-    """Views move nothing, and a look-up reads the numbers that it returns. 64 rows of 1,000 logits
-    in float32 are 256 kB."""
+    """Views move nothing, and a look-up reads the numbers that it returns. 64 rows of 1,000
+    logits in float32 are 256 kB."""
     x, y = torch.randn(2, 32, 8), torch.randint(1000, (64,))
     few = 4_000     # targets, their losses, and the gradient of a scalar
-    # its product is of two axes, and is viewed as three
+    # its matmul is 2-dimensional, and its result is viewed as 3-dimensional
     logits, of_three_axes = 4 * 64 * 1000, nn.Linear(8, 1000, bias=False)
     assert moved(of_three_axes, x, lambda m, b: m(b).sum()) == pytest.approx(logits, abs=few)
     assert (moved(of_three_axes, x, lambda m, b: F.cross_entropy(m(b).flatten(0, 1), y))
             == pytest.approx(2 * logits, abs=few))
     assert (moved(of_three_axes, x, lambda m, b: m(b).flatten(0, 1).gather(1, y[:, None]).mean())
             < few)
-    # in place: read and written
+    # in place: the same storage is read and written
     assert moved(of_three_axes, x, lambda m, b: m(b).add_(1).sum()) == pytest.approx(3 * logits,
         abs=few)
 
 
 def test_rmsnorm_of_pytorch_is_one_kernel_on_a_gpu():
-    """As LayerNorm without a bias, but for its mean a row; on a CPU it is written out."""
+    """RMSNorm moves the bytes of a LayerNorm without bias, except for one mean per row; on a
+    CPU, it is several operations."""
     def footprint(norm, machine):
         model = nn.Sequential(nn.Linear(256, 256, bias=False), norm)
         how = {"loss": lambda m, b: m(b).square().mean(), "machine": machine}
@@ -316,7 +318,8 @@ def test_one_question_through_either_door_has_one_answer(precision):
                            precision=precision)
     assert isinstance(config, Config) and ours.parameters == theirs.parameters
     assert 3 * ours.forward_flops == theirs.flops_per_token * ids.numel()
-    # bytes of pointwise work are counted, or by a formula; operations of the host as well
+    # bytes of pointwise operations are counted, or computed by a formula; so are operations of the
+    # host
     device = [sum(row.seconds for row in each.step.rows if row.name != "host")
               for each in (ours, theirs)]
     assert device[0] == pytest.approx(device[1], rel=0.03)
@@ -325,7 +328,7 @@ def test_one_question_through_either_door_has_one_answer(precision):
     assert host[0] == pytest.approx(host[1], rel=0.35)
     assert ours.peak_bytes == pytest.approx(theirs.memory.peak_bytes, rel=0.02)
     rows = {row.name: row.seconds for row in theirs.step.rows}
-    for row in ours.step.rows:      # what is a product is priced by the same function
+    for row in ours.step.rows:     # both price matmuls by the same function
         if row.name.startswith(("attention.", "mlp.", "head", "weight copies")):
             assert row.seconds == pytest.approx(rows[row.name], rel=1e-12), row.name
 
@@ -339,7 +342,7 @@ def test_ranks_hold_what_the_trace_of_a_config_holds():
                          loss=lambda m, b: F.cross_entropy(m(b).flatten(0, 1).float(),
                              b.flatten())).footprint
     theirs = lpkit.predict_trace(config, 8)
-    # one batch is ids and targets, the other ids
+    # the kit's batch is ids and targets, the batch of transformers only ids
     assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=1e-3)
 
 
@@ -441,7 +444,7 @@ def test_convolutions_norms_and_blocks_that_run_again_are_counted_to_the_byte():
 
     image = (torch.randn(8, 3, 32, 32), torch.arange(8))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)      # transformers' own new name
+        warnings.simplefilter("ignore", FutureWarning)     # a new name of transformers itself
         for make, batch in ((Convolutions, image), (checkpointed, batch_of("llama")),
                             (lambda: model_of("llama").bfloat16(), batch_of("llama"))):
             ours, model = lpkit.predict(make(), batch), make()
@@ -478,7 +481,7 @@ def test_advice_weighs_recipes_by_the_predictions_of_each():
     assert big.choice == "fp8-tensorwise" and big["fp8-tensorwise"].speedup > 1.2
 
 
-# ---- watched steps
+# ---- measured steps
 
 def watched(name, updates=6, recipe="fp8-delayed", micro_batches=1, **how):
     model, batch, loss = model_of(name), batch_of(name), loss_for(name) or loss_of
@@ -495,7 +498,7 @@ def test_what_is_watched_is_what_was_predicted_and_changes_nothing():
     seen, losses, model, optimizer = watched("llama", telemetry_every=3)
     assert seen.updates == 6 and seen.peak_bytes == predicted("llama", machine="a100-80",
         precision="fp8-delayed").peak_bytes
-    # all but the first, the tracked, and those of telemetry
+    # all updates, except the first, the tracked update, and those with telemetry
     assert len(seen.seconds) == 3 and seen.step_seconds > 0
     assert {sample.step for sample in seen.samples} == {1, 4} and not seen.uncalled
     assert {sample.layer for sample in seen.samples} > {"model.layers.0.mlp.up_proj", "lm_head"}
@@ -550,33 +553,34 @@ def test_bad_watches_are_refused():
 
 
 def test_the_examples_of_the_page_run(tmp_path, capsys, monkeypatch):
-    """docs/your_model.md, from its first line to its last; a test brings the trainer's arguments
-    and texts."""
+    """Run all examples of docs/your_model.md in order. The test provides the arguments and texts
+    of trainers."""
     import transformers
 
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "your_model.md").read_text()
     lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
     ids = torch.randint(256, (12, 32))
-    found = {"rows": [{"input_ids": row, "labels": row} for row in ids],
+    names = {"rows": [{"input_ids": row, "labels": row} for row in ids],
              "arguments": transformers.TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True,
         logging_strategy="no", save_strategy="no",
         dataloader_pin_memory=False)}
-    exec("\n".join(lines), found)
-    report, said = found["report"], capsys.readouterr().out
+    exec("\n".join(lines), names)
+    report, printed = names["report"], capsys.readouterr().out
     assert (len(lines) > 30 and report["lm_head"].status == KEPT
             and len(report.named(CONVERTED)) == 14)
-    assert (found["seen"].updates == 12 and not found["seen"].uncalled
-            and found["watching"].seen.updates == 3)
-    assert (found["own"].fits and found["shared"].peak_bytes < found["predicted"].peak_bytes
-            and "fp8-rowwise" in said)
+    assert (names["seen"].updates == 12 and not names["seen"].uncalled
+            and names["watching"].seen.updates == 3)
+    assert (names["own"].fits and names["shared"].peak_bytes < names["predicted"].peak_bytes
+            and "fp8-rowwise" in printed)
     assert (tmp_path / "card.svg").is_file() and (tmp_path / "card.json").stat().st_size < 2000
-    assert found["advice"].choice == "bf16" and found["worst"].layer.endswith("mlp.down_proj")
+    assert names["advice"].choice == "bf16" and names["worst"].layer.endswith("mlp.down_proj")
 
 
 def test_pytorchs_fast_path_of_encoders_does_not_pass_by_the_recipe():
-    """In evaluation without gradients it reads the weights of Linears and calls none of them."""
+    """In evaluation without gradients, nn.TransformerEncoderLayer reads the weights of its
+    Linears and does not call them."""
     model, x = model_of("encoder").eval(), batch_of("encoder")
     with torch.no_grad():
         plain = model(x)
@@ -588,7 +592,7 @@ def test_pytorchs_fast_path_of_encoders_does_not_pass_by_the_recipe():
         assert torch.equal(model(x), plain)
 
 
-# ---- beside what others bring
+# ---- together with other libraries
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_of_peft_stand_on_a_converted_model():
@@ -634,7 +638,7 @@ def test_the_trainer_of_transformers_is_watched_by_a_callback(tmp_path):
     transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[watching]).train()
     assert (watching.seen.updates == 6 and not watching.seen.uncalled
             and {sample.step for sample in watching.seen.samples} == {1, 6})
-    # the trainer clips gradients, and its batch has a mask of ones
+    # the trainer clips gradients, and its batch contains a mask of ones
     ours = lpkit.predict(model_of("llama"), batch_of("llama"), machine="a100-80",
                          precision="fp8-delayed")
     assert watching.seen.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.02)
@@ -709,7 +713,7 @@ for way in ("fsdp", "ddp"):
 
 @pytest.mark.dist
 def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path):
-    """Cut by fully_shard, and as replicas."""
+    """Sharded by fully_shard, and replicated."""
     ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), str(tmp_path / "store"),
                                str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
     model = model_of("llama")
@@ -722,8 +726,8 @@ def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path):
 
 
 def test_the_casts_of_hardware_products_are_chosen_as_a_run_chooses_them():
-    """On a GPU `convert` calls this. A CPU multiplies FP8 with one scale a tensor, so the path runs
-    here, too."""
+    """`convert` calls this on a GPU. A CPU can multiply FP8 with one scale per tensor, so the
+    code runs here, too."""
     from lpkit.modules.convert import choose_kernels
 
     model, emulated, x = (nn.Sequential(nn.Linear(64, 64)) for _ in range(2)), None, torch.randn(64,
@@ -736,8 +740,8 @@ def test_the_casts_of_hardware_products_are_chosen_as_a_run_chooses_them():
     assert set(used) == {"cast-tensor"} and "cast_tensor" in vars(model[0].arithmetic)
     assert not model[0].weight.grad and not model[0].nonfinite_x.any()
     with torch.autocast("cpu", torch.bfloat16):
-        for one, other in zip(grads(model[0], x), grads(emulated[0], x)):
-            torch.testing.assert_close(one, other, rtol=2**-7,
+        for ours, other in zip(grads(model[0], x), grads(emulated[0], x)):
+            torch.testing.assert_close(ours, other, rtol=2**-7,
                                        atol=2**-7 * other.abs().max().item())
 
 
@@ -762,8 +766,8 @@ def test_a_module_that_is_called_twice_counts_one_micro_batch():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "nano"])
 def test_a_closed_form_stands_beside_the_trace_or_a_doubt_does(name):
-    """GPT-2 of transformers writes its GELU out and drops attention, which the formula does not
-    count."""
+    """GPT-2 of transformers computes GELU in several operations and has dropout in attention,
+    which the formula does not count."""
     predicted = lpkit.predict(model_of(name), batch_of(name), machine="h100")
     assert (predicted.formula_bytes is not None) == (name in {"llama", "gpt2"})
     assert bool(predicted.doubt) == (name == "gpt2") == ("trust the trace" in predicted.summary)
@@ -806,8 +810,8 @@ def test_an_optimizer_costs_the_same_seconds_through_both_doors(name):
 
 @pytest.mark.parametrize("optimizer", ["muon", torch.optim.Muon], ids=["the kit's", "PyTorch's"])
 def test_muons_products_are_in_the_seconds(optimizer):
-    """Five steps of three products on each matrix of m rows and n columns: 2 m m n, 2 m m m and 2 m
-    m n FLOPs (Jordan 2024)."""
+    """By hand, for each matrix of m rows and n columns: five steps of three matmuls with 2 m m
+    n, 2 m m m and 2 m m n FLOPs (Jordan 2024)."""
     model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False))
     made_of = optimizer if isinstance(optimizer, str) else optimizer(model.parameters())
     predicted = lpkit.predict(model, torch.randn(8, 64), loss=lambda model, x: model(x).sum(),
@@ -818,7 +822,7 @@ def test_muons_products_are_in_the_seconds(optimizer):
 
 
 def test_a_converted_model_can_be_pickled_and_copied_whole():
-    """With the history of delayed scaling, whose next micro-batch is due."""
+    """The copy also has the history of delayed scaling, with `due` set for the next micro-batch."""
     name = "gpt2"
     model, batch = model_of(name).eval(), batch_of(name)
     lpkit.convert(model, "fp8-delayed", pad=True)
@@ -829,13 +833,13 @@ def test_a_converted_model_can_be_pickled_and_copied_whole():
         assert torch.equal(loss_of(other, batch), expected)
         assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
         lpkit.unconvert(other)
-        assert ([type(one) for one in other.modules()]
-                == [type(one) for one in model_of(name).modules()])
+        assert ([type(module) for module in other.modules()]
+                == [type(module) for module in model_of(name).modules()])
 
 
 def test_the_products_of_an_lstm_are_counted():
-    """8 H (H + D) FLOPs a token and layer; PyTorch's counter counts none of them where oneDNN runs
-    the LSTM as one kernel."""
+    """By hand: 8 H (H + D) FLOPs per token and layer. If oneDNN runs the LSTM as one kernel,
+    PyTorch's counter counts none of them."""
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -849,7 +853,8 @@ def test_the_products_of_an_lstm_are_counted():
 
 
 def test_blocks_are_those_of_all_outer_lists():
-    """The time between kernels is that of all blocks, and a list inside a block has none."""
+    """The host's time covers the kernels of all blocks. A list inside a block has no blocks of
+    its own."""
     def of(*lengths):
         return nn.ModuleDict(
             {f"part{i}": nn.ModuleList(nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
@@ -859,7 +864,7 @@ def test_blocks_are_those_of_all_outer_lists():
     assert blocks_of(nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)] * 3)] * 2)) == 2
 
 
-@pytest.mark.parametrize("said, wrong", [
+@pytest.mark.parametrize("message, wrong", [
     ("multiplies no matrices", lambda: lpkit.predict(nn.LayerNorm(8), torch.empty(2, 8),
         loss=lambda m, x: m(x).sum())),
     ("loss must be a function", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8),
@@ -870,9 +875,9 @@ def test_blocks_are_those_of_all_outer_lists():
     ("there is no folder", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8),
         loss=lambda m, x: m(x).sum()).card("nodir/x.png")),
 ], ids=["no products", "loss", "keep", "another optimizer", "no folder"])
-def test_what_a_new_user_gets_wrong_is_one_sentence(said, wrong, tmp_path, monkeypatch):
+def test_what_a_new_user_gets_wrong_is_one_sentence(message, wrong, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         wrong()
 
 
@@ -883,10 +888,10 @@ def test_keep_may_be_names_that_are_made_one_by_one():
 
 
 def test_a_prediction_warns_of_nothing():
-    """A notebook shows warnings in red: PyTorch has one for a switch of TF32 that nobody asked
-    for."""
+    """A notebook shows warnings in red, and PyTorch has a warning for a switch of TF32 that
+    nobody requested."""
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), torch.randn(4, 8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lpkit.predict(model, x, loss=lambda model, x: model(x).sum(), machine="h200")
-    assert not caught, [str(one.message) for one in caught]
+    assert not caught, [str(warning.message) for warning in caught]

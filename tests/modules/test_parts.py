@@ -1,11 +1,11 @@
-"""The kit's parts on models of others: optimizers by kinds of modules, and blocks that keep their
-activations otherwise.
+"""The kit's parts in models of other libraries: optimizers by kinds of parameters, and blocks that
+store their activations differently.
 
-Against a rule by names of classes, torch.optim, the kit's own runs, and the models as they are.
+Expected: a rule by class names, torch.optim, runs of the kit, and the unchanged models.
 
-Only these tests catch: a head, table or vector that Muon updates, a group with another rate or
-decay than a run's, a fused or transposed matrix that is updated as one, and blocks that give other
-gradients or masks, run twice, or cannot be undone.
+Only these tests catch: a head, table or vector that Muon updates, a group with another learning
+rate or weight decay than in a run, a fused or transposed matrix that is updated as one matrix,
+and blocks that return other gradients or masks, run twice, or cannot be undone.
 """
 
 import copy
@@ -36,23 +36,23 @@ HEADS = {"gpt2": "lm_head", "bert": "cls.predictions.decoder", "vit": "classifie
 
 
 def by_class_names(name: str, model: nn.Module) -> set[str]:
-    """The weights of Linears, from the names of classes alone, but those of the head and of
-    tables."""
+    """Return the names of the weights of Linears, found by class names only, without the head
+    and tables."""
     head = HEADS.get(name, "lm_head")
-    others = {id(p) for key, one in model.named_modules() if type(one).__name__ == "Embedding"
-              or (head and key == head) for p in one.parameters()}
-    found = {id(getattr(one, LINEARS[type(one).__name__])) for one in model.modules()
-             if type(one).__name__ in LINEARS}
-    return {key for key, p in model.named_parameters() if id(p) in found - others}
+    others = {id(p) for key, module in model.named_modules() if type(module).__name__ == "Embedding"
+              or (head and key == head) for p in module.parameters()}
+    heads = {id(getattr(module, LINEARS[type(module).__name__])) for module in model.modules()
+             if type(module).__name__ in LINEARS}
+    return {key for key, p in model.named_parameters() if id(p) in heads - others}
 
 
 def groups_of(opt: torch.optim.Optimizer) -> dict[str, dict]:
-    found = {}
+    groups = {}
     for group in opt.param_groups:
         for key, _ in zip(group["param_names"], group["params"], strict=True):
-            assert key not in found
-            found[key] = group
-    return found
+            assert key not in groups
+            groups[key] = group
+    return groups
 
 
 @pytest.mark.parametrize("name, converted", [*((name, False) for name in MODELS),
@@ -60,14 +60,15 @@ def groups_of(opt: torch.optim.Optimizer) -> dict[str, dict]:
 def test_no_group_of_muon_is_wrong(name, converted):
     model = model_of(name)
     want = by_class_names(name, model)
-    if converted:       # which changes the classes
+    if converted:     # it changes the classes of modules
         lpkit.convert(model, "fp8-rowwise", pad=True)
     for row, lr, others_lr in (("muon", 0.02, 1e-3), ("normuon", 1e-3, 1e-3)):
         opt = lpkit.optimizer(model, row)
         groups = groups_of(opt)
         assert sorted(groups) == sorted(key for key, _ in model.named_parameters())
         assert {key for key, group in groups.items() if group["rule"] == row} == want
-        assert opt.param_groups[0]["rule"] == row      # whose learning rate a scheduler reports
+        # schedulers report the learning rate of the first group
+        assert opt.param_groups[0]["rule"] == row
         for key, p in model.named_parameters():
             vector = sum(n > 1 for n in p.shape) < 2
             assert (groups[key]["lr"] == (lr if key in want else others_lr)
@@ -115,8 +116,8 @@ def stepped(opt, parameters, updates=4):
 
 @pytest.mark.parametrize("name, parts", [("mlp", 1), ("gpt2", "transposed"), ("encoder", 3)])
 def test_an_update_is_that_of_pytorchs_muon_and_adamw(name, parts, monkeypatch):
-    """A matrix at a time: weights (in, out) as their transposes, and q, k and v each by itself. The
-    bf16 products of PyTorch's Muon are taken out."""
+    """PyTorch's optimizers get one matrix at a time: weights (in, out) transposed, and q, k and
+    v separately. Muon computes in float32 here instead of bf16."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     ours, theirs = model_of(name), model_of(name)
     stepped(lpkit.optimizer(ours, "muon", lr=0.03), list(ours.parameters()))
@@ -129,17 +130,17 @@ def test_an_update_is_that_of_pytorchs_muon_and_adamw(name, parts, monkeypatch):
         else:
             whole = p.detach().T.contiguous() if parts == "transposed" else p.detach().clone()
             count = 3 if "in_proj" in key else 1
-            pieces = [nn.Parameter(one.clone()) for one in whole.chunk(count)]
-            optimizers = [torch.optim.Muon([one], 0.03, weight_decay=0.01) for one in pieces]
+            pieces = [nn.Parameter(trial.clone()) for trial in whole.chunk(count)]
+            optimizers = [torch.optim.Muon([piece], 0.03, weight_decay=0.01) for piece in pieces]
         for update in range(4):
             g = torch.Generator().manual_seed(update)
             grad = next(grad for other, grad in [(k, torch.randn(q.shape, generator=g))
                 for k, q in theirs.named_parameters()] if other == key)
             grad = grad.T if key in matrices and parts == "transposed" else grad
-            for one, part, opt in zip(pieces, grad.chunk(len(pieces)), optimizers):
-                one.grad = part.contiguous()
+            for piece, part, opt in zip(pieces, grad.chunk(len(pieces)), optimizers):
+                piece.grad = part.contiguous()
                 opt.step()
-        want = torch.cat([one.detach() for one in pieces])
+        want = torch.cat([piece.detach() for piece in pieces])
         got = dict(ours.named_parameters())[key].detach()
         got = got.T if key in matrices and parts == "transposed" else got
         assert (got - want).norm() < 1e-5 * want.norm().clamp(min=1e-3), key
@@ -151,10 +152,11 @@ def test_a_group_of_another_rule_is_that_rules_optimizer_bit_for_bit():
     torch.manual_seed(0)
     a, b = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))
     c, d = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
-    one = Muon([{"params": [a]}, {"params": [b], "rule": "adamw", "weight_decay": 0.0}])
-    # AdamW's, and not Muon's 0.02
-    assert one.param_groups[1]["lr"] == 1e-3 and one.param_groups[1]["betas"] == (0.9, 0.95)
-    stepped(one, [a, b])
+    optimizer = Muon([{"params": [a]}, {"params": [b], "rule": "adamw", "weight_decay": 0.0}])
+    # the rate of AdamW, not Muon's 0.02
+    assert optimizer.param_groups[1]["lr"] == 1e-3 and optimizer.param_groups[1]["betas"] == (0.9,
+                                                                                              0.95)
+    stepped(optimizer, [a, b])
     first, second = Muon([c]), AdamW([d], weight_decay=0.0)
     for update in range(4):
         g = torch.Generator().manual_seed(update)
@@ -192,7 +194,7 @@ def test_frozen_parameters_are_left_out_and_wrong_ones_named():
     model.model.embed_tokens.requires_grad_(False)
     assert "model.embed_tokens.weight" not in groups_of(lpkit.optimizer(model, "muon"))
     frozen = model_of("mlp").requires_grad_(False)
-    for said, make in ({
+    for message, make in ({
             "there is no optimizer 'mun'; did you mean 'muon'": lambda: lpkit.optimizer(model,
                 "mun"),
             "empty parameter list": lambda: lpkit.optimizer(frozen, "muon"),
@@ -206,14 +208,14 @@ def test_frozen_parameters_are_left_out_and_wrong_ones_named():
                 model_of("vit"), "soap"),
             "muon updates matrices .* leave transformer.h.0.ln_1.weight out": lambda:
             Muon(list(model_of("gpt2").named_parameters())[2:])}.items()):
-        with pytest.raises((ConfigError, ValueError, TypeError), match=said):
+        with pytest.raises((ConfigError, ValueError, TypeError), match=message):
             make()
 
 
 @pytest.mark.parametrize("name", ["llama", "encoder"])
 def test_predicted_state_is_the_optimizers(name):
-    """Muon has one moment of a matrix, AdamW two of everything else; as a name and as an
-    optimizer."""
+    """Muon has one moment per matrix, and AdamW has two for every other parameter. The optimizer
+    is given by name, and as an object."""
     model = model_of(name)
     opt = lpkit.optimizer(model, "muon")
     stepped(opt, list(model.parameters()), 1)
@@ -225,8 +227,9 @@ def test_predicted_state_is_the_optimizers(name):
 
 
 def test_rules_of_whole_parameters_refuse_what_fully_shard_has_cut():
-    """Weights of 2 ranks were off by 31% after 3 updates of Muon, without a word; AdamW's, Lion's
-    and momentum's are equal to one process's bit for bit."""
+    """An error of the past: with 2 ranks, weights were off by 31% after 3 updates of Muon,
+    without a message. With AdamW, Lion and momentum, they equal those of one process bit for
+    bit."""
     model = model_of("llama")
     with pytest.raises(ConfigError,
                        match=r"muon reads whole parameters, and fully_shard cuts them; use adamw "
@@ -245,19 +248,19 @@ WAYS = [{"recompute": "block"}, {"recompute": "selective"}, {"offload": "cpu"}, 
 
 
 def with_dropout(name: str, share: float) -> nn.Module:
-    """As modules and as numbers that functions are given."""
+    """Set dropout to a rate, in modules and in numbers that functions get as arguments."""
     model = model_of(name)
-    for one in model.modules():
-        if isinstance(one, nn.Dropout):
-            one.p = share
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = share
         for key in ("attention_dropout", "dropout"):
-            if isinstance(getattr(one, key, None), float):
-                setattr(one, key, share)
+            if isinstance(getattr(module, key, None), float):
+                setattr(module, key, share)
     return model
 
 
 def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and all gradients; blocks are given masks and positions by keyword."""
+    """Return the loss and all gradients. Blocks get masks and positions as keyword arguments."""
     torch.manual_seed(1)
     batch, ahead = batch_of(name), torch.ones(32, 32).triu(1).bool()
     if name == "encoder":
@@ -269,9 +272,9 @@ def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         loss = model(*batch)[0] if name == "nano" else model(**batch, use_cache=False,
             attention_mask=1 - torch.eye(4, 32, dtype=torch.long)).loss
     loss.backward()
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
-    return loss.detach(), found
+    return loss.detach(), grads
 
 
 @pytest.mark.parametrize("name, way", [*((name, WAYS[-1]) for name in BLOCKS),
@@ -279,32 +282,32 @@ def gradients(name: str, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
 def test_activations_come_back_bit_for_bit_and_masks_are_drawn_again(name, way, monkeypatch):
     model, calls, away, pack = with_dropout(name, 0.1), [], [], SavedTensorOffloader.pack
     want = gradients(name, model)
-    # which has no dropout
+    # this model has no dropout
     assert torch.equal(gradients(name, with_dropout(name, 0.0))[1], want[1]) == (name == "nano")
     first = next(iter(BLOCKS[name](model)))
     first.register_forward_pre_hook(lambda *_: calls.append("block"))
-    inner = next(one for one in first.modules() if type(one).__name__ in LINEARS)
+    inner = next(module for module in first.modules() if type(module).__name__ in LINEARS)
     inner.register_forward_pre_hook(lambda *_: calls.append("inner"))
     monkeypatch.setattr(SavedTensorOffloader, "pack",
                         lambda *given: away.append(kept := pack(*given)) or kept)
     lpkit.keep_activations(BLOCKS[name](model), **way)
-    loss, found = gradients(name, model)
-    assert torch.equal(loss, want[0]) and torch.equal(found, want[1])
+    loss, grads = gradients(name, model)
+    assert torch.equal(loss, want[0]) and torch.equal(grads, want[1])
     again = "recompute" in way
     assert calls.count("block") == 1 and calls.count("inner") == 1 + again
-    assert any(isinstance(one, SavedTensorRef) for one in away) == ("offload" in way)
+    assert any(isinstance(ref, SavedTensorRef) for ref in away) == ("offload" in way)
 
 
 @pytest.mark.parametrize("name, error, again", [("gpt2", 0.01, "none"), ("nano", 0.01, "block"),
                                                 ("encoder", 0.06, "block")])
 def test_gradients_from_8_bits_are_near_and_masks_stay(name, error, again):
-    """docs/functions.md states the error. Additive masks are of infinities, which have no 8 bits:
-    of those the gradient was NaN."""
+    """docs/functions.md states the error. Additive masks contain infinities, which have no 8-bit
+    value; an error of the past made gradients NaN."""
     model = with_dropout(name, 0.0)
     loss, want = gradients(name, model)
     lpkit.keep_activations(BLOCKS[name](model), recompute=again, offload="int8")
-    ours, found = gradients(name, model)
-    assert torch.equal(ours, loss) and 1e-4 < (found - want).norm() / want.norm() < error
+    ours, grads = gradients(name, model)
+    assert torch.equal(ours, loss) and 1e-4 < (grads - want).norm() / want.norm() < error
 
 
 class Drawing(nn.Module):
@@ -320,8 +323,8 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize("offload, function, by_name", [
     ("device", False, False), ("int8", False, True), ("int8", True, False), ("int4", True, True)])
 def test_a_block_that_runs_again_draws_the_masks_of_its_first_run(offload, function, by_name):
-    """Rounding an input to 8 bits drew between the moment that is remembered and the block's own
-    draws, so backward saw other masks."""
+    """An error of the past: rounding an input to 8 bits drew random numbers between the stored
+    state and the block's own draws, so backward had other masks."""
     torch.manual_seed(0)
     blocks = [Drawing(function), Drawing(function)]
     lpkit.keep_activations(blocks, recompute="block", offload=offload)
@@ -335,15 +338,15 @@ def test_a_block_that_runs_again_draws_the_masks_of_its_first_run(offload, funct
 
 def test_what_blocks_cannot_do_is_one_sentence_and_leaves_them():
     model, batch = model_of("llama"), batch_of("llama")
-    for said, make in {
+    for message, make in {
             "choose one of block, none, selective": lambda:
             lpkit.keep_activations(model.model.layers, recompute="budget"),
             "there is no memory.activation_offload 'int9'": lambda: lpkit.keep_activations(
                 model.model.layers, offload="int9"),
             "needs blocks whose forward": lambda: lpkit.keep_activations([])}.items():
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             make()
-    assert not any("forward" in vars(one) for one in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
     lpkit.keep_activations(model.model.layers, recompute="block")
     with pytest.raises(ConfigError, match=r"`del block\.forward` undoes an earlier call"):
         lpkit.keep_activations(model.model.layers, offload="int8")
@@ -353,7 +356,7 @@ def test_what_blocks_cannot_do_is_one_sentence_and_leaves_them():
         cached = model(**batch, use_cache=True)
     assert cached.past_key_values.get_seq_length() == 32
     twin = copy.deepcopy(model)
-    # a copy runs its own blocks
+    # a copy of the model runs its own blocks
     assert twin.model.layers[0].forward.args[0].__self__ is twin.model.layers[0]
     for block in model.model.layers:
         del block.forward

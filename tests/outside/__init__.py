@@ -1,13 +1,14 @@
-"""Items of other projects' own test suites, written anew: `python -m tests.outside` runs them and
-counts by source.
+"""Cases from the test suites of other projects, written again for lpkit: `python -m tests.outside`
+runs them and counts them by project.
 
-Each module takes its kinds of case and its sizes from one project (SOURCE), asks an entry point of
-lpkit that a user has, and compares with something independent: PyTorch, transformers, gfloat,
-torchao, or float64. No number is stored, and no code or text is theirs. What a room's own tests
-hold beside the same libraries (optimizers, attention, losses, casts of MX and NVFP4) is not here.
+Each module takes its kinds of cases and sizes from one project (SOURCE), calls public functions of
+lpkit, and compares the results with an independent computation: PyTorch, transformers, gfloat,
+torchao, or float64. No numbers, code or text of these projects are stored. Comparisons with the
+same libraries that other folders of tests have (optimizers, attention, losses, casts of MX and
+NVFP4) are not repeated here.
 
-Only these tests catch: a layer, loss, cast or tokenizer that is right at the kit's own sizes and
-wrong at those that another project has found worth a test.
+Only these tests catch: a layer, loss, cast or tokenizer that is correct at the kit's own sizes,
+and wrong at sizes for which another project has a test.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 class Source(NamedTuple):
     project: str
     files: str
-    version: str        # of the files that were read: a commit, or a release
+    version: str     # version of the files that were read: a commit, or a release
     licence: str
 
 
@@ -38,19 +39,19 @@ SOURCES = ({
                                "Apache-2.0"),
 })
 
-# Tests of what the kit does otherwise, and why.
+# Tests in which the kit deliberately differs from the other project, and why.
 DIFFERENT = {
     "test_nothing_is_refused": "an empty tensor has no block to cast: the original returns it, the "
-                              "kit refuses it in a sentence",
-    "test_a_head_of_an_odd_size_has_no_pairs": "the original turns half of 41 numbers; the kit "
-                                              "refuses an odd head in a sentence",
-    "test_a_cosine_schedule_with_a_warm_up": "iteration 0 is at a rate of 0 there; the kit's first "
-                                            "update is at 1 / warmup_steps of the peak",
-    "test_a_text_is_encoded_as_by_hand": "a text that spells <|endoftext|> holds the marker there; "
-                                        "in the kit it is 13 characters",
-    "test_each_merge_is_of_a_most_frequent_pair": "of pairs as frequent, the original joins the "
-                                                 "greatest one; the kit's library has another "
-                                                 "order",
-    "test_dynamic_casts_to_float8": "torchao multiplies by a scale and the kit divides by one: "
-                                   "values beside a midpoint may round to the other side",
+                              "kit raises an error",
+    "test_a_head_of_an_odd_size_has_no_pairs": "the original rotates half of 41 numbers; the kit "
+                                              "raises an error for an odd head",
+    "test_a_cosine_schedule_with_a_warm_up": "the original's iteration 0 has rate 0; the kit's "
+                                            "first update has 1 / warmup_steps of the peak",
+    "test_a_text_is_encoded_as_by_hand": "in the original, a text <|endoftext|> contains the end "
+                                        "marker; in the kit it is 13 characters",
+    "test_each_merge_is_of_a_most_frequent_pair": "among equally frequent pairs, the original "
+                                                 "merges the greatest pair; the kit's library "
+                                                 "has another order",
+    "test_dynamic_casts_to_float8": "torchao multiplies by a scale and the kit divides by a scale: "
+                                   "values next to a midpoint may round to the other side",
 }

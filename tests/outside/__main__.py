@@ -1,4 +1,4 @@
-"""Run the items of other projects' tests and print how many of each there are: `python -m
+"""Run the cases from other projects and print the number of each outcome by project: `python -m
 tests.outside [pytest's options]`."""
 
 import collections
@@ -26,12 +26,14 @@ def main() -> int:
     code = pytest.main(["-q", "-p", "no:cacheprovider", str(Path(__file__).parent), *sys.argv[1:]],
                        plugins=[count])
     outcomes = ("passed", "skipped", "failed")
-    rows = [(SOURCES[name].project, SOURCES[name].version, *(str(counts[one]) for one in outcomes))
+    rows = [(SOURCES[name].project, SOURCES[name].version,
+             *(str(counts[outcome]) for outcome in outcomes))
             for name, counts in sorted(count.by_source.items())]
-    sums = [str(sum(counts[one] for counts in count.by_source.values())) for one in outcomes]
+    sums = [str(sum(counts[outcome] for counts in count.by_source.values()))
+            for outcome in outcomes]
     print(text_table([("source", "version", *outcomes), *rows, ("all", "", *sums)]))
-    print("\nOtherwise here than there:", *(f"  {name}: {why}" for name, why in DIFFERENT.items()),
-          sep="\n")
+    print("\nDeliberate differences from the original:",
+          *(f"  {name}: {why}" for name, why in DIFFERENT.items()), sep="\n")
     return int(code)
 
 

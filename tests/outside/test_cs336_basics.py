@@ -1,5 +1,5 @@
-"""An update and byte-pair encoding, as CS336's first assignment asks for them, beside float64 and
-by hand."""
+"""Gradient clipping, learning rates and byte-pair encoding, as in CS336's first assignment,
+compared with float64 and with results by hand."""
 
 import collections
 import json
@@ -22,8 +22,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(found: torch.Tensor, due: torch.Tensor, share: float = 1e-5) -> None:
-    assert (found.shape == due.shape and (found.double() - due).abs().max() <= share
+def close(computed: torch.Tensor, due: torch.Tensor, share: float = 1e-5) -> None:
+    assert (computed.shape == due.shape and (computed.double() - due).abs().max() <= share
             * due.abs().max())
 
 
@@ -46,16 +46,16 @@ def test_gradients_are_clipped_by_the_norm_of_all(most, frozen):
         p.grad = g.clone() if p.requires_grad else None
     taken = [g.double() for p, g in zip(parameters, each, strict=True) if p.requires_grad]
     norm = torch.cat([g.flatten() for g in taken]).norm()
-    found = after(torch.optim.SGD(parameters, lr=1.0), parameters, most)()
-    assert found.item() == pytest.approx(norm.item(), rel=1e-6)
+    ours = after(torch.optim.SGD(parameters, lr=1.0), parameters, most)()
+    assert ours.item() == pytest.approx(norm.item(), rel=1e-6)
     for p, g in zip(parameters, taken):
         close(-p.detach(), g * min(1.0, most / norm.item()), 1e-5)
 
 
 @pytest.mark.parametrize("it", [1, 6, 7, 8, 14, 21, 22, 24])
 def test_a_cosine_schedule_with_a_warm_up(it):
-    """A warm-up of 7 and a floor of a tenth at 21, as their function of the iteration says it. Our
-    first update is their iteration 1: an update at a rate of 0 moves nothing."""
+    """A warm-up of 7 updates, and a floor of a tenth from update 21, as a function of CS336's
+    iteration. Our first update is their iteration 1: an update at a rate of 0 changes nothing."""
     at = schedule(replace(SCHEDULES["cosine"].settings, name="cosine", warmup_steps=7,
                           final_lr_ratio=0.1), 22)
     due = (it / 7 if it < 7 else 0.1 if it > 21
@@ -93,7 +93,8 @@ def merges_of(bpe: BPE) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def encoded_by_hand(bpe: BPE, text: str) -> list[int]:
-    """GPT-2's pieces and characters of bytes, then the earliest merge, again and again."""
+    """Return the tokens of a text: split it into GPT-2's pieces, replace bytes by characters,
+    then apply the earliest merge again and again."""
     regex = pytest.importorskip("regex")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (i for i in range(256) if i not in printable)
@@ -117,14 +118,14 @@ def encoded_by_hand(bpe: BPE, text: str) -> list[int]:
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if len(text) < 1000])
 def test_a_text_is_encoded_as_by_hand(name, bpe):
-    """What a text spells as an end marker is text there too: the marker's own id appears in
-    none."""
-    found = bpe.encode(TEXTS[name])
-    assert found == encoded_by_hand(bpe, TEXTS[name]) and bpe.end not in found
+    """In a text, the characters of an end marker are ordinary text: the marker's own id does not
+    occur."""
+    ours = bpe.encode(TEXTS[name])
+    assert ours == encoded_by_hand(bpe, TEXTS[name]) and bpe.end not in ours
 
 
 def test_each_merge_is_of_a_most_frequent_pair(tmp_path):
-    """So that it holds however ties are broken, where CS336 takes the greatest pair."""
+    """The test holds for any rule for ties; CS336 merges the greatest pair."""
     regex = pytest.importorskip("regex")
     text = ("low low low low low lower lower widest widest widest newest newest newest newest "
             "newest newest\n" * 9)
@@ -132,7 +133,7 @@ def test_each_merge_is_of_a_most_frequent_pair(tmp_path):
     _, merges = merges_of(learned)
     words = collections.Counter(tuple(piece.replace(" ", "Ġ").replace("\n", "Ċ"))
                                 for piece in regex.findall(r" ?\p{L}+|\s+(?!\S)|\s+", text))
-    assert len(merges) > 12     # then each word is one entry
+    assert len(merges) > 12     # after these merges, each word is one token
     for best in merges:
         pairs = collections.Counter()
         for word, n in words.items():

@@ -1,4 +1,4 @@
-"""Casts to number formats and in blocks, beside gfloat."""
+"""Casts to number formats, and casts in blocks with a scale, compared with gfloat."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ gfloat = pytest.importorskip("gfloat")
 formats = pytest.importorskip("gfloat.formats")
 
 
-# theirs by ours
+# our name of a format -> gfloat's name
 GRIDS = {"e5m2": "ocp_e5m2", "e4m3fn": "ocp_e4m3", "e3m2": "ocp_e3m2", "e2m3": "ocp_e2m3",
          "e2m1": "ocp_e2m1"}
 
@@ -19,7 +19,8 @@ GRIDS = {"e5m2": "ocp_e5m2", "e4m3fn": "ocp_e4m3", "e3m2": "ocp_e3m2", "e2m3": "
 @pytest.mark.parametrize("scale, dtype", [(1.0, torch.bfloat16), (2.0**-9, torch.float32)], ids=str)
 @pytest.mark.parametrize("name", GRIDS)
 def test_rounding_to_nearest_even_with_saturation_is_theirs(name, dtype, scale):
-    """Of all codes, their midpoints, and normal numbers over the whole range and beyond."""
+    """All codes, the midpoints between them, and normally distributed numbers over the whole
+    range and beyond it."""
     info = getattr(formats, f"format_info_{GRIDS[name]}")
     grid = gfloat.decode_ndarray(info, np.arange(2**format_of(name).bits, dtype=np.int64))
     grid = np.unique(grid[np.isfinite(grid)])
@@ -29,8 +30,8 @@ def test_rounding_to_nearest_even_with_saturation_is_theirs(name, dtype, scale):
         draws / 1000]) * scale).to(dtype)
     due = gfloat.round_ndarray(info, x.double().numpy() / scale, gfloat.RoundMode.TiesToEven,
                                sat=True) * scale
-    found = cast.qdq(x[None], format_of(name), scale, dtype=torch.float32)[0].double().numpy()
-    np.testing.assert_array_equal(found, due)
+    ours = cast.qdq(x[None], format_of(name), scale, dtype=torch.float32)[0].double().numpy()
+    np.testing.assert_array_equal(ours, due)
 
 
 BLOCKS = {"e5m2": "mxfp8_e5m2", "e4m3fn": "mxfp8_e4m3", "e3m2": "mxfp6_e3m2", "e2m3": "mxfp6_e2m3",
@@ -45,6 +46,6 @@ def test_blocks_are_theirs(name, seed):
          else np.random.default_rng(seed).standard_normal(32) * 10.0**(4 * seed - 8))
     x = x.astype(np.float32).astype(np.float64)
     due = gfloat.quantize_block(info, x, gfloat.compute_scale_amax, gfloat.RoundMode.TiesToEven)
-    found = cast.mx(torch.from_numpy(x).float()[None], format_of(name), rule="floor",
+    ours = cast.mx(torch.from_numpy(x).float()[None], format_of(name), rule="floor",
                     dtype=torch.float32).values[0].double().numpy()
-    np.testing.assert_array_equal(found, due)
+    np.testing.assert_array_equal(ours, due)

@@ -1,8 +1,8 @@
-"""The layers that Liger-Kernel fuses, at its kinds of shape and dtype, beside float64: values and
-every gradient.
+"""The layers that Liger-Kernel fuses, at its kinds of shapes and dtypes, compared with float64:
+values and all gradients.
 
-The tolerance of float32 is 2e-5 of the largest magnitude (sums of up to 1,000 terms in another
-order); that of bf16 is two units in its last place, 2^-7, of the same.
+The tolerance is a share of the largest magnitude: 2e-5 in float32 (sums of up to 1,000 terms in
+another order), and 2^-7 in bf16 (two units in the last place).
 """
 
 import pytest
@@ -22,13 +22,14 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(found: torch.Tensor, due: torch.Tensor, share: float) -> None:
-    assert found.shape == due.shape and found.isfinite().all()
-    assert (found.double() - due).abs().max() <= share * max(due.abs().max().item(), 1e-30)
+def close(computed: torch.Tensor, due: torch.Tensor, share: float) -> None:
+    assert computed.shape == due.shape and computed.isfinite().all()
+    assert (computed.double() - due).abs().max() <= share * max(due.abs().max().item(), 1e-30)
 
 
 def with_gradients(call, *inputs: torch.Tensor, seed: int = 9) -> list[torch.Tensor]:
-    """What `call` returns, and the gradients of its inputs under one drawn gradient."""
+    """Return the result of `call`, and the gradients of its inputs for a random gradient of the
+    result."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     y = call(*inputs)
     g = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
@@ -60,11 +61,11 @@ def test_norms(kind, shape, dtype):
         return torch.func.functional_call(norm,
             dict(zip(dict(norm.named_parameters()), parameters, strict=True)), (x,))
 
-    found, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(),
+    computed, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(),
         *(t.double() for t in values))
-    for one, of_definition in zip(found, due, strict=True):
+    for ours_grad, of_definition in zip(computed, due, strict=True):
         # the gradient of a gain sums over all rows; PyTorch's own layer norm adds them in bf16
-        close(one, of_definition, SHARE[dtype] * (8 if one.ndim == 1 else 1))
+        close(ours_grad, of_definition, SHARE[dtype] * (8 if ours_grad.ndim == 1 else 1))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 8), (9, 7, 41), (5, 123, 123)], ids=str)
@@ -78,7 +79,7 @@ def test_the_norm_of_a_sum_gives_both(shape):
 # ---- rotary positions
 
 def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.Tensor:
-    """Pair (i, i + E/2) turns by place / theta^(2i/E)."""
+    """Expected: the pair (i, i + E/2) is rotated by the angle position / theta^(2i/E)."""
     T, E = x.shape[-2:]
     angles = torch.arange(start, start + T).double()[:,
         None] * theta ** (-torch.arange(0, E, 2).double() / E)
@@ -99,7 +100,7 @@ def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
     x = drawn(B, H, T, E, dtype=dtype)
     cos, sin = positions.rotation(T, 0, x)
     for turn in (rotate_pytorch, ROTARY.definition):
-        # an angle of 400 has 24 bits
+        # an angle of 400 is rounded to 24 bits
         close(turn(x, cos, sin), by_complex_numbers(x, theta), max(SHARE[dtype], 6e-5))
 
 
@@ -140,6 +141,7 @@ def test_mlps(kind, B, T, D, W, dtype, bias):
             h = 0.5 * h * (1 + torch.tanh((2 / torch.pi)**0.5 * (h + 0.044715 * h**3)))
         return F.linear(h, wide["down.weight"], wide.get("down.bias"))
 
-    found, due = with_gradients(mlp, x), with_gradients(definition, x.double())
-    for one, of_definition in zip(found, due, strict=True):
-        close(one, of_definition, SHARE[dtype] * 2)     # of bf16, the hidden layer is rounded too
+    computed, due = with_gradients(mlp, x), with_gradients(definition, x.double())
+    for ours_grad, of_definition in zip(computed, due, strict=True):
+        close(ours_grad, of_definition,
+              SHARE[dtype] * 2)     # in bf16, the hidden layer is rounded, too

@@ -1,4 +1,4 @@
-"""`watch` inside Lightning's loop, where Lightning is installed (2.6 was tried)."""
+"""`watch` in Lightning's training loop, if Lightning is installed (tested with 2.6)."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Squares(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-@pytest.mark.filterwarnings("ignore")       # of Lightning's own
+@pytest.mark.filterwarnings("ignore")     # a warning of Lightning itself
 def test_a_trainer_of_lightning_is_watched():
     model, watching = Squares(), callbacks.lightning()
     lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,

@@ -1,5 +1,5 @@
-"""MX blocks beside the specification's own words, OCP Microscaling 1.0 section 6.3, in float64:
-their kinds of block, element and corner."""
+"""Casts in MX blocks, compared with the text of the specification (OCP Microscaling 1.0, section
+6.3), computed in float64, for microxcaling's kinds of blocks, elements and special values."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from lpkit.techniques.formats import format_of
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-# an element's own type in ml_dtypes; exponent of its largest value
+# dtype of ml_dtypes; exponent of the largest value
 ELEMENTS = {"e4m3fn": (ml_dtypes.float8_e4m3fn, 8, 448.0),
             "e5m2": (ml_dtypes.float8_e5m2, 15, 57344.0),
             "e3m2": (ml_dtypes.float6_e3m2fn, 4, 28.0),
@@ -20,13 +20,13 @@ ELEMENTS = {"e4m3fn": (ml_dtypes.float8_e4m3fn, 8, 448.0),
 
 def by_the_specification(x: np.ndarray, name: str, block: int, *,
                          up: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """x (rows, n) -> values and exponents of scales, both exact: everything is a power of two or a
-    cast of ml_dtypes."""
+    """Return the values and the exponents of the scales of x (rows, n). Both are exact: all
+    numbers are powers of two, or casts of ml_dtypes."""
     kind, emax, largest = ELEMENTS[name]
     blocks = x.astype(np.float64).reshape(len(x), -1, block)
     top = np.abs(blocks).max(-1, keepdims=True)
     mantissa, exponent = np.frexp(top)
-    if up:      # the least power of two under which nothing overflows
+    if up:     # the least power of two with which nothing overflows
         mantissa, exponent = np.frexp(np.float32(top) / np.float32(largest))
         exponent = exponent - (mantissa == 0.5)
     else:
@@ -50,9 +50,9 @@ def drawn(rows: int, columns: int, spread: float, dtype: torch.dtype, seed: int)
 def test_blocks_are_the_specifications(name, block, dtype, rule):
     x = drawn(24, 4 * block, 3.0, dtype, block)
     values, exponents = by_the_specification(x.double().numpy(), name, block, up=rule == "rceil")
-    found = cast.mx(x, format_of(name), rule=rule, block=(1, block), dtype=torch.float32)
-    np.testing.assert_array_equal(found.scales.numpy().astype(int) - 127, exponents)
-    np.testing.assert_array_equal(found.values.double().numpy(), values)
+    ours = cast.mx(x, format_of(name), rule=rule, block=(1, block), dtype=torch.float32)
+    np.testing.assert_array_equal(ours.scales.numpy().astype(int) - 127, exponents)
+    np.testing.assert_array_equal(ours.values.double().numpy(), values)
 
 
 CORNERS = {
@@ -73,26 +73,26 @@ CORNERS = {
 def test_corners_are_the_specifications(name, corner):
     x = torch.tensor([CORNERS[corner]], dtype=torch.float32)
     values, exponents = by_the_specification(x.double().numpy(), name, 32)
-    found = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
-    assert found.scales.item() - 127 == exponents.item()
-    # what float32 cannot hold of an element times its scale is flushed by whoever multiplies them
-    # in float32
-    np.testing.assert_array_equal(found.values.numpy(), values.astype(np.float32))
+    ours = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
+    assert ours.scales.item() - 127 == exponents.item()
+    # if float32 cannot hold an element times its scale, the matmul flushes the product to zero;
+    # compare in float32
+    np.testing.assert_array_equal(ours.values.numpy(), values.astype(np.float32))
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_a_nan_makes_its_block_nan_and_no_other(name):
     x = drawn(2, 64, 1.0, torch.float32, 0)
     x[0, 5] = torch.nan
-    found = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
-    assert (found.values[0, :32].isnan().all() and found.values[0, 32:].isfinite().all()
-            and found.values[1].isfinite().all())
-    assert found.scales[0, 0] == 255 and found.nonfinite > 0
+    ours = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
+    assert (ours.values[0, :32].isnan().all() and ours.values[0, 32:].isfinite().all()
+            and ours.values[1].isfinite().all())
+    assert ours.scales[0, 0] == 255 and ours.nonfinite > 0
 
 
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0)])
 def test_nothing_is_refused(shape):
-    """There the original returns nothing."""
+    """For this input, the original function returns nothing."""
     with pytest.raises(ConfigError, match="has nothing to cast"):
         cast.mx(torch.empty(shape), format_of("e4m3fn"), rule="floor")
 
@@ -105,8 +105,8 @@ def test_blocks_that_do_not_tile_are_refused():
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_along_either_axis(name, axis):
-    """The blocks of a transposed view run down the columns."""
+    """The blocks of a transposed view run along the columns."""
     x = drawn(64, 96, 2.0, torch.float32, 7)
     due, _ = by_the_specification(x.double().numpy() if axis else x.T.double().numpy(), name, 32)
-    found = cast.mx(x if axis else x.T, format_of(name), rule="floor", dtype=torch.float32).values
-    np.testing.assert_array_equal(found.double().numpy(), due)
+    ours = cast.mx(x if axis else x.T, format_of(name), rule="floor", dtype=torch.float32).values
+    np.testing.assert_array_equal(ours.double().numpy(), due)

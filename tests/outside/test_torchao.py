@@ -1,4 +1,4 @@
-"""Casts to 8 bits with a scale for the tensor or each row, beside torchao's own function."""
+"""Casts to 8 bits with a scale for the tensor or for each row, compared with torchao."""
 
 import pytest
 import torch
@@ -26,9 +26,9 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("by", ["tensor", "row"])
 def test_dynamic_casts_to_float8(by, name, dtype, shape, power_of_two):
-    """Their scale multiplies, ours divides, so that a value beside a midpoint may round to the
-    other side: all but one in a hundred to the bit, and those by one step. With powers of two all
-    are alike."""
+    """torchao multiplies by a scale, and the kit divides by a scale, so a value next to a
+    midpoint may round to the other side. At least 99% are equal bit for bit, the others differ
+    by one step. If scales are powers of two, all are equal."""
     x = drawn(*shape, dtype=dtype)
     granularity = ScalingGranularity.TENSORWISE if by == "tensor" else ScalingGranularity.AXISWISE
     theirs = hp_tensor_to_float8_dynamic(x, EIGHT[name], LinearMMConfig(),
@@ -36,15 +36,15 @@ def test_dynamic_casts_to_float8(by, name, dtype, shape, power_of_two):
                                          round_scales_to_power_of_2=power_of_two)
     due = theirs._data.float() / theirs._scale
     block = (ALL, ALL) if by == "tensor" else (1, ALL)
-    found = quantise(x.reshape(-1, shape[-1]),
+    ours = quantise(x.reshape(-1, shape[-1]),
                      Cast(format=name, block=block, scale="power-of-two" if power_of_two
                           else "float32")).dequantise()
-    found, due = found.reshape(shape), due.reshape(shape)
+    ours, due = ours.reshape(shape), due.reshape(shape)
     if power_of_two:
-        assert torch.equal(found, due)
+        assert torch.equal(ours, due)
         return
-    near = (found - due).abs() <= 1e-6 * due.abs()
+    near = (ours - due).abs() <= 1e-6 * due.abs()
     assert near.float().mean() > 0.99
     step = 2.0 ** (1 - format_of(name).mantissa_bits)
-    assert ((found - due).abs() <= step * torch.maximum(due.abs(),
+    assert ((ours - due).abs() <= step * torch.maximum(due.abs(),
         x.float().abs().amax() * 1e-3)).all()

@@ -1,5 +1,5 @@
-"""Families of transformers over values of their configs: a folder becomes a run, and the logits of
-the run are those of the class."""
+"""Families of transformers with different values in their configs: a folder becomes a run, and
+the run has the logits of the transformers class."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ LLAMA = {"vocab_size": V, "hidden_size": 48, "intermediate_size": 64, "num_hidde
          "max_position_embeddings": T}
 BASE = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA | {"sliding_window": None}, "qwen2": LLAMA,
         "qwen3": LLAMA | {"head_dim": 10}}
-# of each family, what its own test suites vary: sizes, groups, ties, eps, rotary bases, biases
+# for each family, the settings that its own tests vary: sizes, groups, ties, eps, rotary bases,
+# biases
 VARIANTS = {
     "gpt2": [{"n_layer": 3, "n_head": 1}, {"n_inner": 100, "layer_norm_epsilon": 1e-3},
              {"n_embd": 30, "n_head": 5, "vocab_size": 411}],
@@ -35,8 +36,8 @@ VARIANTS = {
                           for family, each in VARIANTS.items()
                                              for changes in each])
 def test_logits_are_those_of_the_class(family, changes, tmp_path, capsys):
-    """In float32: to 1e-5 of logits of order 1, whose sums of up to 100 terms run in another order
-    in each of ten products."""
+    """In float32, logits of order 1 agree to 1e-5: in each of ten matmuls, sums of up to 100
+    terms run in another order."""
     config = transformers.AutoConfig.for_model(family,
         **{**BASE[family], "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0,
            **changes})
@@ -54,7 +55,7 @@ def test_logits_are_those_of_the_class(family, changes, tmp_path, capsys):
                                "system.kernels": "pytorch", "system.compile": False})
     tokens = torch.randint(config.vocab_size, (2, T), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        due, found = theirs(tokens).logits, Training.build(ours,
+        due, logits = theirs(tokens).logits, Training.build(ours,
             data=RandomTokens(ours, "cpu")).logits(tokens)
     assert due.std() > 0.3
-    torch.testing.assert_close(found, due, rtol=0, atol=1e-5 * max(1, due.std().item()))
+    torch.testing.assert_close(logits, due, rtol=0, atol=1e-5 * max(1, due.std().item()))
