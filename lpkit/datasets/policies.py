@@ -105,9 +105,9 @@ class Documents(Windows):
         self.end = int(tokens[-1])
 
     def batch(self, step: int) -> Batch:
-        found = super().batch(step)
-        ends = found.tokens == self.end
-        return replace(found, document_ids=ends.cumsum(1) - ends.long(), weights=(~ends).float())
+        batch = super().batch(step)
+        ends = batch.tokens == self.end
+        return replace(batch, document_ids=ends.cumsum(1) - ends.long(), weights=(~ends).float())
 
 
 class RandomDocuments(Documents, RandomWindows):
@@ -179,6 +179,6 @@ class Ramped(DataPolicy):
             read.append(self.policy.batch(batch + 1).present)
         context, cut = read[0]["tokens"].shape[1], {}
         for name in read[0]:
-            t = torch.cat([one[name] for one in read])[start:start + count]
+            t = torch.cat([tensors[name] for tensors in read])[start:start + count]
             cut[name] = t[:, :tokens] if t.ndim > 1 and t.shape[1] == context else t
         return Batch.of(cut)

@@ -36,7 +36,7 @@ PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.
           "caf\u00e9~\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~"
           + "a b\n" * 999).split("~")
 # texts for which a bad pattern would backtrack for a very long time
-STRAINS = [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]
+STRAINS = [f"{character * 99}\x1b{character * 999}" for character in "aA1 \n._"]
 MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE; of a vocabulary. Larger than any on the hub
 # script that tries a tokenizer, with 10 s of CPU time and 4 GiB of addresses: the library cannot be
 # interrupted by a signal
@@ -132,19 +132,21 @@ class BPE(Named):
                               f"eos_token_id in {CONFIG}")
         model.add_special_tokens([model.id_to_token(self.end)])
         added = model.get_added_tokens_decoder()
-        self._special = {self.end, *(i for i, one in added.items() if one.special)}
+        self._special = {self.end, *(i for i, token in added.items() if token.special)}
 
     def _ids(self, name: str, key: str) -> list[int]:
         """Returns the ids that `key` of the file `name` gives as numbers or as texts. Raises
         ConfigError."""
-        said = self._files.get(name, {}).get(key)
-        each = said if isinstance(said, list) else [said] * (said is not None)
+        setting = self._files.get(name, {}).get(key)
+        each = setting if isinstance(setting, list) else [setting] * (setting is not None)
         if not key.endswith("_id"):
-            texts = [one.get("content") if isinstance(one, Mapping) else one for one in each]
-            each = [self._model.token_to_id(one) if isinstance(one, str) else None for one in texts]
-        if said == [] or not all(type(one) is int and 0 <= one < self.vocab and
-                                 self._model.id_to_token(one) is not None for one in each):
-            raise ConfigError(f"{name} has {key}={shown(said)}, which is no token of {FILE}; "
+            texts = [token.get("content") if isinstance(token, Mapping) else token
+                     for token in each]
+            each = [self._model.token_to_id(text) if isinstance(text, str) else None
+                    for text in texts]
+        if setting == [] or not all(type(number) is int and 0 <= number < self.vocab and
+                                 self._model.id_to_token(number) is not None for number in each):
+            raise ConfigError(f"{name} has {key}={shown(setting)}, which is no token of {FILE}; "
                               f"correct it, or leave it out")
         return each
 
@@ -174,8 +176,8 @@ class BPE(Named):
     def encode(self, text: str, special: bool = False) -> list[int]:
         self._model.encode_special_tokens = not special
         ids = _asked(self._model.encode, text, add_special_tokens=False).ids
-        if not special and (found := self._special.intersection(ids)):
-            token = self._model.id_to_token(min(found))
+        if not special and (special_ids := self._special.intersection(ids)):
+            token = self._model.id_to_token(min(special_ids))
             raise ConfigError(f"a text gives the special token {token}; "
                               f"take out what gives it, or set special_tokens=true")
         return ids
@@ -190,8 +192,8 @@ class BPE(Named):
         if ids[:len(lead)] != lead:     # the line break became part of a longer token
             lead, ids, back = [], self.encode(text, special), f"\n {text}"
         at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
-        found = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
-        return np.array(ids[len(lead):], np.uint32), found * (back != whole)
+        difference = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
+        return np.array(ids[len(lead):], np.uint32), difference * (back != whole)
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
         self.encode(text, special)      # raises for special tokens
@@ -241,20 +243,21 @@ TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
 
 def of_folder(folder: Path) -> Tokenizer:
     """Reads the tokenizer of a run, or of a folder of transformers. Raises ConfigError."""
-    said = records.of_others(folder / FILE, MOST_BYTES)
-    if records.SUM in said:
+    record = records.of_others(folder / FILE, MOST_BYTES)
+    if records.SUM in record:
         return tokenizer_from_dict(records.read(folder / FILE))
     files = {name: (records.of_others if ".json" in name else records.text_of)(folder / name)
              for name in SETTINGS if os.path.lexists(folder / name)}
-    files[CONFIG] = {k: one for k, one in files.get(CONFIG, {}).items() if k.endswith("_token_id")}
+    files[CONFIG] = {key: token_id for key, token_id in files.get(CONFIG, {}).items()
+                     if key.endswith("_token_id")}
     files.get(TOKENS, {}).pop("auto_map", None)     # it names code to run
-    _asked(_try, json.dumps(said))
-    found = BPE({"model": said, "files": files})
-    for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
+    _asked(_try, json.dumps(record))
+    tokenizer = BPE({"model": record, "files": files})
+    for why in filter(None, (tokenizer.part(text, True, False)[1] for text in PROBES)):
         warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss "
                       f"is of that text, and compares with no loss per byte", stacklevel=3)
         break
-    return found
+    return tokenizer
 
 
 def _try(library: str) -> None:
@@ -282,9 +285,9 @@ def builder(name: str) -> Any:
     """Returns the builder of the tokenizer that `data.tokenizer` names: a row, or the tokenizer of
     a folder. Raises ConfigError."""
     if name not in TOKENIZERS and os.path.lexists(expanded(name) / FILE):
-        found = of_folder(expanded(name))
-        return SimpleNamespace(build=lambda *_: found, default_vocab=found.vocab,
-                               identity=records.digest(found.to_dict()))
+        tokenizer = of_folder(expanded(name))
+        return SimpleNamespace(build=lambda *_: tokenizer, default_vocab=tokenizer.vocab,
+                               identity=records.digest(tokenizer.to_dict()))
     return pick(TOKENIZERS, name, "tokenizer")
 
 
@@ -312,8 +315,8 @@ def _train(texts: Iterator[str], vocab: int) -> str:
         os.close(source)
         os.close(target)
         with open(answers, encoding="utf-8") as learned:
-            with contextlib.suppress(BrokenPipeError), open(asks, "w", encoding="utf-8") as told:
-                told.writelines(f"{json.dumps(part)}\n" for part in texts)
+            with contextlib.suppress(BrokenPipeError), open(asks, "w", encoding="utf-8") as lines:
+                lines.writelines(f"{json.dumps(part)}\n" for part in texts)
             model = learned.read()
         code = keeper.wait()
     if code:

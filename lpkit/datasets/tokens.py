@@ -57,24 +57,24 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
     folder = cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
     folder = asked or folder
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-    found, _ = _opened(folder)      # without the lock, since the cache may be read-only
-    if found is None:
+    opened, _ = _opened(folder)      # without the lock, since the cache may be read-only
+    if opened is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(files.own_folder(cache / "locks") / lock):
-            found, damage = _opened(folder)
-            if found is None:
+            opened, damage = _opened(folder)
+            if opened is None:
                 if damage:
                     warnings.warn(f"{damage}. It is made again", stacklevel=4)
                 if asked is None:
                     files.remove(folder)
                 with files.whole_folder(folder) as temporary:
                     _write(source, data, kind, vocab, temporary, cache)
-                found = open_tokens(folder)
+                opened = open_tokens(folder)
     if asked is None and (mode := source.mode()) != 0o666:
         for path in folder.iterdir():       # the source may have become private since
             with contextlib.suppress(PermissionError):      # another user owns the file
                 path.chmod(path.stat().st_mode & mode)
-    return found
+    return opened
 
 
 def _opened(folder: Path) -> tuple[TokenFiles | None, str]:

@@ -73,7 +73,7 @@ class StepCost:
     @property
     def rest_seconds(self) -> dict[str, float]:
         """The seconds of rows that the recipe does not cast."""
-        names = {one.name for one in self.linears}
+        names = {linear.name for linear in self.linears}
         return {row.name: row.seconds for row in self.cast.rows if row.name not in names}
 
     @property
@@ -93,7 +93,8 @@ class StepCost:
     @property
     def cast_share(self) -> float:
         """The share of the cast step that casts take."""
-        return sum(one.calls * one.cast_seconds for one in self.linears) / self.step_seconds
+        return sum(linear.calls * linear.cast_seconds
+                   for linear in self.linears) / self.step_seconds
 
     @property
     def more_bytes(self) -> float:
@@ -146,7 +147,7 @@ class Plan:
         return min(cast.bits for cast in RECIPES[self.recipe].all_casts)
 
     def to_dict(self) -> dict[str, Any]:
-        linears = [{**asdict(one), "speedup": one.speedup} for one in self.cost.linears]
+        linears = [{**asdict(linear), "speedup": linear.speedup} for linear in self.cost.linears]
         return {
             **picked(self, "recipe backend status why recorded_speedup source speedup"),
             **picked(self.cost, "step_seconds base_step_seconds share linear_speedup bytes "
@@ -178,7 +179,8 @@ class Advice:
                 "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
                 "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}", *[
-                    f"{one.recipe}: {one.source}" for one in self.plans if " but " in one.source]]}
+                    f"{plan.recipe}: {plan.source}" for plan in self.plans
+                    if " but " in plan.source]]}
 
     def __str__(self) -> str:
         heads, rows = self.table()
@@ -231,8 +233,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.recorded_speedup]:
         # a cause that slows one recipe slows the others
         share = min(1.0, statistics.median(reached))
-        said = f"formula times {share:.2f}, the share that recorded recipes reached"
-        plans = [replace(plan, reached=share, source=said)
+        corrected = f"formula times {share:.2f}, the share that recorded recipes reached"
+        plans = [replace(plan, reached=share, source=corrected)
                  if (plan.recorded_speedup, plan.status) == (None, "native") else plan
                  for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
@@ -278,8 +280,8 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
             "memory {more_bytes:+bytes}", chosen.to_dict(), base=base)
     best = native[0]
     if best.speedup < 1:
-        slower = sum(one.calls * (one.product_seconds - one.base_seconds)
-                     for one in best.cost.linears) > 0
+        slower = sum(linear.calls * (linear.product_seconds - linear.base_seconds)
+                     for linear in best.cost.linears) > 0
         why = ("matmuls in fewer bits are slower" if slower else
                "the casts cost more time than faster matmuls save")
         return base, (f"{base}: at these widths {why} ({best.recipe}: {best.speedup:.2f} times the "
@@ -297,24 +299,26 @@ def by_records(recipe: str, products: Sequence[Product],
     that has them. If files differ by DISAGREE, all of them are named."""
     speeds = {}
     for name in [name for name in files if recipe in files[name]]:
-        near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), one.flops) for one
-                                   in products if not one.pairs for sizes in one.shapes.values()])
+        near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), product.flops)
+                                   for product in products if not product.pairs
+                                   for sizes in product.shapes.values()])
         if any(near):
             speeds[name] = statistics.harmonic_mean(ratios, work)
-    said = [f"{speed:.2f} times as fast as bf16 by {name}" for name, speed in speeds.items()]
+    sources = [f"{speed:.2f} times as fast as bf16 by {name}" for name, speed in speeds.items()]
     apart = max(speeds.values(), default=0) >= DISAGREE * min(speeds.values(), default=1)
-    return "formula" + f", matmuls {' but '.join(said if apart else said[:1])}" * bool(said)
+    named = " but ".join(sources if apart else sources[:1])
+    return "formula" + f", matmuls {named}" * bool(sources)
 
 
 def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[float, str]]:
     """Return speed-ups of whole steps on this machine, by `case_name`."""
-    found = {}
+    speedups = {}
     for path, bench in evidence.benches(on, folder):
         if bench["name"] == "fp8-step":
             with evidence.whole(path):
-                found |= {case["case"]: (float(case["ratio"]), f"recorded: {path.name}")
+                speedups |= {case["case"]: (float(case["ratio"]), f"recorded: {path.name}")
                           for case in bench["cases"] if case["peer"] == base}
-    return found
+    return speedups
 
 
 def case_name(recipe: str, config: Config) -> str:

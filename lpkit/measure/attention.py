@@ -68,7 +68,7 @@ def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: i
     got = gradients_of(kernel, backend(name, model), (q, k, v, documents, *own), [weights])
     q, k, v, *own, weights = (t.double() for t in (q, k, v, *own, weights))
     want = gradients_of(kernel, kernel.definition, (q, k, v, documents, *own), [weights])
-    whole = max(float(one.norm()) for one in want)
+    whole = max(float(gradient.norm()) for gradient in want)
     # a gradient may be 0, or a small difference of large terms
     return max(float((a.double() - b).norm()) / max(float(b.norm()), whole / 10)
                for a, b in zip(got, want, strict=True))

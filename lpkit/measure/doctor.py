@@ -116,8 +116,8 @@ def fp8_stores(device: torch.device,
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         def cast(x: Tensor, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
             top = torch.finfo(dtype).max
-            made = (x.float() * 64).clamp(-top, top).to(dtype)
-            return made, made.T.contiguous()
+            rounded = (x.float() * 64).clamp(-top, top).to(dtype)
+            return rounded, rounded.T.contiguous()
 
         run = compiled(cast)
         for shape in FP8_SHAPES:
@@ -224,12 +224,12 @@ def _part(check: Check, device: torch.device) -> dict[str, Any]:
     if check.kind != "technique":
         with suppress(ConfigError):     # the parent imports PyTorch while other rows are tried
             _warm_parent()
-    found = probe(check, device)
-    return {"probes": [asdict(found)] if found.kind != "technique" or not found.works else []}
+    outcome = probe(check, device)
+    return {"probes": [asdict(outcome)] if outcome.kind != "technique" or not outcome.works else []}
 
 
-def _main(writer: str, told: str) -> None:
-    asked = json.loads(told)
+def _main(writer: str, request: str) -> None:
+    asked = json.loads(request)
     Config(imports=asked["imports"])
     device = torch.device(asked["device"] or hardware.usable())
     checks = [Check("speed", "speed", speed), *CHECKS, *attention_checks(imported=True),

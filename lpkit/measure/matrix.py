@@ -40,13 +40,13 @@ def backends_of(recipe: Recipe) -> tuple[str, ...]:
 
 def checks() -> dict[str, Check]:
     """Return a check for every pair of recipe and backend, by name."""
-    found = {}
+    checks_by_name = {}
     for recipe, row in RECIPES.items():
         instead = f"{recipe} with precision.backend=emulated" if row.products else "fp32"
         for backend in backends_of(row):
             name = f"{recipe}, {backend}"
-            found[name] = Check(name, KIND, partial(tried, recipe, backend), instead)
-    return found
+            checks_by_name[name] = Check(name, KIND, partial(tried, recipe, backend), instead)
+    return checks_by_name
 
 
 def tried(recipe: str, backend: str, device: torch.device) -> str:

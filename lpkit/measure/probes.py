@@ -75,17 +75,17 @@ def reason(error: Exception) -> str:
 
 
 def probe(check: Check, device: torch.device) -> Probe:
-    found = partial(Probe, name=check.name, kind=check.kind)
+    outcome = partial(Probe, name=check.name, kind=check.kind)
     try:
         with warnings.catch_warnings():
             # torch explains at length why something fails; `reason` takes the first line
             warnings.simplefilter("ignore")
-            return found(works=True, detail=check.run(device))
+            return outcome(works=True, detail=check.run(device))
     except Exception as error:
         late = isinstance(error, TimeoutError) or any(words in str(error) for words in LATE)
         # a reason may end with the alternative
         why, other = re.fullmatch(r"(.*?)(?:; ([\w-]+) can)?", reason(error)).groups()
-        return found(works=None if late else False, nearest=other or check.nearest,
+        return outcome(works=None if late else False, nearest=other or check.nearest,
                      why="not measured in time: " * late + why)
 
 
@@ -135,12 +135,12 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
     """
     waiting: list[list[str]] | None = None
     while waiting is None or waiting:
-        told = {"device": device, "imports": [*imports],
+        request = {"device": device, "imports": [*imports],
                 "only": [check[0] for check in waiting] if waiting else only and [*only]}
         lines: SimpleQueue[str] = SimpleQueue()
         reader, writer = os.pipe()
         with Children().start(
-                [sys.executable, "-W", "ignore", "-m", module, str(writer), json.dumps(told)],
+                [sys.executable, "-W", "ignore", "-m", module, str(writer), json.dumps(request)],
                 new_folder(), log="log", fds=[writer]) as keeper:
             os.close(writer)
             Thread(target=_read, args=(reader, lines), daemon=True).start()

@@ -65,13 +65,13 @@ PROGRAMS: dict[str, Callable[[Place, torch.device], float | None]] = {
 }
 
 
-def run(place: Place, told: dict[str, Any]) -> float | None:
+def run(place: Place, request: dict[str, Any]) -> float | None:
     """Run `told["program"]` over `told["backend"]` as one rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    if told["backend"] == "nccl":
+    if request["backend"] == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     meet(BACKENDS[device.type], **place.among)
-    return PROGRAMS[told["program"]](place, device)
+    return PROGRAMS[request["program"]](place, device)

@@ -96,7 +96,7 @@ class Sample:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
         """Return a Sample from JSON, which has lists for tuples and strings for keys of dicts."""
-        others = {name: _quality(one) for name, one in values["others"].items()}
+        others = {name: _quality(numbers) for name, numbers in values["others"].items()}
         cast = {**values["cast"], "block": tuple(values["cast"]["block"])}
         exponents = {int(exponent): count for exponent, count in values["exponents"].items()}
         own = values["own"] and _quality(values["own"])
@@ -153,15 +153,15 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
     if -total % group or -x.shape[1] % along:
         x = nn.functional.pad(x, (0, -x.shape[1] % along, 0, -total % group))
     by_column = any(cast.block[0] == ALL != cast.block[1] for cast in casts)
-    found = kernel.amax(x, (group, 0))
-    tops, groups, wanted = found.values.view(-1), len(x) // group, -(-(rows or total) // group)
+    amaxes = kernel.amax(x, (group, 0))
+    tops, groups, wanted = amaxes.values.view(-1), len(x) // group, -(-(rows or total) // group)
     count = len(x)              # number of rows that count
     if wanted < groups and not by_column:       # else a scale spans all rows
         picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
         picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
         x, count = x.unflatten(0, (-1, group))[picked].flatten(0, 1), wanted * group
     return Drawn(x=x.float(), rows=count, total_rows=total, amax=tops.amax(),
-                 nonfinite=found.nonfinite)
+                 nonfinite=amaxes.nonfinite)
 
 
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
@@ -310,10 +310,10 @@ class Telemetry:
         if step % self.every:
             yield
             return
-        self.step, self._seen, self._found = step + 1, set(), []
+        self.step, self._seen, self._new_samples = step + 1, set(), []
         with observed(self._linears, self._sample):
             yield
-        self._keep(self._found)
+        self._keep(self._new_samples)
 
     def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor,
                 dtype: torch.dtype) -> None:
@@ -324,7 +324,7 @@ class Telemetry:
         x = value.detach().reshape(-1, value.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             faces = {tensor: x, f"{tensor}.T": x.T}
-            self._found += [self._look(name, module, role, faces[role], dtype)
+            self._new_samples += [self._look(name, module, role, faces[role], dtype)
                             for role in self.roles if role in faces]
 
     def _look(self, name: str, module: nn.Linear, role: str, x: Tensor,
@@ -351,16 +351,16 @@ class Telemetry:
         exact = torch.stack((drawn.amax.double(), drawn.nonfinite.double().to(x.device)))
         values = torch.cat((exact, *counted.values())).cpu()        # one transfer to the host
         amax, nonfinite = values[:2].tolist()
-        found = {}
+        qualities = {}
         if not nonfinite:
             numbers = values[2:].view(len(counted), -1).tolist()
-            found = {like: quality(each, like[0]) for like, each in zip(counted, numbers)}
+            qualities = {like: quality(each, like[0]) for like, each in zip(counted, numbers)}
         return Sample(
             step=self.step, layer=name, role=role, cast=asdict(casts[""]),
             total_rows=drawn.total_rows, sampled_rows=min(drawn.rows, drawn.total_rows),
             amax=amax if math.isfinite(amax) else None, nonfinite=int(nonfinite),
-            exponents=exponents(drawn.x[:drawn.rows]), own=found.get(alike[""]),
-            others={key: found[alike[key]] for key in self._others if found})
+            exponents=exponents(drawn.x[:drawn.rows]), own=qualities.get(alike[""]),
+            others={key: qualities[alike[key]] for key in self._others if qualities})
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
                  drawn: Drawn) -> Tensor | None:

@@ -185,8 +185,8 @@ class Reconciled:
 
     def comparison(self, of: str = "formula") -> Comparison:
         """Compare `of` ("formula" or "trace") with the measurement, or else with the trace."""
-        said = self.formula if of == "formula" else self.traced.rows
-        return Comparison.of_rows(_with_peak(said), _with_peak(self.truth.rows), unit="bytes",
+        rows = self.formula if of == "formula" else self.traced.rows
+        return Comparison.of_rows(_with_peak(rows), _with_peak(self.truth.rows), unit="bytes",
                                   where=self.truth.where)
 
     @property
@@ -220,8 +220,8 @@ class Reconciled:
         columns = [_with_peak(rows) for rows in sides.values()]
         lines = [(name, *(quantity(rows.get(name, 0), "bytes") for rows in columns))
                  for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        return html_table(("", *sides), lines) + said
+        paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
+        return html_table(("", *sides), lines) + paragraphs
 
 
 def _with_peak(rows: dict[str, float]) -> dict[str, float]:
@@ -247,7 +247,7 @@ def reconcile(config: Config, world_size: World = 1) -> Reconciled:
     traced = predict_trace(config, world_size, device=device)
     used = {key: choice.used for key, choice in traced.chosen.items()}
     config = config.replace({"precision.recipe": used["precision"], "system.stack": "auto"})
-    said = memory(config, hardware.room(device), layout=Layout(shard=world_size),
+    predicted = memory(config, hardware.room(device), layout=Layout(shard=world_size),
                   attention=used["attention"])
-    return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
-                      traced=traced, measured=measured)
+    return Reconciled(formula=predicted.at(predicted.peak_moment), traced=traced,
+                      formula_moment=MOMENTS[predicted.peak_moment], measured=measured)

@@ -148,10 +148,10 @@ class Tracker(TorchDispatchMode):
         self.heads, self.after_head = set(heads), False
         parts = [head.split(".") for head in self.heads]
         # modules around a head: after the head, a model that computes its own loss is in them
-        self.above_heads = {".".join(one[:i]) for one in parts for i in range(len(one))}
-        self.attentions = {name for name, one in model.named_modules()
+        self.above_heads = {".".join(names[:i]) for names in parts for i in range(len(names))}
+        self.attentions = {name for name, module in model.named_modules()
                            if name.endswith("attention")
-                           or re.search("attention|attn", type(one).__name__.lower())}
+                           or re.search("attention|attn", type(module).__name__.lower())}
         self.place = place or StatePlacement()      # placement of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
@@ -265,8 +265,8 @@ class Tracker(TorchDispatchMode):
             finally:
                 _pop_mode()
         out = func(*args, **(kwargs or {}))
-        made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
-        if made:
+        allocated = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
+        if allocated:
             phase, module = self._where()
             row = self._row(phase, module)
             if func is torch.ops.aten._to_copy.default:
@@ -274,7 +274,7 @@ class Tracker(TorchDispatchMode):
                 if source is not None and source.row in ("weights", "weight copies"):
                     row = "weight copies"
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-            for t in made:
+            for t in allocated:
                 # else it existed before the tracker: no row
                 if t.untyped_storage()._cdata not in given:
                     self._record(t, row, phase, module)
@@ -433,15 +433,16 @@ class Tracker(TorchDispatchMode):
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
               first: bool = False, **how: bool) -> Any:
         """Cast as ScaledLinear does, and label the result: its `first` cast, or a later one."""
-        made = cast(product, role, x, dtype, first=first, **how)
-        turned = made.turned
-        for one in filter(None, (made, turned)):
+        operand = cast(product, role, x, dtype, first=first, **how)
+        turned = operand.turned
+        for layout in filter(None, (operand, turned)):
             if role == "w":
-                self._relabel(one.data, "low-precision weights", IN_FLIGHT)
-            elif role == "g" and (one is turned or not first):
-                self._relabel(one.data, "transposed copies", IN_FLIGHT)
-            self._relabel((one.scale, one.tensor, one.amax, one.nonfinite), "scales", WORKING)
-        return made
+                self._relabel(layout.data, "low-precision weights", IN_FLIGHT)
+            elif role == "g" and (layout is turned or not first):
+                self._relabel(layout.data, "transposed copies", IN_FLIGHT)
+            self._relabel((layout.scale, layout.tensor, layout.amax, layout.nonfinite), "scales",
+                          WORKING)
+        return operand
 
     # ---- The result
 

@@ -84,7 +84,7 @@ def seconds(config: Config, *, rounds: int = 3) -> Seconds:
         with profile(record_shapes=True) as profiler:
             whole = bench.seconds()
         each.append(_rows_of(profiler, config, bench.device, whole))
-    rows = {name: statistics.median([one[name] for one in each]) for name in set().union(*each)}
+    rows = {name: statistics.median([rows[name] for rows in each]) for name in set().union(*each)}
     scale = clock / sum(rows.values())
     rows = {name: scale * rows[name] for name in sorted(rows, key=rows.get, reverse=True)}
     return Seconds(rows=rows, step_seconds=clock,
@@ -110,8 +110,8 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
             # aten::addmm has the bias before the operands; other operations have scales after them
             (M, K), (_, N) = shapes[-2:] if event.key == "aten::addmm" else shapes[:2]
             # FP4 packs two numbers in a byte
-            found = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))
-            name = ", ".join(next(filter(None, found), [OTHER]))
+            names = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))
+            name = ", ".join(next(filter(None, names), [OTHER]))
         rows[name] += spent
     rows[REST] = max(0.0, whole - rows.total())
     return rows
@@ -153,7 +153,8 @@ def row(config: Config, command: str) -> dict[str, Any]:
     told(config)
     decisions = decide(config)
     refuse_what_cannot_fit(config, decisions)
-    device, used = decisions.device, {name: one.used for name, one in decisions.choices.items()}
+    device = decisions.device
+    used = {name: choice.used for name, choice in decisions.choices.items()}
     training = Training.build(config, data=RandomTokens(config, device), decisions=decisions)
     update = hardware.synchronised(lambda: training.update(0), device)
     (times,), others = take_turns([update], 9, iter)

@@ -66,9 +66,9 @@ def low_rank(s: MicroBatch, settings: LoraSettings) -> Callable[[Op], Iterator[O
         yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False, shares="input",
                       moved_bytes=s.tokens * K * len(rows) * of_input)
         for i, share in enumerate(rows):
-            one = linear(f"{op.name}.B.{i}", s, r, out * share // sum(rows), cut=op.cut, bias=False)
-            yield replace(one, reads_residual=False, writes_residual=op.writes_residual,
-                          moved_bytes=s.tokens * one.matmul[1] * of_result)
+            up = linear(f"{op.name}.B.{i}", s, r, out * share // sum(rows), cut=op.cut, bias=False)
+            yield replace(up, reads_residual=False, writes_residual=op.writes_residual,
+                          moved_bytes=s.tokens * up.matmul[1] * of_result)
         yield replace(op.frozen, shares="output")
 
     return new
@@ -87,14 +87,14 @@ def in_codes(ops: Operations, s: MicroBatch, settings: QuantisedBaseSettings) ->
         scales = blocks + FP32 * (-(-blocks // BLOCK) + 1) if settings.double else FP32 * blocks
         # several Bs write side by side into one view, whose gradient autograd copies
         again = s.tokens * op.matmul[1] * s.compute_bytes * (f"{op.name}.B.1" in names)
-        made, moved = wide, 2 * index + 2 * FP32 + s.compute_bytes
+        decoded, moved = wide, 2 * index + 2 * FP32 + s.compute_bytes
         if s.code_bytes:        # a single kernel decodes, without an index
-            made, moved = s.compute_bytes, s.code_bytes
+            decoded, moved = s.compute_bytes, s.code_bytes
         return replace(op, stored_bytes=blocks * settings.block * bits // 8 + scales,
-                       made_bytes=op.weights * made + again, moved_bytes=op.weights * moved)
+                       made_bytes=op.weights * decoded + again, moved_bytes=op.weights * moved)
 
     block = tuple(stored(op) if op.matmul and not op.trained else op for op in ops.block)
     if block == ops.block:
-        raise ConfigError(f"model.changes={settings.name} is of what adapters leave frozen, and none "
-                          f"comes before it; name one: model.changes=lora,{settings.name}")
+        raise ConfigError(f"model.changes={settings.name} is of what adapters leave frozen, and "
+                          f"none comes before it; name one: model.changes=lora,{settings.name}")
     return replace(ops, block=block)

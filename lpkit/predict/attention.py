@@ -87,7 +87,8 @@ def sdpa(s: MicroBatch) -> Op:
     m, masked, sums = s.model, s.rule not in (Rule(), EVERY_KEY), s.tokens * s.model.H * FP32
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return attention_op(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s),
-                        saves_result=True, pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
+                        saves_result=True,
+                        pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
                         # five products in backward, two in forward: scores are computed again
                         backward_pairs=2.5,
                         result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)

@@ -41,10 +41,11 @@ class Row:
         error = self.error
         if error is None or self.unit in DIFFERENCES or 1 / FAR <= 1 + error <= FAR:
             return ""
-        said = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
+        sentence = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
         if doubt := disturbance(self.others):
-            return f"{said} One cannot tell whether the formula describes this machine: {doubt}."
-        return f"{said} The formula does not describe this machine, because {self.because}."
+            return (f"{sentence} One cannot tell whether the formula describes this machine: "
+                    f"{doubt}.")
+        return f"{sentence} The formula does not describe this machine, because {self.because}."
 
     @property
     def truth(self) -> float | None:

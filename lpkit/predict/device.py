@@ -124,7 +124,8 @@ class Device:
         self.layers = m.L if layers is None else layers
         self.added = step.pieces > 1 if added is None else added
         if step.stack.stages_by_work and layout.pipeline > 1:
-            share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
+            share = (m.L + ops.head.weights
+                     / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
         # ranks that share an activation of attention and MLP; a weight; and the residual stream
@@ -338,7 +339,7 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
     input, and for an operation that saves a view of a padded Linear's result."""
     if p.low is None or not getattr(config.precision.recipe, "pad", False):
         return ops, {}
-    recipe, padded, found, more = resolve(config.precision.recipe), {}, [], 0.0
+    recipe, padded, ops_of_rank, more = resolve(config.precision.recipe), {}, [], 0.0
     for op in (*ops.block, ops.head):
         ranks = [layout.tensor if op.cut == side else 1 for side in ("row", "column")]
         tokens = round(s.tokens * op.tokens_share / layout.context)
@@ -353,8 +354,8 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
             op = replace(op, saved_bytes=op.saved_bytes + more)
-        found.append(op)
-    return replace(ops, block=tuple(found[:-1]), head=found[-1]), padded
+        ops_of_rank.append(op)
+    return replace(ops, block=tuple(ops_of_rank[:-1]), head=ops_of_rank[-1]), padded
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:

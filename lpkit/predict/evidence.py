@@ -79,38 +79,48 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
     unknown stack."""
     generation, row = generation_of(machine), machine.measured
     here = machine.name == "this" or (row and not generation)
-    made = REACHED if here else _efficiency(generation, stack)
+    efficiency = REACHED if here else _efficiency(generation, stack)
     sheet = machines.CATALOGUE[machine.name] if row and generation else machine
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
             with whole(path):
-                eight = made.products["bf16"] * _reached(bench["cases"], sheet, made)
-            made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 matmuls "
-                           f"over bf16, recorded: {path.name}; others: {made.source}")
+                eight = efficiency.products["bf16"] * _reached(bench["cases"], sheet, efficiency)
+            efficiency = replace(
+                efficiency, products=efficiency.products | {"fp8": eight},
+                source=f"FP8 matmuls over bf16, recorded: {path.name}; others: "
+                       f"{efficiency.source}")
     files = recorded_products(machine, folder)
     # these stacks use the kit's matmuls, as benches do
     if files and stack in ("eager", DEFAULT):
-        made = replace(made, ratios={**ChainMap(*files.values())})
-    return _as_measured(made, machine, sheet) if row else made
+        efficiency = replace(efficiency, ratios={**ChainMap(*files.values())})
+    return _as_measured(efficiency, machine, sheet) if row else efficiency
 
 
-def _as_measured(made: Efficiency, on: Machine, sheet: Machine) -> Efficiency:
-    """Return `made`, the efficiency of the datasheet's machine `sheet`, changed by the row that
-    `lpkit measure` wrote for `on`. If there is no datasheet, `sheet` is `on`, and the nearest
-    measured shape gives every matmul."""
+def _as_measured(efficiency: Efficiency, on: Machine, sheet: Machine) -> Efficiency:
+    """Return `efficiency`, which is the one of the datasheet's machine `sheet`, changed by the
+    measurements that `lpkit measure` wrote for the machine `on`.
+
+    If `on` has a datasheet, its measured peaks replace the datasheet's, and the shares of the
+    peaks are converted. If `on` has none, `sheet` is `on`, and each matmul takes the share of the
+    measured shape that is nearest to its own."""
     row, known = on.measured, sheet is not on
-    products = {dtype: max(one[3] for one in table) for dtype, table in row["products"].items()}
-    attention, kept = made.attention, made.bandwidth
-    if known:       # shares are of the datasheet's peaks
+    products = {dtype: max(shape[3] for shape in table)
+                for dtype, table in row["products"].items()}
+    attention, bandwidth = efficiency.attention, efficiency.bandwidth
+    if known:       # shares of the datasheet's peaks become shares of the measured peaks
         over = {dtype: peak / on.flops.get(dtype, peak) for dtype, peak in sheet.flops.items()}
-        products = {dtype: share * over.get(dtype, 1) for dtype, share in made.products.items()}
-        attention, kept = made.attention * over.get("bf16", 1), made.bandwidth / ASSUMED.bandwidth
+        products = {dtype: share * over.get(dtype, 1)
+                    for dtype, share in efficiency.products.items()}
+        attention *= over.get("bf16", 1)
+        bandwidth /= ASSUMED.bandwidth
     return replace(
-        made, products={**made.products, **products}, shapes=row["products"], fades=known,
-        attention=attention, bandwidth=kept, casts=kept if known else made.casts,
-        links=1.0 if row["ranks"] > 1 else made.links, factor=row.get("factor", 1.0),
+        efficiency, products={**efficiency.products, **products}, shapes=row["products"],
+        fades=known, attention=attention, bandwidth=bandwidth,
+        casts=bandwidth if known else efficiency.casts,
+        links=1.0 if row["ranks"] > 1 else efficiency.links, factor=row.get("factor", 1.0),
         source=f"matmuls and copies as {row['device']} took them on {row['date']}, "
-        f"torch {row['torch']} (`{row['command']}`){row.get('why', '')}; others: {made.source}")
+        f"torch {row['torch']} (`{row['command']}`){row.get('why', '')}; others: "
+        f"{efficiency.source}")
 
 
 @functools.cache
@@ -159,24 +169,24 @@ def whole(path: Path) -> Iterator[None]:
 def benches(on: Machine, folder: Path) -> list[tuple[Path, Mapping[str, Any]]]:
     """Return recorded benches of this machine. Raises ConfigError for a file that is not one."""
     try:
-        found = _benches(folder, folder.stat().st_mtime_ns)
+        records = _benches(folder, folder.stat().st_mtime_ns)
     except OSError:     # there is no such folder
         return []
-    return [(path, bench) for path, bench, device, title in found
+    return [(path, bench) for path, bench, device, title in records
             if on.kind == "gpu" and on.title in (device, title)]
 
 
 @functools.lru_cache(maxsize=8)
 def _benches(folder: Path, changed: int) -> list[tuple[Path, Mapping[str, Any], str, str | None]]:
-    found = []
+    records = []
     for path in sorted([*folder.glob("fp8-*.json"), *folder.glob("measure-*.json")]):
         with whole(path):
             bench = json.loads(path.read_text(encoding="utf-8"))
             row = catalogued(bench["device"])
             cases = {} if bench["name"] == "measure" else bench["cases"]
-            found.append((path, {"name": bench["name"], "cases": cases, "ratios": _ratios(bench)},
+            records.append((path, {"name": bench["name"], "cases": cases, "ratios": _ratios(bench)},
                           bench["device"], row and row.title))
-    return found
+    return records
 
 
 def catalogued(device: str) -> Machine | None:
@@ -202,20 +212,20 @@ def recorded_products(on: Machine, folder: Path = MEASURED) -> dict[str, dict[st
 
 
 def _ratios(bench: Mapping[str, Any]) -> dict[str, list[Sequence]]:
-    found: dict[str, list[Sequence]] = {}
+    ratios: dict[str, list[Sequence]] = {}
     for case in bench["cases"] if bench["name"] == "fp8-products" else ():
         sizes, name, how = case["case"].split(", ")     # y MxKxN, int8, fast accumulation
         M, K, N = map(int, re.findall(r"\d+", sizes))
         fast = sizes.split()[0] in RECIPES[name].fast_accumulation
         if case["peer"] == "bf16" and how.startswith("fast" if fast else "full"):
-            found.setdefault(name, []).append((M, N, K, case["ratio"]))
+            ratios.setdefault(name, []).append((M, N, K, case["ratio"]))
     if bench["name"] == "measure":
         peak, shares = bench["row"]["flops"], bench["row"]["measured"]["products"]
         base = {tuple(shape): share * peak["bf16"] for *shape, share in shares["bf16"]}
         for name, dtype in (("fp8-tensorwise", "fp8"), ("int8", "int8")):
-            found[name] = [(*shape, share * peak[dtype] / base[tuple(shape)])
+            ratios[name] = [(*shape, share * peak[dtype] / base[tuple(shape)])
                            for *shape, share in shares.get(dtype, ())]
-    return {recipe: rows for name, rows in found.items() for recipe, same in RECIPES.items()
+    return {recipe: rows for name, rows in ratios.items() for recipe, same in RECIPES.items()
             if rows and same.y == RECIPES[name].y}
 
 
@@ -313,5 +323,5 @@ def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str, stack: str
     for name in (f"{kind}, {stack}", kind):
         if name in kinds:
             return name, kinds[name]
-    return "", {side: choose(one[side] for one in kinds.values())
+    return "", {side: choose(limits[side] for limits in kinds.values())
                 for side, choose in (("low", min), ("high", max))}

@@ -149,13 +149,14 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
     """Return the bytes that outlive a step, and the bytes of gradients if all exist at once."""
     rows, count = techniques.rows_of(config), parameter_count(config.model)
     each = rows["param_dtype"].param_bytes
-    found = {"weights": each * count, "gradients": each * trained_count(config.model)}
+    states = {"weights": each * count, "gradients": each * trained_count(config.model)}
     if not rows["optimizer_step"].gradients_held:
-        del found["gradients"]
+        del states["gradients"]
     if on.kind not in rows["optimizer_state"].leaves:
         work = optimizer_work(config)
-        found["optimizer state"] = trained_count(config.model) * (work.cut_bytes + work.whole_bytes)
-    return found
+        states["optimizer state"] = trained_count(config.model) * (
+            work.cut_bytes + work.whole_bytes)
+    return states
 
 
 class _Search:

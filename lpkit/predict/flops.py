@@ -64,18 +64,18 @@ class Product:
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Return all products of a forward pass over `batch` sequences of model.context tokens."""
-    ops, found = of(model), []
+    ops, products = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L * model.running
         part = op.tokens_share != 1     # without shares M stays an integer, and is printed as one
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
-            found.append(Product(name=op.name, M=round(M * op.tokens_share, 6) if part else M,
+            products.append(Product(name=op.name, M=round(M * op.tokens_share, 6) if part else M,
                                  N=N, K=K, calls=calls, cut=op.cut, trained=op.trained,
                                  density=op.density))
-        found += [Product(**vars(one) | {"group": batch * one.group}, calls=calls, pairs=True)
-                  for one in op.pairs]
-    return tuple(found)
+        products += [Product(**vars(pair) | {"group": batch * pair.group}, calls=calls, pairs=True)
+                  for pair in op.pairs]
+    return tuple(products)
 
 
 def moved_bytes(ops: Operations) -> tuple[int, int]:

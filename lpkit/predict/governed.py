@@ -33,17 +33,17 @@ def governed(config: Config, most: bool = False) -> Config:
 def shares(config: Config) -> list[tuple[float, ...]]:
     """Return the shares of each evaluated update; empty if no governor gives any."""
     m, steps = config.model, config.steps
-    return [GOVERNORS[said.name].shares(said, m.L, steps, config.seed, step)
-            for said in running(config)
+    return [GOVERNORS[governor.name].shares(governor, m.L, steps, config.seed, step)
+            for governor in running(config)
             for step in range(0, steps, math.ceil(steps / MOST_STEPS))]
 
 
 @functools.lru_cache(maxsize=256)
 def _governed(config: Config, most: bool) -> Config:
-    model, every, said = config.model, shares(config), running(config)
+    model, every, skipping = config.model, shares(config), running(config)
     parts, run = max(every, key=sum), 1.0
     if not most:
-        seen = [share for one in every for share in one if share]
+        seen = [share for of_layers in every for share in of_layers if share]
         run, count = len(seen) / (len(every) * model.L), max(1, len(seen))
         mean, squares = (sum(share**power for share in seen) / count for power in (1, 2))
         # two shares that have the same mean and the same mean square as all shares
@@ -53,4 +53,4 @@ def _governed(config: Config, most: bool) -> Config:
     parts = () if set(parts) == {1.0} else parts
     model = Seen(**same, shares=parts, running=run) if parts or run < 1 else model
     return replace(config, model=model,
-                   governors=tuple(one for one in config.governors if one not in said))
+                   governors=tuple(row for row in config.governors if row not in skipping))

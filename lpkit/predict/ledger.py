@@ -208,7 +208,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     if layout.pipeline == 1:
         whole = Walk(step, True, True)
         return _held(whole, whole, doubt)
-    return max((_held(*one) for one in _ranks(step, doubt)), key=lambda found: found.peak_bytes)
+    return max((_held(*arguments) for arguments in _ranks(step, doubt)),
+               key=lambda rank: rank.peak_bytes)
 
 
 def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
@@ -223,24 +224,25 @@ def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
     for rank, stages in enumerate(PIPELINES[cut[0]].by_rank(*cut[1:])):
         if not {0, 1, last} & {*stages}:    # ranks between these hold less than the second rank
             continue
-        device = Device(step, 0 in stages, last in stages, sum(counts[one] for one in stages))
-        all_of = [partial(walks, one == 0, one == last, counts[one]) for one in stages]
+        device = Device(step, 0 in stages, last in stages, sum(counts[stage] for stage in stages))
+        all_of = [partial(walks, stage == 0, stage == last, counts[stage]) for stage in stages]
         for now, held_counts, added in held(rank, *cut, step.pieces):
             waits, there = [], 0.0
             if not own:     # another stack may allocate gradient buffers at the start
                 added = (step.pieces > 1,) * len(stages)
             for stage, count, is_added, walk_of in zip(stages, held_counts, added, all_of):
-                one = walk_of(step.pieces > 1)
-                there += (one.inside + one.tables) * is_added
+                d = walk_of(step.pieces > 1)
                 # `there`: parameters of this rank whose gradients are already allocated
-                kept = one.kept.waiting_bytes + one.heads * one.kept.operations["loss"]
-                if not (own or one.heads):  # the stage's result: pipelining/stage.py, `fwd_cache`
-                    kept += one.stream
+                there += (d.inside + d.tables) * is_added
+                kept = d.kept.waiting_bytes + d.heads * d.kept.operations["loss"]
+                # another stack keeps each stage's result: pipelining/stage.py, `fwd_cache`
+                if not (own or d.heads):
+                    kept += d.stream
                 # `kept` is alive once for each micro-batch in flight; the walk has one of them
                 waits += [State(row, (count - (stage == now)) * nbytes, dies=EMBED)
-                          for row, nbytes in ((walk.ACTIVATIONS, kept), *one.casts.items())]
+                          for row, nbytes in ((walk.ACTIVATIONS, kept), *d.casts.items())]
                 # autocast keeps its copies until the last micro-batch is done
-                waits.append(State(walk.COPIES, own * one.copied, dies=EMBED))
+                waits.append(State(walk.COPIES, own * d.copied, dies=EMBED))
             at = stages.index(now)
             d = all_of[at](added[at])
             # messages: the last one sent, the next one to arrive, and the one from which
@@ -395,14 +397,14 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
             d.chunk or step.compiles_loss or step.p.compute_bytes == FP32):
         # the 16-bit logits, which are freed before backward begins
         unused = d.tokens * d.m.V * step.p.compute_bytes
-    found = Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
+    memory = Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
                    unused_bytes=unused)
     every = getattr(optimizer_settings(config, step.optimizer), "every", 1)
-    if every > 1 and (d.at_once or found.peak_moment == UPDATE):
-        return replace(found, doubt=f"the peak is that of each {every}th update, in which "
+    if every > 1 and (d.at_once or memory.peak_moment == UPDATE):
+        return replace(memory, doubt=f"the peak is that of each {every}th update, in which "
                                     f"{step.optimizer} does more; lpkit.predict_trace(config) "
                                     f"counts an update that does less")
-    return found
+    return memory
 
 
 def _gradients(d: Walk, device: Device, nbytes: float, there: float) -> Iterator[State]:

@@ -46,22 +46,22 @@ def gathered_bytes(config: Config, layout: Layout, name: str,
     inside, outside = [(p.compute_bytes if row.mixed else p.weights)
                        * sum(padded(shape, ranks) for shape in group)
                        for group in (block, (*first, *last))]
-    found = [*[inside] * m.L, outside]
+    nbytes = [*[inside] * m.L, outside]
     recipe = row_of(config, name) if row.cast and p.low else None
     if recipe is None or not recipe.gathers:
-        return found, 0
+        return nbytes, 0
     ops, cast, whole = of(m), recipe.y[1], 0
     linears = {f"blocks.{i}.{op.name}": (i, op) for i in range(m.L) for op in ops.linears}
     linears["head"] = m.L, ops.head
     stay = kept(linears, recipe.high_precision_layers) | ({"head"} if m.tied else set())
     for i, op in (linears[name] for name in linears.keys() - stay):
         shape = part(op, layout.tensor)[0]
-        found[i] -= (p.weights - 1) * padded(shape, ranks)
+        nbytes[i] -= (p.weights - 1) * padded(shape, ranks)
         if cast.block == (ALL, ALL):
             whole += 1
         else:
-            found[i] += math.prod(map(int.__floordiv__, shape, cast.block)) * FP32
-    return found, 2 * FP32 * whole
+            nbytes[i] += math.prod(map(int.__floordiv__, shape, cast.block)) * FP32
+    return nbytes, 2 * FP32 * whole
 
 
 def gathered_itemsizes(config: Config, layout: Layout, name: str) -> tuple[float, float, float]:
@@ -119,8 +119,8 @@ def parameter_shapes(m: ModelConfig, trained: bool = False,
         return part(op, tensor) if op.trained or not trained else ()
 
     named = {op.name: shapes(op) for op in ops.block if op.shapes}
-    attention = [name for one in OF_ATTENTION for name in named
-                 if name == one or (one != "attention" and name.startswith(f"{one}."))]
+    attention = [name for module in OF_ATTENTION for name in named
+                 if name == module or (module != "attention" and name.startswith(f"{module}."))]
     order = [name for name in named if name not in attention]
     start = next((i for i, name in enumerate(named) if name in attention), 0)
     order[start:start] = attention
@@ -136,12 +136,12 @@ def buckets(m: ModelConfig, most: int, tensor: int = 1,
     most `most` numbers unless a single gradient has more (`lpkit.parallel.replicas.buckets`).
     `last`: include parameters after the blocks, which another pipeline stage may have."""
     first, block, after = parameter_shapes(m, trained=True, tensor=tensor)
-    found, held = [[]], 0
+    buckets, held = [[]], 0
     for shape in (*first, *m.L * block, *(after if last else ()))[::-1]:
         numbers = math.prod(shape)
-        if found[-1] and held + numbers > most:
-            found.append([])
+        if buckets[-1] and held + numbers > most:
+            buckets.append([])
             held = 0
-        found[-1].append(shape)
+        buckets[-1].append(shape)
         held += numbers
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, buckets))

@@ -49,15 +49,15 @@ def trained_count(model: ModelConfig) -> int:
 @functools.lru_cache(maxsize=64)
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the trained parameters by their names in lpkit.nn."""
-    ops, found = of(model), {}
+    ops, shape_of = of(model), {}
     blocks = [(f"blocks.{i}.", [op for op in ops.block if i < round(model.L * op.own)])
               for i in range(model.L)]
     for where, group in (("", ops.outside), *blocks):
         for op in group:
             suffixes = ("sinks",) if op.name == "attention" else ("weight", "bias")
             for suffix, shape in zip(suffixes, op.shapes if op.trained else ()):
-                found[f"{where}{op.name}.{suffix}"] = shape
-    return found
+                shape_of[f"{where}{op.name}.{suffix}"] = shape
+    return shape_of
 
 
 def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSettings:

@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def counted(self) -> int:
-        return len(self.options) + sum(one.layouts for one in self.refusals.values())
+        return len(self.options) + sum(refusal.layouts for refusal in self.refusals.values())
 
     @property
     def order(self) -> str:
@@ -179,8 +179,8 @@ class Plan:
     @property
     def sentence(self) -> str:
         """Why nothing is feasible: the nearest miss of each constraint, and what would suffice."""
-        misses = [f"{name} excludes {one.layouts:,} layouts, nearest: {one.nearest}"
-                  for name, one in self.refusals.items() if one.layouts]
+        misses = [f"{name} excludes {refusal.layouts:,} layouts, nearest: {refusal.nearest}"
+                  for name, refusal in self.refusals.items() if refusal.layouts]
         out = ""
         if self.refusals["budget"].layouts:
             enough = self.budget + self.refusals["budget"].excess
@@ -198,8 +198,8 @@ class Plan:
             "doubt": best.memory.doubt if best else "", "currency": "USD",
             "plans": [option.to_dict() for option in self.options[:top]],
             "feasible": len(self.options),
-            "refused": {name: picked(one, "layouts nearest")
-                        for name, one in self.refusals.items() if one.layouts},
+            "refused": {name: picked(refusal, "layouts nearest")
+                        for name, refusal in self.refusals.items() if refusal.layouts},
             "parameters": parameter_count(self.config.model),
             "compute_optimal": optimal,
             "largest_parameters": best and largest_model(
@@ -220,7 +220,8 @@ class Plan:
         dtype = as_run(self.config, precision, self.machine)[0].dtype if p.low else p.dtype
         reached = self.efficiency
         rate = self.machine.peak_flops(dtype) * max(
-            reached.products[dtype], *[one[3] for one in reached.shapes.get(dtype, ())], 0)
+            reached.products[dtype],
+            *[measured[3] for measured in reached.shapes.get(dtype, ())], 0)
         m = governed(self.config).model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * min(reached.factor, 1 if reached.fades else math.inf)
@@ -271,7 +272,7 @@ class Plan:
         """Add the best of a split's ZeRO stages, chunks, micro-batches and recomputations, or
         record why there is none."""
         share = self.config.global_batch // layout.batch_ranks
-        found: list[Option] = []
+        feasible: list[Option] = []
         missed = (math.inf, "")     # the least missing bytes of a layout that does not fit
         for zero in (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3):
             for interleave in self.chunks(layout, share):
@@ -285,17 +286,17 @@ class Plan:
                     config = replace(self.config,
                                      grad_accum_steps=self.config.global_batch // micro)
                     options, excess = self.leanest(config, variant)
-                    found += options
+                    feasible += options
                     if not options:         # larger micro-batches need even more memory
                         missed = min(missed, (excess, str(variant)))
                         break
         devices = f"{layout.devices:,} devices"
-        if not found:
+        if not feasible:
             excess, variant = missed
             words = f"{devices} ({variant}) need {quantity(excess, 'bytes')} more each"
             self.refusals["memory"].add(excess, words)
             return
-        best = min(found, key=attrgetter("order"))
+        best = min(feasible, key=attrgetter("order"))
         late, over = best.bill.seconds - self.deadline, (best.bill.cost or 0.0) - self.budget
         if late > 0:
             words = f"take {duration(best.bill.seconds)}, {duration(late)} too long"
@@ -387,15 +388,15 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
                               f"ask `lpkit predict` for its bytes")
     # raises ConfigError for unknown names
     memory(config, on, layout=Layout(), optimizer=optimizer)
-    found = Plan(config, tokens, on, optimizer or config.optimizer.name,
+    search = Plan(config, tokens, on, optimizer or config.optimizer.name,
                  calibration, budget=budget or math.inf,
                  deadline=deadline_seconds or math.inf)
     asked = [precision_of(config, on, name) for name in precisions or (None,)]
     for precision in asked:
         for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
-            found.search(precision, count)
-    found.rank("soonest" if budget or devices else "cheapest")
-    return found
+            search.search(precision, count)
+    search.rank("soonest" if budget or devices else "cheapest")
+    return search
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -60,8 +60,8 @@ class Prediction:
         from lpkit.predict import cards  # the planner's page does not need this module
 
         usual = flat(Config()).items()
-        changed = dict(one for one in flat(self.config).items()
-                       if one not in usual and not one[0].startswith(PRIVATE))
+        changed = dict(item for item in flat(self.config).items()
+                       if item not in usual and not item[0].startswith(PRIVATE))
         about = {key: self.assumptions[key] for key in ("precision", "optimizer")}
         return cards.write(path, {"name": name, "config": changed, **about, **picked(
             self, "parameters config.model.layers")}, self, **measured)
@@ -148,7 +148,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
                             efficiency="efficiency.source", peak_flops_per_device="peak_flops",
                             sequences_per_device="sequences"),
             "mfu": mfu, "zero": layout.zero if layout.state_ranks > 1 else 0, "layout": str(layout),
-            "layout_why": why, "accumulation": _accumulation(config, step), "steps": config.steps, "price_per_hour": price,
+            "layout_why": why, "accumulation": _accumulation(config, step), "steps": config.steps,
+            "price_per_hour": price,
             "communication": communication, "power": "rated, all of it, all the time"})
 
 

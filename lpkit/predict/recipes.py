@@ -48,7 +48,8 @@ class Low:
 
     def stay(self, layers: int) -> frozenset[int]:
         """The numbers of the blocks that stay in 16 bits."""
-        return frozenset(number for name in self.keep for number in at_end(name, range(layers)) or ())
+        return frozenset(number for name in self.keep
+                         for number in at_end(name, range(layers)) or ())
 
     def scales(self, tokens: float, K: float, N: float) -> float:
         """Return the bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
@@ -154,8 +155,8 @@ class _Precisions(ChainMap):
     """The named precisions, and one for each recipe that casts, also for rows added later."""
 
     def __getitem__(self, name: str) -> Precision:
-        found = super().__getitem__(name)
-        return found if isinstance(found, Precision) else precision_of_recipe(name, found)
+        row = super().__getitem__(name)
+        return row if isinstance(row, Precision) else precision_of_recipe(name, row)
 
 
 PRECISIONS = _Precisions(RECIPES, _NAMED)
@@ -193,7 +194,7 @@ def stored(config: Config, name: str) -> Precision:
     else:
         p = pick(PRECISIONS, name, "precision")
     row, stack = PARAM_DTYPE[config.memory.param_dtype.name], STACKS[stack_of(config)]
-    if stack.codes and any(one.name == "quantised-base" for one in config.model.changes):
+    if stack.codes and any(change.name == "quantised-base" for change in config.model.changes):
         return PRECISIONS[stack.codes]
     if row.residual_bytes is not None:
         # torch.optim.AdamW stores moments in the weights' dtype

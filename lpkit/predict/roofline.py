@@ -64,8 +64,8 @@ class Efficiency:
 def nearest(table: Sequence, *sizes: int) -> tuple[float, float]:
     """Return the nearness of the nearest row of (M, N, K, value), from 1 (equal sizes) to 0 (NEAR
     or farther), and its value; (0, 0) if there are no rows."""
-    distance, value = min(((math.dist(map(math.log2, sizes), map(math.log2, one[:3])), one[3])
-                           for one in table), key=itemgetter(0), default=(NEAR, 0.0))
+    distance, value = min(((math.dist(map(math.log2, sizes), map(math.log2, row[:3])), row[3])
+                           for row in table), key=itemgetter(0), default=(NEAR, 0.0))
     return max(0.0, 1 - distance / NEAR), value
 
 

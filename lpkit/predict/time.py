@@ -268,11 +268,11 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         rows = rank.rows(optimizer_work(config, optimizer, moments_of(config, p)), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
-        for one in rules(optimizer_settings(config, optimizer)):
-            for what, every in find(one.name).passes(one).items():
+        for rule in rules(optimizer_settings(config, optimizer)):
+            for what, every in find(rule.name).passes(rule).items():
                 again = sum(row.seconds for row in rows if "optimizer" not in row.phases) / every
                 rows.append(TimeRow(f"optimizer: {what}", {"optimizer": again}, "forward and "
-                                    f"backward, every {every} updates", find(one.name).source))
+                                    f"backward, every {every} updates", find(rule.name).source))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     return _step(rows, on, layout, p, efficiency, calibration, precision=precision, stack=stack,
@@ -384,18 +384,18 @@ class _Rank:
         self.multiplying = on.peak_flops(p.dtype) * efficiency.products[p.dtype]
         dtype = "fp32" if "fp32" in on.flops else p.dtype
         self.optimizing = on.peak_flops(dtype) * efficiency.products[dtype]
-        self.made: list[TimeRow] = []
+        self.time_rows: list[TimeRow] = []
         # seconds of (forward, backward) of each Linear in one block
         self.linears: dict[str, tuple[float, float]] = {}
-        self.sizes = {one.name: one.words for one in work.products}
+        self.sizes = {product.name: product.words for product in work.products}
         self.near = 0.0 if not (measured := efficiency.shapes.get(p.dtype)) else statistics.fmean(
-            *zip(*[(nearest(measured, *shape)[0], one.flops) for one in work.products
-                   if not one.pairs for shape in one.shapes.values()]))
-        for one in work.products:
-            if not one.pairs:
-                calls = 1 if one.name == "head" else one.calls / work.block_calls
-                self.linears[one.name] = tuple(calls * seconds for seconds in linear_seconds(
-                    one, on, efficiency, recipe=recipe, base=p.dtype, itemsize=p.compute_bytes))
+            *zip(*[(nearest(measured, *shape)[0], product.flops) for product in work.products
+                   if not product.pairs for shape in product.shapes.values()]))
+        for product in work.products:
+            if not product.pairs:
+                calls = 1 if product.name == "head" else product.calls / work.block_calls
+                self.linears[product.name] = tuple(calls * seconds for seconds in linear_seconds(
+                    product, on, efficiency, recipe=recipe, base=p.dtype, itemsize=p.compute_bytes))
         self.head = self.linears.pop("head", (0.0, 0.0))
         forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
         peak, attentions = on.peak_flops(p.dtype), [op for op, _ in work.attentions]
@@ -417,11 +417,12 @@ class _Rank:
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * work.linear_weights / layout.tensor / shards
         # operations that the host starts: casts of weights, passes of low precision, recomputation
-        matmuls = [one for one in work.products if not (one.pairs or one.name == "head")]
+        matmuls = [product for product in work.products
+                   if not (product.pairs or product.name == "head")]
         self.cast_ops = len(matmuls) * (casts > 0)
-        wide = max((one.N * one.K for one in matmuls), default=0)
+        wide = max((matmul.N * matmul.K for matmul in matmuls), default=0)
         self.low_ops = (recipe is not None) * CAST_OPS * sum(
-            one.N * one.K > THIN * wide for one in matmuls)
+            matmul.N * matmul.K > THIN * wide for matmul in matmuls)
         self.chunks = chunks
         # share of the cast weights
         self.trained = work.trained_weights / max(1, work.linear_weights)
@@ -451,7 +452,7 @@ class _Rank:
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
         if hidden or any(phases.values()):
-            self.made.append(TimeRow(name, phases, formula, source, hidden))
+            self.time_rows.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, update: Work, own: tuple[int, ...]) -> list[TimeRow]:
         """Return the rows of a pipeline's slowest rank. `own`: the layers of each rank; the last
@@ -481,8 +482,8 @@ class _Rank:
                 forward=times * forward, backward=times * backward)
         row("attention", f"{count}, {self.attention}", FLASH,
             forward=times * self.attended[0], backward=times * self.attended[1])
-        row("head", f"{pieces} micro-batches, {self.sizes.get('head')} and its two gradients", ROOFLINE,
-            forward=heads * self.head[0], backward=heads * self.head[1])
+        row("head", f"{pieces} micro-batches, {self.sizes.get('head')} and its two gradients",
+            ROOFLINE, forward=heads * self.head[0], backward=heads * self.head[1])
         moved = times * self.pointwise + heads * self.pointwise_head
         row("norms, activations, loss",
             f"{rate.fused:g} of the bytes move after fusion, at {rate.bandwidth:g} of the memory "
@@ -509,8 +510,8 @@ class _Rank:
             forward = self.forward + self.casts + 4 * self.tensor_once + self.context_once
             half = (layer - forward) / 2        # backward: half for dx, half for dw
             hops = schedule.hops(stages, v, pieces)
-            row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward and "
-                f"gradients backward; others overlap with work", PIPELINE,
+            row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward "
+                f"and gradients backward; others overlap with work", PIPELINE,
                 communication=hops * send)
             left = schedule.bubble(2, forward, half, half) / layer
             row("pipeline: bubble", f"{left:.2g} x (stages - 1) / (micro-batches x chunks) of the "
@@ -532,7 +533,7 @@ class _Rank:
             row("optimizer: gathers", f"whole gradients of {update.gathered:.2f} of the parameters",
                 RINGS, communication=gather)
         self.host(layers * running)
-        return self.made
+        return self.time_rows
 
     def host(self, layers: float) -> None:
         """Add the seconds by which the host is slower than the device in starting operations."""
@@ -542,7 +543,7 @@ class _Rank:
         outside = (1 + BACKWARD_OPS) * OUTSIDE_OPS + CHUNK_OPS * self.chunks
         count = self.pieces * (layers * (block + self.low_ops) + outside)
         host = count * rate.op_seconds + STEP_SECONDS * (rate.op_seconds > 0)
-        device = sum(row.seconds for row in self.made)
+        device = sum(row.seconds for row in self.time_rows)
         late = max(rate.host_shown * host, host - device)
         self.row(HOST, f"starts {count:,.0f} operations, {rate.op_seconds * 1e6:.3g} us each, in "
                  f"{host:.3g} s, while the device computes for {device:.3g} s", rate.source,
@@ -551,7 +552,7 @@ class _Rank:
     def beside(self, ops: tuple[Op, ...]) -> TimeRow:
         """Return the row of an objective's additional forward work, per micro-batch."""
         work = sum(2 * self.work.tokens * op.weights for op in ops)
-        work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
+        work += sum(2 * pair.M * pair.N * pair.K * pair.group for op in ops for pair in op.pairs)
         moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
         return TimeRow("objective", {"forward": self.pieces * (work / self.multiplying + moved)},
                        f"{work:,.0f} FLOPs a micro-batch, forward", "operations of its row")
@@ -571,45 +572,50 @@ class _Rank:
             scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)
             late = (self.shown(gather, self.forward)
                     + self.shown(gather + scatter, self.backward))
-            said = (2 * gather + scatter) * layers * self.pieces
-            shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
+            seconds = (2 * gather + scatter) * layers * self.pieces
+            shown = min(late * layers * self.pieces + self.pieces * gather + scatter, seconds)
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
                      f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
-                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
-                     f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
+                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a "
+                     f"layer hides the rest", f"{FSDP}; {RINGS}", hidden=seconds - shown,
+                     communication=shown)
         elif layout.state_ranks > 1:
-            said, how = self.in_buckets(ring.all_reduce_seconds, states * self.reduced), "all-reduce"
+            how = "all-reduce"
+            seconds = self.in_buckets(ring.all_reduce_seconds, states * self.reduced)
             if layout.zero:
                 gather = self.in_buckets(ring.all_gather_seconds, states * of_any)
                 self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
-                said = self.in_buckets(ring.reduce_scatter_seconds, states * p.gradients)
+                seconds = self.in_buckets(ring.reduce_scatter_seconds, states * p.gradients)
                 how = "scatter"
-            self.behind(f"shard: {how} gradients", said, left, ring, ZERO,
+            self.behind(f"shard: {how} gradients", seconds, left, ring, ZERO,
                         times=self.pieces if layout.zero == 2 else 1)
-            left = max(0.0, left - said)
+            left = max(0.0, left - seconds)
         if layout.data > 1:
             ring = self.link("data")
-            said = self.in_buckets(ring.all_reduce_seconds, owned * self.reduced)
-            self.behind("data: all-reduce gradients", said, left, ring, RINGS)
+            seconds = self.in_buckets(ring.all_reduce_seconds, owned * self.reduced)
+            self.behind("data: all-reduce gradients", seconds, left, ring, RINGS)
 
     def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:
-        """Return the seconds of a message that is sent bucket by bucket. Small messages over many
-        nodes reach less bandwidth."""
+        """Return the seconds of a message of `nbytes` that is sent in buckets of
+        `Efficiency.bucket_bytes`. `seconds(nbytes)` returns the seconds of one bucket. Each bucket
+        pays the latency, so small buckets over many nodes reach less bandwidth."""
         count = max(1, math.ceil(nbytes / (self.efficiency.bucket_bytes or math.inf)))
         return count * seconds(nbytes / count)
 
-    def shown(self, said: float, window: float) -> float:
-        """Return the seconds of a message of `said` seconds that work of `window` does not hide."""
-        return said - self.efficiency.overlap * min(said, window)
+    def shown(self, seconds: float, window: float) -> float:
+        """Return the part of a message's `seconds` that does not overlap with the `window` seconds
+        of work beside which it is sent."""
+        return seconds - self.efficiency.overlap * min(seconds, window)
 
-    def behind(self, name: str, said: float, window: float, on: Link, source: str,
+    def behind(self, name: str, seconds: float, window: float, on: Link, source: str,
                times: int = 1) -> None:
-        """Add a message that can overlap with `window` seconds of work."""
-        shown = self.shown(said, window)
-        self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {said - shown:.4g} s "
-                 f"overlap with a pass of {window:.4g} s", source, hidden=times * (said - shown),
-                 communication=times * shown)
+        """Add the row of a message of `seconds`, which is sent `times` times in an update over the
+        link `on`. Each message can overlap with `window` seconds of work."""
+        shown = self.shown(seconds, window)
+        self.row(name, f"{times} x {seconds:.4g} s over {on.words}, of which "
+                 f"{seconds - shown:.4g} s overlap with a pass of {window:.4g} s", source,
+                 hidden=times * (seconds - shown), communication=times * shown)
 
 
 def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update: Work, *,
@@ -622,7 +628,8 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
     efficiency = efficiency or evidence.efficiency(on, stack)
     if p.low is not None:
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
-    rank = _Rank(work, on, layout, p, efficiency, recipe, pieces, chosen(RECOMPUTE, recompute, "memory.recompute"),
+    rank = _Rank(work, on, layout, p, efficiency, recipe, pieces,
+                 chosen(RECOMPUTE, recompute, "memory.recompute"),
                  (p.compute_bytes, p.gradients, p.compute_bytes))
     return _step(rank.rows(update, (work.blocks,)), on, layout, p, efficiency, None, near=rank.near,
                  precision=precision, stack=stack, model_flops=model_flops * layout.batch_ranks,
@@ -635,8 +642,8 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
 @functools.lru_cache(maxsize=256)
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
     """Return the products of `flops.products` for one rank and one micro-batch."""
-    return tuple(one.on_rank(layout.tensor, layout.context)
-                 for one in flops.products(m, batch=sequences))
+    return tuple(product.on_rank(layout.tensor, layout.context)
+                 for product in flops.products(m, batch=sequences))
 
 
 def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
@@ -644,7 +651,7 @@ def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
     """Return the seconds of attention over pairs, forward and backward, on one of `split` ranks. An
     unfused kernel writes the scores to memory and reads them again in each pass."""
     first, share = op.pairs[0], op.pairs_share
-    work = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * share / split
+    work = sum(2 * pair.M * pair.N * pair.K * pair.group for pair in op.pairs) * share / split
     scores = first.M * first.N * first.group * share / split
     move = scores * p.compute_bytes / bandwidth
     forward_passes, backward_passes = op.score_passes

@@ -25,8 +25,8 @@ def describe_state(name: str, moment_format: str = "float32") -> str:
     words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
     if row.slots and row.slots_per_number < 1:
         return f"{numbers} moments: fewer than the numbers of a matrix, one per number of a vector"
-    found = words.get(len(row.slots), f"{len(row.slots)} {numbers} moments")
-    return f"{found}, plus moments of the rules in optimizer.groups" if row.groups else found
+    moments = words.get(len(row.slots), f"{len(row.slots)} {numbers} moments")
+    return f"{moments}, plus moments of the rules in optimizer.groups" if row.groups else moments
 
 
 def elementwise(settings: OptimizerSettings) -> bool:
@@ -101,15 +101,15 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
 def work_of(parameters: Sequence[tuple[Shape, OptimizerSettings, tuple[int, ...]]],
             moment_format: str = "float32") -> Work:
     """Return the work for parameters, each given by its shape, its rule and its `fused` rows."""
-    each, found = find_format(moment_format).bytes, []
+    each, costs = find_format(moment_format).bytes, []
     for p, rule, rows in parameters:
         row = find(rule.name)
         whole = sum(row.slot_numbers(p, rule, math.inf))
         cut = sum(row.slot_numbers(p, rule)) - whole
-        flops = sum(row.flops(one, rule) for one in matrices(p, row.matrices and rows))
-        found.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
+        flops = sum(row.flops(matrix, rule) for matrix in matrices(p, row.matrices and rows))
+        costs.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
     count = sum(math.prod(p) for p, *_ in parameters)
-    return Work(*(sum(of) / count for of in zip(*found)))
+    return Work(*(sum(of) / count for of in zip(*costs)))
 
 
 def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
@@ -117,7 +117,7 @@ def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
                        shards: int = 1, fused: Fused = lambda name: ()) -> dict[str, float]:
     """Return the temporary bytes of each parameter while it is updated by itself. A rank with only
     some rows of a matrix may have to gather all of them."""
-    found = {}
+    temporary_bytes = {}
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]
         parts, mine = matrices(p, row.matrices and fused(name)), math.prod(p) / shards
@@ -125,5 +125,6 @@ def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
         if row.gathers and shards > 1:
             whole += FLOAT32 * (math.prod(p) + mine)
         slots = [n / mine for n in row.slot_numbers(p, rule, shards)]
-        found[name] = mine * update_bytes(row, moment_format, weight_bytes, whole / mine, slots)
-    return found
+        temporary_bytes[name] = mine * update_bytes(row, moment_format, weight_bytes,
+                                                    whole / mine, slots)
+    return temporary_bytes

@@ -108,7 +108,8 @@ class Walk(Device):
         if first.low:
             less.low_bytes -= sum(self.low_bytes(op, first.low) for op in below if op.matmul)
         else:
-            less.copied_bytes -= self.copies(sum(op.weights for op in below if not op.stored_bytes) / self.tensor)
+            less.copied_bytes -= self.copies(
+                sum(op.weights for op in below if not op.stored_bytes) / self.tensor)
         if 0 in self.again:             # its input, the stream, is saved in any case
             less.again[below[0].name] = self.stream
             return 0.0
@@ -193,7 +194,7 @@ class Walk(Device):
         self.begin(LAST)
         # Blocks to walk at each end: those that differ from `inner`, then one that is `inner`. With
         # FSDP one more, because the first and the last block have less in transfer.
-        firsts, lasts = (next((n for n, one in enumerate(ends) if one is self.inner), 0)
+        firsts, lasts = (next((n for n, block in enumerate(ends) if block is self.inner), 0)
                          for ends in (self.blocks, self.blocks[::-1]))
         unlike = lasts or (self.layers - 1 in self.again) != (self.layers - 2 in self.again)
         lasts = max(lasts, 1) + (self.layers > 2 and bool(self.leave or unlike))
@@ -456,7 +457,8 @@ class Walk(Device):
         for op in reversed(self.ops.block if self.gathering > 1 else ()):
             if op.matmul:
                 x, y, _ = self.cast(op)
-                whole = x * self.s.residual_bytes if op.cut == "column" else y * self.s.compute_bytes
+                whole = (x * self.s.residual_bytes if op.cut == "column"
+                         else y * self.s.compute_bytes)
                 most = max(most, self.forward(op, low) + self.gathering * whole - later)
             later += saved.get(op.name, 0.0)
         return most
