@@ -61,7 +61,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def made(folder, tmp_path):
+def corpus(folder, tmp_path):
     return prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
 
 
@@ -86,8 +86,8 @@ def test_stdlib_is_the_library_and_not_its_tests():
     assert share == pytest.approx(0.1, abs=4 * math.sqrt(0.09 / len(files)))
 
 
-def test_split_follows_from_the_path_alone(folder, made, tmp_path):
-    before = {split: set(documents(made, split)) for split in ("train", "val")}
+def test_split_follows_from_the_path_alone(folder, corpus, tmp_path):
+    before = {split: set(documents(corpus, split)) for split in ("train", "val")}
     texts = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
              for path in folder.rglob("*.txt")}
     for split, validation in (("train", False), ("val", True)):
@@ -96,7 +96,7 @@ def test_split_follows_from_the_path_alone(folder, made, tmp_path):
     for i in range(40):
         (folder / f"a new one {i}.txt").write_text(prose(50, 1000 + i), encoding="utf-8")
     after = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
-    assert after.folder != made.folder
+    assert after.folder != corpus.folder
     assert all(before[split] <= set(documents(after, split)) for split in before)
     more = {key for key in texts if is_validation(key, 0.3)}
     assert more > {key for key in texts if is_validation(key, 0.1)}
@@ -253,10 +253,10 @@ def test_gpt2_or_the_way_out():
 
 # token files
 
-def test_header_counts_and_layout(made):
-    header = json.loads((made.folder / "header.json").read_text())
+def test_header_counts_and_layout(corpus):
+    header = json.loads((corpus.folder / "header.json").read_text())
     for split in ("train", "val"):
-        raw = np.frombuffer((made.folder / f"{split}.bin").read_bytes(), "<u2")
+        raw = np.frombuffer((corpus.folder / f"{split}.bin").read_bytes(), "<u2")
         facts = header["splits"][split]
         assert (facts["tokens"] == len(raw) and facts["documents"] == (raw == 0).sum()
                 and facts["largest"] == raw.max())
@@ -284,18 +284,18 @@ def test_wide_vocabularies_take_four_bytes(tmp_path, monkeypatch):
                 tmp_path / "cache")
 
 
-def test_preparing_twice_reads_once(folder, made, tmp_path, monkeypatch):
+def test_preparing_twice_reads_once(folder, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(sources_module.Files, "pieces", lambda self: pytest.fail("read again"))
     again = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
-    assert again.folder == made.folder and np.array_equal(again.train, made.train)
-    direct = prepare(DataConfig(source=str(made.folder)), 256, tmp_path / "elsewhere")
-    assert direct.folder == made.folder and not (tmp_path / "elsewhere").exists()
+    assert again.folder == corpus.folder and np.array_equal(again.train, corpus.train)
+    direct = prepare(DataConfig(source=str(corpus.folder)), 256, tmp_path / "elsewhere")
+    assert direct.folder == corpus.folder and not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("harm", ["truncate", "grow", "flip", "missing", "half a header",
                                   "foreign header", "newer"])
-def test_altered_files_are_named(made, harm):
-    target = made.folder / ("header.json" if "header" in harm or harm == "newer" else "train.bin")
+def test_altered_files_are_named(corpus, harm):
+    target = corpus.folder / ("header.json" if "header" in harm or harm == "newer" else "train.bin")
     data = bytearray(target.read_bytes())
     if harm == "truncate":
         data = data[:-2]
@@ -313,7 +313,7 @@ def test_altered_files_are_named(made, harm):
     if harm == "missing":
         target.unlink()
     with pytest.raises(ConfigError, match=rf"{target.name}.*prepare|{target.name}.*upgrade"):
-        open_tokens(made.folder)
+        open_tokens(corpus.folder)
 
 
 def flip(path: Path) -> None:
@@ -323,12 +323,12 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.bin", "header.json"])
-def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, made, tmp_path, name):
-    before = made.train.copy(), made.val.copy()
-    flip(made.folder / name)
+def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, corpus, tmp_path, name):
+    before = corpus.train.copy(), corpus.val.copy()
+    flip(corpus.folder / name)
     with pytest.warns(UserWarning, match=rf"{name}.*It is made again"):
         again = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
-    assert (again.folder == made.folder
+    assert (again.folder == corpus.folder
             and all(map(np.array_equal, before, (again.train, again.val))))
     # a folder of one's own is never removed
     with pytest.raises(ConfigError, match=r"train\.bin does not have the checksum"):
@@ -355,20 +355,20 @@ def test_a_cached_tokenizer_that_was_damaged_is_learned_again_with_a_word(plant,
 
 @pytest.mark.parametrize("closed, mode", [(False, 0o644), (True, 0o600)])
 def test_a_private_corpus_is_cached_for_nobody_else(folder, tmp_path, closed, mode):
-    def modes(made) -> set[int]:
-        return {stat.S_IMODE(path.stat().st_mode) for path in made.folder.iterdir()}
+    def modes(corpus) -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in corpus.folder.iterdir()}
 
     data, before = DataConfig(source=str(folder), tokenizer="bpe"), os.umask(0o022)
     try:
         if closed:      # one file of sixty
             (folder / "deep" / "1.txt").chmod(0o600)
-        made = prepare(data, 300, tmp_path / "cache")
+        copies = prepare(data, 300, tmp_path / "cache")
         (learned,) = (tmp_path / "cache").glob("bpe-*.json")
-        assert modes(made) == {mode} and stat.S_IMODE(learned.stat().st_mode) == 0o600
+        assert modes(copies) == {mode} and stat.S_IMODE(learned.stat().st_mode) == 0o600
         assert modes(prepare_into(tmp_path / "own", data, 300, tmp_path / "cache")) == {mode}
         (folder / "deep" / "1.txt").chmod(0o600)        # closed after it was cached
-        assert (prepare(data, 300, tmp_path / "cache").folder == made.folder
-                and modes(made) == {0o600})
+        assert (prepare(data, 300, tmp_path / "cache").folder == copies.folder
+                and modes(copies) == {0o600})
     finally:
         os.umask(before)
 
@@ -377,8 +377,8 @@ def test_files_whose_names_are_no_utf8_are_read(tmp_path):
     for i in range(40):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{i}\udcff.txt").write_text(prose(50, i))
-    made = prepare(DataConfig(source=str(tmp_path / "texts")), 256, tmp_path / "cache")
-    assert made.header["source"]["files"] == 40
+    files = prepare(DataConfig(source=str(tmp_path / "texts")), 256, tmp_path / "cache")
+    assert files.header["source"]["files"] == 40
 
 
 def test_unigram_entropy_by_hand(tmp_path):
@@ -444,10 +444,10 @@ def test_two_processes_prepare_the_same_thing(folder, tmp_path):
 
 
 def test_what_another_has_prepared_is_read_without_a_right_to_write(folder, tmp_path, monkeypatch):
-    made = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    files = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
     (tmp_path / "cache" / "locks").rename(tmp_path / "theirs")
     (tmp_path / "cache" / "locks").symlink_to(tmp_path / "theirs")
-    assert prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache").folder == made.folder
+    assert prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache").folder == files.folder
     with pytest.raises(ConfigError, match="locks' is a link"):
         prepare(DataConfig(source=str(folder), val_fraction=0.2), 256, tmp_path / "cache")
 
@@ -556,12 +556,12 @@ def test_a_learner_ends_with_its_parent(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
                           text=True) as process:
         assert process.stdout.readline() == "begun\n"
-        # its keeper, and it
+        # two processes: the keeper, and the learner that it keeps
         while len(both := psutil.Process(process.pid).children(recursive=True)) < 2:
             time.sleep(0.01)
         process.kill()
-    for one in both:
-        one.wait(10)
+    for child in both:
+        child.wait(10)
 
 
 # bad input: one sentence, the offender and the way out
@@ -615,20 +615,20 @@ def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
     ({"source": "MADE", "val_fraction": 0.2}, 256, "prepared with val_fraction 0.1.*set "
                                                    "data.val_fraction=0.1"),
 ])
-def test_bad_settings(folder, made, tmp_path, settings, vocab, sentence):
+def test_bad_settings(folder, corpus, tmp_path, settings, vocab, sentence):
     (tmp_path / "empty").mkdir()
-    places = {"TEXTS": folder, "EMPTY": tmp_path / "empty", "MADE": made.folder}
+    places = {"TEXTS": folder, "EMPTY": tmp_path / "empty", "MADE": corpus.folder}
     for name, place in places.items():
         settings = settings | {"source": settings["source"].replace(name, str(place))}
     with pytest.raises(ConfigError, match=sentence):
         prepare(DataConfig(**settings), vocab, tmp_path / "cache2")
 
 
-def test_out_must_be_new(folder, made, tmp_path):
+def test_out_must_be_new(folder, corpus, tmp_path):
     with pytest.raises(ConfigError, match="already holds something; choose a new or empty folder"):
         prepare_into(folder, DataConfig(source=str(folder)), 256, tmp_path)
     with pytest.raises(ConfigError, match="prepared already"):
-        prepare_into(tmp_path / "out", DataConfig(source=str(made.folder)), 256, tmp_path)
+        prepare_into(tmp_path / "out", DataConfig(source=str(corpus.folder)), 256, tmp_path)
 
 
 def test_command(folder, tmp_path, capsys, monkeypatch):
@@ -637,11 +637,11 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     assert main(["data", "prepare", str(folder), "--out", str(out), "--val-fraction", "0.2",
                  "--json"]) == 0
     captured = capsys.readouterr()
-    made = json.loads(captured.out)
-    assert made["val_fraction"] == 0.2 and "tokens of" in captured.err
+    answer = json.loads(captured.out)
+    assert answer["val_fraction"] == 0.2 and "tokens of" in captured.err
     assert main(["data", "show", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert (f"{made['splits']['train']['tokens']:,} tokens" in shown
+    assert (f"{answer['splits']['train']['tokens']:,} tokens" in shown
             and "bytes, 256 entries, uint16" in shown)
     assert main(["data", "prepare", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"].startswith(str(tmp_path / "xdg" / "lpkit"))

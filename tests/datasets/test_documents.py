@@ -61,7 +61,7 @@ def test_ids_and_weights_are_those_of_a_naive_loop(short):
 
 def test_a_document_does_not_feel_its_neighbours_after_real_steps(short):
     """Bit for bit: what is hidden is multiplied by a weight of exactly 0."""
-    found = {}
+    results = {}
     for kind in ("documents", "full"):
         training = Training.build(Config().replace(PACKED | {"model.attention": kind,
             "data.source": str(short)}))
@@ -70,10 +70,10 @@ def test_a_document_does_not_feel_its_neighbours_after_real_steps(short):
         batch = training.batch(9)
         own = batch.document_ids == 1
         with torch.no_grad():
-            before, after = (training.model(one.tokens, **one.beside)[own]
-                             for one in (batch, changed(batch, 1)))
-        found[kind] = torch.equal(before, after)
-    assert own.any() and found == {"documents": True, "full": False}
+            before, after = (training.model(tokens.tokens, **tokens.beside)[own]
+                             for tokens in (batch, changed(batch, 1)))
+        results[kind] = torch.equal(before, after)
+    assert own.any() and results == {"documents": True, "full": False}
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone(short):

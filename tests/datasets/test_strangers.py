@@ -57,12 +57,12 @@ def refused(capsys, tmp_path, words, *parts):
         code = cli.main([str(word) for word in words])
     finally:
         signal.alarm(0)
-    said = capsys.readouterr().err
-    assert (code == 2 and said.startswith("lpkit: ") and said.count("\n") == 1
-            and said[:-1].isprintable()), said
-    assert all(part in said for part in parts), said
+    printed = capsys.readouterr().err
+    assert (code == 2 and printed.startswith("lpkit: ") and printed.count("\n") == 1
+            and printed[:-1].isprintable()), printed
+    assert all(part in printed for part in parts), printed
     assert {*tmp_path.rglob("*")} == before
-    return said
+    return printed
 
 
 def import_words(theirs, good, subject):
@@ -75,7 +75,7 @@ NO_FILE = {"a named pipe": "is a named pipe, not a file",
 
 
 @pytest.mark.parametrize("subject, file, kind", [
-    *((*one, "a named pipe") for one in (
+    *((*subject, "a named pipe") for subject in (
         ("model", strangers.WEIGHTS), ("model", "tokenizer.json"),
         ("model", "tokenizer_config.json"), ("model", "generation_config.json"),
         ("lora", strangers.ADAPTER), ("lora", strangers.ADAPTER_WEIGHTS))),
@@ -127,20 +127,20 @@ def test_only_a_small_share_of_an_adapter_is_read(good, theirs, capsys):
 
 # ---- tokenizers
 
-@pytest.mark.parametrize("harm, said", [
+@pytest.mark.parametrize("harm, message", [
     ("the pattern (a+)+$", "retry-limit-in-match over"),
     ("a normalizer that hangs", "retry-limit-in-match over"),
     ("an id of 10^9", "an id of 1,000,000,000, and at most 1,048,576 are read"),
     ("a normalizer that grows", "not a tokenizer"), ("an id of 2^32", "not a tokenizer")])
 def test_a_tokenizer_that_would_hang_or_break_later_is_refused_at_import(good, theirs, capsys, harm,
-        said):
+        message):
     strangers.TOKENIZER[harm](theirs / "model" / "tokenizer.json", random.Random(0))
     begun = time.process_time()
-    refused(capsys, theirs, import_words(theirs, good, "model"), said)
+    refused(capsys, theirs, import_words(theirs, good, "model"), message)
     assert time.process_time() - begun < SECONDS
     capsys.readouterr()
     refused(capsys, theirs, ["data", "prepare", good / "text", "--tokenizer", theirs / "model",
-                             "--out", theirs / "tokens"], said)
+                             "--out", theirs / "tokens"], message)
 
 
 def test_padding_of_any_length_is_off_before_a_text_is_read(good, theirs):
@@ -153,16 +153,16 @@ def test_padding_of_any_length_is_off_before_a_text_is_read(good, theirs):
 def test_a_panic_of_the_library_is_a_sentence_where_only_the_text_brings_it(good):
     """As a run of others has it, whose checksum is right and whose pattern fails on a text that no
     probe is: a PanicException is no Exception."""
-    said = json.loads((good / "model" / "tokenizer.json").read_text())
-    said["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"},
+    library = json.loads((good / "model" / "tokenizer.json").read_text())
+    library["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"},
                              "behavior": "Isolated", "invert": False}
-    made = tokenizers.BPE({"model": said})
-    assert made.encode("bottles")
+    tokenizer = tokenizers.BPE({"model": library})
+    assert tokenizer.encode("bottles")
     with pytest.raises(ConfigError,
                        match=r"that reads any text .*retry-limit-in-match over.*; save it again"):
-        made.encode("q" * 40 + "x")
+        tokenizer.encode("q" * 40 + "x")
     with pytest.raises(ConfigError, match="retry-limit-in-match over"):
-        made.prompt("q" * 40 + "x")
+        tokenizer.prompt("q" * 40 + "x")
 
 
 # of subprocess, which is interrupted
@@ -223,24 +223,25 @@ def test_token_files_that_are_no_files_are_never_opened(good, theirs, capsys):
     """Of a header that says that there are no tokens, and has its checksum."""
     from lpkit import records
 
-    made = theirs / "made"
-    assert cli.main(["data", "prepare", str(theirs / "text"), "--out", str(made)]) == 0
-    header = records.read(made / "header.json")
+    prepared = theirs / "made"
+    assert cli.main(["data", "prepare", str(theirs / "text"), "--out", str(prepared)]) == 0
+    header = records.read(prepared / "header.json")
     header["splits"]["train"]["tokens"] = 0
-    (made / "header.json").write_text(records.sealed(header))
-    (made / "train.bin").unlink()
-    os.mkfifo(made / "train.bin")
+    (prepared / "header.json").write_text(records.sealed(header))
+    (prepared / "train.bin").unlink()
+    os.mkfifo(prepared / "train.bin")
     with pytest.raises(ConfigError, match=r"train\.bin is a named pipe"):
-        open_tokens(made)
+        open_tokens(prepared)
 
 
 # ---- names and exit codes
 
 def test_names_of_strangers_reach_no_terminal_raw(good, theirs, capsys):
     (theirs / "lora").rename(theirs / strangers.ESCAPE)
-    said = refused(capsys, theirs, ["import", theirs / strangers.ESCAPE, "--out", theirs / "out"],
-                   "holds no model of transformers")
-    assert "\x1b" not in said
+    printed = refused(capsys, theirs,
+                      ["import", theirs / strangers.ESCAPE, "--out", theirs / "out"],
+                      "holds no model of transformers")
+    assert "\x1b" not in printed
     path = theirs / "model" / strangers.WEIGHTS
     save_file({key: t.clone() for key, t in load_file(path).items()}
               | {f"{strangers.ESCAPE}": torch.ones(1)}, path)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def by_pair(probes):
-    return {tuple(found.name.split(", ")): found for found in probes}
+    return {tuple(cell.name.split(", ")): cell for cell in probes}
 
 
 def status(cells, recipe, backend):
@@ -36,16 +36,16 @@ def test_every_recipe_is_emulated_here_in_every_way(cells):
     CPU."""
     for name, recipe in RECIPES.items():
         backend, want = ("emulated", "emulated, ") if recipe.products else ("pytorch", "native, ")
-        found = by_pair(cells)[name, backend]
-        assert found.works and found.detail.startswith(want) and ";" not in found.detail, found
+        cell = by_pair(cells)[name, backend]
+        assert cell.works and cell.detail.startswith(want) and ";" not in cell.detail, cell
 
 
 def test_every_pair_is_answered_and_a_no_says_why_and_what_instead(cells):
-    assert [found.name for found in cells] == list(matrix.checks())
+    assert [cell.name for cell in cells] == list(matrix.checks())
     assert len(cells) == sum(len(matrix.backends_of(recipe)) for recipe in RECIPES.values())
-    for found in cells:
-        assert (found.works == bool(found.detail) != bool(found.why)
-                and bool(found.nearest) == (not found.works)), found
+    for cell in cells:
+        assert (cell.works == bool(cell.detail) != bool(cell.why)
+                and bool(cell.nearest) == (not cell.works)), cell
 
 
 def test_on_a_cpu_rules_and_probes_agree(cells):
@@ -106,8 +106,8 @@ def test_wrong_numbers_are_a_no(monkeypatch):
             return super().product(a, b, dtype, bias) * 1.1
 
     monkeypatch.setitem(BACKENDS, "emulated", Wrong())
-    found = probe(matrix.checks()["fp8-tensorwise, emulated"], CPU)
-    assert not found.works and "not the recipe's" in found.why and found.nearest
+    outcome = probe(matrix.checks()["fp8-tensorwise, emulated"], CPU)
+    assert not outcome.works and "not the recipe's" in outcome.why and outcome.nearest
 
 
 def test_state_that_moves_twice_is_seen(monkeypatch):
@@ -170,5 +170,5 @@ def test_what_does_not_work_with_a_pair_is_named(feature, monkeypatch):
         raise ArithmeticError("for a reason")
 
     monkeypatch.setattr(matrix.Trial, feature, fails)
-    found = probe(matrix.checks()["fp32, pytorch"], CPU)
-    assert found.works and found.detail.endswith(f"; no {feature}: for a reason")
+    outcome = probe(matrix.checks()["fp32, pytorch"], CPU)
+    assert outcome.works and outcome.detail.endswith(f"; no {feature}: for a reason")

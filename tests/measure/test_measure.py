@@ -35,9 +35,9 @@ from lpkit.training import loop
 def test_saved_bytes_counts_each_storage_once_and_leaves_parameters_out():
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
     x = torch.ones(32, 8)
-    found = saved_bytes(model, lambda: model(x).sum())
+    saved = saved_bytes(model, lambda: model(x).sum())
     # the first product's input; tanh's output, which is also the second product's input
-    assert found.total_bytes == 32 * (8 + 16) * 4
+    assert saved.total_bytes == 32 * (8 + 16) * 4
     assert saved_bytes(model, lambda: model(x).sum(), ignore=[x]).total_bytes == 32 * 16 * 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -50,8 +50,8 @@ def test_saved_bytes_tells_the_weights_16_bit_copies_apart():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).sum()
 
-    found = saved_bytes(model, loss)
-    assert found.weight_copy_bytes == 8 * 16 * 2 and found.operations == {"": 32 * 8 * 2}
+    saved = saved_bytes(model, loss)
+    assert saved.weight_copy_bytes == 8 * 16 * 2 and saved.operations == {"": 32 * 8 * 2}
 
 
 def test_a_step_that_cannot_be_differentiated_is_refused():
@@ -174,8 +174,9 @@ def test_this_machine_is_a_row_of_the_catalogue():
     assert here.kind == "cpu" and here.memory_bytes > 1e9 and here.bytes_per_second > 1e8
     assert set(here.flops) == {"fp32", "bf16"} and all(rate > 1e8 for rate in here.flops.values())
     assert here.details["threads"] == torch.get_num_threads()
-    said = predict(Config(), here)
-    assert said.run.cost is None and said.run.energy_wh is None and said.step_seconds > 0
+    predicted = predict(Config(), here)
+    assert (predicted.run.cost is None and predicted.run.energy_wh is None
+            and predicted.step_seconds > 0)
 
 
 @pytest.mark.parametrize("dtype, error",
@@ -236,13 +237,14 @@ def test_provenance_of_a_gpu(monkeypatch, tmp_path):
 
 def test_a_step_beside_the_ceilings():
     config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2})
-    found = roofline(config, device="cpu", rounds=3)
-    names = [p.name for p in found.product_rates]
+    measured = roofline(config, device="cpu", rounds=3)
+    names = [p.name for p in measured.product_rates]
     assert len(names) == len(set(names)) == 3 * len(products(config.model, batch=2))
-    assert len(found.floors) == len(found.phases) == 3 and min(found.ratio_to_floor) > 0
-    assert found.seconds["step"] >= found.seconds["forward"] > 0 and found.floor_seconds["step"] > 0
-    assert 0 <= found.other_cpu_share < 1.1
-    assert found.machine.flops.keys() == {found.precision.used}
+    assert len(measured.floors) == len(measured.phases) == 3 and min(measured.ratio_to_floor) > 0
+    assert (measured.seconds["step"] >= measured.seconds["forward"] > 0
+            and measured.floor_seconds["step"] > 0)
+    assert 0 <= measured.other_cpu_share < 1.1
+    assert measured.machine.flops.keys() == {measured.precision.used}
 
 
 def test_a_step_is_measured_with_its_choices(monkeypatch):
@@ -261,11 +263,12 @@ def test_a_step_is_measured_with_its_choices(monkeypatch):
 def test_models_take_turns():
     small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1,
                               "precision.recipe": "fp32"})
-    found = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu",
+    measured = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})],
+                        device="cpu",
                      rounds=2)
     # 96 times the work
-    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1
-    assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
+    assert 0 < measured.seconds[0] < measured.seconds[1] and 0 <= measured.other_cpu_share < 1.1
+    assert measured.precision.used == "fp32" and measured.where.endswith("the best of 2 turns")
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
@@ -273,12 +276,12 @@ def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
                                "model.vocab": 512, "global_batch": 4,
                                "model.context": 64, "precision.recipe": "fp32",
                                "system.device": "cpu"})
-    found = measure.seconds(config, rounds=1)
-    assert sum(found.rows.values()) == pytest.approx(found.step_seconds)
+    measured = measure.seconds(config, rounds=1)
+    assert sum(measured.rows.values()) == pytest.approx(measured.step_seconds)
     assert {"attention.qkv", "attention.out", "mlp.up, mlp.down", "head", "attention", "optimizer",
-            measure.OTHER} <= set(found.rows)
+            measure.OTHER} <= set(measured.rows)
     names = [row.name for row in measure.reconcile_seconds(config, rounds=1)]
-    assert set(names) - {measure.REST} == set(found.rows) - {measure.REST}
+    assert set(names) - {measure.REST} == set(measured.rows) - {measure.REST}
 
 
 def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):

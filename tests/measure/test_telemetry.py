@@ -52,7 +52,7 @@ def stats(drawn, cast, **amax):
 
 def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
     """A scale per block, from its largest magnitude."""
-    largest, one = FORMATS[cast.format].largest, np.float32(1)
+    largest, unit = FORMATS[cast.format].largest, np.float32(1)
     if cast.scale == "float32":
         return np.maximum(amax, np.float32(2.0**-100)) / np.float32(largest)
     if cast.scale == "power-of-two":
@@ -60,11 +60,11 @@ def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
                          for row in amax])
     if cast.scale == "e4m3":
         encode = np.float32(largest * 448) / np.float32(amax.max())
-        scales = (np.float32(amax) * (encode * np.float32(1 / largest))).clip(0, 448 * one)
+        scales = (np.float32(amax) * (encode * np.float32(1 / largest))).clip(0, 448 * unit)
         return scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / encode
     tensor = amax.max() / np.float32(largest * 448)
-    return ((amax / np.float32(largest) / tensor).clip(2.0**-6 * one,
-        448 * one).astype(ml_dtypes.float8_e4m3fn) \
+    return ((amax / np.float32(largest) / tensor).clip(2.0**-6 * unit,
+        448 * unit).astype(ml_dtypes.float8_e4m3fn) \
         .astype(np.float32) * tensor)
 
 
@@ -127,34 +127,34 @@ def wild(rows: int = 256, columns: int = 256) -> torch.Tensor:
 def test_every_statistic_is_its_definition(name, role):
     cast = replace(cast_of(RECIPES[name], role), rounding="nearest-even")
     x = wild()
-    found = stats(draw(x, [cast], None), cast)
+    quality = stats(draw(x, [cast], None), cast)
     for field, want in naive(x, cast).items():
         exact = field in ("underflow", "saturated", "saturated_blocks", "zeroed_blocks",
                           "zero_blocks")
         # Mixing by a Hadamard matrix in another order moves elements that lie on a midpoint.
         tolerance = 1e-12 if exact and cast.transform == "none" else 1e-3
-        assert getattr(found, field) == pytest.approx(want, rel=tolerance,
+        assert getattr(quality, field) == pytest.approx(want, rel=tolerance,
             abs=1e-3 if cast.transform != "none" else 1e-4), field
 
 
 def test_a_stale_scale_saturates():
     cast, x = cast_of(RECIPES["fp8-delayed"], "x"), wild()
     amax = x.abs().max() / 64
-    found = stats(draw(x, [cast], None), cast, amax=amax)
+    quality = stats(draw(x, [cast], None), cast, amax=amax)
     want = naive(x, cast, fixed_amax=amax.item())
-    assert found.saturated == want["saturated"] > 0.001
-    assert found.sqnr_db == pytest.approx(want["sqnr_db"], rel=1e-4)
+    assert quality.saturated == want["saturated"] > 0.001
+    assert quality.sqnr_db == pytest.approx(want["sqnr_db"], rel=1e-4)
     fresh = stats(draw(x, [cast], None), cast)
-    assert fresh.saturated == 0 and fresh.sqnr_db > found.sqnr_db + 10
+    assert fresh.saturated == 0 and fresh.sqnr_db > quality.sqnr_db + 10
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_tiny_and_huge_tensors_have_the_same_ratio(size):
     cast, x = cast_of(RECIPES["fp8-tensorwise"], "x"), torch.randn(64, 64,
         generator=torch.Generator().manual_seed(0))
-    one, other = (stats(draw(t, [cast], None), cast) for t in (x, x * size))
-    assert other.sqnr_db == pytest.approx(one.sqnr_db, abs=0.1)
-    assert one.worst_block_db == pytest.approx(one.sqnr_db)
+    usual, other = (stats(draw(t, [cast], None), cast) for t in (x, x * size))
+    assert other.sqnr_db == pytest.approx(usual.sqnr_db, abs=0.1)
+    assert usual.worst_block_db == pytest.approx(usual.sqnr_db)
 
 
 def test_stochastic_rounding_is_seen_as_noise():
@@ -174,9 +174,9 @@ def test_padding_counts_nowhere():
     x = wild(120, 100)
     cast = cast_of(RECIPES["mxfp8"], "x")
     padded = torch.nn.functional.pad(x, (0, 60, 0, 24))
-    one, other = (stats(draw(t, [cast], None), cast) for t in (x, padded))
-    assert one.sqnr_db == pytest.approx(other.sqnr_db)
-    assert one == replace(other, zero_blocks=one.zero_blocks, sqnr_db=one.sqnr_db)
+    usual, other = (stats(draw(t, [cast], None), cast) for t in (x, padded))
+    assert usual.sqnr_db == pytest.approx(other.sqnr_db)
+    assert usual == replace(other, zero_blocks=usual.zero_blocks, sqnr_db=usual.sqnr_db)
 
 
 def test_a_draw_is_unbiased_and_keeps_the_scale_of_the_whole():
@@ -188,10 +188,11 @@ def test_a_draw_is_unbiased_and_keeps_the_scale_of_the_whole():
     drawn = [draw(x, casts, 64, rng) for _ in range(400)]
     assert all(d.rows == 64 and d.amax == x.abs().max() for d in drawn)
     for cast in casts:
-        whole, found = stats(draw(x, casts, None), cast), [stats(d, cast) for d in drawn]
-        underflow = np.array([one.underflow for one in found])      # a mean over elements
+        whole, qualities = stats(draw(x, casts, None), cast), [stats(d, cast) for d in drawn]
+        # each underflow is a mean over elements
+        underflow = np.array([quality.underflow for quality in qualities])
         assert abs(underflow.mean() - whole.underflow) < 4 * underflow.std() / 20 + 1e-9
-        tops = {one.window for one in found}
+        tops = {quality.window for quality in qualities}
         assert max(tops) == whole.window and (cast.block != (0, 0) or tops == {whole.window})
 
 
@@ -199,9 +200,9 @@ def test_a_row_that_was_not_drawn_still_sets_the_scale():
     x = torch.ones(1024, 64)
     x[700, 3] = 448.0 * 4
     cast = cast_of(RECIPES["fp8-tensorwise"], "x")
-    found = draw(x, [cast], 16, torch.Generator().manual_seed(0))
-    assert found.x.abs().max() == 1792 and len(found.x) == 16 + 4
-    assert stats(found, cast).window[1] == math.log2(1792)
+    drawn = draw(x, [cast], 16, torch.Generator().manual_seed(0))
+    assert drawn.x.abs().max() == 1792 and len(drawn.x) == 16 + 4
+    assert stats(drawn, cast).window[1] == math.log2(1792)
 
 
 # ---- a run
@@ -318,13 +319,13 @@ def test_a_torn_line_is_left_out_and_written_over(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-@pytest.mark.parametrize("settings, said", [
+@pytest.mark.parametrize("settings, message", [
     ({"every": 0}, "every N >= 1"), ({"rows": 0}, "rows=0"),
     ({"roles": ("y",)}, "there is no role 'y'"),
     ({"layers": ("block.*",)}, "matches no Linear"), ({"counterfactuals": ("mxfp9",)}, "mxfp8"),
 ])
-def test_bad_settings(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
         Telemetry(model=Training.build(TINY).model, **settings)
 
 
@@ -354,11 +355,11 @@ def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):
         for value, step in zip(row, (1, 2)):
             sample = next(s for s in samples if (s.layer, s.step, s.role) == (layer, step, "dy"))
             assert value == 100 * sample.others["nvfp4"].underflow
-    one = next(s for s in samples if (s.layer, s.step, s.role) == ("blocks.1.mlp.up", 1, "dy"))
-    assert (bars["x"] == [e + 0.5 for e in sorted(one.exponents)]
+    chosen = next(s for s in samples if (s.layer, s.step, s.role) == ("blocks.1.mlp.up", 1, "dy"))
+    assert (bars["x"] == [e + 0.5 for e in sorted(chosen.exponents)]
             and sum(bars["y"]) == pytest.approx(100))
     window = next(shape for shape in spec["layout"]["shapes"] if shape.get("fillcolor"))
-    assert (window["x0"], window["x1"]) == one.others["nvfp4"].window
+    assert (window["x0"], window["x1"]) == chosen.others["nvfp4"].window
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -479,7 +480,7 @@ def test_fp16_that_overflows_is_not_called_exact():
     x = torch.ones(32, 64)
     x[0, 0] = 1e6
     cast = cast_of(RECIPES["fp16"], "x")
-    own, exact = (stats(draw(one, (cast,), None), cast) for one in (x, torch.ones(32, 64)))
+    own, exact = (stats(draw(tensor, (cast,), None), cast) for tensor in (x, torch.ones(32, 64)))
     assert cast.format == "fp16" and own.sqnr_db is None is exact.sqnr_db and own.saturated > 0
     sample = telemetry.Sample(step=1, layer="a", role="x", cast={"format": "fp16"}, total_rows=32,
                               sampled_rows=32, amax=1e6, nonfinite=0, own=own,

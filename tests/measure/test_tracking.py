@@ -45,17 +45,17 @@ def test_a_linear_and_a_relu_by_hand():
             optimizer.zero_grad()
         del loss
     held = {"weights": W, "optimizer state": W, "batch": x.nbytes}
-    found = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
-    made = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
+    points = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
+    rows_with = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
     # Forward: y lives until relu has made its own, which is kept. The sum is 4 bytes.
-    assert ("forward", made(temporaries=Y)) in found
-    assert ("forward", made(temporaries=Y, logits_and_loss=Y)) in found
-    assert ("forward", made(logits_and_loss=Y + 4)) in found
+    assert ("forward", rows_with(temporaries=Y)) in points
+    assert ("forward", rows_with(temporaries=Y, logits_and_loss=Y)) in points
+    assert ("forward", rows_with(logits_and_loss=Y + 4)) in points
     # Backward begins from a one, of 4 bytes; relu's gradient is Y, the weight's W.
-    assert ("backward", {**made(logits_and_loss=Y + 8), "logits' gradients": Y}) in found
-    assert any(phase == "backward" and rows.get("gradients") == W for phase, rows in found)
-    assert found[-1][1] == held
-    assert (max(sum(rows.values()) for _, rows in found) == tracker.footprint().peak_bytes == 2 * W
+    assert ("backward", {**rows_with(logits_and_loss=Y + 8), "logits' gradients": Y}) in points
+    assert any(phase == "backward" and rows.get("gradients") == W for phase, rows in points)
+    assert points[-1][1] == held
+    assert (max(sum(rows.values()) for _, rows in points) == tracker.footprint().peak_bytes == 2 * W
             + x.nbytes + 2 * Y + 8)
 
 
@@ -117,11 +117,12 @@ def test_the_peak_is_the_allocators(name):
         bench = measure.Bench(config, "cpu")
         tracker, _ = bench.watched()
         counted = sum(live(tracker).values()) + counted_peak(bench.train)
-    found = tracker.footprint()
-    assert found.peak_bytes <= counted <= 1.06 * found.peak_bytes
-    assert set(found.most) <= set(ROWS) and found.rows == max(found.timeline,
+    footprint = tracker.footprint()
+    assert footprint.peak_bytes <= counted <= 1.06 * footprint.peak_bytes
+    assert set(footprint.most) <= set(ROWS) and footprint.rows == max(footprint.timeline,
         key=lambda point: point.bytes).rows
-    assert all(n <= found.most[row] for point in found.timeline for row, n in point.rows.items())
+    assert all(n <= footprint.most[row] for point in footprint.timeline
+               for row, n in point.rows.items())
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA | {"precision.recipe": "bf16"}],
@@ -144,41 +145,43 @@ def test_pytorchs_tracker_finds_the_same_peak(changes):
 def test_rows_of_a_step_by_arithmetic():
     config = SMALL.replace({"precision.recipe": "bf16", "optimizer": "adamw"})
     m, tokens = config.model, config.global_batch * config.model.context
-    found = measure.memory(config, device="cpu")
+    footprint = measure.memory(config, device="cpu")
     blocks = m.L * (2 * m.D * (m.H + 2 * m.G) * m.E // 2 + m.D * m.D + 2 * m.D * m.F)
     biases = m.L * ((m.H + 2 * m.G) * m.E + m.D + m.F + m.D) + (2 * m.L + 1) * m.D
     count = blocks + biases + (2 * m.L + 1) * m.D + (m.V + m.T) * m.D
     tensors = 12 * m.L + 4
-    assert found.most["weights"] == found.most["gradients"] == 4 * count
-    assert found.most["optimizer state"] == 8 * count + 4 * tensors
-    assert found.most["batch"] == 2 * 8 * tokens
-    assert found.rows["logits' gradients"] == 2 * tokens * m.V * 4
-    assert found.rows["weight copies"] == 2 * (blocks + m.V * m.D)
+    assert footprint.most["weights"] == footprint.most["gradients"] == 4 * count
+    assert footprint.most["optimizer state"] == 8 * count + 4 * tensors
+    assert footprint.most["batch"] == 2 * 8 * tokens
+    assert footprint.rows["logits' gradients"] == 2 * tokens * m.V * 4
+    assert footprint.rows["weight copies"] == 2 * (blocks + m.V * m.D)
 
 
 def test_low_precision_rows_by_arithmetic():
-    found = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed",
+    footprint = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed",
         "precision.recipe.history": 16}), device="cpu")
     m = SMALL.model
     weights = m.L * (m.D * 3 * m.D + m.D * m.D + 2 * m.D * m.F)
-    assert found.rows["low-precision weights"] == 2 * weights           # in bf16: emulated
+    assert footprint.rows["low-precision weights"] == 2 * weights           # in bf16: emulated
     # (3, 1 + history) float32 of 4 Linears a block
-    assert found.rows["amax histories"] == 4 * 3 * 17 * 4 * m.L
+    assert footprint.rows["amax histories"] == 4 * 3 * 17 * 4 * m.L
 
 
 def test_recomputed_blocks_have_their_row():
-    found = measure.memory(SMALL.replace({"precision.recipe": "bf16", "memory.recompute": "block"}),
+    footprint = measure.memory(SMALL.replace({"precision.recipe": "bf16",
+                                              "memory.recompute": "block"}),
                            device="cpu")
     kept = measure.memory(SMALL.replace({"precision.recipe": "bf16"}), device="cpu")
-    assert found.most["recomputed block"] > 0 and "recomputed block" not in kept.most
-    assert found.most["activations"] < 0.35 * kept.most["activations"]
+    assert footprint.most["recomputed block"] > 0 and "recomputed block" not in kept.most
+    assert footprint.most["activations"] < 0.35 * kept.most["activations"]
 
 
 def test_what_lies_in_a_file_is_counted_apart():
-    found = measure.memory(SMALL.replace({"memory.optimizer_state": "disk"}), device="cpu")
+    footprint = measure.memory(SMALL.replace({"memory.optimizer_state": "disk"}), device="cpu")
     held = measure.memory(SMALL, device="cpu")
     steps = held.most["optimizer state"] - 2 * held.most["weights"]
-    assert "optimizer state" not in found.most and found.offloaded_bytes == 2 * held.most["weights"]
+    assert ("optimizer state" not in footprint.most
+            and footprint.offloaded_bytes == 2 * held.most["weights"])
     assert steps == 4 * len(list(measure.Bench(SMALL, "cpu").model.parameters()))
 
 
@@ -198,10 +201,11 @@ def test_nothing_is_left_behind():
 def test_on_a_gpu_the_allocator_holds_what_is_tracked():
     """The snapshot's blocks by address: each live storage is one, rounded up to 512 bytes."""
     config = SMALL.replace(LLAMA | {"precision.recipe": "bf16"})
-    found = measure.memory(config, device="cuda")
-    assert found.rows["allocator"] > 0 and found.reserved_bytes >= found.counted_bytes
+    footprint = measure.memory(config, device="cuda")
+    assert footprint.rows["allocator"] > 0 and footprint.reserved_bytes >= footprint.counted_bytes
     # cuBLAS's workspace
-    assert found.peak_bytes <= found.counted_bytes <= 1.1 * found.peak_bytes + 64 * 2**20
+    assert (footprint.peak_bytes <= footprint.counted_bytes
+            <= 1.1 * footprint.peak_bytes + 64 * 2**20)
     bench = measure.Bench(config, "cuda")
     bench.train()
     with bench.tracker() as tracker:

@@ -63,11 +63,11 @@ def test_a_frontier_refuses_what_has_no_number():
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("flops", [1e19, 1e21, 5.76e23])
 def test_the_optimum_is_the_one_that_a_search_finds(law, flops):
-    said = law.optimum(flops)
+    optimum = law.optimum(flops)
     sizes = [10 ** (7 + 6 * i / 60_000) for i in range(60_001)]
     best = min(sizes, key=lambda n: law.extrapolate(n, flops / 6 / n).nats)
-    assert said.parameters == pytest.approx(best, rel=1e-3)
-    assert 6 * said.parameters * said.tokens == pytest.approx(flops)
+    assert optimum.parameters == pytest.approx(best, rel=1e-3)
+    assert 6 * optimum.parameters * optimum.tokens == pytest.approx(flops)
 
 
 def test_the_corrected_fit_gives_chinchilla():
@@ -95,9 +95,9 @@ def test_the_page_has_the_laws():
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     for law in LAWS.values():
         constants, best = re.search(rf"^\| {law.name} \| (.*?) \| (.*?) \|", page, re.M).groups()
-        said = {name: float(value) for name, value in (pair.split()
+        printed = {name: float(value) for name, value in (pair.split()
             for pair in constants.split(", "))}
-        assert said == law.constants
+        assert printed == law.constants
         optimum = law.optimum(5.76e23)
         assert best == f"{optimum.parameters / 1e9:.0f}B on {optimum.tokens / 1e12:.1f}T tokens"
 
@@ -162,7 +162,8 @@ def test_two_panels_show_three_axes_and_filter():
     assert controls["machine"] == ["every machine", "a100-80", "h100"]
     whole, _ = show("every machine", controls["dollars_at_most"][0], controls["days_at_most"][0])
     some, table = show("h100", controls["dollars_at_most"][0], controls["days_at_most"][0])
-    assert ([len(marks(one, "y2")) for one in (whole, some)] == [len(points), len(points) // 2]
+    assert ([len(marks(figure, "y2")) for figure in (whole, some)]
+            == [len(points), len(points) // 2]
             and "<table" in table)
     assert whole["layout"]["coloraxis"] == some["layout"]["coloraxis"]      # limits repaint nothing
     none, _ = show("h100", 1e-9, 1e-9)

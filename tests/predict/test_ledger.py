@@ -83,10 +83,11 @@ CHUNKED = {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens
 ], ids=str)
 def test_unusual_settings_are_counted_too(changes):
     config = SMALL.replace(changes)
-    found = measure.memory(config)
-    said = memory(config, hardware.machine("cpu"), attention=found.chosen["attention"].used)
+    measured = measure.memory(config)
+    predicted = memory(config, hardware.machine("cpu"), attention=measured.chosen["attention"].used)
     # 2.4%: copies of queries and of masks at work in blocked attention are not counted
-    assert not said.doubt and said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.025)
+    assert (not predicted.doubt
+            and predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.025))
 
 
 @pytest.mark.parametrize("changes", [
@@ -99,8 +100,8 @@ def test_unusual_settings_are_counted_too(changes):
 ], ids=str)
 def test_what_the_formula_does_not_follow_names_the_trace(changes):
     config = SMALL.replace({"precision.recipe": "bf16", **changes})
-    said = memory(config, hardware.machine("cpu"))
-    assert "predict_trace" in said.doubt
+    predicted = memory(config, hardware.machine("cpu"))
+    assert "predict_trace" in predicted.doubt
     assert predict_trace(config).peak_bytes == measure.memory(config).peak_bytes
 
 
@@ -117,9 +118,10 @@ def test_chunks_under_fp16_are_what_the_trace_says(changes):
     peak 46% too low."""
     config = SMALL.replace({"precision.recipe": "fp16", **CHUNKED, **changes})
     traced = predict_trace(config)
-    said = memory(config, room("cpu"), attention=traced.chosen["attention"].used)
-    assert not said.doubt and said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.001)
-    assert said.peak_bytes == pytest.approx(measure.memory(config).peak_bytes, rel=0.001)
+    predicted = memory(config, room("cpu"), attention=traced.chosen["attention"].used)
+    assert (not predicted.doubt
+            and predicted.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.001))
+    assert predicted.peak_bytes == pytest.approx(measure.memory(config).peak_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("layers, width, heads, batch, recipe, held_gb", [
@@ -194,8 +196,8 @@ def test_drawn_configs_are_where_the_bench_has_them():
     median within 0.5%."""
     cases = [ledger._drawn_case(name, config, hardware.machine("cpu"))
              for name, config in configs(30, seed=5)]
-    off = sorted(abs(one["formula_bytes"] / one["measured_bytes"] - 1) for one in cases
-                 if not one["doubt"])
+    off = sorted(abs(case["formula_bytes"] / case["measured_bytes"] - 1) for case in cases
+                 if not case["doubt"])
     assert len(off) >= 7 and off[-1] <= 0.07 and off[len(off) // 2] <= 0.005
     claims = list(ledger.drawn_claims(cases))
     assert claims[1][1] == [off[-1]] and claims[0][0].startswith(f"closed form, {len(off)} drawn "
@@ -211,8 +213,9 @@ def test_blocks_at_either_end_that_stay_are_counted_on_ranks(layers):
                             "precision.recipe.high_precision_layers": f"head,{layers}",
                             "parallel.shard": 4, "grad_accum_steps": 2, "global_batch": 16})
     traced = predict_trace(config, 4, layout=config.parallel)
-    said = memory(config, room("cpu"), attention=traced.chosen["attention"].used)
-    assert not said.doubt and said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.001)
+    predicted = memory(config, room("cpu"), attention=traced.chosen["attention"].used)
+    assert (not predicted.doubt
+            and predicted.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.001))
 
 
 @pytest.mark.parametrize("name", ["shampoo", "soap", "galore"])
@@ -220,12 +223,13 @@ def test_an_update_in_backward_takes_what_the_shapes_of_parameters_say(name):
     """Peaks were up to 71% too low: elements were counted of a rule that takes whole matrices."""
     config = SMALL.replace({"model.context": 8, "global_batch": 1, "optimizer": name,
                             "optimizer.clip": 0, "memory.optimizer_step": "in-backward"})
-    said = memory(config, room("cpu"))
-    assert f"each {config.optimizer.every}th update" in said.doubt and "too low" not in said.doubt
+    predicted = memory(config, room("cpu"))
+    assert (f"each {config.optimizer.every}th update" in predicted.doubt
+            and "too low" not in predicted.doubt)
     config = config.replace({"optimizer.every": 1})
-    said = memory(config, room("cpu"))
-    assert not said.doubt
-    assert said.peak_bytes == pytest.approx(predict_trace(config).peak_bytes, rel=0.005)
+    predicted = memory(config, room("cpu"))
+    assert not predicted.doubt
+    assert predicted.peak_bytes == pytest.approx(predict_trace(config).peak_bytes, rel=0.005)
 
 
 def test_a_rule_over_matrices_whose_state_rests_elsewhere_is_doubted():

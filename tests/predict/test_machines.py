@@ -83,10 +83,10 @@ def test_cards_reach_what_torch_mm_was_measured_to():
         row = evidence.GENERATIONS[evidence.generation_of(CATALOGUE[name])]
         assert (row.sixteen * CATALOGUE[name].flops["bf16"] / 1e12
                 == pytest.approx(measured, rel=0.025)), name
-    made = evidence.efficiency(CATALOGUE["rtx-5090"]).products["bf16"]
+    share = evidence.efficiency(CATALOGUE["rtx-5090"]).products["bf16"]
     numbers = evidence.fitted()["numbers"]
     kept = numbers.get("sm_120_geforce keeps", numbers["h100 keeps"])
-    assert made == pytest.approx(1.127 * kept)      # a share above 1 is taken as it is
+    assert share == pytest.approx(1.127 * kept)      # a share above 1 is taken as it is
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -115,9 +115,9 @@ WHOLE = {"memory_bytes": "80e9", "bytes_per_second": "3.35e12", "flops": {"bf16"
 ])
 def test_nonsense_is_refused_by_its_field(field, values):
     for value in values:
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as raised:
             machines.from_dict({**WHOLE, field: value})
-        assert str(found.value).startswith(field)
+        assert str(raised.value).startswith(field)
 
 
 @pytest.mark.parametrize("dtype, rate", [("bf16", 0), ("bf16", -1), ("bf16", 989.4), ("fp8", 1e30),

@@ -94,9 +94,9 @@ def test_without_sequence_parallelism_the_stream_is_whole_and_nothing_is_gathere
     # token
     assert whole["activations"] - parts["activations"] == pytest.approx((32 + 2) * stream * 7 / 8,
         rel=1e-3)
-    one, plain = (memory(block, "h200", layout=Layout(tensor=1), precision="bf16-pure")
+    split, plain = (memory(block, "h200", layout=Layout(tensor=1), precision="bf16-pure")
                   for block in blocks)
-    assert one == plain
+    assert split == plain
 
 
 def test_a_pipeline_keeps_what_it_gathered_and_adds_up_whole_gradients():
@@ -109,17 +109,18 @@ def test_a_pipeline_keeps_what_it_gathered_and_adds_up_whole_gradients():
     stage = ((parts["attention"] + parts["mlp"]) * 16 / 126 + parts["embedding"]) / 8 + 16 * 2 * m.D
     config = GIANT.replace({"global_batch": 256, "grad_accum_steps": 64,
                             "memory.recompute": "block"})
-    found = memory(config, "h100", layout=Layout(shard=8, tensor=8, pipeline=8))
+    predicted = memory(config, "h100", layout=Layout(shard=8, tensor=8, pipeline=8))
     for moment in IN_BACKWARD:
         if moment == LAST:
-            assert found.at(moment)["gathered weights"] == pytest.approx(2 * stage)
-            assert found.at(moment)["gradients"] == pytest.approx(4 * stage)
+            assert predicted.at(moment)["gathered weights"] == pytest.approx(2 * stage)
+            assert predicted.at(moment)["gradients"] == pytest.approx(4 * stage)
     # 8 micro-batches of 4 sequences have begun: each keeps the inputs of 16 blocks, and the 7 that
     # wait what they sent on
-    assert found.at(LOSS)["activations"] == pytest.approx((8 * 16 + 7) * 4 * 8192 * 16_384 * 2 / 8,
+    assert predicted.at(LOSS)["activations"] == pytest.approx(
+        (8 * 16 + 7) * 4 * 8192 * 16_384 * 2 / 8,
         rel=0.01)
-    assert (found.at(UPDATE)["gradients"] == pytest.approx(4 * stage / 8)
-            and "gathered weights" not in found.at(UPDATE))
+    assert (predicted.at(UPDATE)["gradients"] == pytest.approx(4 * stage / 8)
+            and "gathered weights" not in predicted.at(UPDATE))
     alone = memory(config, "h100", layout=Layout(shard=64, tensor=8))       # no pipeline: shards
     assert max(row.bytes for row in alone.rows if row.name == "gathered weights") < stage
     published = next(run for run in runs("torchtitan-h100") if run.at == "line 59")
@@ -147,8 +148,8 @@ def test_bf16_weights_with_float32_gradients():
     for d, each in ((1, 18), (8, 6 + 12 / 8), (64, 6 + 12 / 64)):
         rows = model_states(1_000_000, precision="bf16-fp32-grads", zero=1, devices=d)
         assert sum(row.bytes for row in rows) == pytest.approx(each * 1_000_000)
-    found = memory(LLAMA, "h200", precision="bf16-fp32-grads")
-    assert (found.at(LOSS)["gradients"] == found.at(UPDATE)["gradients"] == 4
+    predicted = memory(LLAMA, "h200", precision="bf16-fp32-grads")
+    assert (predicted.at(LOSS)["gradients"] == predicted.at(UPDATE)["gradients"] == 4
             * parameter_count(LLAMA.model))
 
 
@@ -166,9 +167,9 @@ def test_reserved_is_what_streams_and_holes_keep():
     """Llama 8B over 8 shards: the peak, 4 bytes of each parameter's gradient over 8, the embeddings
     gathered at once, and a place of 16-bit logits. Of one device: the logits' place alone."""
     layout = Layout(shard=8)
-    found = memory(LLAMA.replace({"global_batch": 16}), "h200", layout=layout)
+    predicted = memory(LLAMA.replace({"global_batch": 16}), "h200", layout=layout)
     logits, tables = 2 * 8192 * 128_256 * 2, 2 * 128_256 * 4096 * 2
-    assert (found.reserved_bytes - found.peak_bytes
+    assert (predicted.reserved_bytes - predicted.peak_bytes
             == pytest.approx(4 * parameter_count(LLAMA.model) / 8 + tables + logits))
     alone, compiled = memory(LLAMA, "h200"), memory(LLAMA.replace({"system.compile": True}), "h200")
     assert compiled.reserved_bytes == compiled.peak_bytes
@@ -271,9 +272,9 @@ def test_every_stack_has_fitted_numbers():
 def test_published_peaks_by_layout():
     """The median of what is published: FSDP within 10%, tensor and pipeline ranks within 15%; of
     the Ultra-Scale Playbook too."""
-    found = by_layout()
-    assert len(peaks().rows) >= 70 and found["FSDP"][0] >= 20 and found["TP + PP"][0] >= 40
-    for name, (_, _, error) in found.items():
+    by_kind = by_layout()
+    assert len(peaks().rows) >= 70 and by_kind["FSDP"][0] >= 20 and by_kind["TP + PP"][0] >= 40
+    for name, (_, _, error) in by_kind.items():
         assert error < (0.15 if "TP" in name or "PP" in name else 0.1), name
     off = [abs(row.error) for run, row in unsaid() if run.tensor > 1 or run.pipeline > 1]
     assert len(off) == 675 and median(off) < 0.15

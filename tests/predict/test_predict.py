@@ -91,10 +91,10 @@ def attended(kind: str, backend: str, model: ModelConfig = SMALL) -> ModelConfig
 def test_parameters_are_pytorchs_count(name):
     built = on_meta(MODELS[name])
     assert parameter_count(MODELS[name]) == sum(p.numel() for p in built.parameters())
-    found = {"embedding": built.embed, "attention": [b.attention for b in built.blocks],
+    modules_of = {"embedding": built.embed, "attention": [b.attention for b in built.blocks],
              "mlp": [b.mlp for b in built.blocks],
              "norms": [built.norm, *(n for b in built.blocks for n in (b.norm1, b.norm2))]}
-    for part, modules in found.items():
+    for part, modules in modules_of.items():
         count = sum(p.numel() for m in (modules if isinstance(modules, list) else [modules])
                     for p in m.parameters())
         assert parameters(MODELS[name])[part] == count, part
@@ -232,12 +232,12 @@ def _same_bytes(model, backend, batch, precision, recompute):
             logits = built(x, documents=x + 1 if model.attention.name == "documents" else None)
         return cross_entropy(logits, y)
 
-    found = saved_bytes(built, loss)
+    traced = saved_bytes(built, loss)
     formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
                    residual_bytes=2 if precision == "bf16-pure" else 4, attention=backend,
                    recompute=recompute)
-    assert formula.operations == found.operations
-    assert formula.weight_copy_bytes == found.weight_copy_bytes
+    assert formula.operations == traced.operations
+    assert formula.weight_copy_bytes == traced.weight_copy_bytes
 
 
 def test_korthikanti_s_formula():
@@ -252,9 +252,9 @@ def test_korthikanti_s_formula():
         s * s, 4 * a * s * b)
 
     def layer(recompute, attention="plain"):
-        found = kept(model, batch=b, compute_bytes=2, residual_bytes=2, attention=attention,
+        saved = kept(model, batch=b, compute_bytes=2, residual_bytes=2, attention=attention,
                      recompute=recompute)
-        return sum(size for name, size in found.operations.items()
+        return sum(size for name, size in saved.operations.items()
                    if name not in ("embed", "norm", "head", "loss")) / 3
 
     assert (layer("none") == s * b * h * (34 + 5 * a * s / h) - masks - scores_dropped + norms
@@ -282,8 +282,8 @@ def test_recomputed_blocks_keep_their_inputs():
     for block in built.blocks:
         block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=True)
     x, y = torch.zeros(3, model.T, dtype=torch.long), torch.zeros(3, model.T, dtype=torch.long)
-    found = saved_bytes(built, lambda: cross_entropy(built(x), y))
-    assert kept(model, batch=3, recompute="block").total_bytes == found.total_bytes
+    traced = saved_bytes(built, lambda: cross_entropy(built(x), y))
+    assert kept(model, batch=3, recompute="block").total_bytes == traced.total_bytes
     whole = kept(model, batch=3)
     assert whole.block_bytes * model.L == sum(whole.operations[name] for name in whole.operations
                                               if name not in ("embed", "norm", "head", "loss"))
@@ -301,8 +301,8 @@ def test_memory_of_a_step_of_every_kind(recipe, kind, used):
         "model.width": 64,
                                        "precision.recipe": recipe, "system.attention": used,
         "model.attention": kind})
-    found, said = measure.memory(config, device="cpu"), memory(config, CPU)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    measured, predicted = measure.memory(config, device="cpu"), memory(config, CPU)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("changes", [
@@ -319,14 +319,14 @@ def test_memory_of_a_real_step(recipe, changes):
     config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 8, "model.context": 160,
         "model.width": 64,
                                        "precision.recipe": recipe, **changes})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-4)
-    assert said.peak_moment == LOSS
-    rows = said.at(LOSS)
-    assert set(rows) == {name for name, nbytes in found.rows.items() if nbytes > 100}
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-4)
+    assert predicted.peak_moment == LOSS
+    rows = predicted.at(LOSS)
+    assert set(rows) == {name for name, nbytes in measured.rows.items() if nbytes > 100}
     for name, nbytes in rows.items():
-        assert nbytes == pytest.approx(found.rows[name], abs=400), name
+        assert nbytes == pytest.approx(measured.rows[name], abs=400), name
 
 
 def test_zero_by_the_papers_example():
@@ -337,10 +337,11 @@ def test_zero_by_the_papers_example():
 
 
 def test_the_peak_is_a_moment_and_not_the_sum():
-    said = memory(preset("cpu-3m"), "h200")
-    assert (said.peak_moment == LOSS and "gradients" not in said.at(LOSS)
-            and "activations" not in said.at(UPDATE))
-    assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
+    predicted = memory(preset("cpu-3m"), "h200")
+    assert (predicted.peak_moment == LOSS and "gradients" not in predicted.at(LOSS)
+            and "activations" not in predicted.at(UPDATE))
+    assert (predicted.peak_bytes == sum(predicted.at(LOSS).values())
+            < sum(row.bytes for row in predicted.rows))
     accumulated = memory(preset("cpu-3m").replace({"grad_accum_steps": 4}), "h200")
     assert "gradients" in accumulated.at(LOSS)
     short = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1,
@@ -362,16 +363,16 @@ def test_everything_is_predicted_for_every_preset_and_machine(name):
 
 def test_time_energy_and_cost_by_hand():
     config = preset("gpt2-124m").replace({"steps": 1000})
-    said = predict(config, "h200", devices=8, mfu=0.5, price_per_hour=2.0)
+    predicted = predict(config, "h200", devices=8, mfu=0.5, price_per_hour=2.0)
     seconds = training_flops(config.model, batch=512) / (8 * 989.4e12 * 0.5)
-    assert (said.step_seconds == pytest.approx(seconds)
-            and said.step.tokens_per_second == pytest.approx(512 * 1024 / seconds))
+    assert (predicted.step_seconds == pytest.approx(seconds)
+            and predicted.step.tokens_per_second == pytest.approx(512 * 1024 / seconds))
     hours = 8 * 1000 * seconds / 3600
-    assert (said.run.cost == pytest.approx(2 * hours)
-            and said.run.energy_wh == pytest.approx(700 * hours))
+    assert (predicted.run.cost == pytest.approx(2 * hours)
+            and predicted.run.energy_wh == pytest.approx(700 * hours))
     again = predict(config, "h200", devices=8, mfu=0.5, recompute="block")
     # one more forward pass, without the head
-    assert 1.2 < again.step_seconds / said.step_seconds < 4 / 3
+    assert 1.2 < again.step_seconds / predicted.step_seconds < 4 / 3
 
 
 def test_the_layout_is_the_first_that_fits():
@@ -422,16 +423,16 @@ def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
     none, block = (memory(config, "h200", recompute=mode) for mode in ("none", "block"))
     peaks = [memory(config.replace({"memory.recompute.budget": share}), "h200")
              for share in (0.0, 0.3, 0.5, 1.0)]
-    kept_bytes = [said.at(LOSS)["activations"] for said in peaks]
+    kept_bytes = [peak.at(LOSS)["activations"] for peak in peaks]
     outside = none.at(LOSS)["activations"] - kept(config.model, batch=16, compute_bytes=2,
         kind="gpu").block_bytes * 12
     assert kept_bytes == sorted(kept_bytes) and kept_bytes[0] == block.at(LOSS)["activations"]
     assert kept_bytes[2] - outside == pytest.approx((none.at(LOSS)["activations"] - outside) / 2)
     assert kept_bytes[3] == none.at(LOSS)["activations"]
     assert "an estimate" in next(row.formula for row in peaks[0].rows if row.name == "activations")
-    said = predict(config, "h200")
-    assert (said.assumptions["recompute"] == "budget"
-            and said.memory.peak_bytes == peaks[2].peak_bytes)
+    predicted = predict(config, "h200")
+    assert (predicted.assumptions["recompute"] == "budget"
+            and predicted.memory.peak_bytes == peaks[2].peak_bytes)
 
 
 def test_tensor_ranks_divide_every_activation_once(monkeypatch):
@@ -441,11 +442,11 @@ def test_tensor_ranks_divide_every_activation_once(monkeypatch):
     monkeypatch.setattr(Walk, "whole_input", lambda self, op: 0.0)
     config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1,
                                           "system.stack": "eager"})
-    one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
+    alone, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
     for moment in eight.rows[-1].at:
         assert (eight.at(moment)["temporaries"]
-                == pytest.approx(one.at(moment)["temporaries"] / 8)), moment
-    assert eight.at(LOSS)["logits' gradients"] == one.at(LOSS)["logits' gradients"] / 8
+                == pytest.approx(alone.at(moment)["temporaries"] / 8)), moment
+    assert eight.at(LOSS)["logits' gradients"] == alone.at(LOSS)["logits' gradients"] / 8
 
 
 def test_the_catalogue_is_dense_and_sourced():
@@ -484,7 +485,7 @@ def test_ten_thousand_layers_are_cut_at_once():
     assert predict(config, "h200").step_seconds > 0
 
 
-@pytest.mark.parametrize("arguments, said", [
+@pytest.mark.parametrize("arguments, message", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
     (["llama-70b", "--machine", "h2000"], "did you mean 'h200'?"),
     (["llama-70b", "--devices", "7"], "global_batch=512 sequences does not split over data=7 x "
@@ -500,10 +501,10 @@ def test_ten_thousand_layers_are_cut_at_once():
     (["cpu-3m", "--price-per-hour", "-1"], "price_per_hour must be 0 or more"),
     (["cpu-3m", "--set", "model.layes=6"], "did you mean 'model.layers'?"),
 ])
-def test_wrong_input_is_one_sentence(arguments, said, capsys):
+def test_wrong_input_is_one_sentence(arguments, message, capsys):
     assert cli.main(["predict", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert not out and said in err and len(err.strip().splitlines()) == 1
+    assert not out and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_the_command_prints_one_object_or_a_table(capsys):
@@ -519,11 +520,11 @@ def test_the_command_prints_one_object_or_a_table(capsys):
 
 
 def test_a_comparison_says_how_far_off_the_formula_is():
-    found = Comparison.of(guess=50, formula=110, measured=100, unit="bytes", where="here",
+    comparison = Comparison.of(guess=50, formula=110, measured=100, unit="bytes", where="here",
                           name="peak")
-    assert found["peak"].error == pytest.approx(0.1)
-    assert found.worst_error == pytest.approx(0.1)
-    html = found._repr_html_()
+    assert comparison["peak"].error == pytest.approx(0.1)
+    assert comparison.worst_error == pytest.approx(0.1)
+    html = comparison._repr_html_()
     assert "+10.0%" in html and "110 B" in html and "your guess" in html
     rows = Comparison.of_rows({"a": 1.0, "b": 2.0}, {"b": 2.0, "c": 1.0}, unit="bytes",
                               where="<here>")
@@ -540,9 +541,9 @@ def test_predicting_needs_only_the_standard_library():
                "lpkit.predict.predict(lpkit.presets.preset('llama-8b'), 'h100', 8); "
                "print(sorted({m.partition('.')[0] for m in set(sys.modules) - before} - "
                "set(sys.stdlib_module_names)))")
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                            check=True)
-    assert found.stdout.strip() == "['lpkit']"
+    assert done.stdout.strip() == "['lpkit']"
 
 
 @pytest.mark.parametrize("recipe", [name for name, row in RECIPES.items() if row.products])
@@ -554,9 +555,9 @@ def test_the_peak_of_a_low_precision_step(recipe, changes):
     """2%: how long a cast's own workspace lives is the kernel's affair."""
     config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 2,
         "precision.recipe": recipe, **changes})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("changes", [
@@ -579,15 +580,15 @@ def test_the_peak_under_a_memory_technique(recipe, changes, monkeypatch):
                                        **changes})
     here = measure.memory(config, device="cpu")
     monkeypatch.setattr(wide_product, "wins", lambda a, b: False)
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
     # copies of queries in blocked attention are not counted; where sdpa attends, as auto has it on
     # AMX, the peak of what is made again
     # is in the last block's forward, which is no moment of the formula: 1.7%
-    inside = "selective" in changes.values() and found.chosen["attention"].used == "sdpa"
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02 if inside else 0.015)
+    inside = "selective" in changes.values() and measured.chosen["attention"].used == "sdpa"
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02 if inside else 0.015)
     # a copy of a bias
-    assert 0.97 * found.peak_bytes < here.peak_bytes < 1.001 * found.peak_bytes
+    assert 0.97 * measured.peak_bytes < here.peak_bytes < 1.001 * measured.peak_bytes
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "mxfp8", "nvfp4"])
@@ -596,10 +597,11 @@ def test_the_bytes_of_cached_weights(recipe):
         "grad_accum_steps": 2,
                                        "precision.recipe": recipe,
         "precision.cache_weight_casts": True})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.at(said.peak_moment)["low-precision weights"] == found.rows["low-precision weights"]
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    row = "low-precision weights"
+    assert predicted.at(predicted.peak_moment)[row] == measured.rows[row]
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("saved", ["cpu", "disk", "int8", "int4"])
@@ -611,12 +613,12 @@ def test_the_peak_with_activations_away(recipe, saved):
         "model.width": 128,
                                        "precision.recipe": recipe,
         "memory.activation_offload": saved})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
     elsewhere = memory(config.replace({"memory.activation_offload": "device"}), CPU,
                        attention="blocked").at(LOSS)["activations"]
-    assert found.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)
+    assert measured.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)
 
 
 @pytest.mark.parametrize("changes", [
@@ -633,8 +635,9 @@ def test_the_peak_of_a_shard(changes):
     config = preset("cpu-3m").replace({"precision.recipe": "bf16", "model.layers": 6,
         "model.context": 128, **models})
     traced = predict_trace(config, 8)
-    said = memory(config, CPU, layout=Layout(shard=8), attention=traced.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.04)
+    predicted = memory(config, CPU, layout=Layout(shard=8),
+                       attention=traced.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.04)
 
 
 def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():

@@ -42,13 +42,13 @@ def alone(machine, **changes):
 
 def off(rows, **changes):
     """log(formula / published) of seconds, a row."""
-    found = []
+    errors = []
     for row in rows:
         on, (M, N, K) = CATALOGUE[row["machine"]], (int(row[side]) for side in "MNK")
         seconds = product_seconds(M, N, K, on, alone(on, **changes), dtype=row["dtype"],
                                   bits=BITS[row["dtype"]])
-        found.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
-    return found
+        errors.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
+    return errors
 
 
 def mean(values):
@@ -64,8 +64,8 @@ def test_rows_are_of_a_source_that_says_where():
         peak = CATALOGUE[row["machine"]].flops[row["dtype"]]
         assert 2e-4 < float(row["tflops"]) * 1e12 / peak < 0.9, row
     assert all(side in ({"yes"}, {"no"}) for side in sides.values()) and len(sides) == 7
-    known = {re.match(r"https://github\.com/[^/]+/[^/]+", one.url): one.held_out
-             for one in sources()}
+    known = {re.match(r"https://github\.com/[^/]+/[^/]+", source.url): source.held_out
+             for source in sources()}
     for match, held_out in known.items():
         assert (match is None or sides.get(match[0], {"yes" if held_out else "no"})
                 == {"yes" if held_out else "no"})
@@ -101,7 +101,7 @@ def test_tiles_and_waves_explain_no_more():
     edge, start = 30, 5.2e-6
 
     def tiled(rows):
-        found = []
+        errors = []
         for row in rows:
             on, (M, N, K) = CATALOGUE[row["machine"]], (int(row[side]) for side in "MNK")
             many, reached = processors[row["machine"]], alone(on, start_seconds=start)
@@ -112,8 +112,8 @@ def test_tiles_and_waves_explain_no_more():
                               products={row["dtype"]: reached.products[row["dtype"]] / waste})
             seconds = product_seconds(M, N, K, on, reached, dtype=row["dtype"],
                                       bits=BITS[row["dtype"]])
-            found.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
-        return mean(found)
+            errors.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
+        return mean(errors)
 
     assert tiled(FITTED) < 0.8 * mean(off(FITTED))            # it is a better fit
     assert tiled(HELD_OUT) > mean(off(HELD_OUT))              # and no better prediction
@@ -139,10 +139,10 @@ SHAPES = {"y": [(TOKENS, N, K) for K, N in LAYERS], "dx": [(TOKENS, K, N) for K,
 
 
 def took(machine, recipe, casts):
-    found = [float(row["milliseconds"]) for row in LINEARS
+    milliseconds = [float(row["milliseconds"]) for row in LINEARS
              if (row["machine"], row["recipe"], row["casts"]) == (machine, recipe, casts)]
-    assert len(found) == 3
-    return sum(found) / 1e3
+    assert len(milliseconds) == 3
+    return sum(milliseconds) / 1e3
 
 
 def forwards(on, name, monkeypatch, factor=1.0):
@@ -156,7 +156,7 @@ def forwards(on, name, monkeypatch, factor=1.0):
     recipe = on_hardware(name, RECIPES[name], preset("llama-8b").model)
     once = on.name == "b300" and name in ("fp8-tensorwise", "fp8-delayed")
     recipe = replace(recipe, casts={"y": recipe.casts["y"]} if once
-                     else {one: recipe.casts[one] for one in ("y", "dw")})
+                     else {product: recipe.casts[product] for product in ("y", "dw")})
     reached = replace(reached,
                       products={recipe.dtype: reached.products[recipe.dtype]
                                 * recipe.product_share})
@@ -165,9 +165,9 @@ def forwards(on, name, monkeypatch, factor=1.0):
     for M, N, K in (shape for shapes in SHAPES.values() for shape in shapes):
         total += product_seconds(M, N, K, on, reached, dtype=recipe.dtype,
                                  bits=max(cast.bits for cast in recipe.casts["y"]))
-        total += sum(max(factor * one.bytes / on.bytes_per_second / reached.casts,
+        total += sum(max(factor * each.bytes / on.bytes_per_second / reached.casts,
                          reached.kernel_seconds)
-                     for one in cast_passes(recipe, M=M, N=N, K=K) if one.tensor != "g")
+                     for each in cast_passes(recipe, M=M, N=N, K=K) if each.tensor != "g")
     return total
 
 
@@ -222,7 +222,7 @@ def test_nvfp4_is_cast_in_two_passes():
     sizes = {"x": 1024 * 4096, "w": 2048 * 4096, "g": 1024 * 2048}
     for tensor, size in sizes.items():
         read = 4 if tensor == "w" else 2
-        each = [(one.what, one.bytes / size) for one in passes if one.tensor == tensor]
+        each = [(each.what, each.bytes / size) for each in passes if each.tensor == tensor]
         scales = 1 / 256 if tensor == "w" else 1 / 16
         assert each == [("amax", read), ("scale", 0),
                         ("cast, both layouts",
@@ -235,8 +235,8 @@ def test_blocks_are_read_once():
     for name, bytes_, scales in (("mxfp8", 4, 2 / 32), ("fp8-blockwise", 4, 2 * 4 / 128),
                                  ("fp8-rowwise", 6, 2 * 4 / 1024)):
         recipe = on_hardware(name, RECIPES[name], preset("llama-8b").model)
-        moved = sum(one.bytes for one in cast_passes(recipe, M=1024, N=1024, K=1024)
-                    if one.tensor == "x") / 1024**2
+        moved = sum(each.bytes for each in cast_passes(recipe, M=1024, N=1024, K=1024)
+                    if each.tensor == "x") / 1024**2
         assert moved == pytest.approx(bytes_ + scales, rel=1e-3), name
 
 

@@ -79,5 +79,5 @@ def test_the_trace_holds_what_processes_do(on_ranks, name):
     config = laid_out(*(CASES | two)[name])
     stream = 256 * 256 * 4 * config.parallel.interleave
     for rank, (*_, peak_bytes, _) in enumerate(on_ranks("counted", config)):
-        said = trace(config, rank).peak_bytes
-        assert 0.97 * said < peak_bytes < 1.03 * said + 2 * stream, rank
+        traced = trace(config, rank).peak_bytes
+        assert 0.97 * traced < peak_bytes < 1.03 * traced + 2 * stream, rank

@@ -246,12 +246,12 @@ def test_what_hides_is_counted_and_adds_up():
                 and p.name != "head")
     messages, hops = 3 * config.model.L, 7 * 18e-6 + 56 * 3.4e-6
     wire = 2 * block * 63 / 64 / (8e9 * ASSUMED.network) * 3 / messages
-    said = messages * (wire + hops + math.sqrt(wire * hops))
-    assert late.seconds + late.hidden_seconds == pytest.approx(said, rel=0.01)
+    seconds = messages * (wire + hops + math.sqrt(wire * hops))
+    assert late.seconds + late.hidden_seconds == pytest.approx(seconds, rel=0.01)
     replicas = step_time(config, slow, Layout(data=64, zero=0), precision="bf16-master",
                          efficiency=ASSUMED)["data: all-reduce gradients"]
     # the ends too, not gathered
-    assert replicas.seconds + replicas.hidden_seconds == pytest.approx(2 / 3 * said, rel=0.2)
+    assert replicas.seconds + replicas.hidden_seconds == pytest.approx(2 / 3 * seconds, rel=0.2)
 
 
 @pytest.mark.parametrize("zero, rows", [
@@ -303,12 +303,12 @@ def test_mfu_energy_and_money_by_hand():
 
 
 def test_a_calibration_makes_the_measured_step_exact_and_scales_the_others():
-    said = step_time(SMALL, H100).step_seconds
-    one = calibrate(SMALL, H100, 1.3 * said)
-    assert one == pytest.approx(1.3)
-    assert step_time(SMALL, H100, calibration=one).step_seconds == pytest.approx(1.3 * said)
+    predicted = step_time(SMALL, H100).step_seconds
+    factor = calibrate(SMALL, H100, 1.3 * predicted)
+    assert factor == pytest.approx(1.3)
+    assert step_time(SMALL, H100, calibration=factor).step_seconds == pytest.approx(1.3 * predicted)
     other = Layout(data=8)
-    assert step_time(SMALL, H100, other, calibration=one).step_seconds == pytest.approx(
+    assert step_time(SMALL, H100, other, calibration=factor).step_seconds == pytest.approx(
         1.3 * step_time(SMALL, H100, other).step_seconds)
     for wrong in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="a measured step takes more than 0"):
