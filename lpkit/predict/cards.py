@@ -1,6 +1,7 @@
-"""Cards: a prediction, a measurement or both, as 1 kB of JSON and as a picture.
+"""Cards: a prediction, a measurement, or both, as 1 kB of JSON and as an SVG picture.
 
-The JSON contains its SHA-256. This shows damage, but it is not a signature: anybody can write one.
+The JSON contains its own SHA-256. The checksum shows damage, but it is not a signature: anybody can
+write a card with a valid checksum.
 """
 
 import platform
@@ -26,12 +27,15 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
           **measured) -> list[str]:
     """Write PATH.json and PATH.svg; return both paths.
 
-    `model`: its name, parameters and layers, and more for the JSON. `predicted`: a Prediction of a
-    Config or a module. `measured`: `peak_bytes`, `step_seconds` and counts on this `device`. Raises
-    ConfigError, OSError."""
+    model       the model's name, parameters and layers, and more fields for the JSON
+    predicted   a Prediction of a Config or a module; None: the card has no prediction
+    device      the device of the measurement; "": the card has no measurement
+    measured    `peak_bytes`, `step_seconds` and counts, as measured on `device`
+
+    Raises ConfigError if the path cannot be a card's, and OSError."""
     path = path.with_suffix("") if path.suffix in (".json", ".svg") else path
     if not path.name:
-        raise ConfigError(f"a card needs the name of a file, as card.svg; got {named(path)!r}")
+        raise ConfigError(f"a card needs the name of a file, like card.svg; got {named(path)!r}")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {named(path.parent)} for the card; make it first")
     torch = next((package.version for package in metadata.distributions(name="torch")), "none")
@@ -52,9 +56,11 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
 
 
 def line(card: Mapping[str, Any]) -> list[str]:
-    """Return the words of a card: the model, the machine, then predicted value, measured value and
-    relative error of bytes and of seconds. Seconds have an error only if both are of one machine.
-    Raises one of records.UNREADABLE."""
+    """Return the eight texts of a card: the model; the machines; the predicted value, the measured
+    value and the relative error of the peak's bytes; and the same three of a step's seconds.
+
+    The seconds have an error only if prediction and measurement are of the same machine. Raises
+    one of the errors in records.UNREADABLE if a field is missing or out of range."""
     both = [card.get(side) or {} for side in ("predicted", "measured")]
     machines = [*dict.fromkeys(in_one_line(facts["machine"][:40]) for facts in both if facts)]
     facts = [in_one_line(card["model"]["name"][:40]), "; measured: ".join(machines)]
