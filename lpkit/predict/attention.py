@@ -10,8 +10,8 @@ Sizes: B sequences of T tokens, H query heads, G key/value heads, E dimensions o
                                        (if qk_norm)
 
     product     the output of qkv: B T x (H + 2 G) E numbers. q, k and v are views of the product,
-                and one view keeps all of the product alive. q and k are copies instead of views if
-                a norm or rotary positions compute them anew, or if 1 < G < H (the queries of a
+                and one view keeps all of the product alive. q and k are new tensors instead of
+                views if a norm or rotary positions compute them, or if 1 < G < H (the queries of a
                 group are not adjacent).
     scores      q k^T, B H T T numbers. Fused kernels never hold all scores at once.
     sums        the log-sum-exp of each query, B H T float32 numbers. Fused kernels save the sums
@@ -207,7 +207,7 @@ def qkv_bytes(s: MicroBatch) -> int:
 def attended_numbers(s: MicroBatch) -> int:
     """Return the numbers of q, k and v that attention saves per token.
 
-    q, k and v are views of the product, or copies if a norm or rotary positions compute them anew.
+    q, k and v are views of the product, or new tensors if a norm or rotary positions compute them.
     If the norms of q and k already saved the product, v is a view of it and costs nothing."""
     m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)     # apart: v is a copy
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0

@@ -409,15 +409,15 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
                               f"ask `lpkit predict` for its bytes")
     # raises ConfigError for unknown names, before the search would take each for a refused layout
     memory(config, on, layout=Layout(), optimizer=optimizer)
-    search = Plan(config, tokens, on, optimizer or config.optimizer.name,
+    ranked = Plan(config, tokens, on, optimizer or config.optimizer.name,
                  calibration, budget=budget or math.inf,
                  deadline=deadline_seconds or math.inf)
     to_try = [precision_of(config, on, name) for name in precisions or (None,)]
     for precision in to_try:
         for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
-            search.search(precision, count)
-    search.rank("soonest" if budget or devices else "cheapest")
-    return search
+            ranked.search(precision, count)
+    ranked.rank("soonest" if budget or devices else "cheapest")
+    return ranked
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

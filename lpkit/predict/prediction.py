@@ -60,7 +60,8 @@ class Prediction:
         """Write this prediction to the card PATH.json and PATH.svg, and return both paths, as
         `lpkit.predict.cards.write` does. `measured`: `device`, `peak_bytes` and other measured
         numbers."""
-        from lpkit.predict import cards  # late, because the planner's page does not ship this module
+        # imported late, because the planner's page does not ship this module
+        from lpkit.predict import cards
 
         usual = flat(Config()).items()
         changed = dict(item for item in flat(self.config).items()
