@@ -172,7 +172,7 @@ def test_without_a_gpu_a_trace_of_one_says_so(built, monkeypatch):
     monkeypatch.setattr(torch.cuda, "_lazy_init", begins)
     with pytest.raises(ConfigError,
                        match=r"^PyTorch sees no GPU here, .*; use device=cpu, which keeps the same "
-                             r"tensors but for RMSNorm's$"):
+                             r"tensors, except those of RMSNorm$"):
         predict_trace(SMALL, device="cuda")
 
 
