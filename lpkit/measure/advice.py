@@ -321,8 +321,8 @@ def by_records(recipe: str, products: Sequence[Product],
             speeds[name] = statistics.harmonic_mean(ratios, work)
     sources = [f"{speed:.2f} times as fast as bf16 by {name}" for name, speed in speeds.items()]
     apart = max(speeds.values(), default=0) >= DISAGREE * min(speeds.values(), default=1)
-    named = " but ".join(sources if apart else sources[:1])
-    return "formula" + f", matmuls {named}" * bool(sources)
+    return "formula" + f", matmuls {' but '.join(sources if apart else sources[:1])}" * bool(
+        sources)
 
 
 def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[float, str]]:

@@ -48,8 +48,7 @@ class Row:
             return ""
         sentence = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
         if doubt := disturbance(self.others):
-            return (f"{sentence} One cannot tell whether the formula describes this machine: "
-                    f"{doubt}.")
+            return f"{sentence} This may be no error of the formula, because {doubt}."
         return f"{sentence} The formula does not describe this machine, because {self.because}."
 
     @property
