@@ -48,7 +48,7 @@ class Row:
             return ""
         sentence = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
         if doubt := disturbance(self.others):
-            return f"{sentence} This may be no error of the formula, because {doubt}."
+            return f"{sentence} The measurement cannot tell whether the formula is wrong: {doubt}."
         return f"{sentence} The formula does not describe this machine, because {self.because}."
 
     @property
