@@ -31,7 +31,8 @@ GROUPS = {"one node, rings: A100, MI300X, gathers and scatters": lambda row: row
 
 
 def switched(row):
-    """NVLS: of NCCL's all-reduce on NVLink 4 and after."""
+    """Return whether the switches add numbers (NVLS): NCCL's all-reduce does so on NVLink 4 and
+    later."""
     return (row["collective"] == "all-reduce" and row["machine"] in ("h100", "h200", "b200")
             and "NVLS off" not in row["note"])
 
@@ -70,16 +71,16 @@ def test_every_point_says_where_it_is_from():
 
 
 def test_a_large_ring_is_priced_as_it_was_measured():
-    """A 16 GiB all-gather, reduce-scatter and all-reduce without NVLS over 8 H200: 361.4, 362.9 and
-    367.2 GB/s."""
+    """An all-gather, a reduce-scatter and an all-reduce (without NVLS) of 16 GiB over 8 H200 have
+    361.4, 362.9 and 367.2 GB/s of bus bandwidth."""
     rings = [bandwidth_ratio(row) for row in CURVES
              if row["machine"] == "h200" and not switched(row)]
     assert len(rings) == 3 and rings == pytest.approx([1.0] * 3, abs=0.05)
 
 
 def test_nodes_add_up_before_they_send():
-    """1 GiB over 2 nodes of 8 A100 with 50 Gbit/s each: 76.8 GB/s, where a ring through all ranks
-    could have 50 at most."""
+    """An all-reduce of 1 GiB over 2 nodes of 8 A100 with 50 Gbit/s each reaches 76.8 GB/s. A ring
+    through all ranks could reach 50 GB/s at most."""
     (row,) = (row for row in CURVES if row["machine"] == "a100-80" and row["nodes"] == "2"
               and int(row["bytes"]) == 2**30)
     assert float(row["bus_gigabytes"]) > 8 * 6.25

@@ -80,7 +80,7 @@ def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
 
 
 def attended(kind: str, backend: str, model: ModelConfig = SMALL) -> ModelConfig:
-    """Skips what the backend says it cannot."""
+    """Skip the test if the backend cannot run this model on a CPU."""
     model = replace(model, attention=KINDS[kind])
     if problem := ATTENTION[backend].why_not(Attending(model=model)):
         pytest.skip(problem)
@@ -103,9 +103,9 @@ def test_parameters_are_pytorchs_count(name):
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
 @pytest.mark.parametrize("name", [*ODD, "gpt2-124m", "llama-1b", "llama-70b"])
 def test_flops_are_pytorchs_count(name, backend):
-    """On the meta device sdpa is made of products, which the counter sees; backward is twice
-    forward, exactly, and blocked makes the scores once more. Of large models three blocks: the next
-    are like them."""
+    """On the meta device, sdpa is composed of matmuls that PyTorch's counter sees. Backward has
+    exactly twice the FLOPs of forward; `blocked` also computes the scores once more. Of large
+    models, three blocks are counted, since the other blocks are equal to them."""
     model, batch = MODELS[name], 3 if name in ODD else 1
     model = replace(model, layers=min(3, model.layers))
     used, built = backend, on_meta(model, backend)
@@ -124,7 +124,7 @@ def test_flops_are_pytorchs_count(name, backend):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_that_a_rule_lets_through_are_counted(kind):
-    """Each asked alone; documents as if they were one."""
+    """Each pair of tokens is checked by itself. Several documents count as one document."""
     for T in (1, 20, 150):
         model = replace(SMALL, context=T, attention=KINDS[kind])
         rule = model.attention.rule(T)
@@ -139,7 +139,7 @@ def test_pairs_that_a_rule_lets_through_are_counted(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
 def test_the_flops_of_every_kind_are_pytorchs_count(backend, kind):
-    """It counts the whole square. What a backend skips is in its share of the pairs."""
+    """PyTorch counts all T x T pairs. `pairs_share` has the share that a backend computes."""
     model = attended(kind, backend, replace(SMALL, context=150))
     built, tokens = on_meta(model, backend), torch.zeros(2, model.T, dtype=torch.long,
         device="meta")
@@ -153,13 +153,13 @@ def test_the_flops_of_every_kind_are_pytorchs_count(backend, kind):
 
 
 def scores_again(model, batch):
-    """A flash kernel computes them anew in backward (Dao et al. 2022,
-    https://arxiv.org/abs/2205.14135)."""
+    """Return the FLOPs of the scores, which a flash kernel computes again in backward (Dao et al.
+    2022, https://arxiv.org/abs/2205.14135)."""
     return sum(p.flops for p in products(model, batch=batch) if p.name == "scores")
 
 
 def test_what_flash_computes_again_is_pytorchs_count():
-    """The counter's own formula for a flash backward: two products forward, five backward."""
+    """PyTorch's formula for a flash kernel counts two matmuls in forward and five in backward."""
     from torch.utils.flop_counter import sdpa_backward_flop_count
 
     m = PRESETS["gpt2-124m"].model
@@ -170,7 +170,8 @@ def test_what_flash_computes_again_is_pytorchs_count():
 
 
 def test_flops_by_the_rule_of_thumb():
-    """6 N + 12 L H E T of PaLM's appendix B, N without embeddings that are only looked up."""
+    """6 N + 12 L H E T FLOPs per token, from PaLM's appendix B. N does not count embeddings, which
+    are only looked up."""
     m = PRESETS["llama-8b"].model
     matrices = parameter_count(m) - parameters(m)["embedding"] - parameters(m)["norms"]
     assert training_flops_per_token(m) == 6 * matrices + 12 * m.L * m.H * m.E * m.T
@@ -196,7 +197,8 @@ KEPT = [pytest.param(model, backend, (1, 3)[(i // 2 + j + k) % 2], precision,
 @pytest.mark.parametrize("model, backend, batch, precision, recompute", KEPT)
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision,
         recompute, monkeypatch):
-    # what it saves does not hang on numbers, for which the interpreter would take minutes
+    # the saved bytes do not depend on the numbers, which Triton's interpreter would take minutes to
+    # compute
     monkeypatch.setattr("lpkit.kernels.flash_attention._forward",
                         defaultdict(lambda: lambda **_: None))
     _same_bytes(model, backend, batch, precision, recompute)
@@ -214,7 +216,8 @@ def test_activations_of_every_kind(name, kind, backend, precision, recompute):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["plain", "sdpa"])
 def test_activations_of_documents(backend, precision):
-    """A mask of each sequence. Ids that a backend keeps are the batch's, and no activation."""
+    """Each sequence has a mask of its own. Document ids that a backend keeps are part of the batch,
+    not of the activations."""
     _same_bytes(attended("documents", backend), backend, 3, precision, "none")
 
 
@@ -241,11 +244,11 @@ def _same_bytes(model, backend, batch, precision, recompute):
 
 
 def test_korthikanti_s_formula():
-    """Bytes of a layer in 16 bits, equation 1 of https://arxiv.org/abs/2205.05198: s b h (34 + 5 a
-    s / h), and 34 s b h where its attention is computed again, which the paper calls selective.
-    lpkit has no dropout: its masks, and what goes through one, are not there. It has the means of
-    norms and the causal mask, which the formula leaves out. PyTorch's selective keeps 20 s b h:
-    results of products, 22 with a fused attention's."""
+    """Bytes that a layer keeps in 16 bits, equation 1 of https://arxiv.org/abs/2205.05198: s b h
+    (34 + 5 a s / h); and 34 s b h if attention is recomputed, which the paper calls selective
+    recomputation. The formula counts dropout masks and results, and lpkit has no dropout. lpkit
+    keeps statistics of norms and the causal mask, which the formula leaves out. PyTorch's selective
+    recomputation keeps results of matmuls: 20 s b h, or 22 s b h with fused attention."""
     s, b, h, a = 64, 2, 96, 6
     model = ModelConfig(layers=3, width=h, heads=a, vocab=100, context=s, mlp_width=4 * h)
     masks, scores_dropped, norms, causal, sums = (2 * s * b * h, 3 * a * s * s * b, 8 * s * b,
@@ -267,7 +270,7 @@ def test_korthikanti_s_formula():
 
 
 def test_every_attention_backend_has_its_formula():
-    """One row says both."""
+    """Each row of ATTENTION names its formula."""
     for name in SOFTMAX:
         row = ATTENTION[name]
         assert (unwrap(attention.backend(name, replace(SMALL, head_dim=16))) is unwrap(row.load())
@@ -295,8 +298,9 @@ def test_recomputed_blocks_keep_their_inputs():
                          ids=lambda kind: kind["name"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_step_of_every_kind(recipe, kind, used):
-    """2%: where the peak is inside attention's backward, what its products hold is taken together,
-    and a CPU without fast bf16 widens blocked's copies of some heads to float32."""
+    """Within 2%. If the peak is inside attention's backward, the formula adds up tensors that are
+    not all alive at once; and a CPU without fast bf16 casts copies of some heads to float32 in
+    `blocked`."""
     config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 4, "model.context": 300,
         "model.width": 64,
                                        "precision.recipe": recipe, "system.attention": used,
@@ -314,8 +318,8 @@ def test_memory_of_a_step_of_every_kind(recipe, kind, used):
         "norms of q and k"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_real_step(recipe, changes):
-    """Every row at the peak to the byte, but for single numbers: the optimizer's step counters, the
-    loss."""
+    """Each row at the peak is exact to the byte, except for single numbers: the optimizer's step
+    counters and the loss."""
     config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 8, "model.context": 160,
         "model.width": 64,
                                        "precision.recipe": recipe, **changes})
@@ -330,7 +334,8 @@ def test_memory_of_a_real_step(recipe, changes):
 
 
 def test_zero_by_the_papers_example():
-    """ZeRO, figure 1: 7.5B parameters, 64 devices, 2 + 2 + 12 bytes: 120, 31.4, 16.6 and 1.9 GB."""
+    """Figure 1 of the ZeRO paper: 7.5B parameters on 64 devices with 2 + 2 + 12 bytes per parameter
+    need 120, 31.4, 16.6 and 1.9 GB for stages 0 to 3."""
     totals = [sum(row.bytes for row in model_states(7_500_000_000, zero=stage, devices=64)) / 1e9
               for stage in range(4)]
     assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
@@ -371,7 +376,7 @@ def test_time_energy_and_cost_by_hand():
     assert (predicted.run.cost == pytest.approx(2 * hours)
             and predicted.run.energy_wh == pytest.approx(700 * hours))
     again = predict(config, "h200", devices=8, mfu=0.5, recompute="block")
-    # one more forward pass, without the head
+    # recomputation adds a forward pass of all blocks, without the head
     assert 1.2 < again.step_seconds / predicted.step_seconds < 4 / 3
 
 
@@ -436,9 +441,9 @@ def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
 
 
 def test_tensor_ranks_divide_every_activation_once(monkeypatch):
-    """What backward holds returns to what it was: the last block and the first leave alike, and
-    nothing is below zero. What ranks gather beside it is in
-    tests/predict/test_memory_layouts.py."""
+    """The temporaries of a block's backward are freed again: the last and the first block leave
+    equal bytes, and no row falls below 0. tests/predict/test_memory_layouts.py tests the bytes that
+    ranks gather."""
     monkeypatch.setattr(Walk, "whole_input", lambda self, op: 0.0)
     config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1,
                                           "system.stack": "eager"})
@@ -463,12 +468,12 @@ def test_the_catalogue_is_dense_and_sourced():
 
 
 def test_micro_batches():
-    config = preset("gpt2-124m")     # 512 sequences in 32 pieces
+    config = preset("gpt2-124m")     # 512 sequences in 32 micro-batches
     assert ([micro_batch(config.global_batch, config.grad_accum_steps, n) for n in (1, 8, 64, 512)]
             == [
         (16, 32), (16, 4), (8, 1), (1, 1)])
     assert micro_batch(12, 2, 3) == (4, 1)
-    # 6 times a prime: counting down to it took longer than anybody waits
+    # 6 times a prime: a search that counts down to a divisor would take minutes
     assert micro_batch(6 * 357_913_931, 3, 2) == (357_913_931, 3)
 
 
@@ -510,7 +515,7 @@ def test_wrong_input_is_one_sentence(arguments, message, capsys):
 def test_the_command_prints_one_object_or_a_table(capsys):
     assert cli.main(["predict", "llama-70b", "--machine", "h200", "--devices", "64", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["parameters"] == 70_553_706_496       # as in Llama 3.1's own index file
+    assert answer["parameters"] == 70_553_706_496       # the size in Llama 3.1's index file
     assert (answer["devices"] == 64 and answer["machine"]["name"] == "h200"
             and len(answer["sources"]) >= 4)
     assert cli.main(["predict", "llama-70b", "--devices", "64"]) == 0
@@ -552,7 +557,7 @@ def test_predicting_needs_only_the_standard_library():
                                "model.norm": "rmsnorm"}],
                          ids=["many tokens", "few"])
 def test_the_peak_of_a_low_precision_step(recipe, changes):
-    """2%: how long a cast's own workspace lives is the kernel's affair."""
+    """Within 2%: the formula does not know how long the workspace of a cast kernel lives."""
     config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 2,
         "precision.recipe": recipe, **changes})
     measured = measure.memory(config, device="cpu")
@@ -573,8 +578,8 @@ def test_the_peak_of_a_low_precision_step(recipe, changes):
 ], ids=lambda changes: " ".join(map(str, changes.values())))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-tensorwise"])
 def test_the_peak_under_a_memory_technique(recipe, changes, monkeypatch):
-    """By PyTorch's own products. A wide one's copy of a weight goes with its block, autocast's
-    stays to the end of forward."""
+    """PyTorch's own matmuls run. A float32 copy of a weight is freed with its block; autocast's
+    copy lives until forward ends."""
     config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 4, "model.context": 128,
         "precision.recipe": recipe,
                                        **changes})
@@ -607,8 +612,8 @@ def test_the_bytes_of_cached_weights(recipe):
 @pytest.mark.parametrize("saved", ["cpu", "disk", "int8", "int4"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_the_peak_with_activations_away(recipe, saved):
-    """10%: what comes back, and what is put into codes, is taken to be a tensor of the MLP
-    throughout."""
+    """Within 10%: the formula takes every tensor that is fetched, or packed to codes, for a tensor
+    of the MLP."""
     config = preset("cpu-3m").replace({"model.layers": 4, "global_batch": 4, "model.context": 128,
         "model.width": 128,
                                        "precision.recipe": recipe,
@@ -628,8 +633,8 @@ def test_the_peak_with_activations_away(recipe, saved):
 ], ids=["16 bits", "fp32", "few tokens", "accumulated", "recomputed", "a large vocabulary",
         "llama style"])
 def test_the_peak_of_a_shard(changes):
-    """Against a trace of FSDP2 over 8 ranks, 4%: what a block's last operations hold while its
-    gradients leave is counted for the block as a whole."""
+    """Within 4% of a trace of FSDP2 over 8 ranks: the formula counts all gradients of a block as in
+    transfer when its last operations run."""
     models = ({f"model.{key}": value for key, value in changes.items()} if changes is LLAMA
               else changes)
     config = preset("cpu-3m").replace({"precision.recipe": "bf16", "model.layers": 6,
@@ -641,7 +646,8 @@ def test_the_peak_of_a_shard(changes):
 
 
 def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():
-    """A prefix alone: of its state nothing is fetched for an update. It was a ValueError."""
+    """Only a prefix is trained, so no optimizer state is fetched for an update. This once raised a
+    ValueError."""
     config = preset("llama-8b").replace({"model.changes": "prefix",
         "memory.optimizer_state": "disk"})
     assert memory(config, "b200").peak_bytes < memory(config.replace({"model.changes": []}),
@@ -659,7 +665,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused(changes, layout, why):
 
 
 def test_offload_with_some_recomputed_blocks_on_ranks_has_a_prediction():
-    """The walk reached the embeddings with fewer than 0 bytes, and then knew no peak of them."""
+    """The walk once reached the embeddings with fewer than 0 bytes, and found no peak there."""
     config = Config().replace({
         "model.layers": 4, "model.width": 128, "model.heads": 4, "global_batch": 40,
         "grad_accum_steps": 5, "memory.recompute": "block", "memory.recompute.every": 3,

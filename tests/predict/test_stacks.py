@@ -86,7 +86,7 @@ def test_moments_of_bf16_weights_are_those_of_the_programs_optimizer(stack, mome
     config = LLAMA.replace({"system.stack": stack, "memory.param_dtype": "bf16"})
     held = {row.name: row.bytes for row in memory(config, "h200").rows}
     assert held["optimizer state"] == 2 * moment_bytes * parameter_count(LLAMA.model)
-    if stack == "eager":        # PyTorch's own, of a weight in bf16
+    if stack == "eager":        # PyTorch's optimizer state of a weight in bf16
         weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
         optimizer = torch.optim.AdamW([weight])
         weight.grad = torch.ones_like(weight)
@@ -115,7 +115,7 @@ def test_a_stack_multiplies_the_recipes_that_its_kernels_have(machine, recipe):
     config = LLAMA.replace({"system.stack": "megatron"})
     low, bf16 = (step_time(config, machine, precision=name) for name in (recipe, "bf16"))
     assert not low.emulated and low.step_seconds < bf16.step_seconds
-    # and megatron-2021 has none
+    # megatron-2021 has no such kernels
     old = step_time(config.replace({"system.stack": "megatron-2021"}), "mi300x", precision=recipe)
     assert old.emulated
 
@@ -180,8 +180,9 @@ def test_practitioners_runs_that_are_held_out():
 
 
 def test_buckets_slow_replicas_over_many_nodes_as_published():
-    """The Playbook's plain replicas and ZeRO 1: no drift from one node to eight (sources that are
-    held out). PyTorch's buckets of 25 MiB explain it; a message of all gradients does not."""
+    """The Playbook's plain replicas and ZeRO 1: from one node to eight, the error does not grow
+    (these sources are held out). PyTorch's buckets of 25 MiB explain the slowdown; one message of
+    all gradients does not."""
     drift = []
     for run, priced in published.taken(published.runs("ultrascale"), published.step):
         if priced.layout.tensor == priced.layout.pipeline == 1:
