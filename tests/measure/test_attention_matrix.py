@@ -21,7 +21,7 @@ TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.
 
 @pytest.fixture(scope="module")
 def cells_by_pair():
-    """Two dtypes of every kind and backend."""
+    """The results of each backend and each kind of attention, in two dtypes."""
     return run("cpu", dtypes=("float32", "bfloat16"))
 
 
@@ -36,7 +36,7 @@ def test_every_kind_by_every_backend_is_on_the_page_and_true_here(cells_by_pair)
         errors = dict(zip(DTYPES, errors if len(errors) == 3 else ["-"] * 3, strict=True))
         for dtype, cell in cells.items():
             assert (errors[dtype] == "-") == bool(cell.why), (name, kind, dtype, cell)
-            # other processors sum in another order; fp8's and 16 bits' errors are the formats'
+            # other processors sum in another order; errors of FP8 and 16 bits come from the formats
             if not cell.why:
                 listed = float(errors[dtype])
                 assert listed / 10 <= float(error(cell)) <= 10 * listed, (
@@ -70,7 +70,8 @@ def test_a_backend_that_raises_or_is_wrong_is_a_sentence(call, why, monkeypatch)
 
 
 def test_each_kind_leaves_something_out():
-    """At the page's sizes; else a kind would be tried as full attention."""
+    """At the page's sizes, each kind hides some pairs of tokens; else it would be tried as full
+    attention."""
     full = models()["full"].attention.rule(130).pairs(130)
     for name in ("window", "block-sparse", "global"):
         assert models()[name].attention.rule(130).pairs(130) < full, name

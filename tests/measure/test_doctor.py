@@ -97,8 +97,8 @@ def test_a_wrong_product_does_not_count_as_working(monkeypatch):
 
 
 def test_compiled_fp8_stores_are_compared_bit_by_bit():
-    """A store that went wrong is a sentence: NaN bytes in the transposed one, as Triton leaves
-    them, or one bit of the other."""
+    """A wrong store is reported: NaN bytes in the transposed store, which Triton's error leaves, or
+    a single wrong bit in the other store."""
     assert doctor.fp8_stores(CPU, lambda function: function).startswith(
         "6 of 6 compiled casts to E4M3 and E5M2 were tried and have the bits")
 
@@ -156,14 +156,14 @@ def test_processes_that_crash_or_hang_are_a_row(function, works, why, monkeypatc
 
 
 def test_fp8_stores_keep_to_a_budget_of_their_own(monkeypatch):
-    """Compiling one takes seconds on a GPU; the probe says of how many it speaks, and has tried
-    one."""
+    """Compiling a kernel takes seconds on a GPU. If the time is over, the report says how many
+    casts were tried, which is at least one."""
     monkeypatch.setattr(doctor, "PROCESS_SECONDS", -1.0)
     assert doctor.fp8_stores(CPU, lambda function: function).startswith("1 of 6 ")
 
 
 def test_a_row_names_one_alternative():
-    """The backend that the reason names comes before the check's own alternative."""
+    """The backend that the reason names replaces the check's own alternative."""
     def run(device):
         raise UnavailableError("needs a GPU; sdpa can")
 
@@ -188,8 +188,8 @@ def test_the_command_prints_one_object_and_a_page_for_people(report, monkeypatch
 
 
 def test_each_row_is_printed_before_the_next_probe_starts(monkeypatch, capsys):
-    """And the rows about the system before anything is tried. No clock: the order is what a reader
-    waits for."""
+    """The rows about the system are printed before the first check runs. The test compares the
+    order of events, not times."""
     row = {"name": "", "kind": "precision", "works": True, "detail": "x", "why": "", "nearest": ""}
 
     def answers(imports):
@@ -210,7 +210,7 @@ def test_each_row_is_printed_before_the_next_probe_starts(monkeypatch, capsys):
 
 
 def test_what_is_printed_first_needs_no_torch():
-    """PyTorch's import takes seconds, and beside other work many."""
+    """Importing PyTorch takes seconds, and longer on a busy machine."""
     code = ("import sys; from lpkit.commands import doctor; from lpkit.measure import probes\n"
             "page = doctor.Page(); print(next(page.lines({'machine': probes.facts()})), 'torch' in "
             "sys.modules)")
@@ -235,9 +235,9 @@ def test_figures_of_a_busy_machine_are_marked():
 @pytest.mark.parametrize("fp32, bf16, used",
                          [(2.0, 1.0, "bf16"), (1.05, 1.0, "fp32"), (40.52, 1.0, "fp32")])
 def test_the_race_counts_cpu_time_and_believes_no_wonder(monkeypatch, fp32, bf16, used):
-    """Beside two busy processes a product of bf16 fitted between two turns of the others and that
-    of fp32 did not: wall-clock times said up to 31 times the speed where it is twice. A ratio that
-    no processor has decides nothing."""
+    """Beside two busy processes, a matmul in bf16 fitted between two turns of the others and a
+    matmul in fp32 did not. Wall-clock times gave a speed-up of up to 31, where the true one is 2. A
+    speed-up that no processor can have decides nothing."""
     seen = {}
 
     def seconds(runners, *, rounds, within_seconds, clock):

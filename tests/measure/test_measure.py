@@ -44,7 +44,7 @@ def test_saved_bytes_counts_each_storage_once_and_leaves_parameters_out():
 
 def test_saved_bytes_tells_the_weights_16_bit_copies_apart():
     model = nn.Linear(8, 16, bias=False)
-    x = torch.ones(32, 8, requires_grad=True)     # so that backward needs the weight too
+    x = torch.ones(32, 8, requires_grad=True)     # so that backward also needs the weight
 
     def loss():
         with torch.autocast("cpu", torch.bfloat16):
@@ -87,7 +87,7 @@ LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
 
 @pytest.mark.parametrize("asked, flops, before, busy, used, why", [
     (3, 1.0, "2", 0.9, "3", "requested"),                       # first what somebody wants
-    # else the sums of a resumed run have another order
+    # else a resumed run would sum in another order
     (None, LARGE, "1", 0.0, "1", "as when this run began"),
     (None, 0.9 * SMALL_FLOPS, None, 0.0, "1", "MFLOP"),
     (None, LARGE, None, 0.0, "4", "other processes use 0%"),
@@ -118,7 +118,7 @@ def test_a_gpu_asks_nobody_for_threads(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an affinity is Linux's")
 def test_a_busy_neighbour_is_seen_and_oneself_is_not(tmp_path, this_machine):
-    """On one core, which both share: each gets half of it."""
+    """Both processes share one core, so each gets half of it."""
     allowed, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     (busy := tmp_path / "busy").touch()
@@ -164,7 +164,7 @@ def test_the_resident_peak_rises_with_an_allocation_and_can_be_reset():
     held = torch.ones(2**26)      # 256 MiB
     assert peak_bytes("cpu") - before >= 0.9 * held.nbytes
     del held
-    assert peak_bytes("cpu") - before >= 0.9 * 2**28      # it does not fall by itself
+    assert peak_bytes("cpu") - before >= 0.9 * 2**28      # it does not shrink by itself
     reset_peak("cpu")
     assert peak_bytes("cpu") - before < 0.5 * 2**28
 
@@ -182,8 +182,9 @@ def test_this_machine_is_a_row_of_the_catalogue():
 @pytest.mark.parametrize("dtype, error",
                          [("fp32", 1e-6), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.02)])
 def test_ceilings_are_products_of_random_numbers(dtype, error):
-    """Zeros and ones take less power. Two normal matrices, whatever was drawn before, in the
-    format's own precision; INT8 by 32."""
+    """Matrices of zeros and ones would need less power, so that a device might run faster. The
+    operands are normal random numbers, independent of earlier draws, in the format's precision; for
+    INT8, normal numbers times 32."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     y = hardware.product((64, 128), (128, 32), dtype, torch.device("cpu"))().double()
@@ -198,7 +199,7 @@ def test_ceilings_are_products_of_random_numbers(dtype, error):
 @pytest.mark.parametrize("capability, low",
                          [((7, 0), ()), ((8, 0), ("int8",)), ((8, 9), ("fp8", "int8"))])
 def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
-    """And what was measured on a Hopper GPU is no longer said to multiply none of them."""
+    """The measured formats of a Hopper GPU are listed as multiplied by hardware."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert (hardware.low_formats(torch.device("cuda")) == low
             and hardware.low_formats(torch.device("cpu")) == ())
@@ -214,7 +215,7 @@ def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
 
 
 def test_provenance_of_a_gpu(monkeypatch, tmp_path):
-    """By nvidia-smi, or not at all."""
+    """The driver's facts come from nvidia-smi; without it there are none."""
     want = {"driver": "580.1", "power_limit_watts": 700.0, "sm_clock_mhz": 1755.0,
             "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
     smi = tmp_path / "nvidia-smi"
@@ -302,7 +303,8 @@ def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
     {"memory.moment_format": "int8"}],
                          ids=["in-backward", "8-bit moments"])
 def test_a_step_is_timed_under_any_optimizer(changes):
-    """Gradients may be gone when backward ends, and a state may hold more than tensors."""
+    """Gradients may be freed when backward ends, and an optimizer's state may have more than
+    tensors."""
     config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2,
                                "model.context": 16, "precision.recipe": "fp32",
                                "system.device": "cpu", **changes})

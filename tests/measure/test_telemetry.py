@@ -51,7 +51,7 @@ def stats(drawn, cast, **amax):
 
 
 def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
-    """A scale per block, from its largest magnitude."""
+    """Return a scale for each block, from its largest magnitude."""
     largest, unit = FORMATS[cast.format].largest, np.float32(1)
     if cast.scale == "float32":
         return np.maximum(amax, np.float32(2.0**-100)) / np.float32(largest)
@@ -69,7 +69,7 @@ def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
 
 
 def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
-    """The statistics by loops over blocks."""
+    """Return the statistics, computed by loops over blocks."""
     x = x.double().numpy().astype(np.float32)
     if cast.transform == "hadamard":
         x = (x.reshape(len(x), -1, 16) @ hadamard_matrix().float().numpy()).reshape(x.shape)
@@ -85,7 +85,7 @@ def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
     per_block, empty = [], []
     for i, row in enumerate(tiles):
         for j, tile in enumerate(row):
-            # a scale of 0: nothing is left
+            # with a scale of 0, all elements become 0
             scaled = tile.astype(np.float32) / np.float32(scales[i, j] or np.inf)
             clipped = scaled.clip(-fmt.largest, fmt.largest)
             grid = (np.rint(clipped) if cast.format == "int8"
@@ -112,7 +112,7 @@ def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
 
 
 def wild(rows: int = 256, columns: int = 256) -> torch.Tensor:
-    """Six decades of magnitudes, outliers, zeros and a block of zeros."""
+    """Return a tensor with magnitudes over six decades, outliers, zeros and a block of zeros."""
     g = torch.Generator().manual_seed(3)
     x = (torch.randn(rows, columns, generator=g)
          * 10 ** (3 * torch.randn(rows, columns, generator=g).clamp(-1, 1)))
@@ -180,8 +180,8 @@ def test_padding_counts_nowhere():
 
 
 def test_a_draw_is_unbiased_and_keeps_the_scale_of_the_whole():
-    """The mean over draws is the value over all rows, for every granularity; the tensor's amax is
-    never lost."""
+    """For each granularity, the mean over many draws is the value over all rows, and each draw has
+    the amax of the whole tensor."""
     x, rng = wild(512, 256), torch.Generator().manual_seed(1)
     x[:, 7] = x[:, 8]
     casts = [cast_of(RECIPES[name], "x") for name in ("fp8-tensorwise", "mxfp8", "nvfp4")]
@@ -244,8 +244,8 @@ def test_off_is_a_call_and_a_remainder(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
 def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
-    """The sample's own quality, and the counterfactual of its own recipe, are those of the layer's
-    cast."""
+    """The Sample's `own` quality, and the quality of the run's recipe in `others`, are those of the
+    cast that the layer did."""
     training = Training.build(TINY.replace({"precision.recipe": recipe}))
     watched = telemetry.attach(training, None, every=1, rows=None, roles=tuple(ROLES),
                                layers=("blocks.1.mlp.up",))
@@ -258,7 +258,7 @@ def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
 
     layer.register_forward_hook(take)
     for step in range(3):
-        with watched.watch(step):       # the weights stay what they are
+        with watched.watch(step):       # the weights do not change
             training.forward_backward(training.batch(step))
     samples = watched.samples
     for role in ROLES:
@@ -364,8 +364,8 @@ def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_colour_means_one_value_in_every_map(samples, metric):
-    """25.0 and 25.9 dB are not the two ends of the colours; and no sample of a run is beyond them,
-    but by exactness or ruin."""
+    """The colour scale is the same in all maps, so 25.0 and 25.9 dB are not its two ends. Only
+    exact casts and useless casts are beyond its ends."""
     maps = [heat_map(samples, metric=metric, role=role, recipe=recipe) for role in ("x", "dy")
             for recipe in ("mxfp8", "nvfp4")]
     assert len({(spec["data"][0]["zmin"], spec["data"][0]["zmax"]) for spec in maps}) == 1
@@ -382,7 +382,7 @@ def test_a_cell_is_chosen_by_a_click(samples):
     assert (explorer.choices["layer"], explorer.choices["step"]) == ("blocks.1.mlp.down", 1)
     assert "blocks.1.mlp.down</b><br>x, step 1" in explorer.figure.spec["layout"]["annotations"][
         1]["text"]
-    explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is no cell
+    explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is not a cell of the map
     assert explorer.choices["step"] == 1
 
 
@@ -412,8 +412,8 @@ def test_a_run_writes_telemetry_by_its_setting_alone(tmp_path):
 
 
 def test_sampled_steps_leave_nothing_in_memory(tmp_path):
-    """Python holds as many blocks after 24 sampled steps as after 8, but for two dozen a step, with
-    telemetry or without."""
+    """After 24 sampled steps, Python has as many live objects as after 8, except for two dozen per
+    step, which a run without telemetry has, too."""
     held = {}
 
     def count(record):
@@ -459,7 +459,7 @@ MOST_MEGABYTES, PLANTED = 8, 200_000     # a sample once left 0.2 MB
 @pytest.mark.skipif(status_bytes("VmRSS") is None,
                     reason="the system does not say what is resident")
 def test_a_run_that_is_looked_at_at_every_step_grows_as_one_that_is_not(tmp_path):
-    """Live objects are counted above; this is what the process takes, whoever keeps it."""
+    """The test above counts live objects; this test compares the memory of the process."""
     (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
         for i in range(20_000)))
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -475,8 +475,9 @@ def test_a_run_that_is_looked_at_at_every_step_grows_as_one_that_is_not(tmp_path
 
 
 def test_fp16_that_overflows_is_not_called_exact():
-    """Without a scale a magnitude beyond 65,504 becomes Inf: its noise has no logarithm, as that of
-    an exact cast has none. (07 showed "exact" beside 1.56% saturated.)"""
+    """Without a scale, a magnitude above 65,504 becomes infinite. Then the SQNR has no logarithm,
+    and neither has the SQNR of an exact cast; the two must not be confused. (Notebook 07 once
+    showed "exact" beside 1.56% saturated.)"""
     x = torch.ones(32, 64)
     x[0, 0] = 1e6
     cast = cast_of(RECIPES["fp16"], "x")

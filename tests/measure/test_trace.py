@@ -61,18 +61,18 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
 
 
 def test_the_last_block_in_16_bits_hides_the_one_before():
-    """nvfp4 keeps the last block in 16 bits; recomputed, the block before it is the first in 4 bits
-    that backward meets, and there the peak lies."""
+    """nvfp4 keeps the last block in 16 bits. With recomputation, the block before it is the first
+    block in 4 bits that backward reaches, and the peak is there."""
     config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4",
         "memory.recompute": "selective", "system.attention": "sdpa"})
     traced, closed = predict_trace(config, device="cpu"), memory(config, hardware.machine())
-    # without amaxes 2% less, without the block 5%
+    # without amaxes the peak would be 2% lower, without the block 5%
     assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.005
 
 
 def test_shards_by_arithmetic():
-    """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16;
-    a block's gradients in float32 on their way, the next block's weights in bf16 on theirs."""
+    """FSDP2 over 8 ranks holds in bf16 one gathered block, all parameters outside the blocks, and
+    the next block's weights in transfer; and in float32 the gradients of one block in transfer."""
     config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8,
                             "system.attention": "sdpa"})
     m, count = config.model, parameter_count(config.model)
@@ -87,7 +87,7 @@ def test_shards_by_arithmetic():
     whole = predict_trace(config, 8, layout=Layout(shard=8, zero=2))
     assert (whole.most["gathered weights"] == 2 * count
             and whole.most["weights"] == footprint.most["weights"])
-    # two of one sequence a rank
+    # each rank has two micro-batches of one sequence
     pieces = predict_trace(config.replace({"global_batch": 16, "grad_accum_steps": 16}), 8)
     assert (pieces.rows["gradients"] > footprint.rows["gradients"]
             and pieces.most["batch"] == 2 * footprint.most["batch"])
@@ -107,8 +107,8 @@ def test_techniques_shard_too(changes):
 
 
 def test_a_world_of_1024_ranks():
-    """Two blocks of Llama 8B; rank 0 holds the first row of every parameter, or none of it is split
-    further."""
+    """Two blocks of Llama 8B. Rank 0 has the first row of each parameter, because no parameter is
+    cut more finely than by rows."""
     config = preset("llama-8b").replace({"model.layers": 2, "global_batch": 1024,
         "grad_accum_steps": 1})
     m = config.model
@@ -162,8 +162,8 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("built", [False, True])
 def test_without_a_gpu_a_trace_of_one_says_so(built, monkeypatch):
-    """Whatever PyTorch was built for: its autograd asks the GPU for a stream, under fake tensors
-    too. And nothing begins to use CUDA."""
+    """PyTorch's autograd asks the GPU for a stream, even with fake tensors. So a trace of CUDA
+    operations is refused in every build of PyTorch, without initialising CUDA."""
     def begins(*_):
         raise AssertionError("CUDA was initialised")
 

@@ -29,7 +29,7 @@ LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu
 
 
 def test_a_linear_and_a_relu_by_hand():
-    """Every moment of one step of sum(relu(x W^T)), (32, 8) x (8, 16)."""
+    """All moments of one step of sum(relu(x W^T)), with (32, 8) x (8, 16)."""
     model = nn.Linear(8, 16, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(2, 8)).sum().backward()
@@ -47,11 +47,12 @@ def test_a_linear_and_a_relu_by_hand():
     held = {"weights": W, "optimizer state": W, "batch": x.nbytes}
     points = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
     rows_with = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
-    # Forward: y lives until relu has made its own, which is kept. The sum is 4 bytes.
+    # Forward: y is alive until relu has its result, which is saved. The sum has 4 bytes.
     assert ("forward", rows_with(temporaries=Y)) in points
     assert ("forward", rows_with(temporaries=Y, logits_and_loss=Y)) in points
     assert ("forward", rows_with(logits_and_loss=Y + 4)) in points
-    # Backward begins from a one, of 4 bytes; relu's gradient is Y, the weight's W.
+    # Backward begins with the number 1.0 (4 bytes). relu's gradient has Y bytes, the weight's
+    # gradient W bytes.
     assert ("backward", {**rows_with(logits_and_loss=Y + 8), "logits' gradients": Y}) in points
     assert any(phase == "backward" and rows.get("gradients") == W for phase, rows in points)
     assert points[-1][1] == held
@@ -64,7 +65,7 @@ def test_a_storage_counts_once_from_its_making_to_its_end():
     with tracker:
         a = torch.ones(1000)                                    # 4,000
         b = a * 2                                               # 8,000
-        b.view(10, 100).add_(1)                                 # no storage of its own
+        b.view(10, 100).add_(1)                                 # it has no storage of its own
         pair = torch._foreach_add([a, b], 1.0)                  # 16,000: in a list
         out = torch.mul(a, b, out=torch.empty(1000))            # 20,000: the empty one, once
         first, second = torch.ones(2, 500).unbind()             # 24,000: one storage, two views
@@ -93,8 +94,8 @@ CONFIGS = {
 
 
 def counted_peak(update: Callable[[], object]) -> int:
-    """The most that the CPU's allocator gave out in an update, by PyTorch's profiler, which sees
-    into kernels."""
+    """Return the most bytes that the CPU's allocator gave out in an update, by PyTorch's profiler,
+    which also sees the memory that kernels allocate."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         update()
     events = [event for event in profiler.profiler.kineto_results.events()
@@ -105,15 +106,15 @@ def counted_peak(update: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_peak_is_the_allocators(name):
-    """PyTorch's profiler counts what the CPU's allocator gives out, in a step that nobody else
-    watches. It sees into kernels too: at these peaks that is at most 6% (buffers of attention, of
-    softmax and of casts; 5.1% where PyTorch packs bf16 for the CPU)."""
+    """PyTorch's profiler counts the bytes that the CPU's allocator gives out in a step without a
+    Tracker. It also sees the memory that kernels allocate: at most 6% of these peaks (buffers of
+    attention, softmax and casts; 5.1% if PyTorch packs bf16 operands for the CPU)."""
     config = SMALL.replace(CONFIGS[name])
     if resolve(config.precision.recipe).compute == "bfloat16":
-        # wide ones work on copies in float32
+        # with wide operands, kernels use float32 copies
         config = config.replace({"system.products": "bf16"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # the profiler's own
+        warnings.simplefilter("ignore")     # allocated by the profiler itself
         bench = measure.Bench(config, "cpu")
         tracker, _ = bench.watched()
         counted = sum(live(tracker).values()) + counted_peak(bench.train)
@@ -128,7 +129,7 @@ def test_the_peak_is_the_allocators(name):
 @pytest.mark.parametrize("changes", [{}, LLAMA | {"precision.recipe": "bf16"}],
                          ids=["gpt2", "llama bf16"])
 def test_pytorchs_tracker_finds_the_same_peak(changes):
-    """torch.distributed._tools.mem_tracker, in the third update."""
+    """PyTorch's torch.distributed._tools.mem_tracker in the third update."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     bench = measure.Bench(SMALL.replace(changes), "cpu")
@@ -199,7 +200,8 @@ def test_nothing_is_left_behind():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_allocator_holds_what_is_tracked():
-    """The snapshot's blocks by address: each live storage is one, rounded up to 512 bytes."""
+    """The allocator's snapshot lists blocks by address. Each live storage has one block, rounded up
+    to 512 bytes."""
     config = SMALL.replace(LLAMA | {"precision.recipe": "bf16"})
     footprint = measure.memory(config, device="cuda")
     assert footprint.rows["allocator"] > 0 and footprint.reserved_bytes >= footprint.counted_bytes

@@ -103,7 +103,8 @@ def test_the_command_beside_an_answer_gives_the_same_numbers(run, capsys):
 
 @pytest.mark.slow
 def test_plan_predict_planner_and_notebook_09_agree_on_pipelines():
-    """200 layouts with stages, drawn from plans: each door has the same bytes and seconds."""
+    """200 layouts with pipeline stages, drawn from plans: all four have the same bytes and
+    seconds."""
     draw, asked, chunked = random.Random(49), 0, 0
     while asked < 200:
         model, machine = draw.choice(list(PRESETS)), draw.choice(list(CATALOGUE))
@@ -112,7 +113,7 @@ def test_plan_predict_planner_and_notebook_09_agree_on_pipelines():
         config = preset(model).replace({"global_batch": batch, "grad_accum_steps": 1})
         try:
             options = plan(config, 1e11, machine, devices=devices, precisions=[precision]).options
-        except ConfigError:     # the machine has no such products
+        except ConfigError:     # the machine cannot multiply this dtype
             continue
         for option in [option for option in options if option.layout.pipeline > 1][:4]:
             at, how = option.layout, {"precision": precision, "recompute": option.recompute}
@@ -177,7 +178,8 @@ def test_the_page_takes_the_formulas_and_nothing_else(folder):
 
 @pytest.mark.slow
 def test_what_the_page_takes_answers_for_the_rows_of_lessons(tmp_path):
-    """As in the browser: by the standard library alone, from what the answers were seen to open."""
+    """As in the browser: only the standard library is there, and only the files that the answers
+    opened."""
     alone = [sys.executable, "-I", "-S", "-B", "-c"]
     asked = subprocess.run([*alone, make.SEEN, str(make.PAGE), str(make.ROOT)], check=True,
                            capture_output=True, text=True)
@@ -198,7 +200,7 @@ def test_what_the_page_takes_answers_for_the_rows_of_lessons(tmp_path):
 
 
 def npm(folder: Path, script: str) -> str:
-    """A PATH on which npm is `script` and nothing else is."""
+    """Return a PATH that contains only `script`, under the name npm."""
     folder.mkdir()
     (folder / "npm").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "npm").chmod(0o755)
@@ -231,7 +233,7 @@ def test_the_first_page_leads_to_the_planner(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def page(folder, context):
-    """The planner, opened, with what went wrong and what was asked of others in `page.noted`."""
+    """The planner's page. `page.noted` has its errors and its requests to other hosts."""
     with static(folder) as address:
         page = context.new_page()
         page.noted = []
@@ -249,7 +251,7 @@ def page(folder, context):
 
 
 def ask(page, values: dict) -> None:
-    """Through the address, as a link that somebody was sent."""
+    """Open the page with the question in its address, as a link does."""
     words = urlencode({key: "" if value is None else value for key, value in values.items()})
     page.evaluate("""words => new Promise(done => {
         addEventListener('hashchange', done, {once: true});
@@ -259,7 +261,7 @@ def ask(page, values: dict) -> None:
 
 
 def leaves(value, path="") -> dict:
-    """Every number and word of nested JSON, by its path."""
+    """Return all numbers and strings of nested JSON by their path."""
     if not isinstance(value, (dict, list)):
         return {path: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -384,7 +386,7 @@ def test_what_an_address_holds_beside_is_data_too(page):
     ask(page, USUAL | bad)
     assert (page.locator("#both").is_hidden()
             and "held.model=</td><img" in page.locator("#status").text_content())
-    # a number, which the formulas refuse
+    # it is a number, but the formulas refuse it
     ask(page, USUAL | {"held.layers": "9999999999", "held.machine": "h200"})
     assert ("layers must be from 1 to 10,000" in page.locator("#rows").text_content()
             and page.locator("#verdict").text_content().startswith("fits"))
@@ -422,7 +424,7 @@ def test_words_can_be_read_in_both_themes(page, scheme):
     page.emulate_media(color_scheme=scheme)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
-    # of WCAG 2, AA
+    # contrast of level AA in WCAG 2
     faint = {name: ratio for name, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5}
     assert not faint
 
@@ -448,7 +450,7 @@ def test_on_a_phone_the_answer_stays_in_sight(page):
 @pytest.mark.slow
 @pytest.mark.browser
 def test_it_answers_soon_and_at_once(page):
-    """Not far beyond the budgets of `lpkit bench planner`, which are for a machine that does
+    """The limits are above those of `lpkit bench planner`, which are for a machine that does
     nothing else."""
     moves = page.evaluate(bench.MOVES)
     assert len(moves) > 100 and statistics.median(moves) < 2 * bench.MOVE_SECONDS

@@ -45,7 +45,7 @@ ROW = {"model": "GPT 1B", "layers": "2", "width": "64", "heads": "2", "kv_heads"
 
 @pytest.fixture
 def ledger(tmp_path):
-    """A folder of one source and one row, with changes."""
+    """Return a folder with one source and one row, with changes."""
     def make(**changes):
         heads = (FOLDER / "narayanan.csv").read_text().splitlines()[0].split(",")
         cells = {**ROW, **changes}
@@ -125,14 +125,14 @@ def test_the_ledger_is_as_large_and_as_wide_as_claimed():
 
 
 def test_whole_sources_are_held_out():
-    """All pages of a repository, or of a paper, are on one side, so that no stack is fitted and
-    tested on at once."""
+    """All pages of a repository or of a paper are either fitted or held out, so that no stack is
+    fitted and tested on the same source."""
     sides = {}
     for source in sources():
         owner = re.match(r"https://(github\.com/[^/]+/[^/]+|.*)", source.url)[1]
         sides.setdefault(owner, set()).add(source.held_out)
     assert all(len(side) == 1 for side in sides.values()), sides
-    # either side has evidence; of GB200 none may be fitted
+    # each generation has runs on both sides, except GB200, which has none to fit
     for machine in ("a100-80", "h100", "h200", "b200", "mi300x"):
         assert {run.source.held_out for run in RUNS if run.machine == machine} == {True,
             False}, machine
@@ -151,8 +151,8 @@ def test_every_row_says_where_it_is_from():
 
 
 def test_nothing_published_is_above_what_the_machine_can_do():
-    """A slip of a digit, of a unit or of a batch would be: model FLOPs over the peak of the dtype
-    that the products ran in."""
+    """Model FLOP/s divided by the peak of the dtype in which the matmuls ran. The share would be
+    too large if a digit, a unit or a batch of the row was wrong."""
     assert {run.machine for run in RUNS} <= CATALOGUE.keys()
     for run in RUNS:
         try:
@@ -163,14 +163,14 @@ def test_nothing_published_is_above_what_the_machine_can_do():
         dtype = {"nvfp4": "fp4"}.get(run.precision, "bf16" if run.precision.startswith("bf16")
                                      else "fp8")
         share = priced.model_flops * slower / priced.step_seconds / priced.devices / on.flops[dtype]
-        # it has layouts that nobody would train with
+        # some of its layouts are slower than any that is used for training
         least = 0.0 if run.source.name == "ultrascale" else 0.04
         assert least < share < 0.72, (run, share)
 
 
 def test_what_fitted_and_what_did_not():
-    """Hagemann et al.: 401 trials that ended, each a row of its source, too, and 563 out of
-    memory."""
+    """Hagemann et al.: 401 trials that finished, each of which is also a row of its source, and 563
+    trials that ran out of memory."""
     with (FOLDER / "fits.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert Counter(trial["fits"] for trial in rows) == {"yes": 401, "no": 563}
@@ -194,8 +194,8 @@ def right() -> float:
 
 @pytest.mark.parametrize(("nbytes", "share"), [(8, "94.4%"), (6, "93.3%"), (4, "92.2%")])
 def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
-    """Bytes a number that RMSNorm saves where it is written out, and the verdicts that are right
-    with them."""
+    """Whether RMSNorm is a single kernel is not published. For each number of bytes that it saves,
+    the page lists how many verdicts are right."""
     def rmsnorm(name, s, *, residual):
         op = blocks.rmsnorm(name, s, residual=residual)
         return replace(op, saved_bytes=op.saved_bytes * nbytes / 8) if s.norms_written_out else op
@@ -212,7 +212,7 @@ def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
 
 
 def test_a_run_is_priced_as_step_time_prices_it():
-    """Of a layout with all axes, by hand; and in each unit the same speed."""
+    """For a layout with all axes, by hand. A run has the same speed in each published unit."""
     run = next(run for run in RUNS if run.source.name == "megatron-bridge" and run.machine == "h100"
                and run.context_parallel == 2)
     config = preset("llama-405b").replace({"global_batch": run.global_batch,
@@ -258,8 +258,8 @@ def record():
 
 
 def test_the_record_is_what_the_formula_says_now(record):
-    """Else: lpkit bench published --out data/measured, then python -m tests.bench.published > new
-    && cp new docs/plan.md."""
+    """If this fails, run lpkit bench published --out data/measured, then python -m
+    tests.bench.published > new && cp new docs/plan.md."""
     taken, left_out = bench.table()
     assert len(taken) + len(left_out) == len(RUNS) and record["not_taken"] == left_out
     assert ([(row["source"], row["at"]) for row in record["table"]]
@@ -307,7 +307,8 @@ def test_the_bench_prints_both_tables(capsys):
 
 
 def test_the_fitted_numbers_are_an_optimum():
-    """Nothing is better a step of 3% away, but by less than a thousandth: what the fit leaves."""
+    """A change of any fitted number by 3% improves the fit by less than a thousandth, which is the
+    tolerance of the fit."""
     numbers, some = dict(evidence.fitted()["numbers"]), list(fit.cases())
     loss = fit.loss_of(some)
     best = loss(numbers)
@@ -346,7 +347,7 @@ def test_a_stack_is_predicted_and_not_trained(words, message, capsys, tmp_path, 
 
 
 def test_whose_step_is_priced_is_a_setting():
-    """By default lpkit's own, which a compiler fuses unless told not to."""
+    """By default the step is lpkit's, compiled unless the config turns torch.compile off."""
     config = preset("llama-8b").replace({"global_batch": 512, "grad_accum_steps": 8,
         "parallel.shard": 64})
     by = {stack: step_time(config.replace({"system.stack": stack}), "h100")
@@ -362,7 +363,7 @@ def test_whose_step_is_priced_is_a_setting():
 @pytest.mark.parametrize("source", ["llama-3", "megatron-bridge", "bigscience", "jax-maxtext",
                                     "nemo-2024"])
 def test_what_is_judged_is_what_the_command_prints(source, tmp_path, capsys):
-    """The bench's own call and `lpkit predict --json`, to the last digit."""
+    """The bench's call and `lpkit predict --json` give the same numbers to the last digit."""
     run = next(run for run, _ in taken(runs(source), step))
     (tmp_path / "run.yaml").write_text(replace(bench.stated(run), parallel=run.layout).to_yaml())
     on = run.source.on(run.machine)
@@ -378,7 +379,7 @@ def test_what_is_judged_is_what_the_command_prints(source, tmp_path, capsys):
 
 
 def test_nothing_promises_more_than_anybody_published():
-    """Model FLOPs utilisation of every plan, against the best published run on that machine at its
+    """The MFU of each plan is at most that of the best published run on its machine with as many
     bits."""
     reached = {}
     for run in RUNS:
