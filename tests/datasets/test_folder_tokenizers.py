@@ -46,7 +46,7 @@ def qwen2():
     return zoo.byte_level(("<|endoftext|>", *TURNS), zoo.QWEN, normalizer=zoo.normalizers.NFC())
 
 
-# a family: (its tokenizer, what its class is told, the ends)
+# by family: (its tokenizer, the settings of its class, the end tokens)
 KINDS = {
     "gpt2": (lambda: zoo.byte_level(("<|endoftext|>", *TURNS)),
              {"eos_token": "<|endoftext|>", "add_bos_token": False}, [0]),
@@ -54,7 +54,7 @@ KINDS = {
                        "eos_token": "</s>"}, [1, 3]),
     "llama 2": (llama2, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
                          "eos_token": "</s>", "unk_token": "<unk>"}, [2]),
-    # transformers 5 asks tokenizer.json alone, which has no template here
+    # transformers 5 reads only tokenizer.json, which has no template here
     "llama, bos by its settings": (lambda: zoo.byte_level(("<s>", "</s>", *TURNS), zoo.LLAMA3), {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "</s>",
@@ -71,8 +71,8 @@ QUICK = {"gpt2", "llama 2", "qwen2"}
                 params=[pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow)
                         for kind in KINDS])
 def theirs(request, tmp_path_factory):
-    """A folder of random weights, with all that transformers saves of its tokenizer, and both as
-    transformers loads them."""
+    """A folder with random weights and all files that transformers saves for its tokenizer; and the
+    model and the tokenizer that transformers loads from it."""
     folder = tmp_path_factory.mktemp("theirs") / "model"
     make, settings, ends = KINDS[request.param]
     library, kind = make(), request.param.partition(" ")[0].strip(",")
@@ -114,13 +114,13 @@ def test_a_chat_turn_has_the_ids_of_transformers(theirs, run):
 
 
 def ended(ids, ends):
-    """Up to the first end, which is left out."""
+    """Return the ids before the first end token."""
     return ids[:next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def test_greedy_text_is_that_of_generate_token_for_token(theirs, run):
-    """In float32, where the two best logits of 300 are further apart than rounding; it ends where
-    generate ends."""
+    """In float32, where the two largest logits of 300 differ by more than rounding errors. The text
+    ends where `generate` ends."""
     _, model, tokenizer = theirs
     ours, training = tokenizer_from_dict(run.tokenizer), cast_once(trained(run))
     ends = model.generation_config.eos_token_id
@@ -144,7 +144,7 @@ def test_greedy_text_is_that_of_generate_token_for_token(theirs, run):
 
 @pytest.mark.parametrize("theirs", ["gpt2", "llama 2"], indirect=True)
 def test_it_ends_at_each_of_the_ends_that_generation_config_has(theirs, run, tmp_path):
-    """Two of them, which the model says after some tokens of two prompts."""
+    """There are two end tokens, which the model generates after some tokens of two prompts."""
     folder, model, tokenizer = tmp_path / "theirs", theirs[1], theirs[2]
     shutil.copytree(theirs[0], folder)
     ours, training = tokenizer_from_dict(run.tokenizer), cast_once(trained(run))
@@ -200,8 +200,8 @@ def test_prompts_may_spell_special_tokens_where_asked(theirs, run, capsys):
 
 @pytest.mark.parametrize("theirs", ["gpt2"], indirect=True)
 def test_a_tokenizer_that_loses_text_is_imported_with_a_warning(theirs, tmp_path):
-    """As a GPT-2 of Chinese has BERT's: prompts have transformers' ids, and the warning shows the
-    first text that does not come back."""
+    """For example a Chinese GPT-2 with BERT's tokenizer: prompts have the ids of transformers, and
+    the warning shows the first text that does not decode to itself."""
     shutil.copytree(theirs[0], tmp_path / "theirs",
                     ignore=shutil.ignore_patterns("token*", "generation*", "chat*"))
     zoo.word_piece().save(str(tmp_path / "theirs" / "tokenizer.json"))

@@ -48,8 +48,8 @@ def theirs(good, tmp_path):
 
 
 def refused(capsys, tmp_path, words, *parts):
-    """The sentence of a command that is refused within SECONDS, has `parts`, and leaves nothing. An
-    alarm ends one that waits."""
+    """Run a command that must be refused within SECONDS. Return its message, which must be one line
+    that contains `parts`. The command must leave no file. An alarm ends a command that hangs."""
     before, _ = {*tmp_path.rglob("*")}, capsys.readouterr()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it waits")))
     signal.alarm(round(SECONDS * patience()))
@@ -116,8 +116,8 @@ def test_an_adapter_in_a_pickle_is_refused_as_a_model_is(good, theirs, capsys):
 
 
 def test_only_a_small_share_of_an_adapter_is_read(good, theirs, capsys):
-    """A file of 20,000 names that no target has is refused by its header: to read each would take
-    minutes."""
+    """A file with 20,000 tensors that fit no layer is refused by its header. Reading each tensor
+    would take minutes."""
     path = theirs / "lora" / strangers.ADAPTER_WEIGHTS
     save_file({f"{i}": torch.ones(1) for i in range(20_000)}
               | {key: t.clone() for key, t in load_file(path).items()}, path)
@@ -144,15 +144,16 @@ def test_a_tokenizer_that_would_hang_or_break_later_is_refused_at_import(good, t
 
 
 def test_padding_of_any_length_is_off_before_a_text_is_read(good, theirs):
-    """It was encoded once with it, which took 10^12 tokens of memory."""
+    """A text was once encoded with the file's padding, which took the memory of 10^12 tokens."""
     strangers.TOKENIZER["padding to 10^12"](theirs / "model" / "tokenizer.json", random.Random(0))
     assert (tokenizers.of_folder(theirs / "model").encode("bottles")
             == tokenizers.of_folder(good / "model").encode("bottles"))
 
 
 def test_a_panic_of_the_library_is_a_sentence_where_only_the_text_brings_it(good):
-    """As a run of others has it, whose checksum is right and whose pattern fails on a text that no
-    probe is: a PanicException is no Exception."""
+    """The folder of another user's run has a valid checksum, and a pattern that fails on a text
+    that is not among the probes. The library then raises PanicException, which is not an
+    Exception."""
     library = json.loads((good / "model" / "tokenizer.json").read_text())
     library["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"},
                              "behavior": "Isolated", "invert": False}
@@ -165,11 +166,11 @@ def test_a_panic_of_the_library_is_a_sentence_where_only_the_text_brings_it(good
         tokenizer.prompt("q" * 40 + "x")
 
 
-# of subprocess, which is interrupted
+# the call of subprocess, which is interrupted
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
-    """A process of its own may take ten seconds; this one hears at once, and leaves nothing
-    running."""
+    """The process that tries the tokenizer may take ten seconds. Ctrl-C ends the command at once,
+    and leaves no process."""
     monkeypatch.setattr(tokenizers, "TRY", "import time; time.sleep(100)")
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     begun = time.monotonic()
@@ -191,7 +192,7 @@ def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
 
 @pytest.fixture
 def small_disk():
-    """No file of this process may grow beyond 4 kB, as on a disk that is full."""
+    """No file of this process may be larger than 4 kB, as on a full disk."""
     # Python ignores the signal, so that a write fails
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -205,7 +206,7 @@ def test_a_disk_that_fills_is_one_sentence(good, theirs, capsys, small_disk, com
     if command == "export":
         assert cli.main([*map(str, words)]) == 0
         capsys.readouterr()
-        # merged, where there is an adapter
+        # merged, if there is an adapter
         words = ["export", theirs / "out", "--out", theirs / "again"]
     small_disk()
     refused(capsys, theirs, words, str(theirs), "File too large")
@@ -220,7 +221,7 @@ def test_logits_that_are_no_numbers_draw_no_token():
 
 
 def test_token_files_that_are_no_files_are_never_opened(good, theirs, capsys):
-    """Of a header that says that there are no tokens, and has its checksum."""
+    """The header says that there are no tokens, and has a valid checksum."""
     from lpkit import records
 
     prepared = theirs / "made"
@@ -249,7 +250,8 @@ def test_names_of_strangers_reach_no_terminal_raw(good, theirs, capsys):
 
 
 def test_who_was_killed_is_no_wrong_input(monkeypatch, capsys):
-    """The command line asks the type of the error alone, and it comes from another process."""
+    """The command line chooses the exit code by the type of the error, which comes from another
+    process."""
     assert (issubclass(GoneError, RunFailedError)
             and type(unpacked(*packed(GoneError("gone")))) is GoneError)
     for error, code in ((GoneError("gone"), 1), (RunFailedError("the loss is NaN"), 2),

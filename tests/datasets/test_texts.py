@@ -29,7 +29,7 @@ from tests.inputs import tokenizers
 
 
 def documents(files) -> list[str]:
-    """Of both splits, decoded each by itself."""
+    """Return the texts of both splits, each decoded by itself."""
     texts_of_both = []
     for ids in (np.asarray(files.train), np.asarray(files.val)):
         ends = np.flatnonzero(ids == files.tokenizer.end)
@@ -38,7 +38,7 @@ def documents(files) -> list[str]:
     return texts_of_both
 
 
-# no line begins with a space, which Mistral's kind loses where a stretch begins
+# no line begins with a space, which tokenizers like Mistral's lose at the start of a part
 LONG = "".join(f"line {i} of  a long text\ndef f(x):{'  ' * (i % 5)}\n" + "\n" * (i % 4)
                for i in range(300))
 
@@ -48,7 +48,7 @@ LONG = "".join(f"line {i} of  a long text\ndef f(x):{'  ' * (i % 5)}\n" + "\n" *
                                   lambda: tokenizers.byte_fallback("none")],
     ids=["GPT-2", "Llama 2", "Mistral", "Unigram", "Gemma"])
 def test_a_text_that_is_read_in_parts_gets_no_spaces_between_them(make, tmp_path, monkeypatch):
-    """A tokenizer that puts a space before a text would put one before each part."""
+    """A tokenizer that puts a space before a text would put a space before each part."""
     monkeypatch.setattr(sources, "PIECE_CHARS", 500)
     monkeypatch.setattr(sources, "BLOCK_CHARS", 500)
     where = tokenizers.folder(tmp_path / "tokenizer", make(),
@@ -64,14 +64,14 @@ def test_a_text_that_is_read_in_parts_gets_no_spaces_between_them(make, tmp_path
         assert files.header["altered"] == 0
         if due:
             assert Counter(parts) == Counter(due)
-        else:       # stretches of one file, between the splits
+        else:       # successive blocks of one file are in different splits
             assert (all(part in LONG for part in parts) and sum(map(len, parts)) == len(LONG)
                     and 2 < len(parts) < 20)
 
 
 def test_a_part_that_cannot_be_joined_is_counted(tmp_path):
-    """Where a line break and what follows are one token, a space stands between two parts, and the
-    header says so."""
+    """If a line break and the next characters are one token, a space is added between two parts,
+    and the header counts the part."""
     library = tokenizers.changed(tokenizers.unigram(),
                               lambda values: values["model"]["vocab"].append(["\n\n", -1.0]))
     tokenizer = of_folder(tokenizers.folder(tmp_path / "tokenizer", library,
@@ -84,7 +84,8 @@ def test_a_part_that_cannot_be_joined_is_counted(tmp_path):
 @pytest.mark.parametrize("make, end", [(tokenizers.byte_level, "<|endoftext|>"),
     (lambda: tokenizers.byte_fallback("none"), "</s>")], ids=["GPT-2", "Gemma"])
 def test_special_tokens_in_text_where_they_are_asked_for(make, end, tmp_path):
-    """Documents that a marker separates: as many as there are markers, and one end after each."""
+    """Markers in the text separate documents: there are as many documents as markers, each with one
+    end token."""
     where = tokenizers.folder(tmp_path / "tokenizer", make(),
                               config={"eos_token_id": make().token_to_id(end)})
     (tmp_path / "texts").mkdir()
@@ -109,8 +110,8 @@ def test_special_tokens_in_text_where_they_are_asked_for(make, end, tmp_path):
 
 
 def test_records_of_before_are_read_and_stay_what_they_were():
-    """Their digest is in run.json: what a learned BPE and an imported folder wrote, without
-    files."""
+    """run.json has the digest of records that older versions wrote for a learned BPE and for an
+    imported folder, without the field `files`."""
     model = json.loads(tokenizers.byte_level().to_str())
     cut = model | {"truncation": {"direction": "Right", "max_length": 4,
                                   "strategy": "LongestFirst", "stride": 0}}
@@ -126,8 +127,8 @@ def test_records_of_before_are_read_and_stay_what_they_were():
 
 
 def test_tokens_that_were_cut_before_are_made_again(tmp_path):
-    """A corpus of the time when a tokenizer.json that truncates did so: its header lacks
-    `altered`."""
+    """An older version prepared this corpus, and its tokenizer.json truncated the texts: the header
+    has no field `altered`."""
     texts.files(".txt", where="source/")(tmp_path)
     where = tokenizers.folder(tmp_path / "tokenizer", tokenizers.cutting(tokenizers.byte_level()),
                               config={"eos_token_id": 0})
@@ -186,7 +187,7 @@ def test_a_file_that_is_no_object_is_a_sentence(name, data, tmp_path):
 
 
 def test_a_folder_that_cannot_be_read_whole_is_named_wherever_its_tokens_go(tmp_path):
-    """With --out no name of a cache is made from it."""
+    """With --out, the name of a cache folder is not computed, which would read the folder."""
     texts.link_to_nothing(texts.put(tmp_path, "source/a.txt", "abc").parent)
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.txt: No such file"):
         prepare_into(tmp_path / "out", DataConfig(source=str(tmp_path / "source")), 256,
@@ -195,7 +196,7 @@ def test_a_folder_that_cannot_be_read_whole_is_named_wherever_its_tokens_go(tmp_
 
 
 def test_a_folder_below_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    """Nobody trains on the rest of a folder unawares."""
+    """A run must not train on the readable part of a folder without a message."""
     texts.files(".txt", where="source/")(tmp_path)
     texts.put(tmp_path, "source/closed/more.txt", "abc")
     scan = os.scandir

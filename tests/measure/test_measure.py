@@ -199,7 +199,8 @@ def test_ceilings_are_products_of_random_numbers(dtype, error):
 @pytest.mark.parametrize("capability, low",
                          [((7, 0), ()), ((8, 0), ("int8",)), ((8, 9), ("fp8", "int8"))])
 def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
-    """The measured formats of a Hopper GPU are listed as multiplied by hardware."""
+    """The low-precision formats that a GPU's hardware multiplies are measured, and `advise` then
+    takes their recipes for native."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert (hardware.low_formats(torch.device("cuda")) == low
             and hardware.low_formats(torch.device("cpu")) == ())

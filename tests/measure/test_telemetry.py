@@ -412,8 +412,8 @@ def test_a_run_writes_telemetry_by_its_setting_alone(tmp_path):
 
 
 def test_sampled_steps_leave_nothing_in_memory(tmp_path):
-    """After 24 sampled steps, Python has as many live objects as after 8, except for two dozen per
-    step, which a run without telemetry has, too."""
+    """After 24 sampled steps, Python has as many allocated blocks of memory as after 8, except for
+    about two dozen per step, which a run without telemetry has, too."""
     held = {}
 
     def count(record):
@@ -428,8 +428,8 @@ def test_sampled_steps_leave_nothing_in_memory(tmp_path):
     assert held[24] - held[8] < 16 * 100, f"{(held[24] - held[8]) / 16:,.0f} blocks a step"
 
 
-# A run of 450 steps of the smallest model; after step 150, what Python, PyTorch and the allocator
-# make once is made.
+# A run of 450 steps of the smallest model. After step 150, Python, PyTorch and the allocator have
+# allocated all memory that they allocate only once.
 RESIDENT = """
 import json, sys
 import lpkit

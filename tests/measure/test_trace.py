@@ -107,8 +107,8 @@ def test_techniques_shard_too(changes):
 
 
 def test_a_world_of_1024_ranks():
-    """Two blocks of Llama 8B. Rank 0 has the first row of each parameter, because no parameter is
-    cut more finely than by rows."""
+    """Two blocks of Llama 8B. FSDP cuts parameters by rows, so rank 0 has the first ceil(n / 1024)
+    of n rows."""
     config = preset("llama-8b").replace({"model.layers": 2, "global_batch": 1024,
         "grad_accum_steps": 1})
     m = config.model

@@ -80,7 +80,8 @@ def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
 
 
 def attended(kind: str, backend: str, model: ModelConfig = SMALL) -> ModelConfig:
-    """Skip the test if the backend cannot run this model on a CPU."""
+    """Return the model with this kind of attention. Skip the test if the backend cannot run it on a
+    CPU."""
     model = replace(model, attention=KINDS[kind])
     if problem := ATTENTION[backend].why_not(Attending(model=model)):
         pytest.skip(problem)

@@ -194,8 +194,8 @@ def right() -> float:
 
 @pytest.mark.parametrize(("nbytes", "share"), [(8, "94.4%"), (6, "93.3%"), (4, "92.2%")])
 def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
-    """Whether RMSNorm is a single kernel is not published. For each number of bytes that it saves,
-    the page lists how many verdicts are right."""
+    """No source publishes how many bytes RMSNorm saves per number if it is several kernels. For
+    each value, the README of data/published states the share of the verdicts that are right."""
     def rmsnorm(name, s, *, residual):
         op = blocks.rmsnorm(name, s, residual=residual)
         return replace(op, saved_bytes=op.saved_bytes * nbytes / 8) if s.norms_written_out else op
