@@ -211,8 +211,9 @@ def _walk(root: Path, suffixes: tuple[str, ...],
         below[:] = [name for name in below if not name.startswith(".")
                     and name != "__pycache__" and name not in without]
         if linked := [name for name in below if not without and Path(folder, name).is_symlink()]:
-            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and none "
-                              f"is followed; read its text by a glob with **, or remove the link")
+            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and such "
+                              f"links are not followed; read the text with a glob that contains "
+                              f"**, or remove the link")
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
@@ -345,7 +346,8 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
         read += len(text)
         if read > most:
             raise ConfigError(f"{named(path)} unpacks to more than {most:,} characters, "
-                              f"{MOST_RATIO:,} times its own size, and no text does; {WAY_OUT}")
+                              f"{MOST_RATIO:,} times its own size, and text does not compress so "
+                              f"well; {WAY_OUT}")
         yield text
 
 

@@ -191,7 +191,7 @@ class BPE(Named):
         if not special and (special_ids := self._special.intersection(ids)):
             token = self._model.id_to_token(min(special_ids))
             raise ConfigError(f"a text gives the special token {token}; "
-                              f"take out what gives it, or set special_tokens=true")
+                              f"remove it from the text, or set special_tokens=true")
         return ids
 
     def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
@@ -273,7 +273,7 @@ def of_folder(folder: Path) -> Tokenizer:
     tokenizer = BPE({"model": record, "files": files})
     for why in filter(None, (tokenizer.part(text, True, False)[1] for text in PROBES)):
         warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss "
-                      f"is of that text, and compares with no loss per byte", stacklevel=3)
+                      f"is of that text, so do not compare it with losses per byte", stacklevel=3)
         break
     return tokenizer
 
@@ -296,8 +296,8 @@ def _by_library(call: Callable, *args: Any, **named: Any) -> Any:
         if type(error).__name__ not in ("Exception", "PanicException"):
             raise
         raise ConfigError(f"this is not a tokenizer of the `tokenizers` library that reads any "
-                          f"text ({shown(str(error))[1:-1]}); save it again, or take "
-                          f"another") from None
+                          f"text ({shown(str(error))[1:-1]}); save it again, or use another "
+                          f"tokenizer") from None
 
 
 def builder(name: str) -> Any:

@@ -226,8 +226,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     for name in recipes or casting:
         row = resolve(asked if asked.name == name else name)
         if not row.products:
-            raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
-                              f"choose from {', '.join(casting)}")
+            raise ConfigError(f"{name} casts nothing, so it cannot be compared with {base}; choose "
+                              f"from {', '.join(casting)}")
         step, held = _predicted(config, on, name, known)
         products = rank_products(config.model, step.layout, step.sequences)
         cost = compared(plain[0], step, products, as_run(config, name, on)[0])

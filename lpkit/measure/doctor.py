@@ -151,7 +151,7 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
     if backend == "nccl":
         _need(device, "cuda", "NCCL moves data between NVIDIA GPUs")
         if (gpus := torch.cuda.device_count()) < world:
-            raise UnavailableError(f"it takes {world} GPUs, and {gpus} is here")
+            raise UnavailableError(f"it needs {world} GPUs, and this machine has {gpus}")
     with Processes(PROGRAM, {"program": program, "backend": backend}, world=world,
                    timeout_seconds=PROCESS_SECONDS, progress_seconds=PROCESS_SECONDS,
                    parent=_warm_parent()) as ranks:

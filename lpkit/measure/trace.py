@@ -119,8 +119,8 @@ def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
         yield Ranks()
         return
     if dist.is_initialized():
-        raise ConfigError("this process has a process group already, and a trace needs one of its "
-                          "own; trace before it is made, or in another process")
+        raise ConfigError("this process has a process group already, and a trace needs a fake "
+                          "process group; trace before the group is made, or in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.devices)

@@ -309,7 +309,7 @@ def _doubt(step: Step) -> "Doubt | str":
                    if not isinstance(MODEL_CHANGES[row.name], Adapter)]:
         return Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules")
     if OBJECTIVES[config.objective.name].implementation:
-        return Doubt(f"bytes of objective={config.objective.name} are what its row says")
+        return Doubt(f"bytes of objective={config.objective.name} are an estimate of its row")
     if REDUCTIONS[step.layout.reduction].sent:
         return f"what parallel.reduction={step.layout.reduction} keeps is not counted"
     if step.s.attention == "plain" and KINDS[kind].state_bytes:

@@ -118,8 +118,8 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     elif local > 1 and not wire:
         missing = "link_bytes_per_second, inside its node"
     if missing:
-        raise ConfigError(f"{axis}={size} on {machine.title} needs {missing}, and it says none; "
-                          f"use one device, or describe the machine in YAML with it")
+        raise ConfigError(f"{axis}={size} on {machine.title} needs {missing}, and its row has none;"
+                          f" use a single device, or add the number to a YAML file of the machine")
     rate, words = wire * efficiency.links, f"{machine.link or 'link'} in one node"
     hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
     reduced, tree = rate, math.inf

@@ -400,13 +400,14 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
     if price_per_hour is not None:
         on = replace(on, price_per_hour=price_per_hour, price_source="given")
     if budget is not None and on.price_per_hour is None:
-        raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
+        raise ConfigError(f"{on.title} has no price, so no budget can be checked; give "
+                          f"price_per_hour")
     for name in UNPRICED:
         value = getattr(config.memory, name)
         if value != getattr(MemoryConfig(), name):
             raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
-                              f"bytes beyond the device's memory or casts them; leave it out, or "
-                              f"ask `lpkit predict` for its bytes")
+                              f"bytes to the host or a disk, or stores them as codes; leave it "
+                              f"out, or predict only its bytes with `lpkit predict`")
     # raises ConfigError for unknown names, before the search would take each for a refused layout
     memory(config, on, layout=Layout(), optimizer=optimizer)
     ranked = Plan(config, tokens, on, optimizer or config.optimizer.name,
