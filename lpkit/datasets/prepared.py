@@ -62,7 +62,7 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
 
 def _open_as(data: DataConfig) -> TokenFiles:
     """Open the folder of token files `data.source`. Raises ConfigError if it was prepared with
-    other settings than those of `data`."""
+    other settings than `data` has."""
     opened = open_tokens(data.source)
     same = data.tokenizer == opened.tokenizer.name or records.digest(
         opened.tokenizer.to_dict()) == getattr(builder(data.tokenizer), "identity", None)

@@ -2,8 +2,8 @@
 
     advise(config, "h200")      # an Advice by formula, in a millisecond
 
-The formulas are those of `lpkit predict`: they predict the step and the peak of the config in the
-base precision and under each recipe. If there is a recorded `fp8-step` bench of the same model, its
+The formulas of `lpkit predict` give the step and the peak of the config, in the base precision and
+under each recipe. If there is a recorded `fp8-step` bench of the same model, its
 measured speed-up replaces the predicted speed-up of its recipe, and the speed-ups of other recipes
 are corrected by the same factor. The verdict then names the record.
 
@@ -309,8 +309,8 @@ def by_records(recipe: str, products: Sequence[Product],
                files: Mapping[str, Mapping[str, Sequence]]) -> str:
     """Return the source of a recipe's predicted speed in words.
 
-    If recorded matmuls have shapes near those of `products`, the source names the record and its
-    speed relative to bf16. If the speeds of several records differ by the factor DISAGREE, it names
+    If the shapes of recorded matmuls are near the shapes of `products`, the source names the record
+    and its speed relative to bf16. If the speeds of several records differ by the factor DISAGREE, it names
     all of them. `files`: the records, as `evidence.recorded_products` returns them."""
     speeds = {}
     for name in [name for name in files if recipe in files[name]]:

@@ -19,8 +19,8 @@ from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import Attending, nearest, why_not
 
-# Largest allowed error by dtype, relative to the norm of a result. It is that of a few roundings to
-# the 24, 8 or 11 significant bits of the dtype.
+# Largest allowed error by dtype, relative to the norm of a result. A few roundings to the 24, 8 or
+# 11 significant bits of the dtype cause as much.
 LIMITS = {
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)

@@ -160,8 +160,8 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
 
 
 def attention_checks(*, imported: bool) -> list[Check]:
-    """Return a check for each attention backend: for those of lpkit, or for those that `imported`
-    modules added."""
+    """Return a check for each attention backend of lpkit, or, if `imported`, for each backend that
+    imported modules added."""
     own = OWN["system.attention"]
     return [Check(name, "attention", partial(attention.check, name),
                   "" if name == "plain" else "plain")

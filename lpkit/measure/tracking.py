@@ -527,9 +527,9 @@ class MessageCount(TorchDispatchMode):
 
     `sent` counts the collectives by kind, bytes and ranks, as notebooks/lessons/ranks/messages.py
     predicts them. `control` counts all other messages by c10d's name: small messages between hosts,
-    such as those of `Ranks.told` and `Ranks.agreed`.
+    for example by `Ranks.told` and `Ranks.agreed`.
 
-    MessageCount sees all messages that pass PyTorch's dispatcher: those of FSDP2 and of
+    MessageCount sees all messages that pass PyTorch's dispatcher: messages of FSDP2 and of
     `lpkit.parallel`, in a real or "fake" process group. PyTorch's
     torch.distributed.tensor.debug.CommDebugMode sees the same messages, but counts no bytes.
     """

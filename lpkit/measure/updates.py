@@ -224,9 +224,9 @@ def refuse_compiled(config: Config) -> None:
 
 
 class Bench:
-    """A Training on random tokens, whose updates are measured. Its updates are those of a run of
-    `config` without torch.compile and CUDA graphs. `decisions`: None: as a run decides; a trace
-    has decisions of its own, and allocates nothing."""
+    """A Training on random tokens, to measure its updates. They equal the updates of a run of
+    `config` without torch.compile and CUDA graphs. `decisions`: None: as a run decides; a trace has
+    decisions of its own, and allocates nothing."""
 
     def __init__(self, config: Config, device: str | None = None, *,
                  decisions: Decisions | None = None, ranks: Ranks | None = None):
@@ -251,8 +251,8 @@ class Bench:
         return f"{name}, {self.how}"
 
     def train(self, tracker: Tracker | None = None) -> Tensor:
-        """Run one update as the training loop does; return the loss. The `tracker` is told when the
-        optimizer phase begins and ends."""
+        """Run one update as the training loop does; return the loss. The `tracker` counts the
+        optimizer's part of the update as its phase "optimizer"."""
         at_work = {} if tracker is None else {"optimizer": tracker.optimizing}
         return self.training.update(0, phases=lambda phase: at_work.get(phase, nullcontext)()).loss
 

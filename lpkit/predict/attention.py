@@ -209,7 +209,8 @@ def attended_numbers(s: MicroBatch) -> int:
 
     q, k and v are views of the product, or new tensors if a norm or rotary positions compute them.
     If the norms of q and k already saved the product, v is a view of it and costs nothing."""
-    m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)     # apart: v is a copy
+    # apart: v is a tensor of its own
+    m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
     return turned + (m.G * m.E if apart else 0 if s.norms_save_qkv else qkv_numbers(m))
 
@@ -236,8 +237,8 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
 
 
 def attention(s: MicroBatch) -> Iterator[Op]:
-    """Yield all operations of attention, from reading the residual stream to the `out` Linear,
-    whose result is added to the residual stream."""
+    """Yield all operations of attention. The first operation reads the residual stream. The result
+    of the last operation, the Linear `out`, is added to the residual stream."""
     m, kind = s.model, KINDS[s.model.attention.name]
     attend = ATTENTION[s.attention].formula
     # a kind without softmax has formulas of its own; its last one holds for all other backends

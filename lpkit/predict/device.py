@@ -207,8 +207,8 @@ class Device:
         self.head_low = None if low and "head" in low.keep else low
 
     def _activations(self) -> None:
-        """Set the bytes that forward keeps for backward (`kept`), and those that the rerun of a
-        recomputed block saves (`rerun`).
+        """Set the bytes that forward keeps for backward (`kept`), and the bytes that a recomputed
+        block saves when it runs again (`rerun`).
 
         If activations are offloaded or stored as codes, backward fetches one tensor at a time:
         `fetched` are its bytes. `packed` are the temporary bytes while forward packs one tensor to

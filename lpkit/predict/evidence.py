@@ -95,7 +95,7 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
                 source=f"FP8 matmuls over bf16, recorded: {path.name}; others: "
                        f"{efficiency.source}")
     files = recorded_products(machine, folder)
-    # Recorded speeds are those of lpkit's matmuls, which only these two stacks use.
+    # Records have the speeds of lpkit's matmuls, which only these two stacks use.
     if files and stack in ("eager", DEFAULT):
         efficiency = replace(efficiency, ratios={**ChainMap(*files.values())})
     return _as_measured(efficiency, machine, sheet) if row else efficiency

@@ -382,7 +382,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
         rows[0] = rows[0]._replace(
             at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
             formula=f"{rows[0].formula}; frozen weights {8 * nbytes / in_codes:.3f} bits")
-    # at: bytes by row and moment, first those of the walk; `_live` adds the others
+    # at: bytes by row and moment. It begins with the rows of the walk; `_live` adds the others.
     at = d.at
     if step.own_pipeline and not d.widened:
         at[walk.COPIES] = {}        # `waits` counts the copies of weights, once for all stages
@@ -403,7 +403,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
         updating = _update_bytes(device)
         _live(at, [State("optimizer temporaries", updating, UPDATE)])
         # In lpkit's pipeline, gradients are in transfer after the last micro-batch and before the
-        # update begins. Only the bytes above those of the update count.
+        # update begins. They raise the moment UPDATE only if they exceed the update's temporaries.
         if step.own_pipeline and step.layout.replicas > 1:
             sent = min(gradients.bytes, 2 * REDUCTIONS[step.layout.reduction].bucket_bytes)
             sent += sum(at[walk.LOW].values()) / len(at[walk.LOW]) if d.caches_casts else 0.0

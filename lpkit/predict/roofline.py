@@ -51,7 +51,7 @@ class Efficiency:
     op_seconds: float = 0.0             # the host's seconds to start one operation of a module
     # share of the host's time that a step waits for the host, although the device is slower
     host_shown: float = 0.0
-    # bytes per number that a norm moves in forward, in addition to those of a single kernel
+    # bytes per number that a norm of several kernels moves in forward, more than a single kernel
     norm_bytes: float = 0.0
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are computed

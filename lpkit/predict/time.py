@@ -7,8 +7,8 @@ verdict on low precision use the same formulas with another `Efficiency`
 The rows are the seconds of the slowest pipeline stage, summed over all of its micro-batches. In
 each phase (forward, backward, optimizer, communication) the rows add up to the phase, and the
 phases add up to the step. Seconds of matmuls, attention and pointwise work follow the roofline
-model. Seconds of messages are those of rings (`lpkit.predict.links`). Some messages overlap with
-computation; `hidden_seconds` are the seconds that overlap:
+model. Messages take the seconds of a ring or a tree (`lpkit.predict.links`). Some messages overlap
+with computation; `hidden_seconds` are the seconds that overlap:
 
 - FSDP gathers the weights of the next block, and scatters the gradients of the previous block,
   while a block computes.
@@ -88,7 +88,7 @@ GRAPH_SECONDS = 2.5e-6  # seconds between kernels of a CUDA graph, per operation
 
 PHASES = ("forward", "backward", "optimizer", "communication")
 HOST = "host"
-# dtype of the matmuls that a low-precision recipe does not cast, for example those of attention
+# dtype of the matmuls that a low-precision recipe does not cast, for example attention's matmuls
 BASE = "bf16"
 WAITED = "; the factor is 1, because the measured update had no CUDA graph and waited for its host"
 # Bytes that pointwise work moves in backward, divided by its bytes in forward: backward reads a
@@ -97,8 +97,8 @@ BACKWARD_MOVES = 1.5
 # Speed of attention in float32, divided by the speed of float32 matmuls. Its kernels compute all
 # pairs and use no tensor cores.
 ATTENTION_FP32 = 0.4
-# The next numbers count the operations that the host starts. `RankWork.launches` are those of one
-# block in forward. The numbers are fitted to the eager steps of
+# The next numbers count the operations that the host starts. `RankWork.launches` counts the
+# operations of one block in forward. The numbers are fitted to the eager steps of
 # data/measured/ledger-nvidia-h200.json.
 BACKWARD_OPS = 2.0      # operations in backward per operation in forward
 # the host's seconds per update outside forward and backward: data, clipping, optimizer, log
@@ -343,8 +343,7 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
     """The work of one micro-batch on one rank. The blocks are alike, or count as copies of the
-    average block. Counts and bytes are those of one average block, unless the comment says
-    otherwise."""
+    average block. Counts and bytes are per average block, unless the comment says otherwise."""
 
     blocks: int                         # number of blocks of the model
     running: float = 1.0                # share of the blocks that an update runs
@@ -651,8 +650,8 @@ class _Rank:
         return count * seconds(nbytes / count)
 
     def shown(self, seconds: float, window: float) -> float:
-        """Return the part of a message's `seconds` that does not overlap with the `window` seconds
-        of work beside which it is sent."""
+        """Return the part of a message's `seconds` that does not overlap with work, if `window`
+        seconds of work run while the message is sent."""
         return seconds - self.efficiency.overlap * min(seconds, window)
 
     def behind(self, name: str, seconds: float, window: float, on: Link, source: str,

@@ -33,7 +33,7 @@ is in TEMPORARIES when the Linear's backward begins.
     -       ACTIVATIONS     -32         the saved input is freed
     -       GRADIENTS       +64         dw becomes the gradient of the weight
 
-The order of operations is that of PyTorch's autograd engine for `lpkit.nn.transformer`.
+Operations come in the order of PyTorch's autograd engine for `lpkit.nn.transformer`.
 tests/predict/test_predict.py compares the walk with a measured step.
 """
 
