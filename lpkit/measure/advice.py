@@ -3,9 +3,9 @@
     advise(config, "h200")      # an Advice by formula, in a millisecond
 
 The formulas of `lpkit predict` give the step and the peak of the config, in the base precision and
-under each recipe. If there is a recorded `fp8-step` bench of the same model, its
-measured speed-up replaces the predicted speed-up of its recipe, and the speed-ups of other recipes
-are corrected by the same factor. The verdict then names the record.
+under each recipe. If there is a recorded `fp8-step` bench of the same model, its measured speed-up
+replaces the predicted speed-up of its recipe, and the speed-ups of other recipes are corrected by
+the same factor. The verdict then names the record.
 
 A recipe with fewer bits is chosen only if its step is MIN_WORTHWHILE_SPEEDUP times as fast. A step
 in 8 bits reduces the loss slightly less, and the goal is the least time to an equal loss.
@@ -310,8 +310,9 @@ def by_records(recipe: str, products: Sequence[Product],
     """Return the source of a recipe's predicted speed in words.
 
     If the shapes of recorded matmuls are near the shapes of `products`, the source names the record
-    and its speed relative to bf16. If the speeds of several records differ by the factor DISAGREE, it names
-    all of them. `files`: the records, as `evidence.recorded_products` returns them."""
+    and its speed relative to bf16. If the speeds of several records differ by the factor DISAGREE,
+    the source names all of them. `files`: the records, as `evidence.recorded_products` returns
+    them."""
     speeds = {}
     for name in [name for name in files if recipe in files[name]]:
         near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), product.flops)
