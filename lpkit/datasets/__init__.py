@@ -1,11 +1,11 @@
-"""Corpora, tokenizers, token files and the order in which tokens are seen.
+"""Corpora, tokenizers, token files, and the order in which a run reads tokens.
 
     files = prepare(DataConfig(), vocab=256)                # text -> token files, once
     policy = RandomWindows(tokens=files.train, batch=16, context=256, seed=0)
-    x, y = policy.batch(step)                               # (B, T) int64, from the step alone
+    x, y = policy.batch(step)                               # (B, T) int64; depends only on the step
 
-The names below load on first use, because a run with prepared tokens reads no text, and only the
-policies need torch.
+A name is imported on first use: a run with prepared tokens needs no module that reads text, and
+only the policies need torch.
 """
 
 from pkgutil import resolve_name

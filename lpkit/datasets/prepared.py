@@ -1,12 +1,12 @@
 """Token files: a folder with `train.bin`, `val.bin` and `header.json`. The .bin files are flat
-arrays of little-endian ids.
+arrays of little-endian token ids.
 
-The folder is written under a temporary name, synced and renamed, so a folder with a header is
-complete. Opening it checks sizes and SHA-256: this takes about half a second per GB, and brings the
-file into the page cache. The tokenizer's `end` token stands after each text, and also where a text
-continues in the other split.
+A folder is written under a temporary name, synced and renamed, so a folder with a header is
+complete. Opening a folder checks the sizes and the SHA-256 of its files. This takes about half a
+second per GB, and brings the files into the page cache. The tokenizer's `end` token follows each
+text, and also each part of a text that continues in the other split.
 
-Nothing in the folder is executed. The checksums detect damage, not malice (docs/data.md).
+Nothing in the folder is executed. The checksums detect damage, but not an attack (docs/data.md).
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,13 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFiles:
-    """An opened folder of token files. `train` and `val` are memory maps of ids, (tokens,) uint16
-    or uint32."""
+    """An opened folder of token files."""
 
     folder: Path
     header: dict[str, Any]
     tokenizer: Tokenizer
-    train: np.memmap
-    val: np.memmap
+    train: np.memmap        # (tokens,) uint16 or uint32: ids of the training split
+    val: np.memmap          # the same for the validation split
 
     @property
     def vocab(self) -> int:
@@ -47,13 +46,13 @@ class TokenFiles:
 
 @checked
 def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> TokenFiles:
-    """Returns the token files of `data.source`, and makes them if they do not exist.
+    """Return the token files of `data.source`, and write them first if they do not exist.
 
-    They are stored in `cache_dir` (None: the user's cache), under a name that depends on the files
-    of the source, the tokenizer and the split. `vocab` is the vocabulary size of the model: `bpe`
-    learns so many entries, and every token id must be below it. A source that is a prepared folder
-    is opened without changes. Raises ConfigError for a source or a tokenizer that cannot be used,
-    and OSError.
+    Token files are stored in `cache_dir` (None: the user's cache), in a folder whose name depends
+    on the files of the source, the tokenizer and the split. `vocab` is the vocabulary size of the
+    model: the tokenizer `bpe` learns this many entries, and the ids of every tokenizer must be
+    below it. If the source is a folder of token files, it is opened and not changed. Raises
+    ConfigError for a source or a tokenizer that cannot be used, and OSError.
     """
     if is_prepared(data.source):
         return fits(_open_as(data), vocab)
@@ -62,8 +61,8 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
 
 
 def _open_as(data: DataConfig) -> TokenFiles:
-    """Opens the prepared folder `data.source`. Raises ConfigError if its settings differ from
-    `data`."""
+    """Open the folder of token files `data.source`. Raises ConfigError if it was prepared with
+    other settings than `data` has."""
     opened = open_tokens(data.source)
     same = data.tokenizer == opened.tokenizer.name or records.digest(
         opened.tokenizer.to_dict()) == getattr(builder(data.tokenizer), "identity", None)
@@ -83,7 +82,8 @@ def is_prepared(folder: Path | str) -> bool:
 
 @checked
 def open_tokens(folder: Place) -> TokenFiles:
-    """Open a prepared folder, after checking its sizes and checksums. Raises ConfigError."""
+    """Check the sizes and checksums of a folder of token files, and open it. Raises ConfigError if
+    the folder has no token files, and DamagedError if they are damaged."""
     path = folder / "header.json"
     if not is_prepared(folder):
         raise ConfigError(f"{named(folder)} is not a prepared corpus (it has no file header.json); "
@@ -111,11 +111,14 @@ def open_tokens(folder: Place) -> TokenFiles:
 
 
 def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
+    """Return the memory map of a .bin file whose size and checksum are those in the header
+    (`facts`). Raises DamagedError."""
     try:
-        size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
-        if size != due:
-            raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it "
-                               f"was truncated or altered; remove the folder and prepare it again")
+        size, expected = path.stat().st_size, facts["tokens"] * dtype.itemsize
+        if size != expected:
+            raise DamagedError(f"{named(path)} has {size} bytes where its header says {expected}: "
+                               f"it was truncated or altered; remove the folder and prepare it "
+                               f"again")
         files.check_regular(path)
         if files.sha256(path) != facts["sha256"]:
             raise DamagedError(f"{named(path)} does not have the checksum of its header: it was "
@@ -127,6 +130,7 @@ def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
 
 
 def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
+    """Return `opened` if all of its ids are below the model's `vocab`. Raises ConfigError."""
     largest = max(opened.header["splits"][split]["largest"] for split in SPLITS)
     if max(opened.vocab - 1, largest) >= vocab:
         raise ConfigError(f"tokenizer {opened.tokenizer.name} has {opened.vocab} tokens (the "
@@ -136,14 +140,15 @@ def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
 
 
 def byte_unigram_entropy(opened: TokenFiles) -> float:
-    """Returns the cross-entropy, in nats per token, of the validation split under the token
-    frequencies of the training split. Every count has 1 added, so that it is finite for tokens that
-    the training split lacks."""
+    """Return the cross-entropy, in nats per token, of the validation split under the token
+    frequencies of the training split: the loss of a model that ignores the context. 1 is added to
+    each count, so that the result is finite for tokens that the training split lacks."""
     train, val = (_counts(tokens, opened.vocab) for tokens in (opened.train, opened.val))
     return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + opened.vocab)))
 
 
 def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """Return how often each id occurs: (vocab,) integers. Chunks bound the memory."""
     chunk = 1 << 20
     return sum(np.bincount(tokens[i:i + chunk], minlength=vocab)
                for i in range(0, len(tokens), chunk))

@@ -1,13 +1,13 @@
-"""Sources of text. A source is a stream of pieces of documents, so a corpus need not fit in memory.
+"""Sources of text. A source yields documents in pieces, so a corpus need not fit in memory.
 
     python-stdlib               the standard library of the running interpreter (no download)
     a file, a folder, a glob    .txt .md .py .jsonl .parquet
     hf:owner/name[:subset]      streamed from the Hugging Face hub
 
-A hash decides whether a document is for training or for validation, so that adding a document moves
-no other document. For a text file in a folder, the hash is of its path relative to the folder. For
-the documents of a .jsonl or .parquet file, and for the blocks of a single text file, it is of the
-text, so that equal texts are in the same split.
+A hash decides whether a document is for training or for validation. So if a document is added, no
+other document moves to the other split. For a text file in a folder, the hash is of its path
+relative to the folder. For a document in a .jsonl or .parquet file, and for a block of a single
+text file, the hash is of the text, so that equal texts are in the same split.
 """
 
 import contextlib
@@ -31,10 +31,13 @@ from lpkit.files import check_regular, expanded
 
 PIECE_CHARS = 1 << 18       # characters of a text file that are read at once
 BLOCK_CHARS = 1 << 14       # characters of a block of a single text file; 1 MB has about 60 blocks
-MOST_DOCUMENT_CHARS = 1 << 24   # of a .jsonl or .parquet file, since documents are held in memory
-MOST_LINE_CHARS = 1 << 26       # of a .jsonl file: 4 times as many, for escaped characters
-# Most characters of a .parquet file: FREE_BYTES, or MOST_RATIO times its size if that is more. Text
-# compresses 3 to 20 times; a dictionary page of a malicious file can unpack to any length.
+# most characters of a document in a .jsonl or .parquet file, because a document is held in memory
+MOST_DOCUMENT_CHARS = 1 << 24
+# most characters of a line in a .jsonl file: 4 times as many, because characters may be escaped
+MOST_LINE_CHARS = 1 << 26
+# Most characters that a .parquet file may unpack to: FREE_BYTES, or MOST_RATIO times the file's
+# size if that is more. Text compresses by a factor of 3 to 20, but a malicious file can unpack to
+# any length.
 FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -44,23 +47,24 @@ _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 
 class Piece(NamedTuple):
-    """A part of a document's text. A source yields the parts in order."""
+    """A part of a document's text. A source yields the pieces of a document in order."""
 
-    key: str        # its hash decides the split
+    key: str        # the hash of the key decides the document's split
     text: str
     ends: bool      # True for the last piece of a document
 
 
 def is_validation(key: str, val_fraction: float) -> bool:
-    """Return True if a document is for validation: if the hash of its key, as a number in [0, 1),
-    is below the fraction. A larger fraction only adds documents."""
-    # a file name need not be UTF-8
+    """Return whether a document is for validation: the hash of its key, as a number in [0, 1), is
+    below the fraction. A larger fraction keeps the documents of a smaller one and adds others."""
+    # "surrogateescape", because the name of a file need not be UTF-8
     digest = hashlib.sha256(key.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
 def find(source: str) -> "Source":
-    """Return the source of this name. Raises ConfigError if there is nothing to read."""
+    """Return the source that `data.source` names: a file, a folder, a glob, hf:owner/name or
+    python-stdlib. Raises ConfigError if there is nothing to read."""
     path = expanded(source)
     if source == "python-stdlib":
         return python_stdlib()
@@ -78,12 +82,12 @@ def find(source: str) -> "Source":
                       f"hf:owner/name, or python-stdlib, which needs no download")
 
 
-@functools.cache    # it lists about 700 files, and every run calls it twice
+@functools.cache    # because it lists about 700 files, and each run calls it twice
 def python_stdlib() -> "Files":
     """Return the interpreter's standard library, without its tests and without installed
     packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    # the build writes _sysconfigdata, with the paths of one machine
+    # _sysconfigdata is left out: the build of Python writes it, with the paths of one machine
     files = [(key, path) for key, path in _walk(root, (".py",), without=_NOT_THE_LIBRARY)
              if not path.name.startswith("_sysconfigdata")]
     return Files(name="python-stdlib", files=files, facts={"python": platform.python_version()})
@@ -91,11 +95,11 @@ def python_stdlib() -> "Files":
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Local files as (key, path), in the order in which they are read."""
+    """A source of local files."""
 
     name: str
-    files: list[tuple[str, Path]]
-    # a single file: its blocks are split between training and validation
+    files: list[tuple[str, Path]]   # (key, path), in the order in which they are read
+    # True: a single file, whose blocks are split between training and validation
     alone: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)  # more fields for the header
 
@@ -105,12 +109,13 @@ class Files:
                               f"holds {', '.join(SUFFIXES)} files")
 
     def header(self) -> dict[str, Any]:
-        """Returns the source's fields for the header of token files. They contain no path of this
-        machine, except the given name."""
+        """Return the source's fields in the header of token files. Except for the given name, they
+        contain no path of this machine."""
         return {"name": self.name, "files": len(self.files), **self.facts}
 
     def fingerprint(self) -> list[Any]:
-        """Returns a JSON-ready list that changes if the content changes."""
+        """Return a JSON-ready list that changes if a file changes: keys, paths, sizes and times of
+        the last change."""
         facts = []
         for key, path in self.files:
             with _sentences(path):
@@ -119,18 +124,20 @@ class Files:
         return facts
 
     def mode(self) -> int:
-        """Returns the widest mode of a copy. Others may read the copy only if they may read all
-        files."""
+        """Return the widest file mode that a copy of the text may have. Other users may read the
+        copy only if they may read all files of the source."""
         open_to_all = all(path.stat().st_mode & stat.S_IROTH for _, path in self.files)
         return 0o666 if open_to_all else 0o600
 
     def total_bytes(self) -> int | None:
-        """Returns the bytes of text, for the progress bar; None: unknown."""
+        """Return the bytes of text, for the progress bar. Return None if they are unknown, as for
+        compressed .parquet files."""
         if any(path.suffix.lower() == ".parquet" for _, path in self.files):
             return None
         return sum(path.stat().st_size for _, path in self.files)
 
     def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces of all documents. Raises ConfigError for a file that cannot be read."""
         for key, path in self.files:
             suffix = path.suffix.lower()
             with _sentences(path), _opened(path) as stream:
@@ -145,7 +152,8 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The training split of a dataset on the Hugging Face hub, streamed and not stored."""
+    """A source that streams the training split of a dataset on the Hugging Face hub. The text is
+    not stored."""
 
     name: str                   # "hf:owner/name" or "hf:owner/name:subset"
 
@@ -158,7 +166,8 @@ class HubSource:
         return {"name": self.name}
 
     def fingerprint(self) -> list[Any]:
-        return [self.name]      # the hub is not queried for changes: prepare again with --out
+        # The hub is not asked whether the dataset changed. To read it again, prepare with --out.
+        return [self.name]
 
     def mode(self) -> int:
         return 0o666
@@ -181,7 +190,7 @@ class HubSource:
                 yield from _document(text)
         except ConfigError:
             raise
-        # the network, the hub and the dataset's files may raise anything
+        # the network, the hub and the dataset's files may raise any exception
         except Exception as error:
             why = " ".join(str(error).split())[:200]
             raise ConfigError(f"cannot stream {shown(self.name)} ({type(error).__name__}: {why}); "
@@ -193,16 +202,18 @@ Source = Files | HubSource
 
 def _walk(root: Path, suffixes: tuple[str, ...],
           without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """Returns (relative path, path) of the files under `root` with one of the suffixes. Skips
-    hidden folders, and folders named in `without`. Makes a Path only for these files, because every
-    run calls this."""
+    """Return (relative path, path) of the files under `root` with one of the suffixes, sorted.
+    Hidden folders and folders named in `without` are skipped. Raises ConfigError for a link to a
+    folder. A Path is slow and each run calls this function, so it makes Paths only for the result.
+    """
     files = []
     for folder, below, names in os.walk(root, onerror=lambda error: (_ for _ in ()).throw(error)):
         below[:] = [name for name in below if not name.startswith(".")
                     and name != "__pycache__" and name not in without]
         if linked := [name for name in below if not without and Path(folder, name).is_symlink()]:
-            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and none "
-                              f"is followed; read its text by a glob with **, or remove the link")
+            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and such "
+                              f"links are not followed; read the text with a glob that contains "
+                              f"**, or remove the link")
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
@@ -211,6 +222,8 @@ def _walk(root: Path, suffixes: tuple[str, ...],
 
 
 def _matches(pattern: Path) -> list[tuple[str, Path]]:
+    """Return (key, path) of the files that match a glob, sorted. The key is the path relative to
+    the last folder before the first wildcard."""
     parts = pattern.parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
@@ -220,7 +233,8 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
 
 @contextlib.contextmanager
 def _sentences(path: Path) -> Iterator[None]:
-    """Turn any error of reading `path` into a ConfigError of one sentence that names the file."""
+    """Turn an error of reading `path` in this block into a ConfigError: one sentence with the name
+    of the file."""
     try:
         yield
     except ConfigError:
@@ -237,6 +251,8 @@ def _sentences(path: Path) -> Iterator[None]:
 
 
 def _opened(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises ConfigError for a compressed file, and for a file that is not
+    a regular file, such as a pipe."""
     check_regular(path)
     if path.suffix.lower() in PACKINGS:
         raise ConfigError(f"{named(path)} is packed, and nothing is unpacked here; unpack it "
@@ -245,14 +261,14 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _document(text: str) -> Iterator[Piece]:
-    """Yields the pieces of a document. The whole text is the key of all of them."""
+    """Yield the pieces of a document. The key of each piece is the text of the whole document."""
     for start in range(0, len(text) or 1, PIECE_CHARS):
         yield Piece(text, text[start:start + PIECE_CHARS], start + PIECE_CHARS >= len(text))
 
 
 def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, bool]]:
-    """Yields blocks of about `chars` characters that end at the end of a line, and for each True if
-    it is the last."""
+    """Yield (block, last): blocks of about `chars` characters, each of which ends at the end of a
+    line, and whether the block is the last one."""
     with io.TextIOWrapper(stream, encoding="utf-8", newline="") as lines:
         block = lines.read(chars) + lines.readline(chars)   # a very long line is cut
         while block:
@@ -262,6 +278,8 @@ def _blocks(stream: BinaryIO, path: Path, chars: int) -> Iterator[tuple[str, boo
 
 
 def _checked(text: str, where: object) -> str:
+    """Return `text`. Raises ConfigError if it contains a NUL byte, which is the end token of the
+    tokenizer `bytes`."""
     if "\0" in text:
         raise ConfigError(f"{where} is not text (it holds a NUL byte); a source is UTF-8 text: "
                           f"remove it, or choose the files to read with a glob")
@@ -269,6 +287,8 @@ def _checked(text: str, where: object) -> str:
 
 
 def _field(row: Any, where: str) -> str:
+    """Return the text of a row of a dataset: its field "text", or the row itself if it is a string.
+    Raises ConfigError if this is not a valid text. `where` names the row in the error."""
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str):
         has = f"{shown(text)} ({type(text).__name__}) in the place of its text"
@@ -287,6 +307,7 @@ def _field(row: Any, where: str) -> str:
 
 
 def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
+    """Yield the texts of a .jsonl file. Raises ConfigError with the number of a bad line."""
     name = named(path)
     with io.TextIOWrapper(stream, encoding="utf-8") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_CHARS), ""), 1):
@@ -305,6 +326,8 @@ def _jsonl(stream: BinaryIO, path: Path) -> Iterator[str]:
 
 
 def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
+    """Yield the texts in the column "text" of a .parquet file. Raises ConfigError with the number
+    of a bad row, and if the file unpacks to too many characters."""
     try:
         from pyarrow import parquet
     except ImportError:
@@ -323,7 +346,8 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
         read += len(text)
         if read > most:
             raise ConfigError(f"{named(path)} unpacks to more than {most:,} characters, "
-                              f"{MOST_RATIO:,} times its own size, and no text does; {WAY_OUT}")
+                              f"{MOST_RATIO:,} times its own size, and text does not compress so "
+                              f"well; {WAY_OUT}")
         yield text
 
 

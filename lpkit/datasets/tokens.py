@@ -35,8 +35,8 @@ from lpkit.values import Count, Folder, checked
 @checked
 def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
                  cache_dir: Folder | None = None) -> TokenFiles:
-    """Makes the token files of `data.source` in a new or empty folder. The folder can be moved and
-    used as data.source. Raises ConfigError and OSError."""
+    """Write the token files of `data.source` to a new or empty folder, and return them. The folder
+    can be moved, and used as data.source. Raises ConfigError and OSError."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, "
                           f"or remove it first")
@@ -47,38 +47,42 @@ def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
 
 
 def make(data: DataConfig, vocab: int, cache_dir: Path | None,
-         asked: Path | None = None) -> TokenFiles:
-    """Opens the token files in `asked` (None: in the cache), and makes them if they are missing.
-    The first process makes them, and other processes wait. Damaged files in the cache are made
-    again. Files in the cache are not readable by others if the source is not."""
+         target: Path | None = None) -> TokenFiles:
+    """Return the token files in the folder `target` (None: a folder in the cache), and write them
+    first if they are missing.
+
+    If several processes need the same files, the first process writes them and the others wait.
+    Damaged files in the cache are written again. If other users cannot read the source, they cannot
+    read its token files in the cache either."""
     kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
     folder = cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
-    folder = asked or folder
+    folder = target or folder
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-    found, _ = _opened(folder)      # without the lock, since the cache may be read-only
-    if found is None:
+    opened, _ = _opened(folder)      # without the lock, since the cache may be read-only
+    if opened is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(files.own_folder(cache / "locks") / lock):
-            found, damage = _opened(folder)
-            if found is None:
+            opened, damage = _opened(folder)
+            if opened is None:
                 if damage:
                     warnings.warn(f"{damage}. It is made again", stacklevel=4)
-                if asked is None:
+                if target is None:
                     files.remove(folder)
                 with files.whole_folder(folder) as temporary:
                     _write(source, data, kind, vocab, temporary, cache)
-                found = open_tokens(folder)
-    if asked is None and (mode := source.mode()) != 0o666:
-        for path in folder.iterdir():       # the source may have become private since
+                opened = open_tokens(folder)
+    if target is None and (mode := source.mode()) != 0o666:
+        for path in folder.iterdir():       # the source may have become private in the meantime
             with contextlib.suppress(PermissionError):      # another user owns the file
                 path.chmod(path.stat().st_mode & mode)
-    return found
+    return opened
 
 
 def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
-    """Returns (token files, ""), or (None, what is damaged; "" if absent). Raises ConfigError."""
+    """Return (token files, "") of a folder, or (None, reason) if its files are damaged, or
+    (None, "") if it has none. Raises ConfigError if the files cannot be used for another reason."""
     try:
         return (open_tokens(folder) if is_prepared(folder) else None), ""
     except DamagedError as error:
@@ -86,8 +90,8 @@ def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
 
 
 def _name(source: sources.Source, data: DataConfig, vocab: int, who: str) -> str:
-    """Returns the folder's name, which depends on everything that decides its content. `who`: the
-    tokenizer's identity."""
+    """Return the name of the folder in the cache. The name depends on all settings that decide the
+    content of the folder. `who` identifies the tokenizer."""
     learned = vocab if data.tokenizer == "bpe" else None
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), who, learned,
              data.val_fraction, *["special"] * data.special_tokens]
@@ -98,8 +102,10 @@ def _name(source: sources.Source, data: DataConfig, vocab: int, who: str) -> str
 
 def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, folder: Path,
            cache: Path) -> None:
+    """Build the tokenizer of `kind`, and write the token files of `source` to `folder`. A learned
+    tokenizer is stored in `cache`."""
     def texts() -> Iterator[str]:
-        """Yields the texts of the training split."""
+        """Yield the texts of the training split, from which a tokenizer learns."""
         for piece in source.pieces():
             if not sources.is_validation(piece.key, data.val_fraction):
                 yield piece.text
@@ -120,7 +126,7 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
             split = SPLITS[sources.is_validation(piece.key, data.val_fraction)]
             continued = unfinished is writers[split]
             if unfinished and not continued:
-                unfinished.end()            # its text continues in the other split
+                unfinished.end()            # the text continues in the other split
             unfinished = writers[split]
             ids, differs = tokenizer.part(piece.text, data.special_tokens, continued)
             altered += [differs] * bool(differs)
@@ -144,6 +150,7 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
 
 
 def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, dict]) -> None:
+    """Raise ConfigError if the source or one of its splits has no text."""
     if not any(split["documents"] for split in facts.values()):
         raise ConfigError(f"there is no text in {shown(source.name)}: it is empty; give a source "
                           f"with text in it")
@@ -156,11 +163,13 @@ def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, di
 
 
 class _Writer:
-    """Writes ids to a file, and counts and hashes them. Memory holds one piece at a time."""
+    """A writer of token ids to a file, which also counts and hashes them. Only one piece of text is
+    in memory at a time. `special`: ids may contain the `end` token, because texts may spell special
+    tokens."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, end: int, special: bool):
         self.file, self.dtype, self.last = file, dtype, np.array([end], dtype)
-        self.special, self.ended = special, False       # a text may contain the end token
+        self.special, self.ended = special, False       # ended: the last id is the end token
         self.digest, self.tokens, self.documents, self.largest = hashlib.sha256(), 0, 0, -1
 
     def write(self, ids: np.ndarray) -> None:
@@ -174,9 +183,11 @@ class _Writer:
             self.ended = self.special and ids[-1] == self.last[0]
 
     def end(self) -> None:
+        """Write the end token, unless the text already ended with it."""
         if not self.ended:
             self.write(self.last)
 
     def facts(self) -> dict[str, Any]:
+        """Return the split's fields for the header."""
         return {"tokens": self.tokens, "documents": self.documents, "largest": self.largest,
                 "sha256": self.digest.hexdigest()}

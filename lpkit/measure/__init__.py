@@ -1,7 +1,7 @@
-"""Measurements on this machine: every live byte of a step, its seconds compared with the ceilings,
-the trace of a step on any number of ranks, and what each technique does here.
+"""Measurements on this machine: every live byte of a step; its seconds, compared with the machine's
+ceilings; the trace of a step on any number of ranks; and whether each technique works here.
 
-Names are imported when they are used.
+A name is imported from `lpkit.measure.updates` on first use, because this needs torch.
 """
 
 import importlib

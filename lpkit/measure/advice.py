@@ -1,13 +1,14 @@
 """Decide whether low precision is faster for one config on one machine, and give the reasons.
 
-    advise(config, "h200")      by formula, in a millisecond
+    advise(config, "h200")      # an Advice by formula, in a millisecond
 
-The formula is that of `lpkit predict`: step and peak of the config, under the recipe and in the
-base precision. If there is a recorded `fp8-step` bench of the same model, its speed replaces the
-prediction, and predictions of other recipes are corrected by the same factor. The verdict says so.
+The formulas of `lpkit predict` give the step and the peak of the config, in the base precision and
+under each recipe. If there is a recorded `fp8-step` bench of the same model, its measured speed-up
+replaces the predicted speed-up of its recipe, and the speed-ups of other recipes are corrected by
+the same factor. The verdict then names the record.
 
 A recipe with fewer bits is chosen only if its step is MIN_WORTHWHILE_SPEEDUP times as fast. A step
-in 8 bits learns slightly less, and the goal is the time to an equal loss.
+in 8 bits reduces the loss slightly less, and the goal is the least time to an equal loss.
 """
 
 from __future__ import annotations
@@ -37,29 +38,33 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Text, checked
 
-# factor between recorded speeds of the same matmuls from which on all are named
+# If the recorded speeds of the same matmuls differ by this factor, the source names all records.
 DISAGREE = 1.25
 BASES = ("bf16", "fp16", "fp32")
-# nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
+# In nanochat (26 layers of width 1,664 on H100), a step that was 1.17 times as fast reached an
+# equal loss 1.05 times as fast: 1.17 / 1.05 = 1.11.
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 COLUMNS = {"recipe": "{recipe}", "runs": "{status} ({backend})", "step": "{step_seconds:time}",
            "speed": "{speedup:.2f}x", "Linears": "{linear_speedup:.2f}x",
-           "casts": "{cast_share:.0%}", "memory": "{more_bytes:+bytes}"}    # of the dict of a Plan
+           # templates for `Plan.to_dict()`
+           "casts": "{cast_share:.0%}", "memory": "{more_bytes:+bytes}"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The cost of one update under a recipe and in a base dtype. What a recipe leaves alone costs
-    the same in both. So if a share `p` of the step becomes `s` times as fast, the step becomes
-    `1 / (1 - p + p / s)` times as fast (Amdahl 1967, https://doi.org/10.1145/1465482.1465560)."""
+    """The cost of one update in a base precision and under a recipe.
 
-    base: StepTime
-    cast: StepTime
+    The parts of a step that the recipe does not cast take the same time in both. So if a share `p`
+    of the step becomes `s` times as fast, the step becomes `1 / (1 - p + p / s)` times as fast
+    (Amdahl 1967, https://doi.org/10.1145/1465482.1465560)."""
+
+    base: StepTime                          # the step in the base precision
+    cast: StepTime                          # the step under the recipe
     linears: tuple[LinearCost, ...]         # Linears that the recipe casts
     touched_seconds: float                  # seconds of these Linears in the base's step
-    cast_seconds: float                     # seconds of these Linears in the cast step
-    # additional bytes at the peak, by row
+    cast_seconds: float                     # seconds of these Linears in the recipe's step
+    # bytes by which the recipe raises each row of memory, each step at its own peak
     bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -72,18 +77,18 @@ class StepCost:
 
     @property
     def rest_seconds(self) -> dict[str, float]:
-        """The seconds of rows that the recipe does not cast."""
-        names = {one.name for one in self.linears}
+        """The seconds of the rows that the recipe does not cast, by row."""
+        names = {linear.name for linear in self.linears}
         return {row.name: row.seconds for row in self.cast.rows if row.name not in names}
 
     @property
     def share(self) -> float:
-        """The share of the base's step that the recipe casts: Amdahl's p."""
+        """Amdahl's p: the share of the base's step in the Linears that the recipe casts."""
         return self.touched_seconds / self.base_step_seconds
 
     @property
     def linear_speedup(self) -> float:
-        """The speed-up of this share: Amdahl's s."""
+        """Amdahl's s: the speed-up of these Linears."""
         return self.touched_seconds / self.cast_seconds if self.linears else 1.0
 
     @property
@@ -92,8 +97,9 @@ class StepCost:
 
     @property
     def cast_share(self) -> float:
-        """The share of the cast step that casts take."""
-        return sum(one.calls * one.cast_seconds for one in self.linears) / self.step_seconds
+        """The share of the recipe's step that its casts take."""
+        return sum(linear.calls * linear.cast_seconds
+                   for linear in self.linears) / self.step_seconds
 
     @property
     def more_bytes(self) -> float:
@@ -103,8 +109,9 @@ class StepCost:
 
 def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recipe: Recipe
              ) -> StepCost:
-    """Return the cost of two predicted steps. `products`: of a micro-batch on a rank. `recipe`: the
-    casts of the second step."""
+    """Return the cost of two predicted steps: `plain` in the base precision and `cast` under
+    `recipe`. `products`: the matmuls of one micro-batch on one rank."""
+    # touched and under: seconds of the cast Linears in the plain step and in the recipe's step
     costs, touched, under = [], 0.0, 0.0
     for p in products if recipe.casts else ():
         kept = recipe.kept.get(p.name, 0) / p.calls
@@ -123,20 +130,21 @@ def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recip
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The prediction for one recipe on this machine."""
+    """The prediction for one recipe on the machine."""
 
     recipe: str
     backend: str
-    status: str             # native, emulated
-    why: str
+    status: str             # native or emulated
+    why: str                # the reason for the status
     cost: StepCost
     recorded_speedup: float | None = None       # speed-up of the same model in data/measured
-    reached: float = 1.0        # share of the formula that recorded recipes of this model reached
-    source: str = "formula"
+    # share of the predicted speed-up that recorded recipes of this model reached
+    reached: float = 1.0
+    source: str = "formula"     # the source of the speed-up
 
     @property
     def speedup(self) -> float:
-        """The speed-up of a step over the base."""
+        """The speed-up of a step over the base precision: recorded, or predicted and corrected."""
         formula = self.reached * self.cost.speedup
         return formula if self.recorded_speedup is None else self.recorded_speedup
 
@@ -146,7 +154,7 @@ class Plan:
         return min(cast.bits for cast in RECIPES[self.recipe].all_casts)
 
     def to_dict(self) -> dict[str, Any]:
-        linears = [{**asdict(one), "speedup": one.speedup} for one in self.cost.linears]
+        linears = [{**asdict(linear), "speedup": linear.speedup} for linear in self.cost.linears]
         return {
             **picked(self, "recipe backend status why recorded_speedup source speedup"),
             **picked(self.cost, "step_seconds base_step_seconds share linear_speedup bytes "
@@ -155,13 +163,13 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice, in `sentence`; all other fields are the reasons."""
+    """The advice which precision to train in."""
 
     machine: str
-    base: str
-    choice: str
-    sentence: str
-    plans: tuple[Plan, ...]
+    base: str               # the precision that recipes are compared with
+    choice: str             # the recipe to use, or `base`
+    sentence: str           # the advice and its main reason
+    plans: tuple[Plan, ...]     # the predictions by recipe, best first
     efficiency: Efficiency
 
     def __getitem__(self, recipe: str) -> Plan:
@@ -178,7 +186,8 @@ class Advice:
                 "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
                 "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}", *[
-                    f"{one.recipe}: {one.source}" for one in self.plans if " but " in one.source]]}
+                    f"{plan.recipe}: {plan.source}" for plan in self.plans
+                    if " but " in plan.source]]}
 
     def __str__(self) -> str:
         heads, rows = self.table()
@@ -192,19 +201,20 @@ class Advice:
 @checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
            base: Text | None = None, measured: Path = MEASURED) -> Advice:
-    """Advise which recipe to use to train `config` on a `machine`, from the catalogue or measured
-    on this machine.
+    """Return the advice which recipe to use to train `config` on a `machine`: a row of the
+    catalogue, or a machine that `lpkit measure` wrote.
 
-    recipes   rows to consider; None: every one that casts
-    base      the precision to compare with: bf16, fp16 or fp32; None: the machine's fastest
+    recipes   names of the recipes to consider; None: all recipes that cast
+    base      the precision to compare with: bf16, fp16 or fp32; None: the fastest of the three on
+              the machine
     measured  the folder of recorded benches
 
-    Raises ConfigError for an unknown machine or recipe, or settings that fit no recipe.
+    Raises ConfigError for an unknown machine or recipe, and for settings that fit no recipe.
     """
     on = machines.find(machine)
     if base is None:
         base = max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
-    # raises if the machine has no such dtype
+    # raises ConfigError for an unknown base, or if the machine has no such dtype
     on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))
     known = evidence.efficiency(on, stack_of(config), folder=measured)
     plain = _predicted(config, on, base, known)
@@ -216,8 +226,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     for name in recipes or casting:
         row = resolve(asked if asked.name == name else name)
         if not row.products:
-            raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
-                              f"choose from {', '.join(casting)}")
+            raise ConfigError(f"{name} casts nothing, so it cannot be compared with {base}; choose "
+                              f"from {', '.join(casting)}")
         step, held = _predicted(config, on, name, known)
         products = rank_products(config.model, step.layout, step.sequences)
         cost = compared(plain[0], step, products, as_run(config, name, on)[0])
@@ -229,10 +239,10 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
             why=step.emulated or f"{on.title} has matmuls for these formats", source=source,
             cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
     if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.recorded_speedup]:
-        # a cause that slows one recipe slows the others
+        # assumption: the cause that slows the recorded recipes slows the other recipes equally
         share = min(1.0, statistics.median(reached))
-        said = f"formula times {share:.2f}, the share that recorded recipes reached"
-        plans = [replace(plan, reached=share, source=said)
+        corrected = f"formula times {share:.2f}, the share that recorded recipes reached"
+        plans = [replace(plan, reached=share, source=corrected)
                  if (plan.recorded_speedup, plan.status) == (None, "native") else plan
                  for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
@@ -245,21 +255,25 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
 
 def _predicted(config: Config, on: Machine, precision: str,
                efficiency: Efficiency) -> tuple[StepTime, Memory]:
+    """Return the predicted time and memory of a step."""
     return (step_time(config, on, precision=precision, efficiency=efficiency),
             memory(config, on, precision=precision))
 
 
 def more_at_peak(held: Memory, base: Memory) -> dict[str, float]:
-    """Return bytes by row, each step at its own peak. Their sum is the difference of the peaks."""
+    """Return, by row, the bytes of `held` minus the bytes of `base`, each step at the moment of its
+    own peak. Their sum is the difference of the peaks."""
     return difference(held.at(held.peak_moment), base.at(base.peak_moment))
 
 
 def difference(rows: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """Return `rows` minus `others`; a missing row is 0."""
     return {name: rows.get(name, 0.0) - others.get(name, 0.0) for name in {**rows, **others}}
 
 
 def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
-    """Return choice and sentence. `plans` are sorted best first, native ones before the others."""
+    """Return the choice and the sentence of an Advice. `plans` are sorted: native plans first, and
+    the fastest plan first among them."""
     native = [plan for plan in plans if plan.status == "native"]
     if not native:
         best = plans[0]
@@ -278,8 +292,8 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
             "memory {more_bytes:+bytes}", chosen.to_dict(), base=base)
     best = native[0]
     if best.speedup < 1:
-        slower = sum(one.calls * (one.product_seconds - one.base_seconds)
-                     for one in best.cost.linears) > 0
+        slower = sum(linear.calls * (linear.product_seconds - linear.base_seconds)
+                     for linear in best.cost.linears) > 0
         why = ("matmuls in fewer bits are slower" if slower else
                "the casts cost more time than faster matmuls save")
         return base, (f"{base}: at these widths {why} ({best.recipe}: {best.speedup:.2f} times the "
@@ -293,31 +307,38 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
 
 def by_records(recipe: str, products: Sequence[Product],
                files: Mapping[str, Mapping[str, Sequence]]) -> str:
-    """Return the source of a recipe's speed: the speed over bf16 by the nearest shapes of a file
-    that has them. If files differ by DISAGREE, all of them are named."""
+    """Return the source of a recipe's predicted speed in words.
+
+    If the shapes of recorded matmuls are near the shapes of `products`, the source names the record
+    and its speed relative to bf16. If the speeds of several records differ by the factor DISAGREE,
+    the source names all of them. `files`: the records, as `evidence.recorded_products` returns
+    them."""
     speeds = {}
     for name in [name for name in files if recipe in files[name]]:
-        near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), one.flops) for one
-                                   in products if not one.pairs for sizes in one.shapes.values()])
+        near, ratios, work = zip(*[(*nearest(files[name][recipe], *sizes), product.flops)
+                                   for product in products if not product.pairs
+                                   for sizes in product.shapes.values()])
         if any(near):
             speeds[name] = statistics.harmonic_mean(ratios, work)
-    said = [f"{speed:.2f} times as fast as bf16 by {name}" for name, speed in speeds.items()]
+    sources = [f"{speed:.2f} times as fast as bf16 by {name}" for name, speed in speeds.items()]
     apart = max(speeds.values(), default=0) >= DISAGREE * min(speeds.values(), default=1)
-    return "formula" + f", matmuls {' but '.join(said if apart else said[:1])}" * bool(said)
+    return "formula" + f", matmuls {' but '.join(sources if apart else sources[:1])}" * bool(
+        sources)
 
 
 def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[float, str]]:
-    """Return speed-ups of whole steps on this machine, by `case_name`."""
-    found = {}
+    """Return the recorded speed-ups of whole steps over `base` on the machine, by `case_name`, each
+    with its source."""
+    speedups = {}
     for path, bench in evidence.benches(on, folder):
         if bench["name"] == "fp8-step":
             with evidence.whole(path):
-                found |= {case["case"]: (float(case["ratio"]), f"recorded: {path.name}")
+                speedups |= {case["case"]: (float(case["ratio"]), f"recorded: {path.name}")
                           for case in bench["cases"] if case["peer"] == base}
-    return found
+    return speedups
 
 
 def case_name(recipe: str, config: Config) -> str:
-    """Return the name of a case of `bench fp8-step`."""
+    """Return the name of the config's case in a record of `lpkit bench fp8-step`."""
     m, sequences = config.model, config.global_batch // config.grad_accum_steps
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"

@@ -1,8 +1,9 @@
-"""Try each kind of attention with each backend: forward and backward against the definition in
-float64, in every dtype. The result is an error, or a sentence that says why it does not work.
+"""Try each kind of attention with each backend, in every dtype: forward and backward are compared
+with the definition in float64. The result is the relative error, or the reason why the backend does
+not work.
 
-The lengths are 1 token and 130 tokens, which no kernel's tile divides. `lpkit doctor` shows the row
-of full attention; docs/attention.md has all rows.
+Sequences have 1 token and 130 tokens, because no kernel's tile size divides 130. `lpkit doctor`
+shows the results for full attention; docs/attention.md has the results of all kinds.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import Attending, nearest, why_not
 
-LIMITS = {      # relative to a result's norm: some roundings of 24, 8 and 11 bits reach this
+# Largest allowed error by dtype, relative to the norm of a result. A few roundings to the 24, 8 or
+# 11 significant bits of the dtype cause as much.
+LIMITS = {
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)
 MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
 
 
 def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> str:
-    """Return the largest relative error of results and gradients. Raises UnavailableError, which
-    says why the backend does not work and which backend does."""
+    """Return the largest relative error of results and gradients, in words. Raises
+    UnavailableError if the backend `name` does not work; the message has the reason and a backend
+    that works."""
     on_gpu = device.type != "cpu"
-    asked = Attending(model=model, dtype=dtype, device="gpu" if on_gpu else "cpu", here=True,
-                      capability=torch.cuda.get_device_capability(device) if on_gpu else None)
-    if why := why_not(name, asked):
+    needed = Attending(model=model, dtype=dtype, device="gpu" if on_gpu else "cpu", here=True,
+                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
+    if why := why_not(name, needed):
         raise UnavailableError(why)
-    other = nearest(asked)
+    other = nearest(needed)
     instead = f"{other if other != name else 'plain'} can"
     try:
         error = max(_error(name, model, dtype, device, T) for T in LENGTHS)
@@ -45,11 +49,14 @@ def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> st
 
 
 def check(name: str, device: torch.device) -> str:
-    """Try full attention in the dtype that a run has on this device, for the doctor."""
+    """Try full attention for the doctor, in the dtype that a run uses on this device: float32 on a
+    CPU, bfloat16 on a GPU. Returns and raises as `tried` does."""
     return tried(name, MODEL, "float32" if device.type == "cpu" else "bfloat16", device)
 
 
 def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: int) -> float:
+    """Return the largest relative error of the backend `name` for 2 sequences of T tokens: over its
+    result and its gradients of q, k, v and the parameters of attention."""
     draw = torch.Generator().manual_seed(T)
     drawn = [torch.randn(2, heads, T, model.E, generator=draw) for heads in (model.H, model.G,
                                                                              model.G)]
@@ -63,12 +70,13 @@ def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: i
         if own.requires_grad:
             kernel = replace(kernel, gradients=(0, 1, 2, 4))
     drawn.append(torch.randn(2, model.H, T, model.E, generator=draw))
-    # the same numbers for both
+    # round to `dtype` first, so that backend and definition get the same numbers
     q, k, v, *own, weights = (t.to(getattr(torch, dtype)).to(device) for t in drawn)
     got = gradients_of(kernel, backend(name, model), (q, k, v, documents, *own), [weights])
     q, k, v, *own, weights = (t.double() for t in (q, k, v, *own, weights))
     want = gradients_of(kernel, kernel.definition, (q, k, v, documents, *own), [weights])
-    whole = max(float(one.norm()) for one in want)
-    # a gradient may be 0, or a small difference of large terms
+    whole = max(float(gradient.norm()) for gradient in want)
+    # A gradient may be 0, or a small difference of large terms. So an error is divided by the norm
+    # of its gradient, but at least by a tenth of the largest norm.
     return max(float((a.double() - b).norm()) / max(float(b.norm()), whole / 10)
                for a, b in zip(got, want, strict=True))

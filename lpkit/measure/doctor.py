@@ -1,8 +1,9 @@
-"""Find out what this machine can do: each row runs its technique on a tiny input.
+"""Find out which techniques work on this machine: each check runs its technique on a tiny input.
 
-A row that does not work gives the reason and an alternative. A row without an answer in time is
-unknown. To add a row, add a `Check` to `CHECKS`: its `run` takes the device, returns a detail, and
-raises if it does not work. `lpkit.measure.probes` runs this module in a separate process, because a
+The report has a row for each check. If a technique does not work, its row has the reason and an
+alternative. If a check takes too long, its row says that the answer is unknown. To add a row, add a
+`Check` to `CHECKS`: its `run` takes the device and returns a detail in words, or raises if the
+technique does not work. `lpkit.measure.probes` runs this module in a separate process, because a
 check may crash or hang.
 """
 
@@ -33,7 +34,8 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.outside import OWN
 from lpkit.techniques.row import Row
 
-PROCESS_SECONDS = 0.8 * SECONDS     # for ranks, and for compiled casts
+# time limit of ranks and of compiled casts: less than a check's, so that they can give a reason
+PROCESS_SECONDS = 0.8 * SECONDS
 PROGRAM = "lpkit.measure.ranks:run"
 FP8_SHAPES = ((256, 768), (1024, 1024), (4096, 512))
 
@@ -48,11 +50,11 @@ def _installed(package: str) -> None:
         raise UnavailableError(f"{package} is not installed")
 
 
-# Precisions: a matmul of known operands, compared with the same matmul in float64.
+# Precisions: a matmul of fixed operands is compared with the same matmul in float64.
 
 def _operands(device: torch.device, size: int = 64) -> list[Tensor]:
-    """Return two (size, size) matrices of multiples of 1/4 in [-1, 1], exact in every format here.
-    """
+    """Return two (size, size) matrices of multiples of 1/4 in [-1, 1], which each format below
+    represents exactly."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(-4, 5, (size, size), generator=generator).div(4).to(device)
             for _ in range(2)]
@@ -87,8 +89,8 @@ def _triton(device: torch.device) -> str:
 
 
 def _versions(device: torch.device) -> str:
-    """Report what `lpkit.kernels.choose` found in earlier runs, since new tries take seconds each.
-    """
+    """Report the kernel versions that `lpkit.kernels.choose` found to be wrong in earlier runs. The
+    doctor tries none itself, because each try takes seconds."""
     if wrong := [f"{version} of {name}" for name, each in refused_here().items()
                  for version in each]:
         raise UnavailableError(f"wrong here, so no run uses them: {', '.join(wrong)}")
@@ -103,12 +105,13 @@ def _fp8_stores(device: torch.device) -> str:
 
 def fp8_stores(device: torch.device,
                compiled: Callable[[Callable], Callable] = jit.compiled) -> str:
-    """Check a clamp and a cast bit for bit against PyTorch. One compiled kernel stores the result
-    both as it is and transposed, as FP8 training does.
+    """Compare a compiled clamp and cast to FP8 with PyTorch's, bit by bit. One compiled kernel
+    stores the result both as it is and transposed, as FP8 training does. Raises UnavailableError if
+    a bit differs.
 
-    Triton miscompiles the transposed store next to instructions that propagate NaN, which torch has
-    generated since June 2026. It depends on the tuned launch whether this happens, so several
-    shapes are tried.
+    Triton miscompiles the transposed store if the kernel also has instructions that propagate NaN;
+    torch generates these since June 2026. The error occurs only with some of the launch settings
+    that the autotuner chooses by shape, so several shapes are tried.
     Source: https://github.com/triton-lang/triton/issues/11111, pytorch/ao#4652 and #4657.
     """
     draw, tried = torch.Generator().manual_seed(0), 0
@@ -116,8 +119,8 @@ def fp8_stores(device: torch.device,
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         def cast(x: Tensor, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
             top = torch.finfo(dtype).max
-            made = (x.float() * 64).clamp(-top, top).to(dtype)
-            return made, made.T.contiguous()
+            rounded = (x.float() * 64).clamp(-top, top).to(dtype)
+            return rounded, rounded.T.contiguous()
 
         run = compiled(cast)
         for shape in FP8_SHAPES:
@@ -137,17 +140,18 @@ def fp8_stores(device: torch.device,
             f"the bits of PyTorch's casts")
 
 
-# Parallel modes: each runs in separate processes, so that a crash or a hang is only a row.
+# Parallel modes: each runs in separate processes, so that a crash or a hang fails only its own row.
 
-_warm_parent = cache(WarmParent)      # lives until this process ends
+# the process that imports PyTorch once and forks the ranks; it lives until this process ends
+_warm_parent = cache(WarmParent)
 
 
 def _processes(program: str, backend: str, device: torch.device, world: int = 2) -> str:
-    """Run one of `ranks.PROGRAMS` on `world` ranks."""
+    """Run one of `ranks.PROGRAMS` on `world` ranks; return a detail in words."""
     if backend == "nccl":
         _need(device, "cuda", "NCCL moves data between NVIDIA GPUs")
-        if (here := torch.cuda.device_count()) < world:
-            raise UnavailableError(f"it takes {world} GPUs, and {here} is here")
+        if (gpus := torch.cuda.device_count()) < world:
+            raise UnavailableError(f"it needs {world} GPUs, and this machine has {gpus}")
     with Processes(PROGRAM, {"program": program, "backend": backend}, world=world,
                    timeout_seconds=PROCESS_SECONDS, progress_seconds=PROCESS_SECONDS,
                    parent=_warm_parent()) as ranks:
@@ -156,7 +160,8 @@ def _processes(program: str, backend: str, device: torch.device, world: int = 2)
 
 
 def attention_checks(*, imported: bool) -> list[Check]:
-    """Return a check for every attention backend: of this package, or of `imported` modules."""
+    """Return a check for each attention backend of lpkit, or, if `imported`, for each backend that
+    imported modules added."""
     own = OWN["system.attention"]
     return [Check(name, "attention", partial(attention.check, name),
                   "" if name == "plain" else "plain")
@@ -180,7 +185,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def machine() -> dict[str, Any]:
-    """Return what PyTorch reports about GPUs. Sizes are bytes."""
+    """Return the facts that PyTorch reports about GPUs. Sizes are in bytes."""
     problem = hardware.why_no_gpu()
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     gpus = map(torch.cuda.get_device_properties, range(count))
@@ -192,7 +197,8 @@ def machine() -> dict[str, Any]:
 
 
 def techniques() -> list[Check]:
-    """Return a check for every row, also of other packages: its implementation can be imported."""
+    """Return a check for each row of each family, including rows of other packages. The check
+    imports the row's implementation."""
     return [Check(f"{field}={name}", "technique", partial(_loaded, row))
             for field, table in FAMILIES.items() for name, row in table.items()]
 
@@ -207,8 +213,8 @@ def _loaded(row: Row, device: torch.device) -> str:
 # The process that makes the report
 
 def speed(device: torch.device) -> dict[str, Any]:
-    """Return the ceilings that this machine reaches, and the dtype that a run chooses, which a
-    timing decides. `others` is the share of the cores that other processes took meanwhile."""
+    """Measure this machine's ceilings, and the precision that a run with precision=auto chooses by
+    timing. `others` in the result is the share of the cores that other processes took meanwhile."""
     share, choice, here = hardware.others(), hardware.bf16_choice(device), hardware.machine(
         str(device))
     return {"chosen": {"precision": asdict(choice)}, "ceilings": {
@@ -217,24 +223,27 @@ def speed(device: torch.device) -> dict[str, Any]:
 
 
 def _part(check: Check, device: torch.device) -> dict[str, Any]:
-    """Return the part of the report from `check`. A technique is reported only if it fails."""
+    """Run `check` and return its part of the report. A technique has a row only if it fails."""
     if check.kind == "speed":
         return speed(device)        # first, with PyTorch's default number of threads
-    torch.set_num_threads(1)    # matmuls are tiny, so more threads would only wait
+    torch.set_num_threads(1)    # matmuls are tiny, so more threads would only wait for each other
     if check.kind != "technique":
-        with suppress(ConfigError):     # the parent imports PyTorch while other rows are tried
+        # start the parent of the ranks now: it imports PyTorch while other checks run
+        with suppress(ConfigError):
             _warm_parent()
-    found = probe(check, device)
-    return {"probes": [asdict(found)] if found.kind != "technique" or not found.works else []}
+    outcome = probe(check, device)
+    return {"probes": [asdict(outcome)] if outcome.kind != "technique" or not outcome.works else []}
 
 
-def _main(writer: str, told: str) -> None:
-    asked = json.loads(told)
-    Config(imports=asked["imports"])
-    device = torch.device(asked["device"] or hardware.usable())
+def _main(writer: str, request: str) -> None:
+    """Run the checks and write the parts of the report, one JSON line each, to the open file with
+    the number `writer`. `request` is the JSON of `probes.answers`: device, imports, only."""
+    wanted = json.loads(request)
+    Config(imports=wanted["imports"])
+    device = torch.device(wanted["device"] or hardware.usable())
     checks = [Check("speed", "speed", speed), *CHECKS, *attention_checks(imported=True),
               *techniques(), *matrix.checks().values()]
-    checks = [check for check in checks if asked["only"] is None or check.name in asked["only"]]
+    checks = [check for check in checks if wanted["only"] is None or check.name in wanted["only"]]
     first = {"machine": machine(), "device": str(device),
              "checks": [(check.name, check.kind, check.nearest) for check in checks]}
     with open(int(writer), "w", encoding="utf-8") as out:

@@ -1,8 +1,10 @@
-"""A probe tries one thing on a device: it works, or there is a reason and an alternative.
+"""A probe is the result of trying one technique on a device: the technique works, or the probe has
+the reason and an alternative.
 
-`examine` makes the doctor's report. `lpkit.measure.doctor` tries everything in another process,
-since a probe may crash or hang. A probe that takes too long is killed, and the next process tries
-the rest. This module does not import torch, so that facts without torch are known at once.
+`examine` returns the doctor's report. It runs the checks of `lpkit.measure.doctor` in another
+process, because a check may crash or hang. If a check takes too long, its process is killed, and a
+new process runs the remaining checks. This module does not import torch, so that the facts that
+need no torch are shown at once.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SECONDS = 10.0          # time limit of a probe
-START_SECONDS = 120.0   # time limit to import PyTorch, while other processes may run
-LATE = ("gave no sign of life for", "got no further for")       # words of the ranks' supervisor
+SECONDS = 10.0          # time limit of a check
+START_SECONDS = 120.0   # time limit to import PyTorch on a busy machine
+# messages of the ranks' supervisor (`lpkit.parallel.supervisor`) that mean a time limit
+LATE = ("gave no sign of life for", "got no further for")
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
              "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",
              "ipywidgets", "plotly", "nbclient", "nvidia-ml-py", "numpy")
@@ -43,17 +46,18 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", 
 
 
 class UnavailableError(Exception):
-    """The tried thing does not work here. The message is the reason, for the user."""
+    """A technique does not work on this machine. The message is the reason, for the user."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to try. `run(device) -> detail`; any exception is the reason why it fails."""
+    """One technique to try."""
 
     name: str
-    kind: str
+    kind: str               # section of the report: precision, attention, parallel, ...
+    # takes the device and returns a detail in words; any exception is the reason of a failure
     run: Callable[[torch.device], str]
-    nearest: str = ""       # the alternative if it does not work
+    nearest: str = ""       # the alternative if the technique does not work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,35 +66,37 @@ class Probe:
 
     name: str
     kind: str
-    works: bool | None      # None: not measured in time
-    detail: str = ""        # how it works
-    why: str = ""           # why it does not work
-    nearest: str = ""       # the alternative
+    works: bool | None      # None: unknown, because the check took too long
+    detail: str = ""        # if it works: details such as the error
+    why: str = ""           # if it does not work: the reason
+    nearest: str = ""       # if it does not work: the alternative
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of the message that is not empty."""
+    """Return the first line of the error's message that is not empty, at most 200 characters."""
     lines = filter(None, map(str.strip, str(error).splitlines()))
     return next(lines, type(error).__name__)[:200]
 
 
 def probe(check: Check, device: torch.device) -> Probe:
-    found = partial(Probe, name=check.name, kind=check.kind)
+    """Run `check` on `device` and return its outcome. Every exception becomes a reason."""
+    outcome = partial(Probe, name=check.name, kind=check.kind)
     try:
         with warnings.catch_warnings():
             # torch explains at length why something fails; `reason` takes the first line
             warnings.simplefilter("ignore")
-            return found(works=True, detail=check.run(device))
+            return outcome(works=True, detail=check.run(device))
     except Exception as error:
         late = isinstance(error, TimeoutError) or any(words in str(error) for words in LATE)
         # a reason may end with the alternative
         why, other = re.fullmatch(r"(.*?)(?:; ([\w-]+) can)?", reason(error)).groups()
-        return found(works=None if late else False, nearest=other or check.nearest,
+        return outcome(works=None if late else False, nearest=other or check.nearest,
                      why="not measured in time: " * late + why)
 
 
 def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:
-    """Return the largest relative error. Raises UnavailableError with `what` above `limit`."""
+    """Return the largest relative error of the tensors `got` against `want`, in words. If it is
+    above `limit`, raise UnavailableError with a message that begins with `what`."""
     errors = []
     for a, b in zip(got, want, strict=True):
         a, b = a.detach().double().cpu(), b.detach().double().cpu()
@@ -101,7 +107,7 @@ def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: flo
 
 
 def facts() -> dict[str, Any]:
-    """Return what the system reports about this machine. Sizes are bytes."""
+    """Return the facts that the operating system reports about this machine. Sizes are in bytes."""
     flags, memory, driver = cpu_flags(), psutil.virtual_memory(), Path("/sys/module/nvidia/version")
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in flags], "cores": cores(),
@@ -113,8 +119,9 @@ def facts() -> dict[str, Any]:
 
 def examine(show: Callable[[dict[str, Any]], object] = lambda part: None,
             **how: Any) -> dict[str, Any]:
-    """Return the doctor's report, JSON-ready. `show` gets each part of the report as soon as it is
-    known. `ceilings` and `chosen` are None if no speed was measured in time."""
+    """Return the doctor's report, JSON-ready. `show` is called with each part of the report as soon
+    as it is known. `how`: arguments of `answers`. In the report, `ceilings` and `chosen` are None
+    if the speed was not measured in time."""
     report = {"machine": {}, "device": None, "probes": [], "ceilings": None, "chosen": None}
     for part in chain([{"machine": facts()}], answers(**how)):
         show(part)
@@ -127,20 +134,27 @@ def examine(show: Callable[[dict[str, Any]], object] = lambda part: None,
 def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Iterable[str] = (),
             seconds: float = SECONDS, module: str = "lpkit.measure.doctor"
             ) -> Iterator[dict[str, Any]]:
-    """Yield parts of the report from a process of `module`: first the device and `checks` (name,
-    kind and alternative of each thing to try), then a part for each check.
+    """Yield the parts of the report that a process of `module` writes: first the device and the
+    list `checks` (name, kind and alternative of each check), then a part for each check.
 
-    A check fails if it crashes its process. It is unknown if it takes longer than `seconds`. Then a
-    new process tries the remaining checks. Raises ConfigError if a process does not start.
+    device      the device to try; "": the device that a run uses
+    only        names of the checks to run; None: all
+    imports     files to import first, which may add rows
+    seconds     time limit of a check
+
+    A check that crashes its process fails. A check that takes longer than `seconds` is unknown. In
+    both cases, a new process runs the remaining checks. Raises ConfigError if a process does not
+    start.
     """
+    # checks that have not been run yet; None: the first process has not listed them yet
     waiting: list[list[str]] | None = None
     while waiting is None or waiting:
-        told = {"device": device, "imports": [*imports],
+        request = {"device": device, "imports": [*imports],
                 "only": [check[0] for check in waiting] if waiting else only and [*only]}
         lines: SimpleQueue[str] = SimpleQueue()
         reader, writer = os.pipe()
         with Children().start(
-                [sys.executable, "-W", "ignore", "-m", module, str(writer), json.dumps(told)],
+                [sys.executable, "-W", "ignore", "-m", module, str(writer), json.dumps(request)],
                 new_folder(), log="log", fds=[writer]) as keeper:
             os.close(writer)
             Thread(target=_read, args=(reader, lines), daemon=True).start()
@@ -156,18 +170,19 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
                     yield part
             except Empty:
                 works, why = None, f"not measured within {seconds if begun else START_SECONDS:g} s"
-            except ValueError:      # the process ended, perhaps within a line
+            except ValueError:      # not JSON: the process ended, perhaps in the middle of a line
                 last = keeper.stdout.read().strip().rpartition("\n")[2]
                 why = f"its process ended with exit code {keeper.wait()} {last}".strip()
         if not begun:
             raise ConfigError(f"the process that tries this machine did not begin: {why}; try "
                               f"`{sys.executable} -c 'import torch'`")
-        if waiting:
+        if waiting:     # the first of them crashed the process or took too long
             lost = dict(zip(("name", "kind", "nearest"), waiting.pop(0)))
             yield {"probes": [asdict(Probe(**lost, works=works, why=why))]}
 
 
 def _read(reader: int, lines: SimpleQueue[str]) -> None:
+    """Put the lines of a pipe into a queue, where waiting has a time limit; "" ends them."""
     with open(reader, encoding="utf-8") as file:
         for line in chain(file, [""]):
             lines.put(line)

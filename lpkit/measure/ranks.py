@@ -1,5 +1,6 @@
-"""Programs for several ranks, each compared with the same computation in one process. The doctor
-runs them. Their warm parent imports this file and little else of the kit."""
+"""Programs that the doctor runs on several ranks. Each compares its result with the same
+computation in one process. The parent process that forks the ranks imports this file first, so it
+imports little else of lpkit."""
 
 import copy
 import warnings
@@ -22,12 +23,13 @@ from lpkit.timing import interleaved_seconds
 def _all_reduce(place: Place, device: torch.device) -> None:
     x = torch.full((4,), float(place.rank + 1), device=device)
     dist.all_reduce(x)
-    due = [place.world * (place.world + 1) / 2] * 4
-    assert x.tolist() == due, f"the sum is wrong: {x.tolist()}"
+    expected = [place.world * (place.world + 1) / 2] * 4
+    assert x.tolist() == expected, f"the sum is wrong: {x.tolist()}"
 
 
 def _gradients(wrap: Callable[[nn.Module], nn.Module], place: Place, device: torch.device) -> None:
-    """Rank r sees (r + 1) x. The gradient must be that of one process with all inputs."""
+    """Check the gradient of a Linear that `wrap` makes data-parallel. The input of rank r is
+    (r + 1) x. The gradient must equal the gradient of one process with the inputs of all ranks."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8).to(device)
     alone = copy.deepcopy(model)
@@ -53,8 +55,8 @@ def _all_gather(place: Place, device: torch.device) -> float:
         dist.all_gather_into_tensor(whole.view(-1), whole[place.rank].clone())
         whole[0, 0].item()      # waits for the device
 
-    heard = whole.nbytes * (place.world - 1) / place.world
-    return heard / min(interleaved_seconds([gather], rounds=9)[0])
+    received_bytes = whole.nbytes * (place.world - 1) / place.world
+    return received_bytes / min(interleaved_seconds([gather], rounds=9)[0])
 
 
 PROGRAMS: dict[str, Callable[[Place, torch.device], float | None]] = {
@@ -65,13 +67,14 @@ PROGRAMS: dict[str, Callable[[Place, torch.device], float | None]] = {
 }
 
 
-def run(place: Place, told: dict[str, Any]) -> float | None:
-    """Run `told["program"]` over `told["backend"]` as one rank."""
+def run(place: Place, request: dict[str, Any]) -> float | None:
+    """Run `request["program"]`, a key of PROGRAMS, as the rank of `place`, with the collectives of
+    `request["backend"]` (gloo or nccl). Return the program's result."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    if told["backend"] == "nccl":
+    if request["backend"] == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     meet(BACKENDS[device.type], **place.among)
-    return PROGRAMS[told["program"]](place, device)
+    return PROGRAMS[request["program"]](place, device)

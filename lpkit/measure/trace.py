@@ -1,19 +1,20 @@
-"""The memory ledger of a step that never ran: the model and the trainer's step with fake tensors,
-on any number of ranks.
+"""Trace a step: run the model and the trainer's step with fake tensors, on any number of ranks, and
+count every byte that a real step would hold.
 
-Operations run on shapes only (torch._subclasses.FakeTensorMode). Nothing is allocated or computed,
-but every storage has its size, and `lpkit.measure.tracking` watches it like a real one. Collectives
-go to PyTorch's "fake" process group, which answers at once for a world of any size. The traced rank
-holds what the same rank of a real world would hold.
+Operations compute shapes only (torch._subclasses.FakeTensorMode). Nothing is allocated or computed,
+but each storage has its size, and `lpkit.measure.tracking` watches it like a real storage.
+Collectives go to PyTorch's "fake" process group, which answers at once for a world of any size. The
+traced rank holds the same bytes as this rank in a real world.
 
-A trace does not know the memory that a kernel allocates and frees within one operation, and how an
-allocator rounds and reserves (CUDA's 512-byte blocks are counted). If a step reads a number, it
-gets that of a healthy step: gradients are finite, counts of NaN are 0.
+A trace does not count the memory that a kernel allocates and frees within one operation, nor the
+memory that an allocator reserves (but it counts CUDA's rounding to blocks of 512 bytes). If the
+step reads a number from a tensor, it gets the number of a healthy step: gradients are finite, and
+the number of NaNs is 0.
 
-PyTorch's FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) cannot be the base of this. Its
-figure for the optimizer is right in the first update and wrong in the second: with the fused AdamW
-of torch 2.13 it adds every parameter, gradient and moment whole to the shards, 9 times the state
-that 4 ranks hold (docs/log.md).
+PyTorch's FSDP tracker (torch.distributed._tools.fsdp2_mem_tracker) cannot do this. Its bytes for
+the optimizer are right in the first update and wrong in the second: with the fused AdamW of torch
+2.13 it adds each whole parameter, gradient and moment to the shards, 9 times the state that 4 ranks
+hold (docs/log.md).
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ World = Annotated[int, between(1, 65_536)]      # number of devices
 @checked
 def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None,
                   rank: int = 0, device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
-    """Return the live bytes, by row as in `measure.memory`, of a rank's device in the second update
-    of `config` on `world_size` devices, and the messages that the rank sends.
+    """Return the Footprint of one rank in the second update of `config` on `world_size` devices:
+    the live bytes by row, as `measure.memory` measures them, and the messages that the rank sends.
 
-    `layout`: sizes of the axes data and shard that training supports. Without a layout, one device
-    uses the config's `parallel`, and several devices shard (ZeRO 3). `device`: whose operations to
-    trace, "cpu" or "cuda", which needs a GPU, but does not use it. Raises ConfigError for a config
-    that cannot be trained or traced.
+    layout  a layout of `data` and `shard` ranks that training supports; None: the config's
+            `parallel` if `world_size` is 1, else all devices shard (ZeRO 3)
+    rank    the rank to trace
+    device  "cpu" or "cuda": the device whose operations to trace. "cuda" needs a machine with a
+            GPU, but does not use the GPU.
+
+    Raises ConfigError for a config that cannot be trained or traced.
     """
     given = layout is not None or world_size > 1
     layout = layout or (Layout(shard=world_size) if given else config.parallel)
@@ -78,21 +82,22 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
 
 
 def _decide(config: Config, device: str) -> Decisions:
-    """Make the decisions of a run, without a device to ask or to time."""
+    """Return the decisions that a run makes before it starts (precision, attention, backend),
+    without timing anything on the device."""
     if device == "cuda" and not torch.cuda.is_available():      # autograd needs a CUDA stream
-        raise ConfigError("PyTorch sees no GPU here, and without one it goes back through no GPU's "
-                          "operations, not even to trace them; use device=cpu, which keeps the "
-                          "same tensors but for RMSNorm's")
-    asked = used = config.precision.recipe.name
-    if asked == "auto":
+        raise ConfigError("PyTorch sees no GPU here, and without a GPU it cannot trace the "
+                          "backward pass of CUDA operations; use device=cpu, which keeps the "
+                          "same tensors, except those of RMSNorm")
+    recipe = used = config.precision.recipe.name
+    if recipe == "auto":
         used = "bf16"       # a run decides by timing, which a trace cannot do
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
                                        "system.kernels": "auto", "system.attention": "plain",
                                        "system.threads": torch.get_num_threads(),
                                        "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
-    if asked == "auto":
-        chosen["precision"] = Choice(asked=asked, used=used,
+    if recipe == "auto":
+        chosen["precision"] = Choice(asked=recipe, used=used,
                                      why="assumed: a run decides by a race where it runs")
     attention = config.system.attention
     used, why = choose_attention(attention, device=device, model=attended(config.model),
@@ -108,13 +113,14 @@ def _decide(config: Config, device: str) -> Decisions:
 
 @contextmanager
 def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
-    """Join a fake world as one rank."""
+    """Join a fake world of `layout.devices` ranks as one rank, in this block. Raises ConfigError if
+    this process already has a process group."""
     if layout.devices == 1:
         yield Ranks()
         return
     if dist.is_initialized():
-        raise ConfigError("this process has a process group already, and a trace needs one of its "
-                          "own; trace before it is made, or in another process")
+        raise ConfigError("this process has a process group already, and a trace needs a fake "
+                          "process group; trace before the group is made, or in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.devices)
@@ -127,8 +133,8 @@ def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
 
 @contextmanager
 def fake_step(device: str) -> Iterator[None]:
-    """Make all tensors in this block fake. Tensors that a process makes only once are made real,
-    before the block."""
+    """Make all tensors in this block fake. Tensors that lpkit caches for the whole process are
+    computed before the block, so that the cache has real tensors."""
     for signed in (True, False):
         moments.midpoints(signed)
     with (mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
@@ -138,8 +144,8 @@ def fake_step(device: str) -> Iterator[None]:
 
 
 class _Chunks:
-    """torch.chunk, one piece at a time: FSDP uses 1 of 1,024 pieces, and each fake tensor takes
-    0.1 ms."""
+    """The result of torch.chunk, which makes each piece only when it is read. FSDP reads 1 piece of
+    1,024, and each fake tensor takes 0.1 ms."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int):
         self.tensor, self.dim, self.length = tensor, dim, -(-tensor.shape[dim] // count)
@@ -152,8 +158,9 @@ class _Chunks:
 
 
 class _Healthy(TorchDispatchMode):
-    """Give numbers for fake tensors, which have none: True for a test of all, False for a test of
-    any (so that a search for values to draw again ends), 0.5 for floats, 0 for counts."""
+    """Return numbers when a step reads a number from a fake tensor, which has none: True for other
+    tests than `any`; False for `any`, so that a loop that draws values again ends; 0.5 for floats;
+    0 for integers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
@@ -171,27 +178,29 @@ class _Healthy(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """One device's memory at the peak of a step, in up to three ways: bytes by row, each at its own
-    peak."""
+    """The bytes of one device by row at the peak of a step, in up to three ways: by the formula, in
+    a trace, and measured. Each way has a peak of its own."""
 
     formula: dict[str, float]
-    formula_moment: str             # words from ledger.MOMENTS
+    formula_moment: str             # a value of ledger.MOMENTS: the moment of the formula's peak
     traced: Footprint
     measured: Footprint | None      # None: more than one device
 
     @property
     def truth(self) -> Footprint:
+        """The footprint to compare with: measured, or traced if nothing was measured."""
         return self.measured or self.traced
 
     def comparison(self, of: str = "formula") -> Comparison:
-        """Compare `of` ("formula" or "trace") with the measurement, or else with the trace."""
-        said = self.formula if of == "formula" else self.traced.rows
-        return Comparison.of_rows(_with_peak(said), _with_peak(self.truth.rows), unit="bytes",
+        """Compare the rows of `of` ("formula" or "trace") with the rows of `truth`."""
+        rows = self.formula if of == "formula" else self.traced.rows
+        return Comparison.of_rows(_with_peak(rows), _with_peak(self.truth.rows), unit="bytes",
                                   where=self.truth.where)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Sentences about the error of formula and trace, and the row that explains it."""
+        """Sentences about the errors of formula and trace: their size, and the row that explains
+        most of the difference."""
         if not self.measured:
             return (self._sentence("formula", self.formula_moment, "traced"),)
         return (self._sentence("formula", self.formula_moment, "measured"),
@@ -220,8 +229,8 @@ class Reconciled:
         columns = [_with_peak(rows) for rows in sides.values()]
         lines = [(name, *(quantity(rows.get(name, 0), "bytes") for rows in columns))
                  for name in (*ROWS, "peak") if any(name in rows for rows in columns)]
-        said = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
-        return html_table(("", *sides), lines) + said
+        paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in self.sentences)
+        return html_table(("", *sides), lines) + paragraphs
 
 
 def _with_peak(rows: dict[str, float]) -> dict[str, float]:
@@ -234,9 +243,9 @@ def _moment(footprint: Footprint) -> str:
 
 @checked
 def reconcile(config: Config, world_size: World = 1) -> Reconciled:
-    """Compare formula and trace by row, as in `predict_trace`. On one device also measure a step on
-    this machine; its choices (recipe, attention, backend) are used for all three. Raises
-    ConfigError."""
+    """Compare the memory of a step by row: by the formula, and by a trace as in `predict_trace`. If
+    `world_size` is 1, also measure a step on this machine; then formula and trace use the recipe,
+    attention and backend that the measured step chose. Raises ConfigError."""
     measured, device = None, "cpu"
     if world_size == 1:
         measured = measure.memory(config)
@@ -247,7 +256,7 @@ def reconcile(config: Config, world_size: World = 1) -> Reconciled:
     traced = predict_trace(config, world_size, device=device)
     used = {key: choice.used for key, choice in traced.chosen.items()}
     config = config.replace({"precision.recipe": used["precision"], "system.stack": "auto"})
-    said = memory(config, hardware.room(device), layout=Layout(shard=world_size),
+    predicted = memory(config, hardware.room(device), layout=Layout(shard=world_size),
                   attention=used["attention"])
-    return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
-                      traced=traced, measured=measured)
+    return Reconciled(formula=predicted.at(predicted.peak_moment), traced=traced,
+                      formula_moment=MOMENTS[predicted.peak_moment], measured=measured)

@@ -1,15 +1,15 @@
-"""Every live byte of a training step, each in one row, from its allocation to its end.
+"""Every live byte of a training step, each counted in one row of `ROWS`, from its allocation until
+it is freed.
 
-A `Tracker` watches the storages that operations allocate, real or fake, and storages that exist
-before the step. Rows are those of the ledger (`ROWS`). The row of a storage is often known only
-later: what forward allocates is an activation if it is alive when backward begins, else it was a
-temporary. So each storage has one record, whose row may change, and the log of allocations and ends
-is read after the step.
+A `Tracker` watches the storages that operations allocate, real or fake, and the storages that exist
+before the step. The row of a storage is often known only later: a storage that forward allocates is
+an activation if it is alive when backward begins, else it was a temporary. So each storage has one
+Record, whose row may change, and the log of allocations and frees is read after the step.
 
-Bytes are those of storages. Memory that a kernel allocates and frees within one operation is not
-seen. If the device's allocator counted too, `Footprint.counted_bytes` exceeds `peak_bytes` by it.
-Sources: the method is that of PyTorch's torch.distributed._tools.mem_tracker; rows by phase, module
-and use are ours.
+Bytes are counted by storage. Memory that a kernel allocates and frees within one operation is not
+seen. If the device's allocator counted, too, `Footprint.counted_bytes` exceeds `peak_bytes` by this
+memory. Source: PyTorch's torch.distributed._tools.mem_tracker uses the same method; the rows by
+phase, module and use are lpkit's.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ ROWS = {
 }
 WORKING = ("temporaries", "attention workspace", "recomputed block")
 IN_FLIGHT = (*WORKING, "communication buffers")
-BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # other buffers are scales
+# rows of a module's buffers by name; all other buffers of a Linear with cast operands are scales
+BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(
     ("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
-LOSS = "loss"       # the module name outside any module
-# c10d's operation -> its kind, and the index of the argument that has all the bytes
+LOSS = "loss"       # the name that counts as the module if an operation runs outside any module
+# for each operation of c10d: its kind, and the index of the argument that has all bytes
 DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
         "_reduce_scatter_base_": (REDUCE_SCATTER, 1), "alltoall_base_": (ALL_TO_ALL, 1),
         "send": (SEND, 0)}
@@ -85,13 +86,13 @@ DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A storage, from its allocation on."""
+    """A storage that is alive."""
 
     nbytes: int
-    row: str
-    phase: str
-    module: str
-    kept_by: str | None = None      # the module whose operation saved it first
+    row: str                        # key of ROWS; it may change
+    phase: str                      # phase in which it was allocated, "before" the step included
+    module: str                     # module in which it was allocated
+    kept_by: str | None = None      # module whose operation saved it for backward first
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class Point:
     """The live bytes at one point of the step."""
 
     phase: str                  # forward, backward, optimizer
-    module: str                 # without block numbers
-    rows: dict[str, int]
+    module: str                 # the module at work
+    rows: dict[str, int]        # bytes by row
 
     @property
     def bytes(self) -> int:
@@ -111,20 +112,23 @@ class Point:
 class Footprint:
     """The bytes that one device held in a step, by row."""
 
-    rows: dict[str, int]            # at the peak
-    phase: str                      # at the peak
-    module: str
+    rows: dict[str, int]            # bytes by row at the peak of the step
+    phase: str                      # phase of the peak
+    module: str                     # module of the peak
     most: dict[str, int]            # bytes of each row at its own peak
-    # activations, logits and loss when the last backward began, by the operation that saved them
+    # bytes of activations, logits and loss when the last backward began, by the operation that
+    # saved them
     operations: dict[str, int]
-    timeline: tuple[Point, ...]     # the largest of neighbouring points, including the peak
+    # Points in the order of the step. Of neighbouring points only the largest is kept, so the peak
+    # is one of them.
+    timeline: tuple[Point, ...]
     messages: Counter[Message] = field(default_factory=Counter)     # messages to other ranks
-    offloaded_bytes: int = 0        # most bytes on another device, or in a file
-    # the peak by the allocator's count, which includes temporaries of kernels
+    offloaded_bytes: int = 0        # most bytes on another device or in a file
+    # the peak that the device's allocator counted, which includes temporaries of kernels
     counted_bytes: int | None = None
     reserved_bytes: int | None = None   # CUDA: most bytes that the allocator took from the driver
-    chosen: dict[str, Choice] = field(default_factory=dict)
-    where: str = ""                 # the device, for a Comparison
+    chosen: dict[str, Choice] = field(default_factory=dict)     # decisions of the run, by setting
+    where: str = ""                 # device and method, for `Comparison`
 
     @property
     def peak_bytes(self) -> int:
@@ -132,34 +136,43 @@ class Footprint:
 
 
 class Tracker(TorchDispatchMode):
-    """`with Tracker(model, optimizer, device) as tracker: ...one step...`, then
-    `tracker.footprint()`.
+    """Watch the memory of one step:
 
-    The tensors of the model and the optimizer are held from the start; `hold` adds others. The
-    tracker finds the phase itself: backward if an autograd node runs, optimizer in `optimizing()`,
-    else forward.
+        with Tracker(model, optimizer, device) as tracker:
+            ...                         # one step
+        tracker.footprint()
+
+    The tensors of model and optimizer have rows from the start; `hold` gives rows to other tensors
+    that exist. The tracker finds out the phase itself: backward if an autograd node runs, optimizer
+    in `optimizing()` or in `optimizer.step`, else forward.
+
+    place   placement of the optimizer's state (memory or a file); None: in memory
+    heads   names of the modules whose results are logits
+    hooked  False: the caller calls `at_update` around updates; else hooks of the optimizer do
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
                  device: torch.device | str = "cpu", *, place: StatePlacement | None = None,
                  heads: Iterable[str] = ("head",), hooked: bool = True):
         super().__init__()
-        self.hooked = hooked and optimizer is not None      # else the user calls `at_update`
+        self.hooked = hooked and optimizer is not None      # else the caller calls `at_update`
         self.heads, self.after_head = set(heads), False
         parts = [head.split(".") for head in self.heads]
-        # modules around a head: after the head, a model that computes its own loss is in them
-        self.above_heads = {".".join(one[:i]) for one in parts for i in range(len(one))}
-        self.attentions = {name for name, one in model.named_modules()
+        # Modules that contain a head. If a model computes its own loss, it does so in such a module
+        # after the head.
+        self.above_heads = {".".join(names[:i]) for names in parts for i in range(len(names))}
+        self.attentions = {name for name, module in model.named_modules()
                            if name.endswith("attention")
-                           or re.search("attention|attn", type(one).__name__.lower())}
+                           or re.search("attention|attn", type(module).__name__.lower())}
         self.place = place or StatePlacement()      # placement of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
         self.refs: dict[int, weakref.ref] = {}
         self.log: list[tuple[Record, int, str, str]] = []       # record, bytes, phase, module
         self.modules: list[str] = []    # modules in forward, the innermost last
-        # (autograd sequence number, the module from that number on)
+        # (autograd sequence number, module): nodes from this number on belong to the module
         self.marks: list[tuple[int, str]] = [(0, LOSS)]
+        # depth of optimizer updates, and of calls of autograd.grad in forward
         self.optimizers = self.inside = 0
         self.phase, self.operations = "forward", {}
         self.elsewhere: dict[int, int] = {}     # bytes of storages on another device or in a file
@@ -169,13 +182,14 @@ class Tracker(TorchDispatchMode):
     # ---- Held tensors, and the current phase and module
 
     def hold(self, tensors: Iterable[Tensor | None], row: str) -> None:
-        """Give this row to tensors that exist, whatever their row was."""
+        """Count existing tensors in this row, whatever their row was before."""
         for t in _tensors(list(tensors)):
             record = self._record(t, row, "before", "")
             if record is not None:
                 record.row = row
 
     def _hold_states(self) -> None:
+        """Give rows to the buffers of modules, the state of the optimizer and the gradients."""
         for module in self.model.modules():
             other = "scales" if isinstance(module, Scaling) else "buffers"
             for name, buffer in module.named_buffers(recurse=False):
@@ -189,14 +203,15 @@ class Tracker(TorchDispatchMode):
         self._hold_gradients()
 
     def _hold_gradients(self) -> None:
-        """Hold the gradients of whole parameters, and of the rows that this rank updates."""
+        """Count the gradients of whole parameters, and of the shards that this rank updates, in the
+        row of gradients."""
         owned = self.optimizer.param_groups if self.optimizer else ()
         parameters = chain(self.model.parameters(), *(group["params"] for group in owned))
         self.hold([local(p.grad) for p in parameters if p.grad is not None], "gradients")
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
-        """Mark clipping and the update as the optimizer phase."""
+        """The block clips gradients and updates weights: its phase is optimizer."""
         self.at_update(1)
         try:
             yield
@@ -204,25 +219,27 @@ class Tracker(TorchDispatchMode):
             self.at_update(-1)
 
     def at_update(self, change: int, *_: Any) -> None:
+        """Enter (1) or leave (-1) the optimizer phase."""
         self.optimizers += change
 
     @property
     def _at_work(self) -> str:
-        """The innermost module in forward. A model that computes its own loss does so after its
-        head, in a module around the head."""
+        """The innermost module in forward. After the head, in a module that contains the head, it
+        is LOSS: a model computes its own loss there."""
         name = self.modules[-1] if self.modules else LOSS
         return LOSS if self.after_head and name in self.above_heads else name
 
     def _where(self) -> tuple[str, str]:
+        """Return the current phase and module, and do what a change of phase requires."""
         node = torch._C._current_autograd_node()
         if self.optimizers:
             phase, module = "optimizer", ""
-        elif self.inside:       # forward computes gradients itself, as the chunked loss does
+        elif self.inside:       # forward calls autograd.grad, as the chunked loss does
             phase, module = "forward", self._at_work
         elif node is not None:
             phase, module = "backward", self._at_work if self.modules else self._module_of(node)
         elif self.phase == "backward" and not self.modules:
-            phase, module = "backward", ""  # after the last node: callbacks, updates of histories
+            phase, module = "backward", ""  # after the last node: callbacks, amax histories
         else:
             phase, module = "forward", self._at_work
         if phase != self.phase:
@@ -230,19 +247,23 @@ class Tracker(TorchDispatchMode):
         return phase, module
 
     def _module_of(self, node: Any) -> str:
+        """Return the module whose forward made an autograd node. Nodes that accumulate gradients
+        have the largest sequence numbers and belong to no module."""
         number = node._sequence_nr()
         if number >= 2**62:
             return "gradient"
         return self.marks[bisect_right(self.marks, number, key=itemgetter(0)) - 1][1]
 
     def _enter(self, phase: str) -> None:
+        """Change the phase. When backward begins, count what forward saved; when it ends, count the
+        gradients."""
         before, self.phase = self.phase, phase
         if before == "backward":
             self._hold_gradients()
         if (before, phase) != ("forward", "backward"):
             return
         operations: Counter[str] = Counter()
-        # forward is over, so what it allocated and is still alive is an activation
+        # forward is over, so storages that it allocated and that are still alive are activations
         for record in self.records.values():
             if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
                 record.row = "activations"
@@ -252,12 +273,13 @@ class Tracker(TorchDispatchMode):
                 operations[LOSS] += record.nbytes
         self.operations = dict(operations)
 
-    # ---- Allocations and ends
+    # ---- Allocations and frees
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
             return NotImplemented
-        # a kernel made of operations: watch inside, since its workspace counts
+        # A kernel that is composed of PyTorch's operations: watch these, because they allocate the
+        # kernel's workspace.
         if (kernel := MADE_OF_OPERATIONS.get(func)) is not None:
             _push_mode(self)
             try:
@@ -265,8 +287,8 @@ class Tracker(TorchDispatchMode):
             finally:
                 _pop_mode()
         out = func(*args, **(kwargs or {}))
-        made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
-        if made:
+        allocated = [t for t in _tensors(out) if t.untyped_storage()._cdata not in self.records]
+        if allocated:
             phase, module = self._where()
             row = self._row(phase, module)
             if func is torch.ops.aten._to_copy.default:
@@ -274,8 +296,8 @@ class Tracker(TorchDispatchMode):
                 if source is not None and source.row in ("weights", "weight copies"):
                     row = "weight copies"
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-            for t in made:
-                # else it existed before the tracker: no row
+            for t in allocated:
+                # a storage that is also an argument existed before the tracker, and has no row
                 if t.untyped_storage()._cdata not in given:
                     self._record(t, row, phase, module)
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -283,10 +305,11 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _find(self, t: Tensor) -> Record | None:
+        """Return the Record of a tensor's storage; None: it has none."""
         return self.records.get(t.untyped_storage()._cdata)
 
     def _row(self, phase: str, module: str) -> str:
-        """Return the row of a storage about which nothing else is known."""
+        """Return the row of a new storage by the phase and the module in which it is allocated."""
         if phase == "optimizer":
             return "optimizer temporaries"
         if phase == "backward" and self.modules:
@@ -296,6 +319,8 @@ class Tracker(TorchDispatchMode):
         return "attention workspace" if module in self.attentions else "temporaries"
 
     def _record(self, t: Tensor, row: str, phase: str, module: str) -> Record | None:
+        """Return the Record of a tensor's storage, and create it if it is missing. Return None for
+        an empty storage, and for a storage on another device, which counts as offloaded."""
         storage = t.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self.records:
@@ -311,17 +336,20 @@ class Tracker(TorchDispatchMode):
         return record
 
     def _gone(self, key: int, _: Any) -> None:
+        """Log that a storage was freed; its weak reference calls this."""
         record = self.records.pop(key)
         del self.refs[key]
         module = self.modules[-1] if self.modules else ""
         self.log.append((record, -record.nbytes, self.phase, module))
 
     def _offload(self, value: Any) -> None:
+        """Count the tensors of `value` as offloaded bytes."""
         for t in _tensors(value):
             storage = t.untyped_storage()
             self._away(storage, storage._cdata, storage.nbytes())
 
     def _away(self, thing: Any, key: int, nbytes: int) -> None:
+        """Count `nbytes` as offloaded until the object `thing` is deleted."""
         if key not in self.elsewhere:
             self.elsewhere[key] = nbytes
             self.refs[key] = weakref.ref(thing, partial(self._back, key))
@@ -331,12 +359,13 @@ class Tracker(TorchDispatchMode):
         del self.elsewhere[key], self.refs[key]
 
     def _relabel(self, tensors: Any, row: str, among: tuple[str, ...]) -> None:
+        """Move the tensors whose row is one of `among` to the row `row`."""
         for t in _tensors(tensors):
             record = self._find(t)
             if record is not None and record.row in among:
                 record.row = row
 
-    # ---- Hooks: they observe and change nothing
+    # ---- Hooks: they observe the step and do not change its numbers
 
     def __enter__(self):
         self.hold(self.model.parameters(), "weights")
@@ -350,7 +379,7 @@ class Tracker(TorchDispatchMode):
         for p in self.model.parameters():
             if p.requires_grad:
                 handles.append(p.register_hook(partial(self._gradient, weakref.ref(p))))
-        if self.hooked:      # with updates in backward, the optimizer steps once per parameter
+        if self.hooked:      # if updates run in backward, the optimizer steps once per parameter
             handles += [self.optimizer.register_step_pre_hook(partial(self.at_update, 1)),
                         self.optimizer.register_step_post_hook(partial(self.at_update, -1))]
         for handle in handles:
@@ -370,14 +399,15 @@ class Tracker(TorchDispatchMode):
         self.exits.close()
 
     def _replace(self, owner: Any, name: str, by: Callable) -> None:
-        """Call `by(original, ...)` instead of a function, until the tracker ends."""
+        """Replace the function `name` of `owner` by `by(original, ...)` until the tracker ends."""
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: by(original, *args, **kwargs))
         self.exits.callback(setattr, owner, name, original)
 
     def _resize(self, resize: Callable, storage: torch.UntypedStorage,
                 size: int) -> torch.UntypedStorage:
-        """Record that FSDP frees and allocates the memory of a storage that stays."""
+        """Log the change of a storage's size: FSDP frees and allocates memory by resizing a storage
+        that stays alive."""
         out = resize(storage, size)
         record = self.records.get(storage._cdata)
         if record is not None and storage.nbytes() != record.nbytes:
@@ -386,6 +416,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _grad(self, grad: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Mark a call of torch.autograd.grad in forward, so that its phase stays forward."""
         self.inside += 1
         try:
             return grad(*args, **kwargs)
@@ -393,6 +424,7 @@ class Tracker(TorchDispatchMode):
             self.inside -= 1
 
     def _send(self, send: Callable, offloader: SavedTensorOffloader, t: Tensor) -> Away:
+        """Count the bytes that an activation takes in a file."""
         parcel = send(offloader, t)
         if parcel.file_bytes:
             self._away(parcel, id(parcel), parcel.file_bytes)
@@ -411,11 +443,13 @@ class Tracker(TorchDispatchMode):
         self._mark()
 
     def _mark(self) -> None:
-        # the nodes of a recomputed forward are new and are never used
+        """Note that the autograd nodes from now on belong to the module at work. In a forward pass
+        that recomputation runs again, new nodes are never used, so nothing is noted."""
         if torch._C._current_autograd_node() is None:
             self.marks.append((torch._C._autograd._get_sequence_nr(), self._at_work))
 
     def _kept(self, t: Tensor) -> Tensor:
+        """Note that an operation saved a tensor for backward: in forward, it is an activation."""
         forward = self.phase == "forward" and not self.inside
         for inner in _tensors(t):
             record = self._record(inner, "activations", "before", LOSS)
@@ -426,27 +460,32 @@ class Tracker(TorchDispatchMode):
         return t
 
     def _gradient(self, parameter: Callable[[], nn.Parameter], gradient: Tensor) -> None:
+        """Move a parameter's first gradient from the temporaries to the gradients."""
         if parameter().grad is None:     # else it is added to an existing gradient
             self._relabel(gradient, "gradients",
                           (*IN_FLIGHT, "logits' gradients", "logits and loss"))
 
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
               first: bool = False, **how: bool) -> Any:
-        """Cast as ScaledLinear does, and label the result: its `first` cast, or a later one."""
-        made = cast(product, role, x, dtype, first=first, **how)
-        turned = made.turned
-        for one in filter(None, (made, turned)):
+        """Cast an operand by `cast`, the method of a ScaledLinear, and give rows to the tensors of
+        the result. `first`: it is the first cast of this operand; a later cast of dy, and the
+        `turned` layout of an operand, are transposed copies."""
+        operand = cast(product, role, x, dtype, first=first, **how)
+        turned = operand.turned
+        for layout in filter(None, (operand, turned)):
             if role == "w":
-                self._relabel(one.data, "low-precision weights", IN_FLIGHT)
-            elif role == "g" and (one is turned or not first):
-                self._relabel(one.data, "transposed copies", IN_FLIGHT)
-            self._relabel((one.scale, one.tensor, one.amax, one.nonfinite), "scales", WORKING)
-        return made
+                self._relabel(layout.data, "low-precision weights", IN_FLIGHT)
+            elif role == "g" and (layout is turned or not first):
+                self._relabel(layout.data, "transposed copies", IN_FLIGHT)
+            self._relabel((layout.scale, layout.tensor, layout.amax, layout.nonfinite), "scales",
+                          WORKING)
+        return operand
 
     # ---- The result
 
     def footprint(self, *, points: int = 400, **more: Any) -> Footprint:
-        """Read the log after the `with` block. `more`: the other fields of Footprint."""
+        """Return the Footprint from the log, after the `with` block. `points`: the most Points of
+        its timeline. `more`: other fields of Footprint."""
         most: Counter[str] = Counter()
         totals = []
         for rows in self._rows():
@@ -468,7 +507,8 @@ class Tracker(TorchDispatchMode):
                          offloaded_bytes=self.most_offloaded, **more)
 
     def _rows(self) -> Iterator[Counter[str]]:
-        """Yield live bytes by row after each entry of the log, in one Counter that changes."""
+        """Yield the live bytes by row after each entry of the log. All yields are the same Counter,
+        which changes."""
         rows: Counter[str] = Counter()
         for record, change, _, _ in self.log:
             rows[record.row] += change
@@ -479,14 +519,19 @@ class Tracker(TorchDispatchMode):
 
 
 class MessageCount(TorchDispatchMode):
-    """`with MessageCount() as count: training.update(0)`, then `count.sent`: the collectives of
-    this process in its groups, counted by kind, bytes and ranks, as
-    notebooks/lessons/ranks/messages.py predicts. Other messages (`Ranks.broadcast`, `agreed`, from host
-    to host) are in `control`, by c10d's name.
+    """Count the messages of this process:
 
-    It sees everything that passes PyTorch's dispatcher: messages of FSDP2 and of `lpkit.parallel`,
-    in a real or "fake" process group. torch.distributed.tensor.debug.CommDebugMode watches the same
-    place, but has only counts.
+        with MessageCount() as count:
+            training.update(0)
+        count.sent
+
+    `sent` counts the collectives by kind, bytes and ranks, as notebooks/lessons/ranks/messages.py
+    predicts them. `control` counts all other messages by c10d's name: small messages between hosts,
+    for example by `Ranks.broadcast` and `Ranks.agreed`.
+
+    MessageCount sees all messages that pass PyTorch's dispatcher: messages of FSDP2 and of
+    `lpkit.parallel`, in a real or "fake" process group. PyTorch's
+    torch.distributed.tensor.debug.CommDebugMode sees the same messages, but counts no bytes.
     """
 
     def __init__(self):
@@ -507,7 +552,7 @@ class MessageCount(TorchDispatchMode):
 
 def allocator_counts(device: torch.device) -> dict[str, int]:
     """Return the fields of a Footprint that CUDA's allocator counted since `hardware.reset_peak`;
-    none on a CPU."""
+    an empty dict on a CPU."""
     if device.type != "cuda":
         return {}
     return {"counted_bytes": hardware.peak_bytes(device),
@@ -515,7 +560,8 @@ def allocator_counts(device: torch.device) -> dict[str, int]:
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """Return whether an operation's tensors wrap others. Then the inner operations are seen."""
+    """Return whether an operation's tensors are of types that wrap other tensors (DTensor, for
+    example). Such an operation is not counted, because its inner operations are."""
     return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor)
                for t in types)
 
@@ -525,12 +571,16 @@ def _ordered(rows: dict[str, int]) -> dict[str, int]:
 
 
 def short(name: str) -> str:
-    """blocks.3.mlp.up -> mlp.up"""
+    """Return a module's name without its block.
+
+    >>> short("blocks.3.mlp.up")
+    'mlp.up'
+    """
     return ".".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield tensors with storages from nested lists, tuples, dicts and wrapper tensors."""
+    """Yield the tensors with storages in nested lists, tuples, dicts and wrapper tensors."""
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])

@@ -1,7 +1,7 @@
-"""Measurements of a step: bytes by their use, and seconds.
+"""Measurements of a step: bytes by row, and seconds.
 
-Units: bytes, seconds, FLOPs and bytes/s; no number is rounded. Step times are medians (what the
-machine did). The ceilings are the best of several tries (what it can do: `lpkit.hardware`).
+Units: bytes, seconds, FLOPs and bytes/s; no number is rounded. A step's time is the median of
+several steps. A ceiling of the machine is the best of several tries (`lpkit.hardware`).
 """
 
 import statistics
@@ -39,28 +39,31 @@ from lpkit.training.training import RandomTokens, Training
 
 def memory(config: Config, *, device: str | None = None,
            ranks: Ranks | None = None) -> Footprint:
-    """Return every live byte, by row, of one update of the model of `config` as lpkit.train makes
-    it. This is the second update, because the first one creates the optimizer's state. Each of
-    `ranks` has its own result.
+    """Return all live bytes, by row, of one update as lpkit.train runs it for `config`. It is the
+    second update, because the first update creates the optimizer's state. Each of the `ranks` gets
+    the result of its own device.
 
-    On a GPU the allocator's count is included, with cuBLAS's workspace.
+    On a GPU, the result also has the bytes that the allocator counted, which include cuBLAS's
+    workspace.
     """
     return Bench(config, device, ranks=ranks).footprint()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """One update, by the rows of `lpkit.predict.time`. Matmuls of the same sizes share a row."""
+    """The measured seconds of one update, by the rows of `lpkit.predict.time`. Matmuls of the same
+    sizes share a row."""
 
-    # median over the rounds; "the rest" is the time between operations, or outside PyTorch's
+    # medians over the rounds; the row "the rest" is the time outside of PyTorch's operations
     rows: dict[str, float]
     step_seconds: float         # seconds by the clock, without the profiler
-    where: str
+    where: str                  # device and method
 
 
 OTHER, REST = "norms, activations, loss", "the rest"
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"}
-BY_OPERATION = {    # operations by the start of their names; all others are pointwise
+# row of an operation by the start of its name; all other operations are pointwise work
+BY_OPERATION = {
     "aten::_scaled_dot_product": "attention", "aten::_flash_attention": "attention",
     "aten::_efficient_attention": "attention", "aten::_cudnn_attention": "attention",
     "aten::bmm": "attention", "aten::baddbmm": "attention", "lpkit::causal": "attention",
@@ -70,11 +73,12 @@ BY_OPERATION = {    # operations by the start of their names; all others are poi
 
 
 def seconds(config: Config, *, rounds: int = 3) -> Seconds:
-    """Return the time of an update by operation from PyTorch's profiler: each operation's own time,
-    and a matmul by its sizes.
+    """Measure an update of `config` with PyTorch's profiler: the time of each operation without the
+    operations that it calls. A matmul is assigned to its Linear by its sizes. The result has the
+    medians over `rounds` updates.
 
-    The profiler slows a step, so the rows are scaled to add up to the time without it. Raises
-    ConfigError.
+    The profiler slows a step, so the rows are scaled to add up to the time without the profiler.
+    Raises ConfigError for a config that cannot be trained or needs torch.compile.
     """
     bench = Bench(config)
     bench.train()
@@ -84,7 +88,7 @@ def seconds(config: Config, *, rounds: int = 3) -> Seconds:
         with profile(record_shapes=True) as profiler:
             whole = bench.seconds()
         each.append(_rows_of(profiler, config, bench.device, whole))
-    rows = {name: statistics.median([one[name] for one in each]) for name in set().union(*each)}
+    rows = {name: statistics.median([rows[name] for rows in each]) for name in set().union(*each)}
     scale = clock / sum(rows.values())
     rows = {name: scale * rows[name] for name in sorted(rows, key=rows.get, reverse=True)}
     return Seconds(rows=rows, step_seconds=clock,
@@ -93,7 +97,7 @@ def seconds(config: Config, *, rounds: int = 3) -> Seconds:
 
 def _rows_of(profiler: profile, config: Config, device: torch.device,
              whole: float) -> Counter[str]:
-    """Return the seconds by row of a step that took `whole`."""
+    """Return the seconds by row of a profiled step that took `whole` seconds."""
     same_sizes = _products_by_sizes(config)
     own_time = attrgetter("self_cpu_time_total")
     if device.type == "cuda":
@@ -107,18 +111,20 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
             continue
         if event.key in PRODUCTS:
             shapes = [shape for shape in event.input_shapes if len(shape) == 2]
-            # aten::addmm has the bias before the operands; other operations have scales after them
+            # In aten::addmm the bias is before the operands; in other operations scales are after
+            # them.
             (M, K), (_, N) = shapes[-2:] if event.key == "aten::addmm" else shapes[:2]
-            # FP4 packs two numbers in a byte
-            found = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))
-            name = ", ".join(next(filter(None, found), [OTHER]))
+            # FP4 packs two numbers in a byte, so the real K may be 2 * K
+            names = (same_sizes.get(tuple(sorted((M, k, N)))) for k in (K, 2 * K))
+            name = ", ".join(next(filter(None, names), [OTHER]))
         rows[name] += spent
     rows[REST] = max(0.0, whole - rows.total())
     return rows
 
 
 def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
-    """Return the names of Linears by the sorted sizes of their product and of its gradients."""
+    """Return the names of the Linears by the sorted (M, N, K) of their matmul. The two gradients of
+    a matmul have the same three sizes in another order."""
     names: dict[tuple[int, ...], list[str]] = {}
     for p in products(config.model, batch=config.micro_batch):
         if not p.pairs:
@@ -127,8 +133,9 @@ def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
 
 
 def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
-    """Compare rooflines at this machine's ceilings with a profiled update, row by row. Raises
-    ConfigError, also for a recipe that this machine emulates, which has no ceiling."""
+    """Compare the predicted seconds of an update at this machine's ceilings with a profiled update,
+    row by row. Raises ConfigError for a config that cannot be measured, and for a recipe that this
+    machine emulates, because it has no ceiling."""
     predicted, measured = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
     label = {}
     for names in _products_by_sizes(config).values():
@@ -141,26 +148,30 @@ def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
 
 def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
                 watch: Watch) -> tuple[list[list[float]], float]:
-    """Return seconds by runner and round, and the share of CPU time that other processes took."""
+    """Call the runners in turn, `rounds` times each. Return the seconds by runner and round, and
+    the share of the cores that other processes took meanwhile. `watch` wraps the iterator of the
+    rounds, for example in a progress bar."""
     share = hardware.others()
     return interleaved_seconds(runners, rounds=rounds, watch=watch), share()
 
 
 def row(config: Config, command: str) -> dict[str, Any]:
-    """Measure this machine for `--machine`, at the shapes of `config`: the best of several tries,
-    since other processes slow some. Returns the row in the form that `machines.from_dict` reads.
-    Raises ConfigError for a config of several devices, and as a run does."""
+    """Measure this machine, at the matmul shapes of `config`, and return it as a row for
+    `--machine`, in the form that `machines.from_dict` reads. Speeds are the best of several tries,
+    because other processes slow some tries. `command`: the command line, which the row names as its
+    source. Raises ConfigError for a config of several devices, and if a run of it cannot start."""
     ranks_from_environment(config)
     decisions = decide(config)
     refuse_what_cannot_fit(config, decisions)
-    device, used = decisions.device, {name: one.used for name, one in decisions.choices.items()}
+    device = decisions.device
+    used = {name: choice.used for name, choice in decisions.choices.items()}
     training = Training.build(config, data=RandomTokens(config, device), decisions=decisions)
     update = hardware.synchronised(lambda: training.update(0), device)
     (times,), others = take_turns([update], 9, iter)
-    training = update = None        # frees their memory
+    training = update = None        # free the memory of the training before the matmuls
     on, rates, ranks = hardware.machine(str(device)), _rates(config, device), 1
     best = {dtype: max(on.flops[dtype], *each.values()) for dtype, each in rates.items()}
-    if device.type == "cuda":       # links and prices are those of its kind
+    if device.type == "cuda":       # the catalogue has the links and the price of this GPU model
         on = replace(evidence.catalogued(on.title) or on, title=on.title,
                      memory_bytes=on.memory_bytes, bytes_per_second=on.bytes_per_second)
         ranks = torch.cuda.device_count()
@@ -185,15 +196,16 @@ def row(config: Config, command: str) -> dict[str, Any]:
 
 
 def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ...], float]]:
-    """Measure FLOP/s of every Linear's product and its gradients, by dtype and (M, N, K). Each is
-    measured in three rounds, since other processes may slow one of them."""
+    """Measure the FLOP/s of the matmul of each Linear and of its two gradients, by dtype and
+    (M, N, K). Each shape is measured in three rounds, because other processes may slow one of the
+    rounds."""
     shapes = [shape for p in products(config.model, batch=config.micro_batch) if not p.pairs
               for shape in p.shapes.values()]
     rates: dict[str, dict[tuple[int, ...], float]] = {}
     for M, N, K in 3 * sorted(set(shapes)):
         for dtype in (*hardware.DTYPES, *hardware.low_formats(device)):
             if dtype in hardware.LOW and (M % 16 or N % 16 or K % 16):
-                continue        # no kernel takes this shape
+                continue        # low-precision kernels need multiples of 16
             tries = hardware.ways((M, K), (K, N), dtype, device)
             least = min(map(min, interleaved_seconds(tries, rounds=9, within_seconds=0.1)))
             each = rates.setdefault(dtype, {})
@@ -202,7 +214,8 @@ def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ..
 
 
 def refuse_compiled(config: Config) -> None:
-    """Raise ConfigError for techniques that need torch.compile: hooks do not see compiled code."""
+    """Raise ConfigError if the config has a technique that needs torch.compile, because the hooks
+    that measure memory do not see compiled code."""
     for key, row in asked(config).items():
         if row.needs_compile:
             raise ConfigError(f"memory.{key}={getattr(config.memory, key)} needs torch.compile, "
@@ -211,14 +224,16 @@ def refuse_compiled(config: Config) -> None:
 
 
 class Bench:
-    """A Training on random tokens, to measure updates as a run makes them."""
+    """A Training on random tokens, to measure its updates. They equal the updates of a run of
+    `config` without torch.compile and CUDA graphs. `decisions`: None: as a run decides; a trace has
+    decisions of its own, and allocates nothing."""
 
     def __init__(self, config: Config, device: str | None = None, *,
                  decisions: Decisions | None = None, ranks: Ranks | None = None):
         refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device,
                                  "system.compile": False, "system.cuda_graphs": False})
-        if decisions is None:       # a trace has decisions, and allocates nothing
+        if decisions is None:
             decisions = decide(config, ranks=ranks)
             refuse_what_cannot_fit(config, decisions, ranks.local_world if ranks else 1)
         self.decisions = decisions
@@ -236,17 +251,19 @@ class Bench:
         return f"{name}, {self.how}"
 
     def train(self, tracker: Tracker | None = None) -> Tensor:
-        """Update as the loop does; return the loss. `tracker` learns when the optimizer works."""
+        """Run one update as the training loop does; return the loss. The `tracker` counts the
+        optimizer's part of the update as its phase "optimizer"."""
         at_work = {} if tracker is None else {"optimizer": tracker.optimizing}
         return self.training.update(0, phases=lambda phase: at_work.get(phase, nullcontext)()).loss
 
     def seconds(self) -> float:
-        """Return the seconds of one update, including the work of the device."""
+        """Return the seconds of one update, until the device has finished its work."""
         start = hardware.now(self.device)
         self.train()
         return hardware.now(self.device) - start
 
     def tracker(self) -> Tracker:
+        """Return a Tracker for this training; use it as a context manager."""
         return Tracker(self.model, self.training.optimizer, self.device,
                        place=self.training.state_placement)
 
@@ -257,7 +274,8 @@ class Bench:
                                  messages=messages, **allocator_counts(self.device))
 
     def watched(self) -> tuple[Tracker, Counter[Message]]:
-        """Run the second update; return its tracker and its messages to other ranks."""
+        """Run two updates and watch the second one. Return its tracker, and the count of its
+        messages to other ranks."""
         self.train()
         if self.device.type == "cuda" and torch.cuda.is_available():
             hardware.reset_peak(self.device)

@@ -1,9 +1,10 @@
-"""Formulas for parameters, bytes, FLOPs, time, energy and cost, and the catalogue of machines, with
-sources.
+"""Formulas for parameters, bytes, FLOPs, time, energy and cost, and the catalogue of machines. Each
+formula and each machine names its source.
 
-They need only the standard library and microseconds a call, so sliders can use them.
-`predict(config, machine, devices)` answers everything, `memory(...)` only the bytes. The docstring
-of each formula says what it leaves out; tests and notebooks measure its error.
+The formulas need only the standard library, and a call takes microseconds to milliseconds, so a
+slider can call them. `predict(config, machine, devices)` returns all numbers, `memory(...)` only
+the bytes. The docstring of each formula lists what the formula leaves out. Tests and notebooks
+measure its error.
 """
 
 import sys
@@ -24,11 +25,17 @@ __all__ = ["CATALOGUE", "Comparison", "Machine", "Memory", "Prediction", "memory
 
 
 class _Room(ModuleType):
+    """This module as a function: `lpkit.predict(...)` works, and so does `lpkit.predict.memory`."""
+
     def __call__(self, of: Any, *args: Any, **how: Any) -> Any:
-        """Predict a run of a Config or of a command's words, or a step of a Module and a batch."""
+        """Return a Prediction.
+
+        `of` is a Config; or a string with a preset and settings, as the command line takes them
+        ("cpu-3m model.layers=4"); or an nn.Module, followed by a batch. `args` and `how` are passed
+        on to `predict` of this package, or to `lpkit.modules.predict.predict` for a module."""
         if isinstance(of, str):
             base, *settings = of.split() or [""]
-            # the settings may name rows from these files
+            # importing these files first adds their rows, which the settings may name
             Config(imports=how.pop("imports", ()))
             of = resolve_name("lpkit.presets:resolve")(base, settings)
         if isinstance(of, Config):

@@ -1,9 +1,10 @@
 """Bytes that autograd keeps between the forward and the backward pass, by operation.
 
-A sum over the operations of `techniques.blocks`. Each storage counts once, under the operation that
-saves it first: a tensor that a norm and the Linear after it both need is one tensor. Names are
-those of the modules in `lpkit.nn.transformer`. `saved_bytes` of notebooks/lessons/saved.py uses the
-same names, and tests/predict/test_predict.py checks that both agree to the byte on the CPU.
+The bytes are summed over the operations of `techniques.blocks`. Each storage counts once, under the
+operation that saves it first: if a norm and the Linear after it save the same tensor, its bytes
+count under the norm. An operation has the name of its module in `lpkit.nn.transformer`.
+`saved_bytes` of notebooks/lessons/saved.py measures a real forward pass under the same names.
+tests/predict/test_predict.py checks that formula and measurement agree to the byte on the CPU.
 """
 
 from collections.abc import Callable, Collection
@@ -14,7 +15,7 @@ from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings
 
-AGAIN = "again"                                 # what recomputed blocks keep
+AGAIN = "again"                                 # key of the bytes that recomputed blocks keep
 OUTSIDE = ("embed", "norm", "head", "loss")     # operations outside the blocks
 
 
@@ -22,16 +23,18 @@ OUTSIDE = ("embed", "norm", "head", "loss")     # operations outside the blocks
 class Kept:
     """The bytes that one micro-batch holds when its forward pass ends."""
 
-    operations: dict[str, float]    # sums over all blocks; for recomputed blocks, under AGAIN
-    # one block that saves everything, as it does when it is recomputed
+    # bytes by operation, summed over all blocks; recomputed blocks have one entry, AGAIN
+    operations: dict[str, float]
+    # bytes by operation of one block that saves everything, as in the rerun of a recomputed block
     block: dict[str, float]
-    plain: dict[str, float]         # one block whose matmuls stay in 16 bits
-    again_bytes: float              # bytes that a recomputed block keeps
+    plain: dict[str, float]         # the same for one block whose matmuls stay in 16 bits
+    again_bytes: float              # bytes that one recomputed block keeps until its rerun
 
     def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
                depth: float = 1.0) -> "Kept":
-        """Return a copy with `scale(operation, bytes)` as the bytes of each operation,
-        `again_bytes` for each recomputed block, and the share `depth` of the blocks."""
+        """Return a copy for one of several devices. `scale(operation, bytes)` returns the new bytes
+        of an operation. `again_bytes` are the new bytes of each recomputed block. `depth` is the
+        share of the blocks that the device has."""
         def each(saved: dict[str, float]) -> dict[str, float]:
             return {name: scale(name, nbytes) for name, nbytes in saved.items()}
 
@@ -49,19 +52,23 @@ class Kept:
 
     @property
     def total_bytes(self) -> float:
-        """The bytes without the weight copies."""
+        """The bytes of all operations. Copies of weights that autocast makes are not included."""
         return sum(self.operations.values())
 
     @property
     def waiting_bytes(self) -> float:
-        """The bytes alive when backward begins, without those of the loss and the token ids."""
+        """The bytes that are alive when backward begins, except for the loss and the token ids,
+        which the ledger counts in rows of their own."""
         return self.total_bytes - self.operations["loss"] - self.operations["embed"]
 
 
 def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operations,
           stay: Collection[int] = ()) -> Kept:
-    """Return what a model of the operations `ops` keeps of a micro-batch. `recompute` decides what
-    blocks keep. `plain` are the operations of the blocks whose numbers are in `stay`."""
+    """Return the bytes that a model with the operations `ops` keeps of the micro-batch `s`.
+
+    `recompute` has the settings of recomputation, which decide what each block keeps. `stay` has
+    the numbers of the blocks whose matmuls stay in 16 bits; `plain` are the operations of such a
+    block."""
     L, row, block, plain_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, plain.saved
     again, again_bytes, every = range(0), 0.0, 1
     if row.repeats_blocks:
@@ -70,7 +77,7 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
         again_bytes = row.again_bytes(s.stream_bytes * ops.stream_share, sum(block.values()),
                                       ops.result_bytes, recompute)
     held = {"embed": ops.embed.saved_bytes}
-    whole = L - len(again)
+    whole = L - len(again)      # number of blocks that are not recomputed
     if whole:
         others = len([number for number in stay if number not in again])
         for name, nbytes in block.items():

@@ -1,20 +1,24 @@
 """The operations of attention: what each backend saves, moves and computes for a micro-batch.
 
-A function returns one `Op` for one backend; `lpkit.techniques.attention_backends` names the
-functions. A kind without softmax names its own functions. No torch.
+Each backend has a function that returns one `Op`; the rows of `lpkit.techniques.attention_backends`
+name these functions. A kind of attention without softmax names functions of its own. This module
+does not import torch.
 
-Sizes: B sequences, T tokens each, H query heads, G heads of keys and values, E numbers a head.
+Sizes: B sequences of T tokens, H query heads, G key/value heads, E dimensions of one head.
 
     stream -> qkv (Linear) -> split -> q_norm, k_norm -> attend -> out (Linear) -> stream
                                        (if qk_norm)
 
-    product     the output of qkv: tokens x (H + 2 G) E numbers. q, k and v are views of it, and one
-                view keeps all of it alive. There are copies instead of views if a norm or positions
-                compute q and k again, or if 1 < G < H (the queries of a group are not adjacent).
-    scores      q k^T, B H T T numbers. Fused kernels never hold all of them.
-    sums        the log-sum-exp of each query, B H T float32 numbers, saved in place of scores
+    product     the output of qkv: B T x (H + 2 G) E numbers. q, k and v are views of the product,
+                and one view keeps all of the product alive. q and k are new tensors instead of
+                views if a norm or rotary positions compute them, or if 1 < G < H (the queries of a
+                group are not adjacent).
+    scores      q k^T, B H T T numbers. Fused kernels never hold all scores at once.
+    sums        the log-sum-exp of each query, B H T float32 numbers. Fused kernels save the sums
+                instead of the scores.
     turning     rotary positions, which multiply pairs of numbers of q and k by a rotation
-    pairs       products over pairs of tokens; `pairs_share` is the share of T x T that is computed
+    pairs       matmuls over pairs of tokens: q k^T, and probabilities times v; `pairs_share` is the
+                share of the T x T pairs that the kernel computes
 
 Example: `sdpa` with B=1, T=4, H=G=2, E=8 in bf16 saves the product (4 x 48 x 2 = 384 bytes), the
 output (4 x 16 x 2 = 128 bytes), which the out Linear reads too, and sums (4 x 2 x 4 = 32 bytes).
@@ -49,14 +53,15 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
                  **facts: Any) -> Op:
     """Return attention as one operation.
 
-    It saves q, k and v, by `views` of the product (numbers a token; None: all), then `numbers` a
-    token more, `gates` a token, and `saved` bytes. If `pairs` is empty, all T x T pairs of tokens
-    meet, in scores of `features` (None: E) numbers a head and in values of E numbers.
+    Forward saves, per token, `views` numbers of q, k and v (None: as many as `attended_numbers`),
+    `numbers` more numbers, and `gates` numbers, all in the compute dtype; and `saved` bytes in all.
+    If `pairs` is empty, the two matmuls cover all T x T pairs of tokens: scores with an inner size
+    of `features` (None: E), and values of size E. `facts` are other fields of Op.
 
-    Backward holds `work` bytes while it produces `out` bytes of gradients of q, k and v (None: the
-    size of the product). If positions turn q and k, their gradients are turned back in float32 with
-    the halves of each head exchanged. At the end, the gradients of q, k and v and the gradient of
-    the product are alive together."""
+    Backward holds `work` bytes while it computes `out` bytes of gradients of q, k and v (None: the
+    size of the product). If rotary positions turned q and k, backward turns the gradients of q and
+    k back, in float32 and with a copy whose halves are exchanged. At the end, the gradients of q, k
+    and v and the gradient of the product are alive together."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
     whole, given = qkv_bytes(s), tokens * m.H * m.E * compute
     out = whole if out is None else out
@@ -64,7 +69,8 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
     turned = POSITIONS[m.position].turns
     turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
     held = tokens * (views + numbers) * compute + saved
-    # attention runs again in backward: it saves only q, k and v, and the rest is at work then
+    # If attention alone is recomputed, it saves only q, k and v. The other saved tensors exist only
+    # while backward works on attention.
     if s.attends_again:
         work += held - tokens * views * compute
         held, saves_result = tokens * attended_numbers(s) * compute, False
@@ -81,22 +87,26 @@ def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None 
 
 
 def sdpa(s: MicroBatch) -> Op:
-    """Model a flash kernel: it saves q, k, v, the output, and `sums` instead of scores. It computes
-    every pair unless the rule is plain causal, and saves a mask in the dtype of the scores unless
+    """Return the operation of PyTorch's fused kernel, which saves q, k, v, the output and `sums`,
+    but no scores. For the plain causal rule, the kernel skips the pairs above the diagonal.
+    For every other rule it computes all T x T pairs. It saves a mask in the compute dtype, unless
     the rule is plain causal or lets every query see every key."""
     m, masked, sums = s.model, s.rule not in (Rule(), EVERY_KEY), s.tokens * s.model.H * FP32
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return attention_op(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s),
-                        saves_result=True, pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
+                        saves_result=True,
+                        pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
                         # five products in backward, two in forward: scores are computed again
                         backward_pairs=2.5,
                         result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
 def tiled(s: MicroBatch) -> Op:
-    """Model `tiled`, which saves what sdpa saves. Backward holds three tiles of scores, a fourth
-    that the next tile frees, and tiles of queries and keys. It sums gradients of k and v. All of
-    these are float32."""
+    """Return the operation of the backend `tiled`, which saves the same tensors as `sdpa`.
+
+    Backward holds float32 tensors: three tiles of scores, a fourth tile until the next one
+    replaces it, tiles of queries and keys and of their gradients, and the sums of the gradients of
+    k and v over the tiles."""
     m, T = s.model, int(s.model.T)
     side = min(TILE, T)
     # copies of a tile's queries, keys and their gradients
@@ -114,8 +124,9 @@ def tiled(s: MicroBatch) -> Op:
 
 
 def flash(s: MicroBatch) -> Op:
-    """Model the kit's flash kernel: like sdpa, but only over tiles with a visible pair, and with
-    documents kept separate. Backward also holds a float32 number for each query."""
+    """Return the operation of the kit's flash kernel. Unlike `sdpa`, this kernel computes only
+    tiles with at least one visible pair, and it keeps documents separate. Backward also holds a
+    float32 number for each query and head."""
     op, T, rule = sdpa(s), int(s.model.T), s.model.attention.rule(s.model.T)
     (queries, keys), pairs = FLASH_TILE, 0
     for first in range(0, T, queries):
@@ -130,9 +141,12 @@ def flash(s: MicroBatch) -> Op:
 
 
 def plain(s: MicroBatch) -> Op:
-    """Model attention as products and a softmax. Copies of q, k and v are made for a batched
-    product, with k and v repeated for each query head. Saved are these copies, the (T, T) mask, the
-    probabilities (with a sink's), capped scores, and a copy of the heads' output for `out`."""
+    """Return the operation of attention as two matmuls and a softmax.
+
+    The batched matmuls need copies of q, k and v, in which k and v are repeated for each query
+    head. Forward saves these copies, the (T, T) mask, the probabilities (also of the sinks, if the
+    rule has sinks), the scores if they are capped, and a copy of the heads' output for the Linear
+    `out`."""
     m, heads = s.model, s.model.H * s.model.E
     is_view = s.heads_are_views and not s.turns and not 1 < m.G < m.H
     q = qkv_numbers(m) if is_view else heads
@@ -150,12 +164,14 @@ def plain(s: MicroBatch) -> Op:
 
 
 def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
-    """Model attention by blocks of queries. It saves q, k, v and `sums`, but not the output, which
-    the out Linear saves.
+    """Return the operation of attention by blocks of queries. Forward saves q, k, v and `sums`. The
+    Linear `out` saves the output.
 
-    Backward holds copies of some heads' k and v, their gradients, the rows of one block of queries,
-    two blocks of scores, and masks with a byte a pair. It computes the spans of keys that
-    each block of queries sees. Documents count as one long document, which has the most pairs."""
+    Backward goes through groups of heads. It holds copies of one group's k and v, their gradients,
+    the rows of one block of queries, two blocks of scores (five on a GPU), and masks of one byte
+    per pair. For each block of queries it computes only the spans of keys that the block sees.
+    Documents count as one long document, which has the most pairs. `wide`: backward works in
+    float32."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
     pairs = masks = near = 0
@@ -179,32 +195,36 @@ blocked_wide = functools.partial(blocked, wide=True)
 
 
 def qkv_numbers(m: Any) -> int:
+    """Return the numbers of q, k and v of one token."""
     return (m.H + 2 * m.G) * m.E
 
 
 def qkv_bytes(s: MicroBatch) -> int:
+    """Return the bytes of q, k and v of all tokens, in the compute dtype."""
     return s.tokens * qkv_numbers(s.model) * s.compute_bytes
 
 
 def attended_numbers(s: MicroBatch) -> int:
-    """Return how many numbers of q, k and v a token has in what attention saves.
+    """Return the numbers of q, k and v that attention saves per token.
 
-    q, k and v are views of the product, or copies where a norm or positions compute them again. If
-    norms already saved the product, v is a view of the product and costs nothing."""
+    q, k and v are views of the product, or new tensors if a norm or rotary positions compute them.
+    If the norms of q and k already saved the product, v is a view of it and costs nothing."""
+    # apart: v is a tensor of its own
     m, apart = s.model, s.made_anew or (s.saves_inputs and s.turns)
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
     return turned + (m.G * m.E if apart else 0 if s.norms_save_qkv else qkv_numbers(m))
 
 
 def head_norms(s: MicroBatch) -> Iterator[Op]:
-    """Yield an RMSNorm of each head's q and of each head's k (Qwen3,
-    https://arxiv.org/abs/2505.09388). It saves its input, a float32 number for each head, and on a
-    CPU also its normalised input."""
+    """Yield two operations: the RMSNorm of each head's q, and the RMSNorm of each head's k (Qwen3,
+    https://arxiv.org/abs/2505.09388). Each norm saves its input, a float32 number for each token
+    and head, and on a CPU also its normalised input."""
     m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
     product = qkv_bytes(s)
     for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
         numbers = tokens * heads * m.E
-        # given: the saved input; if it is a view of the product, the first norm counts all of it
+        # given: bytes of the saved input. If the input is a view of the product, the first norm
+        # counts the whole product, and the second norm counts nothing.
         wide = given = numbers * FP32
         if s.norms_save_qkv and name.endswith("q_norm"):
             given = numbers * s.compute_bytes if grouped else product
@@ -217,17 +237,19 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
 
 
 def attention(s: MicroBatch) -> Iterator[Op]:
-    """Yield all operations of attention, from the residual stream to the result added to it."""
+    """Yield all operations of attention. The first operation reads the residual stream. The result
+    of the last operation, the Linear `out`, is added to the residual stream."""
     m, kind = s.model, KINDS[s.model.attention.name]
     attend = ATTENTION[s.attention].formula
-    # if a kind has no formula for this backend, its last formula holds for every backend
+    # a kind without softmax has formulas of its own; its last one holds for all other backends
     if kind.operations:
         attend = resolve_name(kind.operations.get(s.attention, [*kind.operations.values()][-1]))
     attend = attend(s)
     if kind.products:
         yield from resolve_name(kind.products)(s)
     yield linear("attention.qkv", s, m.D, qkv_numbers(m), cut="column", bias=m.biased_qkv)
-    # gradients of q, k and v, while the gradient of the product is filled
+    # in backward, the gradients of q, k and v are alive while they are copied into the gradient of
+    # the product
     parts = Hold(nbytes=qkv_bytes(s))
     yield Op(name="attention.split", part="", backward=(parts,))
     if m.qk_norm:
@@ -238,8 +260,9 @@ def attention(s: MicroBatch) -> Iterator[Op]:
 
 
 def of_sizes(B: int, T: int, S: int, E: int, V: int, causal: bool) -> Op:
-    """Return attention by a fused kernel of (B, T, E) queries, (B, S, E) keys and (B, S, V) values.
-    If V is 0, return the product (B, T, E) x (B, E, S) alone, followed by a separate softmax."""
+    """Return attention by a fused kernel, for (B, T, E) queries, (B, S, E) keys and (B, S, V)
+    values. If V is 0, return only the matmul (B, T, E) x (B, E, S) and the separate softmax that
+    follows it."""
     pairs = (Pairs(name="scores", M=T, N=S, K=E, group=B),
              *[Pairs(name="values", M=T, N=V, K=S, group=B)] * bool(V))
     return Op(name="attention", part="attention", pairs=pairs, pairs_share=0.5 if causal else 1.0,

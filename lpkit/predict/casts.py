@@ -1,11 +1,12 @@
-"""The cost of casts in low precision: passes over operands, seconds of a Linear, kept bytes.
+"""The cost of casts in low precision: passes over the operands, and seconds of a Linear.
 
-A recipe casts both operands of each of a Linear's three products (y = x w^T, dx = g w,
-dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three products in low precision
-and up to six casts, which read and write whole tensors. Products grow with M N K, casts with M K,
-M N and N K, so the width decides. Units: seconds, bytes, FLOP/s.
+A Linear has three matmuls ("products"): y = x w^T in forward, dx = g w and dw = g^T x in backward,
+where g is the gradient of y. A recipe casts both operands of each product. So a Linear of M tokens,
+K inputs and N outputs costs three products in low precision and up to six casts, which read and
+write whole tensors. The time of a product grows with M N K; the time of the casts grows with M K,
+M N and N K. So low precision pays off only above some width. Units: seconds, bytes, FLOP/s.
 
-tests/commands/test_advise.py checks that passes of casts by tensor and by row equal those of
+tests/commands/test_advise.py checks the passes of casts with a scale per tensor and per row against
 torchao's roofline (torchao/testing/training/roofline_utils.py, 0.18).
 """
 
@@ -26,52 +27,64 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept
 from lpkit.techniques.recipes import Recipe as Row
 
-# elements that one kernel can hold to find their maximum: 128 KiB
+# Most elements that one kernel can hold on the chip while it finds their maximum: 128 KiB of bf16.
 ON_CHIP = 2**16
-COALESCED = 32                      # adjacent columns that a kernel reads together as it walks down
-# The products that read each tensor: along its stored rows, then down its columns.
+# Adjacent columns that a kernel reads together when it goes down the columns of a stored tensor.
+COALESCED = 32
+# The two products that read each tensor. The first product contracts the tensor along its stored
+# rows, the second one down its columns.
 USES = {"x": ("y", "dw"), "w": ("y", "dx"), "g": ("dx", "dw")}
 STORED = {"x": ("M", "K"), "w": ("N", "K"), "g": ("M", "N")}       # rows, columns
-READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes an element; weights are float32 masters
-# Share of the FP8 efficiency if float32 scales are finer than a tensor. One-byte scales are applied
-# by tensor cores for free. The value is between both published rowwise figures (docs/advise.md).
+READ = {"x": BF16, "w": FP32, "g": BF16}    # bytes per element; weights are float32 masters
+# The efficiency of FP8 products is multiplied by this share if there is more than one float32 scale
+# per tensor. Scales of one byte cost nothing, because tensor cores apply them. The value is between
+# the two published figures for scales per row (docs/advise.md).
 FINE_SHARE = {"fp8": 0.8}
-# bytes: torch._int_mm writes int32; scaling reads it and writes 16 bits
+# Bytes moved per element of the result: torch._int_mm writes int32, and the kernel that applies the
+# scales reads the int32 and writes 16 bits.
 RESULT_BYTES = {"int8": 4 + 4 + 2}
-# traffic of emulated casts that mix and draw random numbers, divided by that of fused casts: with
-# it, nvfp4 takes 2.3 times bf16's step, as measured on cpu-3m
+# Bytes that emulated casts move if they apply a transform or round stochastically, divided by the
+# bytes that fused casts move. With 7, a step in nvfp4 takes 2.3 times as long as in bf16, which was
+# measured on the preset cpu-3m.
 NOISY_CAST_TRAFFIC = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A precision recipe as the formulas need it. `casts` has the casts of each product in low
-    precision; a product that is absent stays in 16 bits."""
+    """A precision recipe as the formulas need it."""
 
     name: str
     dtype: str                      # dtype of the products, as in the catalogue of machines
+    # casts of the two operands of each product in low precision ("y", "dx", "dw"); a product that
+    # is absent stays in 16 bits
     casts: Mapping[str, tuple[Cast, Cast]] = field(default_factory=dict)
-    # number of amaxes in its history, with which a cast needs no pass to find them
+    # amaxes of earlier updates that each tensor remembers. With a history (above 0), a cast needs
+    # no pass over the tensor to find its amax.
     history: int = 0
-    # calls of Linears that stay in 16 bits, by name
+    # for each name of a Linear, how many of its calls stay in 16 bits
     kept: Mapping[str, int] = field(default_factory=dict)
     result_bytes: float = BF16      # bytes moved per element of a product's result
-    # share of its dtype's efficiency; scales inside the sum cost time
+    # The efficiency of the dtype is multiplied by this share. It is below 1 if the kernel applies
+    # scales inside the sum over K.
     product_share: float = 1.0
-    cast_factor: float = 1.0        # traffic of its casts, divided by that of fused casts
-    wide_bits: int = 0              # bits of a value in emulated casts; 0: those of its format
-    folded: bool = False            # scales are multiplied into the values
+    cast_factor: float = 1.0        # bytes that its casts move, divided by those of fused casts
+    wide_bits: int = 0              # bits of a value in emulated casts; 0: the bits of its format
+    folded: bool = False            # the emulation multiplies scales into the values
 
     def operand(self, tensor: str, product: str) -> Cast | None:
+        """Return the cast of `tensor` ("x", "w" or "g") in `product`; None if the product stays in
+        16 bits."""
         pair = self.casts.get(product)
         return pair and pair[PRODUCTS[product].index(tensor)]
 
     def bits(self, cast: Cast) -> int:
+        """Return the bits in which a value of this cast is stored."""
         return self.wide_bits or cast.bits
 
     def one_read(self, cast: Cast) -> bool:
-        """True if a block fits on the chip and hardware multiplies it. Then one kernel casts both
-        layouts, also if one of them is mixed by a transform."""
+        """Return whether one kernel reads a tensor once and writes both of its layouts. That is
+        so if a block fits on the chip and hardware multiplies its format, even if a transform mixes
+        one of the layouts."""
         return ALL not in cast.block and not self.wide_bits
 
 
@@ -82,8 +95,8 @@ TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
 
 @functools.cache
 def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
-    """Return the casts of the row `name` on hardware that multiplies its dtype. Raises ConfigError
-    for a layer to keep in 16 bits that matches no Linear of the model."""
+    """Return the Recipe of the row `name` on hardware that multiplies its dtype, for the model `m`.
+    Raises ConfigError if the row keeps a layer in 16 bits that matches no Linear of the model."""
     linears = [op.name for op in of(m).linears]
     names = {f"blocks.{i}.{linear}": linear for i in range(m.L) for linear in linears}
     names["head"] = "head"
@@ -92,8 +105,8 @@ def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
 
 
 def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> Recipe:
-    """Return the casts of a row on hardware that multiplies its dtype. `stay`: how many calls of
-    each Linear the recipe keeps in 16 bits."""
+    """Return the Recipe of a row on hardware that multiplies its dtype. `stay` has, for each name
+    of a Linear, how many of its calls the recipe keeps in 16 bits."""
     fine = any(cast.block != (ALL, ALL) and scale_bytes(cast) == FP32 for cast in row.all_casts)
     return Recipe(name=name, dtype=row.dtype, casts=row.products, kept=stay, history=row.history,
                   product_share=FINE_SHARE.get(row.dtype, 1.0) if fine else 1.0,
@@ -101,8 +114,8 @@ def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> Recipe:
 
 
 def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
-    """Return the casts of the row `name`, changed by `config` and by this machine, and why the
-    machine emulates them ("": it multiplies them itself)."""
+    """Return the Recipe of the row `name` as a run of `config` on the machine `on` uses it, and the
+    reason why the run emulates it ("": hardware multiplies its dtype)."""
     row = row_of(config, name)
     return where_run(on_hardware(name, row, config.model), row, on, backend_of(config, name, on))
 
@@ -116,19 +129,20 @@ def backend_of(config: Config, name: str, on: Machine) -> str:
 
 
 def where_run(recipe: Recipe, row: Row, on: Machine, backend: str) -> tuple[Recipe, str]:
-    """Return `recipe`, of `row`, as this machine runs it, and why it is emulated; "": it is not."""
+    """Return the `recipe` of a `row` as the machine `on` runs it, and the reason why it is emulated
+    ("": it is not). Raises ConfigError if the machine lacks the dtype that the backend needs."""
     why = why_emulated(row, on, backend)
     if not why:
-        # the requested backend may need a dtype that the machine lacks
-        on.peak_flops(row.dtype)
+        on.peak_flops(row.dtype)    # raises if the machine has no such dtype
         return recipe, ""
     return in_emulation(recipe, row, "bf16" if "bf16" in on.flops else "fp32"), why
 
 
 def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
-    """Return why a run on this machine emulates the products that `recipe` casts by wider products,
-    with equal results and more work. Return "" if the device multiplies them itself, or nothing is
-    cast. A backend requested by name is not checked here: the run refuses it if it cannot work."""
+    """Return the reason why a run on this machine emulates `recipe`: it multiplies in 16 or 32 bits
+    instead, with the same results and more work. Return "" if the device multiplies the recipe's
+    formats itself, or if the recipe casts nothing. A backend that is requested by name is not
+    checked here, because the run refuses a backend that cannot work."""
     if not recipe.products:
         return ""
     if recipe.one_sided:
@@ -146,8 +160,11 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
 
 
 def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
-    """Return the recipe as `backends.Emulated` runs it: values in 16 bits, with scales multiplied
-    into them if that is exact, and float32 products if float32 scales vary inside the sum."""
+    """Return the recipe as `backends.Emulated` runs it.
+
+    The emulation stores values in 16 bits (`base`) and multiplies the scales into the values if
+    that is exact. It uses float32 products if `base` is float32, or if float32 scales vary along
+    the axis that a product sums over."""
     unfolded = [cast for cast in row.all_casts if not SCALES[cast.scale].folds]
     wide = base == "fp32" or any(cast.block[1] > 1 for cast in unfolded)
     return replace(recipe, dtype="fp32" if wide else base,
@@ -157,21 +174,22 @@ def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One kernel over one tensor. `bytes` counts reads and writes."""
+    """One kernel that reads or writes a tensor for a cast."""
 
-    tensor: str
-    what: str
-    bytes: float
+    tensor: str     # x, w or g
+    what: str       # amax, scale, cast, or "cast, both layouts"
+    bytes: float    # bytes that the kernel reads and writes
 
 
 def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
-    """Return every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
+    """Return every kernel that casts x (M, K), w (N, K) and g (M, N), in forward and backward.
 
-    If a scale covers more than a chip holds, or scales have an upper level, a pass finds the
-    largest magnitude, and a small kernel turns it into a scale. An amax history saves the pass, but
-    not the kernel. One kernel writes both layouts if blocks equal their transpose or a chip holds
-    them, as in `lpkit.kernels.fused_cast` and Transformer Engine. Scales by row need one read per
-    layout.
+    If one scale covers more elements than a kernel can hold on the chip, or if scales have a second
+    level, a pass over the tensor finds the largest magnitude, and a small kernel computes the
+    scale. An amax history saves the pass, but not the small kernel. Each tensor is needed in two
+    layouts, as it is and transposed. One kernel writes both layouts if the blocks of both are the
+    same or fit on the chip, as in `lpkit.kernels.fused_cast` and Transformer Engine. With scales
+    per row, each layout needs a kernel of its own, which reads the tensor again.
     """
     sizes = {"M": M, "N": N, "K": K}
     passes: list[Pass] = []
@@ -189,6 +207,8 @@ def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
 
 def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coalesced: int,
            both: bool = False) -> Iterator[Pass]:
+    """Yield the kernels that cast a tensor to one layout of `size` (rows, columns), or to both
+    layouts. `coalesced`: rows of the layout that a kernel has to read together."""
     read = math.prod(size) * READ[tensor]
     high, wide = (side or whole for side, whole in zip(cast.block, size))
     if max(high, coalesced) * wide > ON_CHIP or recipe.history or (
@@ -207,16 +227,16 @@ def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coale
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """The cost of all Linears of one shape in one update, both passes. Seconds are per call."""
+    """The cost of all Linears of one name, forward and backward. Seconds are per call."""
 
     name: str
-    M: int
-    N: int
-    K: int
-    calls: int
-    base_seconds: float         # three products without casts, and the weight's cast to 16 bits
-    product_seconds: float
-    cast_seconds: float
+    M: int                      # tokens
+    N: int                      # outputs
+    K: int                      # inputs
+    calls: int                  # calls in one update
+    base_seconds: float         # three products in the base dtype, and autocast's weight copy
+    product_seconds: float      # three products, in low precision where the recipe casts them
+    cast_seconds: float         # all kernels of `cast_passes`
 
     @property
     def seconds(self) -> float:
@@ -229,7 +249,8 @@ class LinearCost:
 
 def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype: str,
                   itemsize: int) -> dict[str, float]:
-    """Return the seconds of a Linear's three products if nothing is cast."""
+    """Return the seconds of a Linear's three products in `dtype`, by name: y, dx and dw. Operands
+    and results have `itemsize` bytes per number."""
     return {name: product_seconds(*shape, machine, efficiency, dtype=dtype, bits=8 * itemsize,
                                   result_bytes=itemsize)
             for name, shape in p.shapes.items()}
@@ -237,9 +258,11 @@ def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype
 
 def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
                 base: str = "bf16", itemsize: int = BF16, calls: int | None = None) -> LinearCost:
-    """Return the cost of a Linear of the size of `p` with casts, and in the `base` dtype."""
+    """Return the cost of a Linear of the size of `p`, with the casts of `recipe` and in the `base`
+    dtype, whose numbers have `itemsize` bytes. `calls`: None: `p.calls`."""
 
     def kernel(nbytes: float) -> float:
+        """Return the seconds of a memory-bound kernel that moves `nbytes`."""
         bandwidth = machine.bytes_per_second * efficiency.casts
         return max(nbytes / bandwidth, efficiency.kernel_seconds)
 
@@ -251,7 +274,9 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
                                   bits=bits, result_bytes=recipe.result_bytes)
         near, ratio = nearest(efficiency.ratios.get(recipe.name, ()), *p.shapes[name])
         seconds /= recipe.product_share
-        if ratio and base == "bf16" and not recipe.wide_bits:       # recorded, and not emulated
+        # A recorded speed over bf16 counts more, the nearer its shape is. An emulated recipe has no
+        # recorded speed.
+        if ratio and base == "bf16" and not recipe.wide_bits:
             seconds = seconds**(1 - near) * (plain[name] / ratio)**near
         mixed[name] = seconds
     weight_cast = kernel(p.N * p.K * (FP32 + itemsize)) if itemsize < FP32 else 0.0
@@ -264,8 +289,9 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
 
 def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, recipe: Recipe | None,
                    base: str, itemsize: int) -> tuple[float, float]:
-    """Return the seconds of one call, forward and backward, as the average over the layers that a
-    recipe casts and the layers that it keeps. The three products share the casts equally."""
+    """Return the seconds of one call of a Linear in forward and in backward, on average over the
+    layers that the recipe casts and the layers that it keeps in 16 bits. A third of the seconds of
+    all casts is counted with each of the three products."""
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     forward, backward = plain["y"], plain["dx"] + plain["dw"] * p.trained
     kept_share = 1.0

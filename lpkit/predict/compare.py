@@ -8,21 +8,26 @@ from typing import Any
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table, text_table
 
-# Units that are already a logarithm or a share. Their errors are differences.
+# Units that are a logarithm or a share. Their errors are differences, not ratios.
 DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
-TIED = "cannot be told apart"       # an answer may be the right one, but another is as likely
-DISTURBED = 0.1     # share of the cores: if others took more, seconds do not test the formula
-FAR = 4.0           # times: a formula with a larger error does not describe what was measured
+TIED = "cannot be told apart"       # two answers of a quiz are equally likely to be right
+# If other processes took more than this share of the cores, measured seconds test no formula.
+DISTURBED = 0.1
+# A formula that is wrong by more than this factor does not describe the measurement.
+FAR = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One question. `guess` and `measured` may be missing.
+    """One quantity with up to three values: the guess, the formula's value, the measured value.
 
-    where         what the measurement is: "cpu, median of 5", "recorded: h200-2026-01.json"
-    guess_factor  the guess is 90% sure of guess / factor to guess * factor
+    measured      None: nothing was measured
+    where         device and method of the measurement: "cpu, median of 5", or
+                  "recorded: h200-2026-01.json"
+    guess         the reader's guess; None: there is none
+    guess_factor  the reader is 90% sure that the truth is from guess / factor to guess * factor
     others        share of the cores that other processes took during the measurement
-    because       why a formula with a large error does not apply
+    because       the reason that is printed if the formula is wrong by more than FAR times
     """
 
     name: str
@@ -33,22 +38,23 @@ class Row:
     guess: float | None = None
     guess_factor: float | None = None
     others: float = 0.0
-    because: str = "it does not count what takes most of it here"
+    because: str = "it does not count the largest part of the measured value"
 
     @property
     def far(self) -> str:
-        """A sentence about a formula that is wrong by more than FAR times, or nothing."""
+        """A sentence that warns about a formula that is wrong by more than FAR times; else ""."""
         error = self.error
         if error is None or self.unit in DIFFERENCES or 1 / FAR <= 1 + error <= FAR:
             return ""
-        said = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
+        sentence = f"{self.name}: {off_by(self.formula, self.measured, self.unit)}."
         if doubt := disturbance(self.others):
-            return f"{said} One cannot tell whether the formula describes this machine: {doubt}."
-        return f"{said} The formula does not describe this machine, because {self.because}."
+            return f"{sentence} The measurement cannot tell whether the formula is wrong: {doubt}."
+        return f"{sentence} The formula does not describe this machine, because {self.because}."
 
     @property
     def truth(self) -> float | None:
-        """The value to compare a guess with: measured, or the formula's if nothing was measured."""
+        """The value that a guess is compared with: the measured value, or the formula's value if
+        nothing was measured."""
         return self.formula if self.measured is None else self.measured
 
     @property
@@ -129,13 +135,14 @@ class Comparison:
 
 
 def disturbance(share: float) -> str:
-    """Return in words the share of the cores that others took, if it disturbs the seconds."""
+    """Return a note about the `share` of the cores that other processes took, if the share is large
+    enough to disturb measured seconds; else ""."""
     return f"others took {share:.0%} of the cores meanwhile" if share > DISTURBED else ""
 
 
 def off_by(value: float | None, truth: float | None, unit: str) -> str:
-    """Return an error in words: a difference if the unit is a logarithm or a share, else in
-    percent, or as a factor if it is 1.5 or more.
+    """Return the error of `value` in words: a difference if the unit is a logarithm or a share;
+    else percent, or a factor if `value` is 1.5 or more times too high or too low.
 
     >>> off_by(30.2, 31.5, "dB"), off_by(40, 12.5, "%"), off_by(1.1, 1.0, "s")
     ('-1.3 dB', '+28 points', '+10.0%')
@@ -155,7 +162,8 @@ def off_by(value: float | None, truth: float | None, unit: str) -> str:
 
 
 def percent(error: float | None) -> str:
-    """Return "+3.2%", "exact", or "" for no error."""
+    """Return a relative error in words: "+3.2%", "under 0.1%", "exact", "nothing measured" (an
+    infinite error), or "" (None)."""
     if error is None:
         return ""
     if math.isinf(error):
@@ -166,6 +174,7 @@ def percent(error: float | None) -> str:
 
 
 def _error(value: float | None, measured: float | None) -> float | None:
+    """Return value / measured - 1; None if either is missing, infinite if `measured` is 0."""
     if value is None or measured is None:
         return None
     if measured == 0:

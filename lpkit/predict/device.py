@@ -3,13 +3,17 @@
     step = Step(...)                            # the same on all devices
     Device(step, embeds=True, heads=False)      # the first stage of a pipeline
 
-`walk` follows a micro-batch over a Device. `ledger` adds what is alive outside the walk.
+`lpkit.predict.walk` follows the memory of one micro-batch on a Device. `lpkit.predict.ledger` adds
+the bytes that are alive outside this micro-batch.
 
-    cut         ranks that share an activation of attention and MLP: tensor x context
-    tensor      ranks that share a weight
-    stream_cut  ranks that share the residual stream: `cut` with sequence parallelism, else context
-    tables      parameters outside the blocks: embedding, positions, head
-    inside      parameters inside the blocks
+Fields of a Device that both use:
+
+    cut         number of ranks that share an activation of attention or MLP: tensor x context
+    tensor      number of ranks that share a weight
+    stream_cut  number of ranks that share the residual stream: `cut` with sequence parallelism,
+                else the context ranks
+    tables      parameters outside the blocks (embedding, positions, head) on this device
+    inside      parameters inside the blocks on this device
 """
 
 import math
@@ -37,16 +41,17 @@ from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch, Op, fused
 from lpkit.techniques.recipes import resolve, untiled
 
-# Bytes a number while an activation is packed to codes, by bytes of the compute dtype. They are the
-# float32 value, its padded copy, its distance from the least value, and the rounding noise.
+# Temporary bytes per number while an activation is packed to codes, by the bytes of the compute
+# dtype. They are the float32 value, its padded copy, its distance from the least value, and the
+# rounding noise.
 PACKED = {2: 16, 4: 12}
-# (tokens, inputs, outputs) of the Linears that are padded to tiles, by name
+# padded (tokens, inputs, outputs) of the Linears that are padded to tiles, by name
 Padded = Mapping[str, tuple[int, int, int]]
 
 
 class Step:
-    """The part of a memory prediction that is equal on all devices of a layout. Raises ConfigError.
-    """
+    """The part of a memory prediction that is equal on all devices of a layout: dtypes, casts, the
+    operations of a micro-batch. Raises ConfigError if the settings do not go together."""
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None):
@@ -56,8 +61,9 @@ class Step:
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
         self.techniques = rows_of(config)
-        # lpkit's own stack compiles head and loss to one graph (`lpkit.execution.compiled`); few
-        # other stacks do. With compile=auto, the machine decides later whether it can compile.
+        # lpkit compiles head and loss to one graph (`lpkit.execution.compiled`), which keeps fewer
+        # tensors; other stacks do so if `Stack.fused_loss`. With compile=auto, a run decides later
+        # whether the machine can compile, so the prediction assumes that it does not.
         self.compiles_loss = (config.system.stack == "auto"
                               and config.system.compile not in (False, "auto")
                               and on.kind == "gpu" and layout.tensor == 1
@@ -68,25 +74,25 @@ class Step:
         p = stored(config, name)
         self.eight_bit_weights = name in self.stack.eight_bit_weights
         self.moments = moments_of(config, p)
-        # True if lpkit.train runs this layout with these dtypes; else the formula models another
-        # stack
+        # True if lpkit.train can run this layout with these dtypes; else only another program can
         self.as_trained = (layout.devices == layout.batch_ranks and not p.master
                            and not p.buffered)
-        # lpkit's own pipeline. Other stacks run ZeRO 2 and 3 in a pipeline, where weights would be
-        # gathered for each micro-batch.
+        # True if the pipeline is lpkit's, which has no ZeRO 2 and 3: weights would be gathered for
+        # each micro-batch. Other stacks have them.
         self.own_pipeline = (layout.pipeline > 1 and layout.stage < 2
                              and config.system.stack == "auto")
-        # sharded: weights are stored in shards, whole weights are gathered, and gradients are
-        # reduced to shards. whole (ZeRO 2): they are gathered once and kept from forward to the
-        # end of their block's backward; other stacks keep whole weights throughout.
+        # sharded: a rank stores shards of the weights, gathers whole weights for use, and reduces
+        # gradients to shards. whole (ZeRO 2 in lpkit): a block's weights are gathered once in
+        # forward and stay whole until the backward of the block ends. In other stacks' ZeRO 2,
+        # weights are whole throughout.
         self.whole = layout.stage == 2 and self.as_trained
         self.sharded = layout.stage == 3 or self.whole
-        # FSDP gathers in the compute dtype, so that the residual stream has it too
+        # If FSDP gathers weights in the compute dtype, the residual stream has that dtype too.
         mixed = self.sharded and GATHERED[layout.gathered].mixed
         if mixed and p.compute_bytes < p.residual_bytes:
             p = replace(p, residual_bytes=p.compute_bytes)
-        # bytes of an operand that is rounded to float16 and multiplied in float32, because few CPUs
-        # multiply float16; 0: operands are multiplied as they are
+        # bytes per number of the float32 copies of fp16 operands on a CPU: few CPUs multiply
+        # float16, so values are rounded to float16 and multiplied in float32. 0: no such copies.
         self.widened = FP32 if p.dtype == "fp16" and on.kind == "cpu" else 0
         operand_bytes, keep = self.widened or None, ()
         if p.low:
@@ -105,15 +111,16 @@ class Step:
         stay = p.low.stay(self.m.L) if p.low else ()
         if stay:
             as_it_is = operations(replace(self.s, operand_bytes=None))
-        # bytes kept of one micro-batch, for a device with the whole model
+        # bytes that forward keeps of one micro-batch, on a device with the whole model
         self.kept = saved(self.s, self.ops, self.recompute, plain=as_it_is, stay=stay)
 
 
 class Device:
-    """A device, or one of its pipeline stages.
+    """A device, or one of the pipeline stages of a device.
 
-    It has `layers` blocks (None: all), the embeddings if `embeds`, and the head and the loss if
-    `heads`. `added`: gradients of earlier micro-batches are alive already."""
+    The device has `layers` blocks (None: all blocks), the embeddings if `embeds`, and the head and
+    the loss if `heads`. `added`: backward adds to gradients of earlier micro-batches, which are
+    already allocated; None: so if there are several micro-batches."""
 
     def __init__(self, step: Step, embeds: bool, heads: bool, layers: int | None = None,
                  added: bool | None = None):
@@ -124,21 +131,26 @@ class Device:
         self.layers = m.L if layers is None else layers
         self.added = step.pieces > 1 if added is None else added
         if step.stack.stages_by_work and layout.pipeline > 1:
-            share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
+            share = (m.L + ops.head.weights
+                     / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
-        # ranks that share an activation of attention and MLP; a weight; and the residual stream
+        # numbers of ranks that share an activation (`cut`), a weight (`tensor`), and the residual
+        # stream (`stream_cut`)
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
         self.stream_cut = self.cut if step.stack.sequence_parallel else layout.context
-        # tensor ranks that gather a tensor of which each has a part; 1: they gather nothing
+        # With sequence parallelism, the tensor ranks gather the residual stream before a matmul:
+        # `gathering` is their number. 1: no rank gathers.
         self.gathering = self.tensor if self.stream_cut == self.cut else 1
         self.tokens, self.stream_tokens = s.tokens / self.cut, s.tokens / self.stream_cut
-        # number of tensor ranks that each hold the logits of all of them
+        # `logits`: number of logits on this device. Some stacks gather the logits of all tensor
+        # ranks on each of these ranks.
         self.logit_ranks = self.tensor if step.stack.keeps_gathered else 1
         self.logits = self.tokens * m.V * self.logit_ranks
-        # bytes of the residual stream, and of its gradient
+        # bytes of the residual stream of one micro-batch; its gradient has the same size
         self.stream = self.stream_tokens * m.D * s.residual_bytes * ops.stream_share
-        # lpkit.parallel.tensor gathers the head's input and keeps it whole for the loss
+        # lpkit.parallel.tensor gathers the head's input and keeps it whole until the loss is done.
+        # Other stacks gather it again in backward.
         self.whole_head = self.tensor > 1 and step.config.system.stack == "auto"
         self.head_tokens, self.head_stream = self.stream_tokens, self.stream
         if self.whole_head:
@@ -153,19 +165,20 @@ class Device:
         self.again = range(0)       # numbers of the blocks that are recomputed in backward
         if step.repeated.repeats_blocks:
             self.again = range(0, self.layers, step.repeated.every(step.recompute))
-        # without a cache, one forward pass casts each weight once; a cache saves casts only after
-        # it
+        # Each forward pass casts each weight once. A cache of casts saves work only if there are
+        # several micro-batches, or if recomputation runs forward again.
         self.caches_casts = step.config.precision.cache_weight_casts and (
             step.pieces > 1 or bool(self.again))
         self.caches_casts |= step.stack.caches_casts and not step.sharded
         self._activations()
 
     def _parameters(self) -> None:
-        """Count the parameters of this device's blocks, of its tables, and of one block's parts."""
+        """Set the parameter counts of this device's blocks (`inside`), of its `tables`, and of the
+        parts of one block."""
         m, ops, parts = self.s.model, self.ops, parameters(self.s.model)
         prompt = parts.get("prompt", 0)
         outside = parts["embedding"] + prompt + parts["positions"] + parts["head"]
-        # norms and other parameters that every tensor rank has whole
+        # parameters of norms, and other small parameters that each tensor rank has in full
         norms = self.layers * ops.small[1]
         self.inside = (sum(parts.values()) - outside) * self.layers / m.L
         self.inside = (self.inside - norms) / self.tensor + norms
@@ -174,16 +187,18 @@ class Device:
         if m.tied and self.heads and not self.embeds:
             tables += parts["embedding"]
         self.tables = tables / self.tensor + self.embeds * parts["positions"]
-        self.table = ops.head.weights / self.tensor     # the embedding, and the head
+        # parameters of the head's matrix, which is as large as the embedding's
+        self.table = ops.head.weights / self.tensor
         self.linear_weights = ops.linear_weights / self.tensor
         with_columns, others = ops.small
         self.small = with_columns / self.tensor + others
-        # numbers of a block that have gradients
+        # number of trained parameters of one block
         self.block_numbers = ops.trained_weights / self.tensor + self.small
 
     def _casts(self) -> None:
-        """Find how Linears are cast: `low` for blocks, except for the blocks whose numbers are in
-        `stay`, and `head_low` for the head. None means 16 bits."""
+        """Set how Linears are cast: `low` for the blocks and `head_low` for the head; None means 16
+        bits. `stay` has the numbers of this device's blocks that stay in 16 bits. The first stage
+        counts its blocks from the bottom; with the head, the last blocks are this device's."""
         low, L, above = self.step.p.low, self.m.L, self.m.L - self.layers
         self.low, self.widened = low, self.step.widened
         stay = low.stay(L) if low else ()
@@ -192,10 +207,12 @@ class Device:
         self.head_low = None if low and "head" in low.keep else low
 
     def _activations(self) -> None:
-        """Find what is kept for backward.
+        """Set the bytes that forward keeps for backward (`kept`), and the bytes that a recomputed
+        block saves when it runs again (`rerun`).
 
-        If activations are offloaded or stored as codes, `fetched` are the bytes of the one tensor
-        that is back at a time, and `packed` the bytes at work while forward packs one."""
+        If activations are offloaded or stored as codes, backward fetches one tensor at a time:
+        `fetched` are its bytes. `packed` are the temporary bytes while forward packs one tensor to
+        codes."""
         step, s, ops, kept = self.step, self.s, self.ops, self.step.kept
         self.fetched = self.packed = 0.0
         number_bytes = step.techniques["activation_offload"].number_bytes.get(step.on.kind)
@@ -206,11 +223,12 @@ class Device:
                                kept.again_bytes and kept.again_bytes - less)
             self.fetched, self.packed = (nbytes / self.cut for nbytes in _one_tensor(
                 s, ops, bool(number_bytes)))
-        # only the input of a recomputed block is offloaded: hooks do not see tensors saved in the
-        # rerun
+        # In a recomputed block, only its input is offloaded. The hooks that offload do not see the
+        # tensors that the rerun saves.
         self.rerun = self._cut(step.kept)
         self.kept = self.rerun if number_bytes is None else self._cut(kept)
-        # if the last block is recomputed, an earlier block is the last one that packs all tensors
+        # `packed` is added to the bytes at the end of forward. If the last block is recomputed, an
+        # earlier block is the last one that packs all of its tensors, before the end of forward.
         if self.layers - 1 in self.again:
             all_again = len(self.again) == self.layers
             self.packed -= self.packed if all_again else self.kept.again_bytes
@@ -219,8 +237,9 @@ class Device:
         """Return the part of `kept` that is on this device."""
         step, s, ops = self.step, self.s, self.ops
         if self.cut > 1 or self.layers < self.m.L:
+            # cuts: by operation, the number of ranks that share its saved bytes, if it is not `cut`
             cuts, again = {}, kept.again_bytes / self.cut
-            if step.stack.keeps_gathered:
+            if step.stack.keeps_gathered:   # gathered inputs of Linears are kept whole
                 cuts = {op.name: step.layout.context for op in (*ops.linears, ops.head)
                         if op.cut == "column"}
             if self.stream_cut < self.cut:
@@ -234,7 +253,7 @@ class Device:
                 cuts |= {ops.head.name: step.layout.context}
             kept = kept.scaled(lambda name, nbytes: nbytes / cuts.get(name, self.cut), again,
                                self.layers / self.m.L)
-            if self.whole_head:     # the saved loss is only the gradient of the logits
+            if self.whole_head:     # the loss saves the targets and the gradient of the logits
                 loss = TOKEN_ID * self.tokens + s.compute_bytes * self.logits
                 kept = replace(kept, operations=kept.operations | {"loss": loss})
         if not self.heads:
@@ -242,24 +261,27 @@ class Device:
         return kept
 
     def _gradients(self) -> None:
-        """Find how gradients and gathered weights come and go. Sizes are bytes per number."""
+        """Set when gradients and gathered weights are alive. `travels`, `made_bytes`,
+        `gradient_bytes` and similar fields are bytes per number."""
         step, layout, p, config = self.step, self.step.layout, self.step.p, self.step.config
         row = GATHERED[layout.gathered]
         # the optimizer updates each parameter in backward, as soon as its gradient is complete
         self.at_once = not step.techniques["optimizer_step"].gradients_held
         self.sharded, self.whole = step.sharded, step.whole
-        # in a pipeline, gathered weights and whole gradients stay until the last micro-batch is
-        # done
+        # staged: in a pipeline, gathered weights and whole gradients stay until the backward of the
+        # last micro-batch ends
         self.staged = layout.pipeline > 1 and step.pieces > 1
-        # FSDP reduces a block's float32 gradients while backward is in the next block, and
-        # prefetches weights at the same time
+        # leave: FSDP reduces a block's float32 gradients to shards while backward is in the next
+        # block. At the same time it prefetches the weights of the block after that.
         self.leave = self.sharded and not self.staged
-        # The row of gradients does not grow in backward: buffers exist already, or each gradient
-        # is used at once and freed
+        # gathers: the row "gradients" does not grow in backward, because backward adds to buffers
+        # that exist already, or because each gradient is used and freed at once
         self.gathers = self.added or self.at_once or p.buffered
-        # FSDP gathers low-precision casts of weights, in forward and again in backward. No cast is
-        # kept between them, except that of a table that the embedding shares.
+        # FSDP gathers low-precision casts of weights in forward, and again in backward, and keeps
+        # none of them in between. A head that shares the embedding's table is the exception.
         self.gathers_casts = self.sharded and row.cast
+        # travels: gathered bytes per number of a block; made_bytes: bytes per number of a gradient
+        # that backward computes; shard_bytes: bytes per number of the gradient that a rank keeps
         self.travels, self.travels_outside, _ = step.gathered_itemsizes
         self.made_bytes = p.compute_bytes if row.mixed else p.weights
         self.shard_bytes = p.weights if p.buffered else p.gradients
@@ -267,23 +289,25 @@ class Device:
             self.shard_bytes /= layout.state_ranks
         self.gradient_bytes = self.made_bytes if self.leave else self.shard_bytes
         self.small_gradient_bytes = self.small * self.gradient_bytes
-        # bytes by which gradients grow in a block's backward
+        # bytes by which the row "gradients" grows in the backward of one block
         self.block_gradient_bytes = 0.0
         if not self.gathers:
             self.block_gradient_bytes = self.block_numbers * self.shard_bytes
-        # bytes of the head's gradient, which waits for the embedding's if they share a table
+        # If head and embedding share a table, the head's gradient waits for the embedding's
+        # gradient: bytes of the head's gradient.
         self.waiting_table = 0.0
         if self.s.model.tied and self.embeds:
             self.waiting_table = self.gradient_bytes * self.table * self.ops.head.trained
-        # updating_bytes: temporaries of one number's update. state_bytes: its optimizer state, if
-        # that is offloaded and fetched for the update.
+        # updating_bytes: temporary bytes per parameter during its update. state_bytes: bytes per
+        # parameter of optimizer state that is fetched for the update, if the state is offloaded.
         self.resting = step.on.kind in step.techniques["optimizer_state"].leaves
         optimizer, moments = optimizers.find(step.optimizer), step.moments
         self.weight_itemsize = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
         self.updating_bytes = update_bytes(optimizer, moments, self.weight_itemsize)
         self.state_bytes = optimizer.state_bytes(moments) if self.resting else 0.0
         self.update_bytes = self.updating_bytes + self.state_bytes if self.at_once else 0.0
-        # if the update depends on shapes: most bytes, by operation
+        # If the bytes of an update depend on the parameter's shape: the most temporary bytes, by
+        # operation.
         self.updates: dict[str, float] = {}
         settings = optimizer_settings(config, step.optimizer)
         if self.at_once and not elementwise(settings):
@@ -294,17 +318,18 @@ class Device:
                 self.updates[op] = max(nbytes, self.updates.get(op, 0.0))
 
     def updating(self, op: Op, weights: float) -> float:
-        """Return the bytes at work while backward updates `weights` numbers of `op`."""
+        """Return the temporary bytes while backward updates `weights` parameters of `op`."""
         if op.name in self.updates:
             return self.updates[op.name] + weights * self.state_bytes
         return weights * self.update_bytes
 
 
 def by_cost(config: Config | None = None) -> tuple[str, ...]:
-    """Return the rows of RECOMPUTE to try, cheapest first.
+    """Return the names of the rows of RECOMPUTE that a search tries, cheapest first.
 
-    These need no compiler and do not recompute attention alone, since fused attention saves little.
-    If the config names a row other than "none", return only that row."""
+    Rows that need a compiler are left out, and so are rows that recompute attention alone: fused
+    attention saves so little that this gains nothing. If the config names a row other than "none",
+    return only that row."""
     if config and config.memory.recompute != MemoryConfig().recompute:
         return (config.memory.recompute.name,)
     return tuple(name for name, row in RECOMPUTE.items()
@@ -314,9 +339,12 @@ def by_cost(config: Config | None = None) -> tuple[str, ...]:
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, even: bool = True,
               **sizes: Any) -> tuple[MicroBatch, int]:
-    """Return the micro-batch of a run on this machine, and the number of micro-batches. `sizes` are
-    other fields of MicroBatch. Raises ConfigError for an unknown attention, and as
-    `layouts.check` does."""
+    """Return the micro-batch of a run of `config` on the machine `on`, and the number of
+    micro-batches in one update.
+
+    `attention`: a backend; None: the config's. `even`: each pipeline stage must have the same
+    number of blocks. `sizes` are other fields of MicroBatch. Raises ConfigError for an unknown
+    attention backend, and as `layouts.check` does."""
     layouts.check(config, layout, even=even)
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
                                  low_precision=p.compute_bytes < FP32,
@@ -332,13 +360,15 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
 
 def _padded(config: Config, p: Precision, s: MicroBatch,
             ops: Operations, layout: Layout) -> tuple[Operations, Padded]:
-    """Return the operations with padded Linears, and the padded sizes on one rank by name.
+    """Return the operations with Linears padded to tiles, and the padded (tokens, inputs, outputs)
+    on one rank, by the name of the Linear. Nothing is padded unless the recipe has `pad`.
 
-    The saved bytes of an operation are those on all tensor ranks. They grow for a padded Linear's
-    input, and for an operation that saves a view of a padded Linear's result."""
+    The saved bytes of an operation are summed over all tensor ranks. Padding adds to them for a
+    padded Linear, which saves its padded input, and for an operation after it that saves a view of
+    its padded result."""
     if p.low is None or not getattr(config.precision.recipe, "pad", False):
         return ops, {}
-    recipe, padded, found, more = resolve(config.precision.recipe), {}, [], 0.0
+    recipe, padded, in_order, more = resolve(config.precision.recipe), {}, [], 0.0
     for op in (*ops.block, ops.head):
         ranks = [layout.tensor if op.cut == side else 1 for side in ("row", "column")]
         tokens = round(s.tokens * op.tokens_share / layout.context)
@@ -348,18 +378,21 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
             M, K, N = padded[op.name] = tuple(-(-side // recipe.tile) * recipe.tile
                                               for side in size)
             more = (M * N - tokens * size[2]) * ranks[1] * layout.context * s.compute_bytes
-            # extra bytes of the result, if the next operation keeps it alive by a view
+            # `more`: extra bytes of the result, if the next operation saves a view of it
             op = replace(op, saved_bytes=M * K * ranks[0] * layout.context * s.operand_bytes)
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
             op = replace(op, saved_bytes=op.saved_bytes + more)
-        found.append(op)
-    return replace(ops, block=tuple(found[:-1]), head=found[-1]), padded
+        in_order.append(op)
+    return replace(ops, block=tuple(in_order[:-1]), head=in_order[-1]), padded
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:
-    """Return the bytes of one tensor that comes back (decoded by way of float32), and the bytes at
-    work while a tensor is packed to codes."""
+    """Return the bytes of the widest offloaded activation when backward fetches it, and the
+    temporary bytes while forward packs it to codes.
+
+    `quantized`: activations are stored as codes. A fetched tensor then is decoded to float32 first,
+    so both the float32 tensor and the result are alive. Without codes, packing needs no bytes."""
     widest = max(op.matmul[0] for op in ops.linears)
     nbytes = max(widest * s.compute_bytes, s.model.D * s.residual_bytes) * s.tokens
     if not quantized:

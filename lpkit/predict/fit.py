@@ -1,11 +1,12 @@
 """Decide whether a step fits into a device's free memory, and which settings would make it fit.
 
-    asked = fit(config, on)         # on.memory_bytes: what a run may still take there
-    asked.refused                   # it does not fit, by more than the formula's error
-    asked.ways                      # settings with which it fits, the cheapest first
+    answer = fit(config, on)        # on.memory_bytes: the bytes that are free on the device
+    answer.refused                  # True: the step does not fit, by more than the formula's error
+    answer.ways                     # settings with which the step fits, cheapest first
 
-`train`, `measure` and the report of a run that is out of memory all use this answer. A way fits by
-`Memory.missing_bytes`, as in `plan`. A run that is not refused is tried, even if it may not fit.
+`train`, `measure` and the report of a run that is out of memory all use this answer. Settings fit
+if `Memory.missing_bytes` is 0 or less, as in `plan`. A run that is not refused starts, even if the
+formula says that it may not fit.
 """
 
 import math
@@ -28,21 +29,24 @@ from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.machines import Machine
 
-# fields of config.memory without a formula for seconds
+# fields of config.memory for which no formula predicts seconds
 UNPRICED = ("activation_offload", "optimizer_state")
-# ERROR is the error of the ledger that a refusal allows for, without and with a doubt. MEASURED is
-# the most by which its peak was above a measured step's (data/measured/ledger-*.json).
+# The share by which a predicted peak may be too high before a run is refused: ERROR, or
+# ERROR_DOUBTED if the prediction has a doubt.
 ERROR, ERROR_DOUBTED = 0.02, 0.10
+# The largest share by which a predicted peak was above the measured peak
+# (data/measured/ledger-*.json).
 MEASURED = {ERROR: 0.015, ERROR_DOUBTED: 0.068}
-CONTEXTS_BYTES = 2**30      # the CUDA context of this process
-SHOWN = 3       # number of rows, and of ways, in a sentence
+CONTEXTS_BYTES = 2**30      # at most the bytes of this process's own CUDA context
+SHOWN = 3       # number of rows and of ways that a sentence names
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Way:
-    """Settings with which a step fits. Ways sort by their cost."""
+    """Settings with which a step fits. Ways sort by their slowdown."""
 
-    slowdown: float     # seconds of the step over those without the settings; infinite: no formula
+    # seconds of the step with the settings, divided by the seconds without them; infinite: unknown
+    slowdown: float
     peak_bytes: float
     settings: Mapping[str, Any] = field(compare=False)
 
@@ -57,15 +61,14 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Bytes by row at the peak. If only some bytes have a formula, `without` says what is left out
-    and why."""
+    """The answer whether a step fits."""
 
     config: Config
     on: Machine
-    rows: Mapping[str, float]
-    moment: str
-    error: float = ERROR
-    without: str = ""
+    rows: Mapping[str, float]       # bytes by row at the peak
+    moment: str                     # the moment of the peak, in words
+    error: float = ERROR            # share by which `rows` may be too high
+    without: str = ""               # the bytes that `rows` leave out, and why
 
     @property
     def peak_bytes(self) -> float:
@@ -77,8 +80,9 @@ class Fit:
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """Single settings, cheapest first. If none is enough, one set of settings without any that
-        it does not need; empty if all settings together are not enough."""
+        """The single settings that are enough, cheapest first. If no single setting is enough, one
+        set of several settings, each of which is needed. Empty if all settings together are not
+        enough."""
         search = _Search(self.config, self.on)
         every = [*search.others]
         priced = [key for key in every if key.removeprefix("memory.") not in UNPRICED]
@@ -96,8 +100,8 @@ class Fit:
                 "takes with `lpkit predict`")
 
     def sentence(self, whole_bytes: float, others_bytes: float = 0) -> str:
-        """Return why the run is refused, on a device with `whole_bytes` when idle, of which other
-        processes hold `others_bytes`."""
+        """Return the reason why the run is refused. `whole_bytes`: the memory of the device if it
+        is idle. `others_bytes`: the bytes that other processes hold there."""
         has = quantity(self.on.memory_bytes, "bytes")
         if self.on.memory_bytes < whole_bytes:
             has += f" left of {quantity(whole_bytes, 'bytes')}"
@@ -122,11 +126,11 @@ def largest(rows: Mapping[str, float]) -> str:
 
 
 def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
-    """Return whether one update of `config` fits on `on`. `compiled`: torch.compile fuses
-    operations that the ledger counts one by one.
+    """Return whether one update of `config` fits on the machine `on`. `compiled`: the run uses
+    torch.compile, which fuses operations that the ledger counts one by one.
 
-    Bytes without a formula count as 0, and the answer names them. So no run is refused that might
-    fit.
+    Bytes without a formula count as 0, and `Fit.without` names them. So a run that might fit is
+    never refused.
     """
     config = config.replace({"system.stack": "auto"})       # the run is lpkit's
     if config.transforms or governed(config).governors:
@@ -146,16 +150,18 @@ def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
 
 
 def _states(config: Config, on: Machine) -> dict[str, float]:
-    """Return the bytes that outlive a step, and the bytes of gradients if all exist at once."""
+    """Return the bytes of weights and optimizer state, which outlive a step, and of gradients, if
+    all gradients are alive at the same time."""
     rows, count = techniques.rows_of(config), parameter_count(config.model)
     each = rows["param_dtype"].param_bytes
-    found = {"weights": each * count, "gradients": each * trained_count(config.model)}
+    states = {"weights": each * count, "gradients": each * trained_count(config.model)}
     if not rows["optimizer_step"].gradients_held:
-        del found["gradients"]
+        del states["gradients"]
     if on.kind not in rows["optimizer_state"].leaves:
         work = optimizer_work(config)
-        found["optimizer state"] = trained_count(config.model) * (work.cut_bytes + work.whole_bytes)
-    return found
+        states["optimizer state"] = trained_count(config.model) * (
+            work.cut_bytes + work.whole_bytes)
+    return states
 
 
 class _Search:
@@ -173,18 +179,19 @@ class _Search:
                                            if parts > config.grad_accum_steps]
 
     def single(self) -> list[Way]:
-        """Return the cheapest value that fits for each setting, cheapest setting first."""
+        """Return, for each key, the cheapest value with which the step fits; cheapest key first."""
         ways = []
         for key, values in self.others.items():
             ways += self.cheapest({key: value} for value in values)
         return sorted(ways)
 
     def several(self, keys: Sequence[str]) -> list[Way]:
-        """Return one way that changes several of `keys`, or none. Each key first gets the value
-        with the lowest peak. Then keys that are not needed are left out, the most expensive first.
-        Then each remaining key gets the cheapest value that fits."""
+        """Return a list of one Way that changes several of `keys`; empty if none fits.
+
+        First each key gets the value with the lowest peak. Then keys that are not needed are
+        removed, the slowest first. Then each remaining key gets the cheapest value that fits."""
         chosen: dict[str, Any] = {}
-        for key in [*keys, *keys]:      # twice: a value may help only together with others
+        for key in [*keys, *keys]:      # twice, because a value may help only after others changed
             tried = [chosen, *(chosen | {key: value} for value in self.others[key])]
             chosen = min(tried, key=self.peak_bytes)
         dearest = sorted(chosen, key=lambda key: self.slowdown({key: chosen[key]}), reverse=True)
@@ -198,7 +205,7 @@ class _Search:
         return self.cheapest([chosen])
 
     def cheapest(self, tried: Iterable[dict[str, Any]]) -> list[Way]:
-        """Return the cheapest of these settings that fits, as a list; empty if none fits."""
+        """Return a list with the cheapest of the `tried` settings that fit; empty if none fits."""
         ways = []
         for settings in tried:
             held = self.held(settings)
@@ -208,7 +215,7 @@ class _Search:
         return sorted(ways)[:1]
 
     def held(self, settings: Mapping[str, Any]) -> Memory | None:
-        """Return the memory with these settings; None if they do not go together."""
+        """Return the memory of a step with these settings; None if they contradict each other."""
         try:
             changed = self.config.replace(settings)
             recipe = row_of(changed, precision_of(changed, self.on))

@@ -1,9 +1,10 @@
-"""The part of a model that a run's updates see if a governor skips tokens or layers
+"""The part of a model that an update computes if a governor skips tokens or layers
 (`lpkit.techniques.changes.Governor`).
 
-A governed config has no such governor. Its model has the sizes that all formulas of `lpkit.predict`
-need: those that updates see on average over steps and layers. Bytes are those of the update that
-sees most.
+`governed(config)` replaces such governors by a model with fewer tokens or layers, so that the
+formulas of `lpkit.predict` need not know governors. For FLOPs and seconds, the model has the
+average over the steps and layers of a run. For bytes, it has the tokens of the update that skips
+least.
 """
 
 import functools
@@ -18,39 +19,42 @@ MOST_STEPS = 1024       # steps of a run at which governors are evaluated, evenl
 
 @dataclass(frozen=True, kw_only=True)
 class Seen(ModelConfig):
-    """`shares` of the tokens in layers that run, as `Op.seeing` takes them. `running`: the share of
-    the layers that run."""
+    """A ModelConfig whose layers see only a part of the tokens, or do not all run."""
 
+    # shares of the tokens that layers see, in the form that `Op.seeing` takes
     shares: tuple[float, ...] = ()
-    running: float = 1.0
+    running: float = 1.0            # share of the layers that run in an update
 
 
 def governed(config: Config, most: bool = False) -> Config:
-    """Return the governed config. `most`: of the update that sees most, not of the average."""
+    """Return `config` without the governors that skip tokens or layers, and with a smaller model
+    instead. `most`: the model of the update that skips least; else the average over the run."""
     return _governed(config, most) if running(config) else config
 
 
 def shares(config: Config) -> list[tuple[float, ...]]:
-    """Return the shares of each evaluated update; empty if no governor gives any."""
+    """Return, for each governor and up to MOST_STEPS updates of the run, the share of the tokens
+    that each layer sees (0: the layer is skipped). Empty if no governor skips."""
     m, steps = config.model, config.steps
-    return [GOVERNORS[said.name].shares(said, m.L, steps, config.seed, step)
-            for said in running(config)
+    return [GOVERNORS[governor.name].shares(governor, m.L, steps, config.seed, step)
+            for governor in running(config)
             for step in range(0, steps, math.ceil(steps / MOST_STEPS))]
 
 
 @functools.lru_cache(maxsize=256)
 def _governed(config: Config, most: bool) -> Config:
-    model, every, said = config.model, shares(config), running(config)
+    model, every, skipping = config.model, shares(config), running(config)
     parts, run = max(every, key=sum), 1.0
     if not most:
-        seen = [share for one in every for share in one if share]
+        seen = [share for of_layers in every for share in of_layers if share]
         run, count = len(seen) / (len(every) * model.L), max(1, len(seen))
         mean, squares = (sum(share**power for share in seen) / count for power in (1, 2))
-        # two shares that have the same mean and the same mean square as all shares
+        # Two shares with the same mean and the same mean square as all shares, because the cost of
+        # attention grows with the square of a share.
         apart = math.sqrt(max(0.0, squares - mean**2))
         parts = mean - apart, mean + apart
     same = {f.name: getattr(model, f.name) for f in fields(model)}
     parts = () if set(parts) == {1.0} else parts
     model = Seen(**same, shares=parts, running=run) if parts or run < 1 else model
     return replace(config, model=model,
-                   governors=tuple(one for one in config.governors if one not in said))
+                   governors=tuple(row for row in config.governors if row not in skipping))

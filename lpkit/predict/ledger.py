@@ -1,4 +1,5 @@
-"""Bytes that one device holds in a training step, by row (what they are for) and by moment.
+"""Bytes that one device holds in a training step, by row (the purpose of the bytes) and by moment
+of the step (MOMENTS).
 
 Two sources fill a table of rows and moments:
 
@@ -11,11 +12,12 @@ Two sources fill a table of rows and moments:
     gradients                           #       ###     ####    ####        walk, then State
 
     walk    `lpkit.predict.walk` follows one micro-batch through backward and returns its rows
-    State   a row, its bytes, the moment when they are born, and the last moment when they are alive
-    peak    the largest sum of a column, not the sum of the rows' maxima
+    State   a row, its bytes, the moment when they are allocated, and the last moment when they are
+            alive
+    peak    the largest sum of a column, which is less than the sum of the rows' maxima
 
 Sources: Rajbhandari et al. 2020, ZeRO, section 3 (https://arxiv.org/abs/1910.02054) for model
-states and their sharding; `activations` for what the forward pass keeps.
+states and their sharding; `lpkit.predict.activations` for the bytes that the forward pass keeps.
 """
 
 import functools
@@ -56,16 +58,17 @@ from lpkit.techniques.recipes import at_end
 from lpkit.techniques.stages import stage_counts
 
 MOMENTS = {     # in the order of a step
-    LOSS: "everything is kept, and the logits have their gradients",
-    HEAD: "the head has its gradient, the last norm is at work",
-    LAST: "the first one that backward meets, where activations are many and gradients few",
-    FIRST: "the last one that backward meets, where activations are few and gradients many",
-    EMBED: "each table has a dense gradient",
-    UPDATE: "nothing is kept any more, and every gradient is there",
+    LOSS: "all activations are kept, and the logits have their gradients",
+    HEAD: "the head has its gradient, and the last norm computes its own",
+    LAST: "backward is in the last block, with many activations and few gradients",
+    FIRST: "backward is in the first block, with few activations and many gradients",
+    EMBED: "each embedding table has a dense gradient",
+    UPDATE: "no activations are kept any more, and all gradients exist",
 }
-# assumed: the rest of the memory is for the driver, NCCL and the allocator
+# An assumption: the driver, NCCL and the allocator need the other 8% of the memory.
 USABLE_MEMORY_SHARE = 0.92
 IN_BACKWARD = tuple(moment for moment in MOMENTS if moment != UPDATE)
+# the moments from `born` to `dies`, both included
 BETWEEN = {(born, dies): tuple(MOMENTS)[i:j + 1]
            for i, born in enumerate(MOMENTS) for j, dies in enumerate(MOMENTS)}
 ZERO = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
@@ -79,8 +82,10 @@ ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 
 class Row(NamedTuple):
+    """The bytes of one purpose, with the formula in words and its source."""
+
     name: str
-    at: Mapping[str, float]     # bytes by moment of MOMENTS, without the moments when it is empty
+    at: Mapping[str, float]     # bytes by moment of MOMENTS; a moment without bytes is absent
     formula: str
     source: str
 
@@ -92,22 +97,25 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device. In a pipeline, the device that holds most."""
+    """The predicted bytes of one device in a step. In a pipeline, this is the device that holds
+    most."""
 
     rows: tuple[Row, ...]
-    memory_bytes: int | None    # memory of the device, to compare with the peak
-    # what the formula leaves out, how wrong it can be, and a better tool
+    memory_bytes: int | None    # memory of the device; None: unknown
+    # a sentence: what the formula leaves out, its measured error, and a better tool; "": no doubt
     doubt: str = ""
-    # on a GPU, bytes by name that other streams have in pools of their own
+    # on a GPU, the bytes by name that streams other than the main one have in memory pools of their
+    # own
     apart: Mapping[str, float] = field(default_factory=dict)
     unused_bytes: float = 0.0   # on a GPU, free bytes that no tensor fits into when backward begins
 
     def at(self, moment: str) -> dict[str, float]:
-        """Bytes by row at one moment of MOMENTS."""
+        """Return the bytes by row at one moment of MOMENTS."""
         return {row.name: row.at[moment] for row in self.rows if row.at.get(moment)}
 
     @property
     def peak_moment(self) -> str:
+        """The moment when the device holds most."""
         return max(MOMENTS, key=lambda moment: sum(row.at.get(moment, 0) for row in self.rows))
 
     @property
@@ -116,12 +124,14 @@ class Memory:
 
     @property
     def reserved_bytes(self) -> float:
-        """The bytes that PyTorch's allocator takes from the GPU's driver with expandable segments.
+        """The bytes that PyTorch's allocator takes from the GPU's driver, if it uses expandable
+        segments.
 
-        Memory that one stream frees is not given to another stream. So gathered weights and
-        gradients of shards, which FSDP has on streams of its own, are added to the peak of the
-        rest. Freed 16-bit logits leave a gap that a float32 gradient of the logits does not fit
-        into."""
+        The allocator does not give memory that one CUDA stream frees to another stream. FSDP
+        allocates gathered weights and gradients of shards on streams of its own, so these bytes
+        (`apart`) are added to the peak of all other rows. The 16-bit logits are freed before
+        backward; their memory (`unused_bytes`) is too small for the float32 gradient of the
+        logits, so it stays empty when backward begins."""
         def total(moment: str) -> float:
             return sum(row.at.get(moment, 0) for row in self.rows if row.name not in self.apart)
 
@@ -130,7 +140,8 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """True if the peak fits, without what the allocator and the driver take themselves."""
+        """True if the peak fits into the device's memory. Memory that the allocator and the driver
+        need for themselves is not counted."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
     @property
@@ -143,11 +154,17 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
                  devices: int = 1, trained: float = 1.0,
                  work: Work | None = None) -> tuple[Row, ...]:
-    """Return the rows that outlive a step, for `count` parameters, of which a share `trained` is
-    trained. `work` is that of an optimizer whose state depends on the shapes of parameters.
+    """Return the rows of weights, master weights, optimizer state and gradients of one device, for
+    a model of `count` parameters.
 
-    ZeRO stage 1 shards the optimizer's state and the master weights over `devices`. Stage 2 also
-    shards the gradients, and stage 3 also the weights.
+    trained     the share of the parameters that is trained
+    work        the work of an optimizer whose state depends on the shapes of parameters; None:
+                the state has a fixed number of bytes per parameter
+    zero        ZeRO stage: 1 shards the optimizer's state and the master weights over `devices`, 2
+                also the gradients, 3 also the weights
+
+    For example, bf16-master with AdamW has 2 bytes of weights, 4 of master weights, 8 of moments
+    and 2 of gradients per parameter; ZeRO 3 over 8 devices divides all 16 bytes by 8.
     """
     p = pick(PRECISIONS, precision, "precision") if isinstance(precision, str) else precision
     if zero not in (0, 1, 2, 3):
@@ -179,19 +196,19 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
            layout: Layout | None = None, precision: str | None = None,
            optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
            attention: str | None = None) -> Memory:
-    """Return the bytes per device of one step of `config` on `devices` machines, by row and moment.
+    """Return the bytes of one device in a step of `config` on `devices` devices of the `machine`,
+    by row and moment. In a pipeline, this is the device that holds most.
 
-    In a pipeline, this is the device that holds most.
-
-    layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the
-               config's `parallel`
-    precision  a row of PRECISIONS; None: the config's recipe, where "auto" is bf16 if the machine
-               has it
+    layout     None: data parallel over `devices`, with ZeRO stage `zero`; if `devices` is None,
+               too, the config's `parallel`
+    precision  a row of PRECISIONS; None: the config's recipe, where "auto" means bf16 if the
+               machine has bf16, else fp32
     optimizer, recompute, attention
-               None: the config's, where "auto" attention is what a run on this machine chooses
+               names of rows; None: the config's, where "auto" attention means the backend that a
+               run on this machine chooses
 
-    Raises ConfigError. Takes less than 200 us in 16 bits, and up to 350 us with cast operands or a
-    pipeline.
+    Raises ConfigError if the settings do not go together. A call takes less than 200 us in 16 bits,
+    and up to 350 us with cast operands or a pipeline.
     """
     if layout is None:
         layout = config.parallel
@@ -208,12 +225,13 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     if layout.pipeline == 1:
         whole = Walk(step, True, True)
         return _held(whole, whole, doubt)
-    return max((_held(*one) for one in _ranks(step, doubt)), key=lambda found: found.peak_bytes)
+    return max((_held(*arguments) for arguments in _ranks(step, doubt)),
+               key=lambda rank: rank.peak_bytes)
 
 
 def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
-    """Yield the arguments of `_held` for each rank of a pipeline that may hold most, once for each
-    of its stages that can be in backward then."""
+    """Yield arguments of `_held` for each rank of a pipeline that may hold most. If a rank has
+    several stages, yield once for each stage that can be in backward at the peak."""
     layout, own = step.layout, step.own_pipeline
     cut = layout.schedule, layout.pipeline, layout.interleave
     counts = [*stage_counts(step.m, *cut, step.config.system.stack == "auto")]
@@ -223,24 +241,25 @@ def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
     for rank, stages in enumerate(PIPELINES[cut[0]].by_rank(*cut[1:])):
         if not {0, 1, last} & {*stages}:    # ranks between these hold less than the second rank
             continue
-        device = Device(step, 0 in stages, last in stages, sum(counts[one] for one in stages))
-        all_of = [partial(walks, one == 0, one == last, counts[one]) for one in stages]
+        device = Device(step, 0 in stages, last in stages, sum(counts[stage] for stage in stages))
+        all_of = [partial(walks, stage == 0, stage == last, counts[stage]) for stage in stages]
         for now, held_counts, added in held(rank, *cut, step.pieces):
             waits, there = [], 0.0
             if not own:     # another stack may allocate gradient buffers at the start
                 added = (step.pieces > 1,) * len(stages)
             for stage, count, is_added, walk_of in zip(stages, held_counts, added, all_of):
-                one = walk_of(step.pieces > 1)
-                there += (one.inside + one.tables) * is_added
+                d = walk_of(step.pieces > 1)
                 # `there`: parameters of this rank whose gradients are already allocated
-                kept = one.kept.waiting_bytes + one.heads * one.kept.operations["loss"]
-                if not (own or one.heads):  # the stage's result: pipelining/stage.py, `fwd_cache`
-                    kept += one.stream
+                there += (d.inside + d.tables) * is_added
+                kept = d.kept.waiting_bytes + d.heads * d.kept.operations["loss"]
+                # another stack keeps each stage's result: pipelining/stage.py, `fwd_cache`
+                if not (own or d.heads):
+                    kept += d.stream
                 # `kept` is alive once for each micro-batch in flight; the walk has one of them
                 waits += [State(row, (count - (stage == now)) * nbytes, dies=EMBED)
-                          for row, nbytes in ((walk.ACTIVATIONS, kept), *one.casts.items())]
+                          for row, nbytes in ((walk.ACTIVATIONS, kept), *d.casts.items())]
                 # autocast keeps its copies until the last micro-batch is done
-                waits.append(State(walk.COPIES, own * one.copied, dies=EMBED))
+                waits.append(State(walk.COPIES, own * d.copied, dies=EMBED))
             at = stages.index(now)
             d = all_of[at](added[at])
             # messages: the last one sent, the next one to arrive, and the one from which
@@ -254,13 +273,13 @@ TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 
 
 class Doubt(NamedTuple):
-    """What the formula does not follow tensor by tensor (`words`), and by how many percent its peak
-    was too low and too high in measured steps of random configs of this kind
+    """A part of the memory that the formula only estimates, because it does not follow its tensors
+    one by one. The error was measured in steps of random configs of this kind
     (data/measured/ledger-*.json)."""
 
     words: str
-    low: int | None = None
-    high: int | None = None
+    low: int | None = None      # percent: how far the peak was too low, as a negative number
+    high: int | None = None     # percent: how far the peak was too high; None: not measured
 
     def __str__(self) -> str:
         if self.low is None:
@@ -276,7 +295,8 @@ LOW_HEAD = Doubt("a head in low precision is counted as a 16-bit head, chunk by 
 
 
 def _doubt(step: Step) -> "Doubt | str":
-    """Return what the formula does not follow tensor by tensor; empty if it follows everything."""
+    """Return the part of this step's memory that the formula only estimates; "" if the formula
+    follows each tensor."""
     config, p = step.config, step.p
     memory, kind = config.memory, config.model.attention.name
     if changed := [row.name for row in (*config.transforms, *config.governors)]:
@@ -289,7 +309,7 @@ def _doubt(step: Step) -> "Doubt | str":
                    if not isinstance(MODEL_CHANGES[row.name], Adapter)]:
         return Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules")
     if OBJECTIVES[config.objective.name].implementation:
-        return Doubt(f"bytes of objective={config.objective.name} are what its row says")
+        return Doubt(f"bytes of objective={config.objective.name} are an estimate of its row")
     if REDUCTIONS[step.layout.reduction].sent:
         return f"what parallel.reduction={step.layout.reduction} keeps is not counted"
     if step.s.attention == "plain" and KINDS[kind].state_bytes:
@@ -316,19 +336,19 @@ def _doubt(step: Step) -> "Doubt | str":
     return PADDED if step.padded else ""
 
 
-# The rows of a device: those of the walk, then everything that is alive outside the walk.
+# The rows of a device: first the rows of the walk, then all bytes that are alive outside the walk.
 
 class State(NamedTuple):
-    """Bytes that a row has from one moment to another, both included."""
+    """Bytes that are alive from one moment of a step to another, both included."""
 
-    row: str
+    row: str                # name of the row that counts them
     nbytes: float
-    born: str = LOSS
-    dies: str = UPDATE
+    born: str = LOSS        # the first moment when they are alive
+    dies: str = UPDATE      # the last moment when they are alive
 
 
 def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
-    """Add states to `at`, the bytes by row and moment."""
+    """Add the bytes of `states` to `at`, which has the bytes by row and by moment."""
     for row, nbytes, born, dies in states:
         if nbytes:
             held = at.setdefault(row, {})
@@ -338,10 +358,13 @@ def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
 
 def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
           there: float = 1.0, under_way: float = 1.0) -> Memory:
-    """Return the memory of one device from the walk over it, or over one of its stages.
+    """Return the memory of a `device` from the walk `d` of one micro-batch over the device, or over
+    one of its pipeline stages.
 
-    `waits`: states of other micro-batches and stages of the device. `there`: the share of the
-    device's parameters whose gradients are already allocated. `under_way`: micro-batches in flight.
+    waits       bytes of other micro-batches in flight, and of the device's other stages
+    there       share of the device's parameters whose gradients are already allocated when the
+                walk begins
+    under_way   number of micro-batches in flight
     """
     step, config = d.step, d.step.config
     *outlive, gradients = model_states(
@@ -352,17 +375,17 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
     rows = [row for row in outlive
             if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
     if coded := [op for op in d.ops.linears if op.stored_bytes]:
-        # frozen weights that are stored as codes replace part of the row "weights"
+        # frozen weights that are stored as codes need fewer bytes than the row "weights" has
         part, in_codes = device.layers / d.tensor, sum(op.weights for op in coded)
         nbytes = sum(op.stored_bytes for op in coded)
         others = 1 - part * in_codes / (device.inside + device.tables)
         rows[0] = rows[0]._replace(
             at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
             formula=f"{rows[0].formula}; frozen weights {8 * nbytes / in_codes:.3f} bits")
-    # rows of the walk, to which the states are added
+    # at: bytes by row and moment. It begins with the rows of the walk; `_live` adds the others.
     at = d.at
     if step.own_pipeline and not d.widened:
-        at[walk.COPIES] = {}        # `waits` has these copies
+        at[walk.COPIES] = {}        # `waits` counts the copies of weights, once for all stages
     _live(at, waits)
     _live(at, _gradients(d, device, gradients.bytes, there))
     _live(at, _batches(d))
@@ -371,7 +394,7 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
         _live(at, _leaving(d))
     elif step.as_trained and step.layout.devices > 1:
         at[walk.MESSAGES] = _reduced(d, at[walk.GRADIENTS], at[walk.TEMPORARIES].get(EMBED, 0))
-    # cached casts outlive the walk's micro-batch, so `_casts` counts them
+    # cached casts of weights outlive the micro-batch of the walk, so `_casts` counts them instead
     if d.low:
         if d.caches_casts:
             at[walk.LOW] = {}
@@ -379,7 +402,8 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
     if not d.at_once:
         updating = _update_bytes(device)
         _live(at, [State("optimizer temporaries", updating, UPDATE)])
-        # gradients in transfer after the last micro-batch, before the update begins
+        # In lpkit's pipeline, gradients are in transfer after the last micro-batch and before the
+        # update begins. They raise the moment UPDATE only if they exceed the update's temporaries.
         if step.own_pipeline and step.layout.replicas > 1:
             sent = min(gradients.bytes, 2 * REDUCTIONS[step.layout.reduction].bucket_bytes)
             sent += sum(at[walk.LOW].values()) / len(at[walk.LOW]) if d.caches_casts else 0.0
@@ -387,26 +411,32 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
     rows += [Row(name, at[name], *words) for name, words in _words(d, gradients, under_way).items()
              if any(at.get(name, {}).values())]
     apart, unused = {}, 0.0
-    if step.on.kind == "gpu" and d.sharded:     # FSDP2 reduces and gathers on streams of its own
+    if step.on.kind == "gpu" and d.sharded:     # see `Memory.reserved_bytes`
         apart = {"gathered at once": max(device.tables * d.travels_outside,
                                          d.block_parameters * d.travels),
                  "gradients of shards" if d.staged else "gradients": gradients.bytes}
     if step.on.kind == "gpu" and d.heads and not (
             d.chunk or step.compiles_loss or step.p.compute_bytes == FP32):
-        # the 16-bit logits, which are freed before backward begins
+        # the 16-bit logits, whose freed memory the float32 gradient of the logits does not fit into
         unused = d.tokens * d.m.V * step.p.compute_bytes
-    found = Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
-                   unused_bytes=unused)
+    memory = Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
+                    unused_bytes=unused)
+    # some optimizers do additional work in every n-th update, for which the rows are computed
     every = getattr(optimizer_settings(config, step.optimizer), "every", 1)
-    if every > 1 and (d.at_once or found.peak_moment == UPDATE):
-        return replace(found, doubt=f"the peak is that of each {every}th update, in which "
-                                    f"{step.optimizer} does more; lpkit.predict_trace(config) "
-                                    f"counts an update that does less")
-    return found
+    if every > 1 and (d.at_once or memory.peak_moment == UPDATE):
+        return replace(memory, doubt=f"the peak is that of each {every}th update, in which "
+                                     f"{step.optimizer} does more; lpkit.predict_trace(config) "
+                                     f"counts an update that does less")
+    return memory
 
 
 def _gradients(d: Walk, device: Device, nbytes: float, there: float) -> Iterator[State]:
-    """Yield gradients of earlier micro-batches, or shards of them, and those of the update."""
+    """Yield the gradients that the update reads, then the gradients of earlier micro-batches that
+    are alive during backward.
+
+    `nbytes`: all gradients of the device, or its shards of them. `there`: the share that is already
+    allocated. Nothing is yielded if each parameter is updated as soon as its gradient is complete.
+    """
     if d.at_once:
         return
     yield State(walk.GRADIENTS, nbytes, UPDATE)
@@ -417,25 +447,26 @@ def _gradients(d: Walk, device: Device, nbytes: float, there: float) -> Iterator
 
 
 def _batches(d: Walk) -> Iterator[State]:
-    """Yield tokens, tensors of the objective, and logits that some stacks gather and keep."""
+    """Yield the bytes of the token ids, of the objective's tensors, and of the logits that some
+    stacks gather on each tensor rank and keep."""
     step, s = d.step, d.s
     extra = OBJECTIVES[step.config.objective.name].operations(s, step.config.objective)
     yield State("objective", FP32 * sum(op.params for op in extra))
     yield State("objective", sum(op.saved_bytes for op in extra), dies=LOSS)
     read = 2 * TOKEN_ID + FP32 * bool(step.config.data.scores)
     yield State("batch", read * s.tokens * step.pieces / step.layout.context)
-    if d.heads and step.stack.keeps_gathered:       # and the logits of the micro-batch before
+    if d.heads and step.stack.keeps_gathered:       # also the logits of the previous micro-batch
         yield State(walk.LOGITS, min(2, step.pieces) * d.logits * s.compute_bytes)
 
 
 def _gathered(d: Walk) -> Iterator[State]:
-    """Yield the whole weights that FSDP gathers."""
+    """Yield the bytes of the whole weights that FSDP gathers (ZeRO 2 and 3)."""
     row, ends = "gathered weights", d.tables * d.travels_outside
     inside, block = d.inside * d.travels, d.block_parameters * d.travels
     if d.staged:
         yield State(row, ends + inside, dies=EMBED)
         return
-    # outside the blocks, weights are whole during all of backward
+    # the weights outside the blocks (`ends`) are whole during all of backward
     for moment in IN_BACKWARD:
         if moment in d.most or moment == FIRST:
             yield State(row, ends, moment, moment)
@@ -443,13 +474,15 @@ def _gathered(d: Walk) -> Iterator[State]:
         yield State(row, block, LAST, FIRST)
         return
     yield State(row, inside, dies=HEAD)
-    # the walk counts one of these blocks as being in transfer
+    # The walk counts the weights of one block in the row of messages, so this row leaves out one
+    # block.
     yield State(row, (d.inside - (d.layers > 1) * d.block_parameters) * d.travels, LAST, LAST)
     yield State(row, block, FIRST, FIRST)
 
 
 def _leaving(d: Walk) -> Iterator[State]:
-    """Yield buffers that FSDP gathers into and reduces from, besides those that the walk counts."""
+    """Yield the buffers from which FSDP reduces gradients and into which it gathers weights, except
+    for the buffers that the walk counts (`Walk.travel`)."""
     numbers, whole = d.block_parameters, d.tables * FP32
     if d.staged:
         yield State(walk.MESSAGES, numbers * d.made_bytes, LAST, LAST)
@@ -457,13 +490,15 @@ def _leaving(d: Walk) -> Iterator[State]:
         yield State(walk.MESSAGES, numbers * (FP32 + copied), FIRST, FIRST)
         yield State(walk.MESSAGES, whole, EMBED, EMBED)
         return
-    # Parameters outside the blocks are reduced when all their gradients are whole. By then, whole
-    # weights and activations' gradients are freed, except for the embedding's.
+    # The gradients outside the blocks are reduced when all of them are complete. By then, the whole
+    # weights of the tables other than the embedding, and the temporaries of EMBED, are freed; these
+    # bytes are subtracted.
     gone = (d.tables - d.table) * d.travels_outside
     temporaries = d.most[EMBED][walk.TEMPORARIES] if d.embeds else 0
     most = whole * (1 + 1 / d.step.layout.state_ranks) - gone - temporaries
     yield State(walk.MESSAGES, max(numbers * FP32, most), EMBED, EMBED)
-    # the buffer into which the last block was gathered, and for a moment that of the block before
+    # ZeRO 2: the buffer into which the last block was gathered, and for a moment also the buffer of
+    # the block before it
     if d.whole:
         logits, block = d.most[LOSS][walk.TEMPORARIES], numbers * d.travels
         kept = d.kept.block_bytes + d.most[LOSS][walk.LOGITS]
@@ -471,10 +506,11 @@ def _leaving(d: Walk) -> Iterator[State]:
 
 
 def _casts(d: Device, layers: int) -> Iterator[State]:
-    """Yield what casts keep: weights cast once for a whole update, scales and amax histories."""
+    """Yield the bytes that casts keep: casts of weights that are cached for a whole update, scales,
+    and amax histories. `layers`: the number of blocks whose scales are alive."""
     low, linears = d.low, d.ops.linears
     cast = d.layers - len(d.stay)       # number of blocks whose Linears are cast
-    if d.caches_casts:      # shared: casts of a weight, 1 if one cast serves both of its products
+    if d.caches_casts:      # shared: 1 if one cast of a weight serves both of its matmuls, else 2
         shared = 1 if low.w[0] == low.w[1] and not d.step.stack.caches_casts else 2
         head = d.table * (d.step.own_pipeline and d.heads and d.head_low is not None)
         numbers = 0 if d.step.eight_bit_weights else d.linear_weights * cast + head
@@ -486,7 +522,7 @@ def _casts(d: Device, layers: int) -> Iterator[State]:
 
 
 def _words(d: Walk, gradients: Row, under_way: float) -> dict[str, tuple[str, str]]:
-    """Return formula and source of each row, in the order in which rows are printed."""
+    """Return (formula in words, source) of each row, in the order in which the rows are printed."""
     step, layout, repeated = d.step, d.step.layout, d.step.repeated
     micro = f"micro-batch of {d.s.batch} x {d.m.T:,} tokens, recompute={step.recompute}"
     if repeated.kept_share is not None:
@@ -534,13 +570,15 @@ def _words(d: Walk, gradients: Row, under_way: float) -> dict[str, tuple[str, st
 
 
 def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, float]:
-    """Return by moment the bytes of messages between replicas (and of ZeRO 1) in the last
-    micro-batch.
+    """Return, by moment, the bytes of buffers for messages between replicas (and of ZeRO 1) in the
+    last micro-batch.
 
-    `at` has the bytes of gradients by moment; gradients that have left are subtracted from it.
-    `temporaries` are the bytes alive in EMBED besides gradients. A bucket of gradients is sent as
-    soon as backward has filled it (`overlaps`) or after backward. Two buckets are in transfer at a
-    time. A bucket with one parameter is sent without a copy."""
+    `at` has the bytes of gradients by moment. This function subtracts from `at` the gradients that
+    were reduced to shards. `temporaries` are the bytes of temporaries in EMBED.
+
+    A bucket of gradients is sent as soon as backward has filled it, if the reduction `overlaps`,
+    else after backward. Up to two buckets are in transfer at the same time. The gradients of a
+    bucket are copied to one buffer, unless the bucket has a single parameter."""
     layout, p = d.step.layout, d.step.p
     row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
     sizes, copied, so_far, spread = _message_bytes(d.m, row.bucket_bytes // p.weights, p.gradients,
@@ -553,7 +591,8 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
             if d.step.pieces > 1 and moment != EMBED:
                 there = 0.0         # the gradients are added to buffers of earlier micro-batches
             gone = bisect_right(so_far, there) - 1
-            # the first `gone` buckets are full: they were reduced, and each rank keeps its shard
+            # The first `gone` buckets are full. They were reduced, and each rank keeps its shard of
+            # them.
             at[moment] = at.get(moment, 0) - so_far[gone] * (1 - 1 / ranks)
             messages[moment] = so_far[gone] - so_far[max(0, gone - 2)]
         most = sizes[-1] + copied[-1] + sum(sizes[-2:-1]) + so_far[-2] / ranks
@@ -567,9 +606,11 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
 @functools.lru_cache(maxsize=256)
 def _message_bytes(m: ModelConfig, most: int, itemsize: int,
                    ranks: int) -> tuple[list[int], list[int], list[int], float]:
-    """Return four sizes of buckets of gradients: the bytes of each bucket; the bytes of its copy (0
-    if it has one parameter and is sent without a copy); the running total, from 0 to all of
-    them; and the largest sum of one rank's shard of a bucket and the bucket's copy."""
+    """Return four sizes for the buckets of at most `most` gradients of `itemsize` bytes, which
+    `ranks` ranks share: the bytes of each bucket; the bytes of its copy (0 if the bucket is sent
+    without a copy, because it has one parameter whose rows divide by `ranks`); the running total,
+    from 0 to the bytes of all buckets; and the largest sum of one rank's shard of a bucket and the
+    bucket's copy."""
     sent = buckets(m, most)
     sizes = [itemsize * sum(map(math.prod, bucket)) for bucket in sent]
     copied = [nbytes * (len(bucket) > 1 or bucket[0][0] % ranks > 0)
@@ -581,9 +622,9 @@ def _message_bytes(m: ModelConfig, most: int, itemsize: int,
 def _update_bytes(d: Walk) -> float:
     """Return the temporary bytes of an update.
 
-    The largest parameter, updated by itself, needs most. A fused step over all parameters needs
-    none. If the optimizer's state is offloaded, the states of a parameter and of the next one are
-    fetched."""
+    Parameters are updated one after another, so the largest parameter decides. A fused kernel needs
+    no temporaries. If the optimizer's state is offloaded, the states of two parameters are on the
+    device: of the parameter that is updated, and of the next one."""
     step, ops, config = d.step, d.ops, d.step.config
     optimizer = optimizer_settings(config, step.optimizer)
     shards = d.tensor * (step.layout.state_ranks if step.layout.zero else 1)
@@ -593,7 +634,8 @@ def _update_bytes(d: Walk) -> float:
             partial(fused, d.m)).values(), default=0.0)
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if d.state_bytes:
-        # largest sum of two adjacent parameters in the order of updates; 0 before the first
+        # fetched: the largest sum of two parameters that are adjacent in the order of updates. The
+        # first parameter is paired with 0.
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
         in_order = [*ends[:2], *weights, *weights * (d.layers > 1), ends[2]]
         fetched = max(map(sum, pairwise([0.0, *filter(None, in_order)])), default=0.0)

@@ -1,4 +1,5 @@
-"""Parameter counts of a model, by part; tests/predict/test_predict.py compares them with PyTorch.
+"""Parameter counts of a model, by part. tests/predict/test_predict.py compares the counts with
+PyTorch's.
 """
 
 import functools
@@ -14,12 +15,15 @@ from lpkit.techniques.row import Settings, chosen
 
 @functools.lru_cache(maxsize=256)
 def of(model: ModelConfig) -> Operations:
-    """Return the operations of `model` for counts that do not depend on tokens or precision."""
+    """Return the operations of `model` for one sequence in the default precision: enough for counts
+    that depend on neither."""
     return operations(MicroBatch(model=model))
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Return the parameter counts by part; their sum is the model's size. A tied head adds 0."""
+    """Return the parameter counts by part: embedding, positions, attention, mlp, norms, head, and
+    parts that adapters add. Their sum is the model's parameter count. A tied head counts 0, because
+    its weight is the embedding."""
     return dict(_parts(model))
 
 
@@ -35,6 +39,8 @@ def _parts(model: ModelConfig) -> dict[str, int]:
 
 
 def _held(times: int, op: Op) -> int:
+    """Return the parameters of `times` copies of an operation, if a share `op.own` of them has
+    parameters of its own; the others share these."""
     return op.params * (times if op.own == 1 else round(times * op.own))
 
 
@@ -48,36 +54,39 @@ def trained_count(model: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=64)
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained parameters by their names in lpkit.nn."""
-    ops, found = of(model), {}
+    """Return the shapes of the trained parameters, by the parameters' names in lpkit.nn."""
+    ops, shape_of = of(model), {}
     blocks = [(f"blocks.{i}.", [op for op in ops.block if i < round(model.L * op.own)])
               for i in range(model.L)]
     for where, group in (("", ops.outside), *blocks):
         for op in group:
             suffixes = ("sinks",) if op.name == "attention" else ("weight", "bias")
             for suffix, shape in zip(suffixes, op.shapes if op.trained else ()):
-                found[f"{where}{op.name}.{suffix}"] = shape
-    return found
+                shape_of[f"{where}{op.name}.{suffix}"] = shape
+    return shape_of
 
 
-def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSettings:
-    """Return the settings of the optimizer `asked`: the config's, or the defaults of its row."""
-    if asked in (None, config.optimizer.name):
+def optimizer_settings(config: Config, name: str | None = None) -> OptimizerSettings:
+    """Return the settings of the optimizer `name`: the config's settings if this is its optimizer
+    (or None), else the defaults of the row `name`."""
+    if name in (None, config.optimizer.name):
         return config.optimizer
-    return chosen(OPTIMIZERS, asked, "optimizer")
+    return chosen(OPTIMIZERS, name, "optimizer")
 
 
-def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, Settings]:
-    """Return the row and its settings: the config's, or the defaults of a row that is given."""
+def recompute_of(config: Config, name: str | None = None) -> tuple[Recompute, Settings]:
+    """Return the row `name` of RECOMPUTE and its settings: the config's settings if this is its row
+    (or None), else the defaults of the row."""
     settings = config.memory.recompute
-    if asked not in (None, settings.name):
-        settings = chosen(RECOMPUTE, asked, "memory.recompute")
+    if name not in (None, settings.name):
+        settings = chosen(RECOMPUTE, name, "memory.recompute")
     return RECOMPUTE[settings.name], settings
 
 
-def optimizer_work(config: Config, asked: str | None = None, moments: str | None = None) -> Work:
-    """Return the work of the optimizer `asked`. `moments`: their format; None: the config's."""
-    settings, moments = (optimizer_settings(config, asked),
+def optimizer_work(config: Config, name: str | None = None, moments: str | None = None) -> Work:
+    """Return the work of the optimizer `name` (None: the config's) in an update of the model.
+    `moments`: the format of its moments; None: the config's."""
+    settings, moments = (optimizer_settings(config, name),
                          moments or config.memory.moment_format.name)
     if elementwise(settings):
         return Work(find(settings.name).state_bytes(moments))
@@ -85,7 +94,8 @@ def optimizer_work(config: Config, asked: str | None = None, moments: str | None
 
 
 def nonzero_count(model: ModelConfig) -> int:
-    """Return the parameter count without zeros of pruned matrices, which are still stored."""
+    """Return the parameter count without the zeros of pruned matrices. These zeros are still
+    stored."""
     zeros = sum(round(model.L * op.own) * round(op.weights * (1 - op.density))
                 for op in of(model).linears)
     return parameter_count(model) - zeros

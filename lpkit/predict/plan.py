@@ -1,26 +1,28 @@
-"""Search layouts that train a model on a machine, before a deadline and within a budget.
+"""Search for layouts that train a model on a machine, before a deadline and within a budget.
 
-The result ranks the feasible layouts, and says why the others are not feasible. With a budget or a
-number of devices, the soonest layout is first. With only a deadline, the cheapest is first, since
-otherwise the largest number of devices would always win.
+The result ranks the feasible layouts and gives the reason why the other layouts are not feasible.
+With a budget or a number of devices, the layout that finishes soonest is first. With only a
+deadline, the cheapest layout is first, since otherwise the largest number of devices would always
+win.
 
-The search counts every layout of every number of devices, but evaluates few:
-- `layouts.check` rejects layouts that cannot exist, by the axis that forbids them;
-- a number of devices is skipped if its matmuls alone take longer than the deadline;
-- each size of micro-batch gets the least recomputation that fits; if none fits, larger sizes are
-  not tried.
+The search counts every layout of every number of devices, but evaluates the formulas for few:
+- `layouts.check` rejects layouts that cannot exist.
+- A number of devices is skipped if its matmuls alone take longer than the deadline.
+- Each size of micro-batch gets the least recomputation with which it fits. If none fits, larger
+  micro-batches are not tried.
 
 These choices are fixed, not searched:
-- numbers of devices are powers of two, if none is given;
-- tensor ranks are in one node;
-- a context rank has at least `LEAST_CONTEXT` tokens;
-- ZeRO-1 with a pipeline (stage 3 would gather all weights for every micro-batch), 1 or 3 without;
-- micro-batches have 1, 2, 4 or 8 sequences;
-- a stage has one chunk, or the most up to `MOST_CHUNKS`;
-- a recomputation that the config names is kept.
+- The number of devices is a power of two, unless it is given.
+- The tensor ranks of a group are in one node.
+- A context rank has at least `LEAST_CONTEXT` tokens.
+- A layout with a pipeline has ZeRO stage 1 (stage 3 would gather all weights for every
+  micro-batch); a layout without a pipeline has stage 1 or 3.
+- A micro-batch has 1, 2, 4 or 8 sequences.
+- A pipeline stage has one chunk, or the largest possible number of chunks up to `MOST_CHUNKS`.
+- If the config names a recomputation, no other one is tried.
 
-Layouts are counted by their split into tensor, pipeline and context. Each split shows its best
-layout.
+A layout is counted once for each split into tensor, pipeline and context ranks. The result has the
+best layout of each split.
 """
 
 import math
@@ -53,11 +55,12 @@ from lpkit.techniques.machines import Machine
 from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536
-LEAST_CONTEXT = 8192        # tokens of a context rank: as Llama 3 at 131,072 tokens over 16
-MOST_CHUNKS = 8             # chunks of a stage, as in Llama 3
+# tokens of a context rank; Llama 3 splits 131,072 tokens over 16 context ranks
+LEAST_CONTEXT = 8192
+MOST_CHUNKS = 8             # chunks of a pipeline stage, as in Llama 3
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 CONSTRAINTS = ("layout", "batch", "memory", "deadline", "budget")
-UNTRAINED = {       # precisions that no config can name, and what to plan with instead
+UNTRAINED = {       # precisions that no config can name, and the precision to plan with instead
     "bf16-master": "the ZeRO paper's setting; lpkit trains float32 weights: bf16",
     "bf16-pure": "whose weights lose updates; lpkit rounds them: bf16, memory.param_dtype=bf16",
 }
@@ -65,9 +68,9 @@ UNTRAINED = {       # precisions that no config can name, and what to plan with 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One feasible layout."""
+    """One feasible layout, with its memory, its seconds and the bill of the run."""
 
-    base: Config                # with the micro-batch of this layout
+    base: Config                # the config, with the micro-batch of this layout
     layout: Layout
     precision: str
     optimizer: str
@@ -78,17 +81,19 @@ class Option:
 
     @property
     def order(self) -> tuple:
-        """The sort key: soonest, then cheapest, then fewest axes."""
+        """The sort key: first the seconds of the run, then its cost, then the number of axes that
+        the layout uses."""
         axes = sum(getattr(self.layout, axis) > 1 for axis in AXES)
         return (self.bill.seconds, self.bill.cost or 0.0, axes)
 
     @property
     def price_order(self) -> tuple:
+        """The sort key that puts the cost first; device hours if no price is known."""
         return (self.bill.cost or self.bill.device_hours, *self.order)
 
     @property
     def why_untrained(self) -> str:
-        """The reason why lpkit only predicts this layout; "": lpkit trains it."""
+        """The reason why lpkit predicts this layout but cannot train it; "": lpkit can."""
         try:
             refuse_untrainable(replace(self.config, system=SystemConfig()))
         except ConfigError as error:
@@ -120,13 +125,14 @@ class Option:
 
 @dataclass
 class Refusal:
-    """The layouts that one constraint excludes, and the one that was nearest to it."""
+    """The layouts that one constraint excludes."""
 
-    layouts: int = 0
+    layouts: int = 0                # their number
     excess: float = math.inf        # bytes, seconds or dollars too much in the nearest layout
-    nearest: str = ""
+    nearest: str = ""               # the layout that misses the constraint by least, in words
 
     def add(self, excess: float, words: str, layouts: int = 1) -> None:
+        """Count `layouts` that miss the constraint by `excess`; keep `words` if it is the least."""
         self.layouts += layouts
         if excess < self.excess:
             self.excess, self.nearest = excess, words
@@ -134,19 +140,19 @@ class Refusal:
 
 @dataclass(eq=False)
 class Plan:
-    """One search: its ranked `options`, its `refusals` by constraint (CONSTRAINTS), and the number
-    of `evaluations` of the formulas for memory and time. Budget and deadline may be infinite."""
+    """A search and its result."""
 
     config: Config
-    tokens: float
+    tokens: float               # tokens of the run
     machine: Machine
     optimizer: str
-    calibration: float | None
-    budget: float
-    deadline: float
-    first: str = "cheapest"     # or soonest
-    evaluations: int = 0
-    options: list[Option] = field(default_factory=list)
+    calibration: float | None   # a factor from one measured step; None: 1
+    budget: float               # US dollars; infinite: no limit
+    deadline: float             # seconds; infinite: no limit
+    first: str = "cheapest"     # the order of the options: cheapest or soonest first
+    evaluations: int = 0        # calls of the formulas for memory and for time
+    options: list[Option] = field(default_factory=list)     # feasible layouts, best first
+    # excluded layouts by constraint
     refusals: dict[str, Refusal] = field(
         default_factory=lambda: {name: Refusal() for name in CONSTRAINTS})
 
@@ -160,12 +166,13 @@ class Plan:
 
     @property
     def counted(self) -> int:
-        return len(self.options) + sum(one.layouts for one in self.refusals.values())
+        """The number of all layouts, feasible or not."""
+        return len(self.options) + sum(refusal.layouts for refusal in self.refusals.values())
 
     @property
     def order(self) -> str:
-        """The order of the options in words, and how many the formula cannot tell from the first.
-        """
+        """The order of the options in words, and the number of options that are too close to the
+        first option for the formula to rank."""
         values = [self._key(option)[0] for option in self.options]
         near = sum(value <= (1 + evidence.TELLS) * values[0] for value in values)
         ties = (f"; {near} are within {evidence.TELLS:.0%} of the first, too close for the formula "
@@ -178,9 +185,10 @@ class Plan:
 
     @property
     def sentence(self) -> str:
-        """Why nothing is feasible: the nearest miss of each constraint, and what would suffice."""
-        misses = [f"{name} excludes {one.layouts:,} layouts, nearest: {one.nearest}"
-                  for name, one in self.refusals.items() if one.layouts]
+        """The reason why no layout is feasible: for each constraint, the layout that misses it by
+        least, and the budget or the number of tokens that would be enough."""
+        misses = [f"{name} excludes {refusal.layouts:,} layouts, nearest: {refusal.nearest}"
+                  for name, refusal in self.refusals.items() if refusal.layouts]
         out = ""
         if self.refusals["budget"].layouts:
             enough = self.budget + self.refusals["budget"].excess
@@ -190,6 +198,7 @@ class Plan:
                 f"{'; '.join(misses)}{out}")
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
+        """Return a JSON-ready dict with the first `top` options; None: all."""
         m, best, optimal = self.machine, self.options[0] if self.options else None, []
         if best and self.budget < math.inf:
             optimal = _optimal(best, self.budget)
@@ -198,8 +207,8 @@ class Plan:
             "doubt": best.memory.doubt if best else "", "currency": "USD",
             "plans": [option.to_dict() for option in self.options[:top]],
             "feasible": len(self.options),
-            "refused": {name: picked(one, "layouts nearest")
-                        for name, one in self.refusals.items() if one.layouts},
+            "refused": {name: picked(refusal, "layouts nearest")
+                        for name, refusal in self.refusals.items() if refusal.layouts},
             "parameters": parameter_count(self.config.model),
             "compute_optimal": optimal,
             "largest_parameters": best and largest_model(
@@ -210,17 +219,19 @@ class Plan:
             "efficiency": best and asdict(best.time.efficiency)}
 
     def rank(self, first: str) -> None:
-        """Sort the options, with the soonest or the cheapest first."""
+        """Sort the options by `first`: "soonest" or "cheapest" first."""
         self.first = first
         self.options.sort(key=self._key)
 
     def search(self, precision: str, count: int) -> None:
-        """Add the best option for each split of the devices into tensor, pipeline and context."""
+        """Add the best option for each split of `count` devices into tensor, pipeline and context
+        ranks."""
         self.precision, p = precision, PRECISIONS[precision]
         dtype = as_run(self.config, precision, self.machine)[0].dtype if p.low else p.dtype
         reached = self.efficiency
         rate = self.machine.peak_flops(dtype) * max(
-            reached.products[dtype], *[one[3] for one in reached.shapes.get(dtype, ())], 0)
+            reached.products[dtype],
+            *[measured[3] for measured in reached.shapes.get(dtype, ())], 0)
         m = governed(self.config).model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * min(reached.factor, 1 if reached.fades else math.inf)
@@ -234,7 +245,9 @@ class Plan:
             self.split(layout)
 
     def splits(self, count: int) -> Iterator[Layout]:
-        """Yield layouts that can exist, with all other devices in one shard group."""
+        """Yield the layouts of `count` devices that can exist. All devices that are not tensor,
+        pipeline or context ranks of one replica are shard ranks. Record the other layouts as
+        refusals."""
         for layout in self.shapes(count):
             try:
                 check(self.config, layout)
@@ -255,6 +268,7 @@ class Plan:
             yield replace(layout, shard=ranks)
 
     def shapes(self, count: int) -> Iterator[Layout]:
+        """Yield the splits of `count` devices into tensor, pipeline and context ranks."""
         m = self.config.model
         for tensor in divisors(count):
             if tensor > self.machine.devices_per_node:
@@ -268,10 +282,10 @@ class Plan:
                     yield Layout(tensor=tensor, pipeline=pipeline, context=context)
 
     def split(self, layout: Layout) -> None:
-        """Add the best of a split's ZeRO stages, chunks, micro-batches and recomputations, or
-        record why there is none."""
+        """Add the best option of a split over all ZeRO stages, chunks, micro-batches and
+        recomputations. If no option is feasible, record the constraint that excludes them."""
         share = self.config.global_batch // layout.batch_ranks
-        found: list[Option] = []
+        feasible: list[Option] = []
         missed = (math.inf, "")     # the least missing bytes of a layout that does not fit
         for zero in (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3):
             for interleave in self.chunks(layout, share):
@@ -285,17 +299,17 @@ class Plan:
                     config = replace(self.config,
                                      grad_accum_steps=self.config.global_batch // micro)
                     options, excess = self.leanest(config, variant)
-                    found += options
+                    feasible += options
                     if not options:         # larger micro-batches need even more memory
                         missed = min(missed, (excess, str(variant)))
                         break
         devices = f"{layout.devices:,} devices"
-        if not found:
+        if not feasible:
             excess, variant = missed
             words = f"{devices} ({variant}) need {quantity(excess, 'bytes')} more each"
             self.refusals["memory"].add(excess, words)
             return
-        best = min(found, key=attrgetter("order"))
+        best = min(feasible, key=attrgetter("order"))
         late, over = best.bill.seconds - self.deadline, (best.bill.cost or 0.0) - self.budget
         if late > 0:
             words = f"take {duration(best.bill.seconds)}, {duration(late)} too long"
@@ -307,7 +321,8 @@ class Plan:
             self.options.append(best)
 
     def chunks(self, layout: Layout, share: int) -> Sequence[int]:
-        """Return 1, and the largest number of chunks that divides the layers."""
+        """Return the numbers of chunks of a pipeline stage to try: 1, and the largest number that
+        divides the layers. `share`: sequences of a rank in an update."""
         if layout.pipeline == 1 or share % layout.pipeline:
             return (1,)
         most = max(v for v in range(1, MOST_CHUNKS + 1)
@@ -315,8 +330,10 @@ class Plan:
         return (1, most) if most > 1 else (1,)
 
     def leanest(self, config: Config, layout: Layout) -> tuple[list[Option], float]:
-        """Return options with the least recomputation that fits, with the whole shard group and
-        with the smallest one. If none fits, return the missing bytes of the last one tried."""
+        """Return the options with the least recomputation with which the layout fits, and 0.0: one
+        option with all shard ranks, and with ZeRO 3 another one with the smallest shard group that
+        fits. If no recomputation fits, return an empty list and the missing bytes of the last
+        one."""
         for recompute in self.recomputations:
             held = self.held(config, layout, recompute)
             if held.missing_bytes <= 0:
@@ -327,7 +344,9 @@ class Plan:
         return [], held.missing_bytes
 
     def hybrid(self, config: Config, layout: Layout, recompute: str) -> list[Option]:
-        """Return the smallest shard group that fits, replicated, so that its gathers stay near."""
+        """Return an option with the smallest shard group that fits, and several replicas of it
+        (hybrid sharding). A small group is in one node, so its all-gathers are fast. The sizes are
+        searched by bisection."""
         sizes, smallest = divisors(layout.shard)[:-1], None
         while sizes:
             middle = len(sizes) // 2
@@ -360,61 +379,70 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
          precisions: Sequence[str] | None = None,
          optimizer: Text | None = None, price_per_hour: Positive | None = None,
          calibration: float | None = None) -> Plan:
-    """Search layouts for a run. `config.global_batch`, `model` and `memory` are kept;
-    `config.grad_accum_steps` is not.
+    """Search for layouts of a run over `tokens` tokens. All layouts have the config's global batch,
+    `model` and `memory`; its `grad_accum_steps` is not used.
 
     budget      US dollars for the whole run; None: no limit
     deadline_seconds
-                for the whole run; None: no limit
-    devices     None: powers of two up to 65,536
-    precisions  rows of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
-                has it. bf16-master is the ZeRO paper's setting
-    optimizer   None: the config's
+                seconds for the whole run; None: no limit
+    devices     number of devices; None: powers of two up to 65,536
+    precisions  rows of `recipes.PRECISIONS` to try; None: the config's recipe, where "auto" means
+                bf16 if the machine has bf16, else fp32
+    optimizer   a row of OPTIMIZERS; None: the config's
+    price_per_hour
+                US dollars per device; None: the machine's price
     calibration a factor from one measured step (`time.calibrate`), for every layout
 
-    Raises ConfigError for figures that are not positive.
+    Raises ConfigError for numbers that are not positive, for a budget without a price, and for
+    memory techniques whose seconds no formula predicts.
     """
     on = machines.find(machine)
     if price_per_hour is not None:
         on = replace(on, price_per_hour=price_per_hour, price_source="given")
     if budget is not None and on.price_per_hour is None:
-        raise ConfigError(f"{on.title} has no price, so a budget says nothing; give price_per_hour")
+        raise ConfigError(f"{on.title} has no price, so no budget can be checked; give "
+                          f"price_per_hour")
     for name in UNPRICED:
         value = getattr(config.memory, name)
         if value != getattr(MemoryConfig(), name):
             raise ConfigError(f"plan has no seconds for memory.{name}={value.name}, which moves "
-                              f"bytes beyond the device's memory or casts them; leave it out, or "
-                              f"ask `lpkit predict` for its bytes")
-    # raises ConfigError for unknown names
+                              f"bytes to the host or a disk, or stores them as codes; leave it "
+                              f"out, or predict only its bytes with `lpkit predict`")
+    # raises ConfigError for unknown names, before the search would take each for a refused layout
     memory(config, on, layout=Layout(), optimizer=optimizer)
-    found = Plan(config, tokens, on, optimizer or config.optimizer.name,
+    ranked = Plan(config, tokens, on, optimizer or config.optimizer.name,
                  calibration, budget=budget or math.inf,
                  deadline=deadline_seconds or math.inf)
-    asked = [precision_of(config, on, name) for name in precisions or (None,)]
-    for precision in asked:
+    to_try = [precision_of(config, on, name) for name in precisions or (None,)]
+    for precision in to_try:
         for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
-            found.search(precision, count)
-    found.rank("soonest" if budget or devices else "cheapest")
-    return found
+            ranked.search(precision, count)
+    ranked.rank("soonest" if budget or devices else "cheapest")
+    return ranked
 
 
 def powers_of_two(first: int, last: int) -> list[int]:
-    """Return powers of two from `first`, which is one, to at most `last`."""
+    """Return the powers of two from `first`, which is a power of two, up to `last`.
+
+    >>> powers_of_two(4, 40)
+    [4, 8, 16, 32]
+    """
     return [first << i for i in range((last // first).bit_length())]
 
 
 def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str = "bf16",
                   optimizer: str = "adamw") -> float:
-    """Return the parameter count whose states fill the usable memory of `devices`, each with its
-    shard. This is an upper bound, since activations need room too."""
+    """Return the parameter count whose model states fill the usable memory of `devices` devices, if
+    each device has a shard of all states. This is an upper bound, because activations need memory
+    too."""
     rows = model_states(1, precision=precision, optimizer=optimizer)
     per_parameter = sum(row.bytes for row in rows)
     return USABLE_MEMORY_SHARE * machines.find(machine).memory_bytes * devices / per_parameter
 
 
 def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
-    """Return compute-optimal sizes, by each law, for the FLOPs that the budget buys with this
-    option."""
+    """Return the compute-optimal model size and number of tokens by each scaling law, for the FLOPs
+    that the budget pays for at the speed and price of this option."""
     flops_per_second = option.time.flops_per_device * option.layout.devices
     dollars_per_flop = option.bill.cost / (option.bill.seconds * flops_per_second)
     flops = budget / dollars_per_flop

@@ -24,7 +24,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.values import Count, Place, PositiveOrZero, Text, checked
 
 PRIVATE = ("data.", "start.", "imports")     # settings with paths, which a card must not contain
-UNBILLED = ("days", "device_hours", "energy_how", "energy_wh_per_million_tokens")
+UNBILLED = ("days", "device_hours", "energy_how", "energy_wh_per_million_tokens")   # not printed
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
     "model states and sharding: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054",
@@ -34,21 +34,22 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction of a step. Memory is per device; everything else is for all devices."""
+    """The prediction of a step and of a run. Memory is per device; all other numbers are for all
+    devices."""
 
     parameters: int
     nonzero_parameters: int             # without the zeros of pruned matrices
     parameters_by_part: dict[str, int]
     flops_per_token: float              # forward and backward, full attention
-    flops_per_token_causal: float       # FLOPs that a causal kernel must compute
+    flops_per_token_causal: float       # the same with only the pairs that a causal mask allows
     memory: Memory
     step: StepTime
     layout: Layout
-    run: Bill                           # the bill of all steps
+    run: Bill                           # time, energy and cost of all steps of the config
     machine: Machine
     assumptions: dict[str, Any]
     config: Config
-    # the same run by other stacks, if the config names none
+    # the same run by two common training programs, if the config names no stack
     other_stacks: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -56,12 +57,15 @@ class Prediction:
         return self.memory.peak_bytes
 
     def card(self, path: Place, name: str = "a Config", **measured: Any) -> list[str]:
-        """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
-        from lpkit.predict import cards  # the planner's page does not need this module
+        """Write this prediction to the card PATH.json and PATH.svg, and return both paths, as
+        `lpkit.predict.cards.write` does. `measured`: `device`, `peak_bytes` and other measured
+        numbers."""
+        # imported late, because the planner's page does not ship this module
+        from lpkit.predict import cards
 
         usual = flat(Config()).items()
-        changed = dict(one for one in flat(self.config).items()
-                       if one not in usual and not one[0].startswith(PRIVATE))
+        changed = dict(item for item in flat(self.config).items()
+                       if item not in usual and not item[0].startswith(PRIVATE))
         about = {key: self.assumptions[key] for key in ("precision", "optimizer")}
         return cards.write(path, {"name": name, "config": changed, **about, **picked(
             self, "parameters config.model.layers")}, self, **measured)
@@ -100,17 +104,22 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     """Predict memory, time, energy and cost of `config`, by `memory` and `step_time`. `plan`,
     `advise` and the check before a run use the same functions.
 
-    devices    data-parallel over this many devices. Settings that are not given are searched: the
-               first that fits. None: the config's layout
-    layout     replaces the config's layout
-    mfu        model FLOPs utilisation to assume for the whole step; None: each operation has its
-               own efficiency, from `lpkit.predict.roofline`
-    precision  a row of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
-               has it
-    zero       stage 0 to 3; None: the config's, or with `devices` the lowest that fits, or 3
-    recompute  a row of `techniques.memory.RECOMPUTE`; None: the config's, or with `devices` and the
-               config's default the first that fits
-    Raises ConfigError.
+    devices    number of data-parallel devices. Then `zero` and `recompute` are searched if they are
+               not given, and the first combination that fits is used. None: the config's layout
+    layout     a layout to use instead of the config's
+    mfu        model FLOPs utilisation to assume for the whole step; None: each operation has an
+               efficiency of its own, from `lpkit.predict.evidence`
+    precision  a row of `recipes.PRECISIONS`; None: the config's recipe, where "auto" means bf16 if
+               the machine has bf16, else fp32
+    optimizer  a row of OPTIMIZERS; None: the config's
+    zero       ZeRO stage 0 to 3; None: the config's stage; with `devices`, the lowest stage that
+               fits, or 3 if none fits
+    recompute  a row of `techniques.memory.RECOMPUTE`; None: the config's row; with `devices`, and
+               if the config has the default row, the cheapest row that fits
+    price_per_hour
+               US dollars per device; None: the machine's price
+
+    Raises ConfigError if the settings do not go together.
     """
     on = machines.find(machine)
     efficiency = None if mfu is None else flat_mfu(mfu)
@@ -148,14 +157,16 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
                             efficiency="efficiency.source", peak_flops_per_device="peak_flops",
                             sequences_per_device="sequences"),
             "mfu": mfu, "zero": layout.zero if layout.state_ranks > 1 else 0, "layout": str(layout),
-            "layout_why": why, "accumulation": _accumulation(config, step), "steps": config.steps, "price_per_hour": price,
+            "layout_why": why, "accumulation": _accumulation(config, step), "steps": config.steps,
+            "price_per_hour": price,
             "communication": communication, "power": "rated, all of it, all the time"})
 
 
 def _by_others(config: Config, on: Machine, layout: Layout, how: dict[str, str]
                ) -> Iterator[dict[str, Any]]:
-    """Yield step and peak of the same run by the two most common stacks, if the config names no
-    stack: time depends more on the stack than on anything else."""
+    """Yield the step and the peak of the same run by the two most common stacks, if the config
+    names no stack. A prediction shows them because no other setting changes the time as much as the
+    stack does."""
     split = layout.tensor * layout.pipeline * layout.context > 1
     for name in ("eager", "megatron" if split else "hf") * (config.system.stack == "auto"):
         by_it = config.replace({"system.stack": name})
@@ -167,7 +178,8 @@ def _by_others(config: Config, on: Machine, layout: Layout, how: dict[str, str]
 
 
 def _accumulation(config: Config, step: StepTime) -> str:
-    """Return how often a rank accumulates, and why if this is not `grad_accum_steps`."""
+    """Return in words how many micro-batches a rank accumulates. If this is not `grad_accum_steps`,
+    also return the reason: the global batch is shared by several ranks."""
     words = (f"each rank accumulates {step.micro_batches:,} micro-batches of {step.sequences:,} "
              f"sequence{'s' * (step.sequences > 1)}")
     if step.micro_batches == config.grad_accum_steps:
@@ -177,7 +189,8 @@ def _accumulation(config: Config, step: StepTime) -> str:
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:
-    """Return data-parallel layouts, in the order of the bytes that their ZeRO stage saves."""
+    """Return the layouts to try: the config's layout, or data-parallel layouts of `devices` with
+    each ZeRO stage, from 0 (most bytes per device) to 3 (fewest bytes)."""
     if devices is None:
         layout = config.parallel
         return [layout if zero is None else replace(layout, zero=zero)]

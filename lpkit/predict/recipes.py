@@ -1,7 +1,8 @@
-"""Bytes of one number in a step, by precision, and of the operands that low precision keeps.
+"""Bytes of one number in a step, by precision, and bytes of the operands that low precision keeps.
 
-`ScaledLinear` keeps its cast x and w for backward. Hardware stores them in the bits of their
-format. The emulation stores them in bf16, with power-of-two and E4M3 scales multiplied in.
+`ScaledLinear` keeps its cast x and w for backward. If hardware multiplies their format, they are
+stored in the bits of the format. The emulation stores them in bf16, and multiplies power-of-two and
+E4M3 scales into the values.
 """
 
 import functools
@@ -26,32 +27,37 @@ def scale_bytes(cast: Cast) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Low:
-    """The casts of a recipe's kept operands. `x` and `w` are the sizes of the blocks that share a
-    scale, contracted axis last; 0 spans the axis."""
+    """The casts of the operands x and w that a recipe keeps for backward."""
 
-    bits: int
+    bits: int                   # bits of a value
+    # block of x that shares a scale: (rows, columns), where a product sums over the columns; 0: the
+    # block spans the axis
     x: tuple[int, int]
-    w: tuple[int, int]
-    scale_bytes: int
+    w: tuple[int, int]          # the same for w
+    scale_bytes: int            # bytes of a block's scale
     folds: bool                 # the emulation multiplies scales into the values
-    history: int                # amaxes remembered for each of three tensors
-    keep: tuple[str, ...]       # Linears that stay in 16 bits
-    square: bool                # a single layout of x serves both of its products
-    mixes: bool                 # x and the gradient are mixed in float32 for the weight's gradient
-    amax_bytes: float           # bytes of amaxes per number, in an emulated cast of x or g
-    levels: int                 # levels of its scales
-    native: bool = False        # hardware multiplies it; else the emulation does
+    history: int                # amaxes that are remembered for each of x, w and dy
+    keep: tuple[str, ...]       # names or patterns of the Linears that stay in 16 bits
+    square: bool                # blocks equal their transpose: one cast of x serves both matmuls
+    mixes: bool                 # a transform mixes x and dy in float32 for the weight's gradient
+    amax_bytes: float           # bytes of amaxes per number, in an emulated cast of x or dy
+    levels: int                 # levels of the scales
+    native: bool = False        # True: hardware multiplies the format; False: it is emulated
 
     @property
     def number_bytes(self) -> float:
+        """The bytes in which a cast value is stored."""
         return self.bits / 8 if self.native else BF16
 
     def stay(self, layers: int) -> frozenset[int]:
-        """The numbers of the blocks that stay in 16 bits."""
-        return frozenset(number for name in self.keep for number in at_end(name, range(layers)) or ())
+        """Return the numbers of the blocks that stay in 16 bits, of a model with `layers` blocks.
+        """
+        return frozenset(number for name in self.keep
+                         for number in at_end(name, range(layers)) or ())
 
     def scales(self, tokens: float, K: float, N: float) -> float:
-        """Return the bytes of the scales of one Linear's kept x (K, tokens) and w (K, N)."""
+        """Return the bytes of the scales of one Linear's kept operands, x with `tokens` rows of K
+        numbers and w with N rows of K numbers."""
         if self.folds and not self.native:
             return 2 * FP32
         count = 0
@@ -61,13 +67,15 @@ class Low:
 
     def work_bytes(self, x: float, g: float, w: float, *, dx: float, dw: float,
                    final: float) -> float:
-        """Return the most bytes at once while a Linear's backward runs, which frees nothing before
-        its end.
+        """Return the most temporary bytes while a Linear's backward runs, which frees nothing
+        before it ends.
 
-        `x`, `g` and `w` are numbers of its input, of its output's gradient and of its weight. Alive
-        are g's cast (both layouts if one does not serve), `dx`, `dw`, and `final`, dw in the dtype
-        of the optimizer. An emulated product may need more: its operands in float32 if scales stay
-        inside the sum, or its result if scales vary by row."""
+        `x`, `g` and `w` are the element counts of its input, of its output's gradient and of its
+        weight. `dx`, `dw` and `final` are bytes; `final` is dw in the dtype that the optimizer
+        reads. At the end, the casts of g are alive (in two layouts, unless one layout serves both
+        matmuls), and dx, dw and `final`. An emulated matmul may need more: float32 copies of its
+        operands if scales vary along the axis that it sums over, or a float32 copy of its result if
+        scales vary by row."""
         copies = 1 if self.square else 2
         casts = g * self.number_bytes * copies
         if self.native:
@@ -83,12 +91,13 @@ class Low:
         return max(most, g * BF16 + FP32 * (g + w + x), dx + casts + FP32 * (g + x + w))
 
     def forward_bytes(self, x: float, y: float, w: float) -> float:
-        """Return the bytes at work while the emulation of a Linear's forward runs, without what it
-        keeps.
+        """Return the temporary bytes while the emulation of a Linear's forward runs, without the
+        casts that it keeps for backward. `x`, `y` and `w` are the element counts of its input, its
+        output and its weight.
 
-        They are its input and its result. If one layout does not serve both products, there are
-        also x and w as forward casts them, and either x mixed in float32, or the result while its
-        rows are scaled."""
+        Its input and its output are alive. If one layout does not serve both matmuls, forward has
+        casts of x and w that backward does not use, and either x mixed in float32 or a float32 copy
+        of the output while its rows are scaled."""
         if self.native:
             return 0
         if self.square:
@@ -103,13 +112,15 @@ UNCAST = Cast(format="bf16", scale="none")
 
 
 def low_of(recipe: Recipe) -> Low | None:
-    """Return the casts of a recipe; None if it casts no operands of Linears."""
+    """Return the casts of the operands that a recipe keeps for backward; None if the recipe casts
+    no operands of Linears."""
     if not recipe.products:
         return None
     x = recipe.cast_of["dw", "x"] or UNCAST
     w = recipe.cast_of["dx", "w"] or UNCAST
     scale, numbers = SCALES[x.scale], math.prod(x.block)
-    # A kernel that finds scales and values together keeps no amaxes. Amaxes of whole rows are few.
+    # A kernel that computes scales and values together stores no amaxes. If a block spans an axis,
+    # its amaxes are too few to count.
     amax_bytes = FP32 / numbers if numbers and not scale.fused else 0.0
     return Low(bits=x.bits, x=x.block, w=w.block, scale_bytes=scale_bytes(x), levels=scale.levels,
                amax_bytes=amax_bytes,
@@ -120,18 +131,18 @@ def low_of(recipe: Recipe) -> Low | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of one number, by use. `dtype` is the dtype of the matmuls."""
+    """Bytes of one number, by use."""
 
-    dtype: str
+    dtype: str                  # dtype of the matmuls
     weights: int
     gradients: int
-    master: int          # a float32 copy that the optimizer updates
-    compute_bytes: int
-    residual_bytes: int
-    what: str
-    low: Low | None = None      # how Linears are cast
+    master: int                 # a float32 copy of the weights that the optimizer updates; 0: none
+    compute_bytes: int          # operands and results of matmuls
+    residual_bytes: int         # the residual stream
+    what: str                   # the precision in words
+    low: Low | None = None      # casts of Linears; None: they stay in `dtype`
     buffered: bool = False      # gradients have a buffer that exists before and after a step
-    moments: str = ""           # a row of MOMENT_FORMATS that replaces the config's float32
+    moments: str = ""           # row of MOMENT_FORMATS that is used if the config has float32
 
 
 _BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute_bytes=2, residual_bytes=4,
@@ -151,11 +162,12 @@ _NAMED = {
 
 
 class _Precisions(ChainMap):
-    """The named precisions, and one for each recipe that casts, also for rows added later."""
+    """A mapping from names to Precisions: the named precisions, and a precision for each recipe,
+    including recipes whose rows are added later."""
 
     def __getitem__(self, name: str) -> Precision:
-        found = super().__getitem__(name)
-        return found if isinstance(found, Precision) else precision_of_recipe(name, found)
+        row = super().__getitem__(name)
+        return row if isinstance(row, Precision) else precision_of_recipe(name, row)
 
 
 PRECISIONS = _Precisions(RECIPES, _NAMED)
@@ -163,17 +175,19 @@ PRECISIONS = _Precisions(RECIPES, _NAMED)
 
 @functools.cache
 def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
-    """Return the precision of a run under `recipe`, the row `name` or a change of it."""
+    """Return the precision of a run under `recipe`, which is the row `name` or a changed copy of
+    this row."""
     if name in _NAMED:
         return _NAMED[name]
     return replace(_BF16, dtype=recipe.dtype, compute_bytes=2 if recipe.compute else 4,
                    low=low_of(recipe), what=f"float32 weights, matmuls with {name}")
 
 
-def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
-    """Return a row of PRECISIONS by name. "auto" is bf16 if the machine has it. Raises
-    ConfigError."""
-    name = config.precision.recipe.name if asked is None else asked
+def precision_of(config: Config, on: Machine, name: str | None = None) -> str:
+    """Return the name of a row of PRECISIONS: `name`, or the config's recipe if `name` is None.
+    "auto" becomes "bf16" if the machine has bf16, else "fp32". Raises ConfigError for an unknown
+    name."""
+    name = config.precision.recipe.name if name is None else name
     if name == "auto":
         name = "bf16" if "bf16" in on.flops else "fp32"
     pick(PRECISIONS, name, "precision")
@@ -181,22 +195,25 @@ def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:
 
 
 def row_of(config: Config, name: str) -> Recipe:
-    """Return the row `name`, with the settings of `config` if it is the config's recipe."""
-    asked = config.precision.recipe
-    return resolve(asked if asked.name == name else name)
+    """Return the row `name` of the recipes. If it is the config's recipe, the row has the config's
+    settings."""
+    recipe = config.precision.recipe
+    return resolve(recipe if recipe.name == name else name)
 
 
 def stored(config: Config, name: str) -> Precision:
-    """Return a row of PRECISIONS as `config` stores parameters and changes the recipe."""
+    """Return the row `name` of PRECISIONS as a run of `config` uses it: with the dtypes in which
+    the config and its stack store weights and gradients, and with the config's changes of the
+    recipe."""
     if config.precision.recipe.name == name:
         p = precision_of_recipe(name, row_of(config, name))
     else:
         p = pick(PRECISIONS, name, "precision")
     row, stack = PARAM_DTYPE[config.memory.param_dtype.name], STACKS[stack_of(config)]
-    if stack.codes and any(one.name == "quantised-base" for one in config.model.changes):
+    if stack.codes and any(change.name == "quantised-base" for change in config.model.changes):
         return PRECISIONS[stack.codes]
     if row.residual_bytes is not None:
-        # torch.optim.AdamW stores moments in the weights' dtype
+        # In other stacks, torch.optim.AdamW stores moments in the dtype of the weights.
         theirs = config.system.stack != "auto"
         return replace(p, weights=row.param_bytes, gradients=row.param_bytes,
                        residual_bytes=row.residual_bytes, moments="bfloat16" * theirs)
@@ -208,6 +225,6 @@ def stored(config: Config, name: str) -> Precision:
 
 
 def moments_of(config: Config, p: Precision) -> str:
-    """Return the row of MOMENT_FORMATS in which moments are stored."""
-    asked = config.memory.moment_format.name
-    return p.moments if p.moments and asked == "float32" else asked
+    """Return the name of the row of MOMENT_FORMATS in which the optimizer stores moments."""
+    name = config.memory.moment_format.name
+    return p.moments if p.moments and name == "float32" else name

@@ -1,15 +1,16 @@
-"""Seconds of one operation: the longer of arithmetic and memory, at a share of the ceilings.
+"""Seconds of one operation: the longer of its arithmetic and its memory traffic, each at a share of
+the machine's ceiling.
 
-An `Efficiency` has these shares:
+An `Efficiency` has these shares. Four are defined here:
 
-    FLOOR       every ceiling is reached and every operand moves once; nothing is faster unless its
-                data stay in a cache
-    ASSUMED     what published kernels reach
-    REACHED     for ceilings that were measured on the spot
-    flat_mfu    one share of the peak replaces all others
+    FLOOR       all ceilings are reached and each operand moves once. Only an operation whose data
+                stay in a cache is faster.
+    ASSUMED     shares that published kernels reach
+    REACHED     shares of ceilings that were measured on the machine itself
+    flat_mfu    a function: one share of the peak, instead of all others
 
-`lpkit.predict.time.step_time` is the only function that prices a step; "floor", "estimate" and
-"assume 40% MFU" are its calls with these values. Units: bytes, FLOP/s, seconds.
+`lpkit.predict.time.step_time` predicts the seconds of a step with any of them: a floor, an
+estimate, or "assume 40% MFU". Units: bytes, FLOP/s, seconds.
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 
@@ -26,58 +27,67 @@ BF16, FP32 = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The shares of a datasheet's figures that are reached."""
+    """The shares of a datasheet's numbers that a step reaches."""
 
-    products: Mapping[str, float]       # share of peak_flops, by dtype of the catalogue
-    attention: float                    # share of the 16-bit peak, by a flash kernel
-    bandwidth: float
-    # share of the bandwidth; a CPU's casts are bound by arithmetic
+    products: Mapping[str, float]       # matmuls: share of peak_flops, by dtype of the catalogue
+    attention: float                    # a flash kernel: share of the 16-bit peak
+    bandwidth: float                    # share of the memory bandwidth
+    # casts: share of the memory bandwidth. It is small on a CPU, where arithmetic limits casts.
     casts: float
     kernel_seconds: float               # the least seconds of a kernel
-    fused: float                        # share of `flops.moved_bytes` that a compiler leaves
+    # share of `flops.moved_bytes` that still moves after a compiler has fused operations
+    fused: float
     source: str
     start_seconds: float = 0.0          # seconds of a matmul in which its pipelines fill and drain
-    links: float = 0.8                  # share of a link inside a node, by a large collective
-    network: float = 0.85               # share of a network between nodes, by a large collective
-    # share of the other ranks' network in a node that a group uses
+    links: float = 0.8                  # a large collective: share of a link inside a node
+    network: float = 0.85               # a large collective: share of a network between nodes
+    # share of the network of the other ranks in a node that one rank's messages also use
     pooled: float = 1.0
-    overlap: float = 1.0                # share of what could overlap with work that does
+    overlap: float = 1.0                # share of the messages' seconds that could overlap and do
     # bytes of gradients that replicas send at once; 0: all of them
     bucket_bytes: float = 0.0
     split_overlap: float = 0.0          # `overlap` of tensor-parallel and pipeline messages
-    weight_copies: float = 1.0          # share of float32 weights that are cast once a micro-batch
+    weight_copies: float = 1.0          # share of the float32 weights that each micro-batch casts
     op_seconds: float = 0.0             # the host's seconds to start one operation of a module
-    # share of the host's time that shows although the device is slower
+    # share of the host's time that a step waits for the host, although the device is slower
     host_shown: float = 0.0
-    # extra bytes a number of a norm in forward, over a single kernel
+    # bytes per number that a norm of several kernels moves in forward, more than a single kernel
     norm_bytes: float = 0.0
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are computed
-    shapes: Mapping[str, Sequence] = field(default_factory=dict)    # measured: M, N, K, share
-    # recorded: M, N, K, speed over bf16
+    # measured matmuls by dtype: rows of (M, N, K, share of the peak)
+    shapes: Mapping[str, Sequence] = field(default_factory=dict)
+    # recorded matmuls by recipe: rows of (M, N, K, speed relative to bf16)
     ratios: Mapping[str, Sequence] = field(default_factory=dict)
-    fades: bool = False                 # beyond NEAR `products` hold; else the nearest shape does
-    factor: float = 1.0                 # seconds of one measured step over the predicted seconds
-    flat: float | None = None           # model FLOPs over the peak: replaces all of the above
+    # True: far from all measured `shapes`, `products` count; False: the nearest shape always counts
+    fades: bool = False
+    factor: float = 1.0                 # seconds of one measured step over its predicted seconds
+    flat: float | None = None           # one MFU for the whole step, instead of all other shares
 
 
 def nearest(table: Sequence, *sizes: int) -> tuple[float, float]:
-    """Return the nearness of the nearest row of (M, N, K, value), from 1 (equal sizes) to 0 (NEAR
-    or farther), and its value; (0, 0) if there are no rows."""
-    distance, value = min(((math.dist(map(math.log2, sizes), map(math.log2, one[:3])), one[3])
-                           for one in table), key=itemgetter(0), default=(NEAR, 0.0))
+    """Return (nearness, value) of the row of `table`, with rows (M, N, K, value), whose sizes are
+    nearest to `sizes`. The nearness is from 1 (equal sizes) to 0 (at the distance NEAR or farther).
+    Return (0, 0) if there are no rows.
+
+    >>> nearest([(1024, 1024, 1024, 0.6)], 2048, 1024, 1024)    # one octave away: 1 - 1 / 3
+    (0.6666666666666667, 0.6)
+    """
+    distance, value = min(((math.dist(map(math.log2, sizes), map(math.log2, row[:3])), row[3])
+                           for row in table), key=itemgetter(0), default=(NEAR, 0.0))
     return max(0.0, 1 - distance / NEAR), value
 
 
-# Distance in log2 of M, N and K (3: a factor of 8 in one of them) from which a measured shape no
-# longer counts. 2, 3 and 4 predict an H200's recorded steps about equally well (docs/plan.md).
+# From this distance on, a measured shape no longer counts. The distance is in log2 of M, N and K: a
+# factor of 8 in one of the three sizes is 3. The values 2, 3 and 4 predict the recorded steps of an
+# H200 about equally well (docs/plan.md).
 NEAR = 3.0
 
-# Seconds of a matmul on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves
-# predict its held-out rows no better (docs/advise.md), since libraries choose tiles that fill the
-# machine.
+# Constant seconds of each matmul on a GPU, fitted to the rows of data/published/products.csv that
+# are open for a fit. Counting tiles and waves predicts the held-out rows no better
+# (docs/advise.md), because libraries choose tiles that fill the machine.
 START_SECONDS = 5.8e-6
-FOUR_BITS = 0.52        # share of the peak: fitted to the open NVFP4 products of the same file
+FOUR_BITS = 0.52        # share of the peak: fitted to the open NVFP4 rows of the same file
 ASSUMED = Efficiency(
     products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78,
               "fp8": 0.68, "int8": 0.68, "fp4": FOUR_BITS},
@@ -102,7 +112,8 @@ LEAST_MFU = 1e-6    # a smaller MFU is a typing error
 
 
 def flat_mfu(mfu: float) -> Efficiency:
-    """Return an efficiency of one share of the peak for the model's FLOPs. Raises ConfigError."""
+    """Return an efficiency with which the whole step reaches one MFU. Raises ConfigError for an MFU
+    that is not from LEAST_MFU to 1."""
     if not LEAST_MFU <= mfu <= 1:
         raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
     return Efficiency(
@@ -114,11 +125,13 @@ def flat_mfu(mfu: float) -> Efficiency:
 
 def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Efficiency, *, dtype: str,
                     bits: float, result_bytes: float = BF16) -> float:
-    """Return the seconds of (M, K) x (K, N) with operands of `bits`.
+    """Return the seconds of the matmul (M, K) x (K, N). Operands have `bits` bits per number, the
+    result has `result_bytes` per number.
 
-    The result moves after the sum is done, unless the efficiency overlaps both. The nearer a
-    measured shape is, the more its share counts: the result is a geometric mean of the formula and
-    of the seconds by the measured share, which include all that the kernel moves."""
+    The result is written after the sums are done, unless `efficiency.overlapped`. If shapes were
+    measured on this machine, the seconds are a weighted geometric mean of the formula's seconds and
+    of the seconds by the measured share of the nearest shape; the nearer this shape is, the more it
+    counts. Measured seconds include all bytes that the kernel moves."""
     bandwidth = machine.bytes_per_second * efficiency.bandwidth
     at_peak = 2 * M * N * K / machine.peak_flops(dtype)
     arithmetic = at_peak / efficiency.products[dtype]
@@ -132,5 +145,6 @@ def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Effici
     if not share:
         return seconds
     near = near if efficiency.fades else 1.0
-    more = M * N * max(0.0, result_bytes - FP32) / bandwidth        # passes after the kernel
+    # the seconds of passes over the result after the kernel, which the measurement did not include
+    more = M * N * max(0.0, result_bytes - FP32) / bandwidth
     return seconds**(1 - near) * (at_peak / share + more)**near

@@ -1,9 +1,11 @@
-"""Loss from size and data, by published laws, and the best size for a budget.
+"""Loss from the number of parameters and of tokens, by published scaling laws, and the best number
+of parameters for a compute budget.
 
-N is the number of parameters (Kaplan et al. count them without embeddings) and D that of tokens.
-Loss is in nats per token of the authors' text and tokenizer, so compare only losses of the same
-law. A law holds in the range where it was fitted. Outside, `Law.extrapolate` answers and says so.
-Compute is 6 N D FLOPs, as the papers count it.
+In this module, N is the number of parameters (without embeddings in the law of Kaplan et al.), and
+D is the number of training tokens. Loss is in nats per token of the authors' text and tokenizer, so
+compare only losses of the same law. A law holds in the range of sizes that it was fitted to.
+Outside, `Law.extrapolate` returns a loss, too, with a note. Compute is 6 N D FLOPs, as the papers
+count it.
 """
 
 import math
@@ -20,56 +22,59 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 
 class Loss(NamedTuple):
-    """`inside`: both sizes are in the range that the law was fitted to. `note` states this."""
+    """The loss that a law predicts for two sizes."""
 
     parameters: float
     tokens: float
-    nats: float
-    inside: bool
-    note: str
+    nats: float     # per token
+    inside: bool    # both sizes are in the range that the law was fitted to
+    note: str       # the same in words, with the range
 
 
 def additive(N: float, D: float, *, E: float, A: float, B: float, alpha: float,
              beta: float) -> float:
-    """E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, equation 2)."""
+    """Return the loss E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, equation 2)."""
     return E + A / N**alpha + B / D**beta
 
 
 def additive_best(product: float, *, E: float, A: float, B: float, alpha: float,
                   beta: float) -> float:
-    """Return the best N for a product N D (Hoffmann et al. 2022, equation 4)."""
+    """Return the N with the least `additive` loss, for a given product N D (Hoffmann et al. 2022,
+    equation 4)."""
     return (alpha * A / (beta * B)) ** (1 / (alpha + beta)) * product ** (beta / (alpha + beta))
 
 
 def joint(N: float, D: float, *, N_c: float, D_c: float, alpha_n: float, alpha_d: float) -> float:
-    """((N_c / N)^(alpha_n / alpha_d) + D_c / D)^alpha_d (Kaplan et al. 2020, equation 1.5)."""
+    """Return the loss ((N_c / N)^(alpha_n / alpha_d) + D_c / D)^alpha_d (Kaplan et al. 2020,
+    equation 1.5)."""
     return ((N_c / N) ** (alpha_n / alpha_d) + D_c / D) ** alpha_d
 
 
 def joint_best(product: float, *, N_c: float, D_c: float, alpha_n: float, alpha_d: float) -> float:
-    """Return the N where the derivative of the sum is zero."""
+    """Return the N with the least `joint` loss, for a given product N D: the derivative of the sum
+    in the parentheses is zero there."""
     ratio = alpha_n / alpha_d
     return (ratio * N_c**ratio * product / D_c) ** (1 / (1 + ratio))
 
 
-# L(N, D), and the N that minimises L(N, product / N)
+# for each form: the loss L(N, D), and the N that minimises L(N, product / N) for a product N D
 FORMS = {"additive": (additive, additive_best), "joint": (joint, joint_best)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """A row of data/published/laws.toml."""
+    """A scaling law: a row of data/published/laws.toml."""
 
     name: str
-    parameters: tuple[float, float]
-    tokens: tuple[float, float]
+    parameters: tuple[float, float]     # fewest and most parameters of the fit
+    tokens: tuple[float, float]         # fewest and most tokens of the fit
     source: str
-    constants: Mapping[str, float]
-    form: str
+    constants: Mapping[str, float]      # arguments of the form, by name
+    form: str                           # a key of FORMS
 
     def extrapolate(self, parameters: float, tokens: float) -> Loss:
-        """Return the loss for any sizes; the note says whether the law was fitted there. Raises
-        ConfigError."""
+        """Return the loss for any sizes. Its note says whether the sizes are in the range of the
+        fit. Raises ConfigError for a size that is not positive."""
         for what, value in (("parameters", parameters), ("tokens", tokens)):
             if not (0 < value < math.inf):
                 raise ConfigError(f"{what} must be positive, got {value}")
@@ -82,7 +87,8 @@ class Law:
         return Loss(parameters, tokens, nats, inside, f"{where} the fit of {self.name}: {fitted}")
 
     def optimum(self, flops: float) -> Loss:
-        """Return the least L(N, D) with 6 N D = flops, and its sizes."""
+        """Return the least loss that `flops` FLOPs can reach, with its N and D: the minimum of
+        L(N, D) over all sizes with 6 N D = flops. Raises ConfigError if `flops` is not positive."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
@@ -93,5 +99,6 @@ class Law:
 FILE = resource("data/published") / "laws.toml"
 LAWS = {name: Law(name=name, **row)
         for name, row in tomllib.loads(FILE.read_text(encoding="utf-8")).items()}
-# the constants of "hoffmann" do not agree with its authors' other two approaches
+# "besiroglu" is a new fit to the data of "hoffmann", whose constants do not agree with the other
+# two approaches in its paper.
 DEFAULT = "besiroglu"

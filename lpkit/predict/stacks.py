@@ -1,9 +1,9 @@
-"""Stacks: training programs, described by what decides their seconds and bytes.
+"""Stacks: training programs, each described by the facts that decide its seconds and bytes.
 
-data/published/stacks.toml has the rows, and `system.stack` names one. A row says how the stack
-stores weights, gradients and master copies, which kernels it has for low precision, and how much
-time its compiler, its fused kernels and its host leave. Numbers that no source states are fitted to
-published runs (`lpkit.predict.evidence`).
+The rows are in data/published/stacks.toml, and `system.stack` names a row. A row says how the stack
+stores weights, gradients and master weights, which kernels it has for low precision, and how
+efficient its compiler, its fused kernels and its host are. Numbers that no source states are fitted
+to published runs (`lpkit.predict.evidence`).
 """
 
 import tomllib
@@ -18,37 +18,48 @@ from lpkit.techniques.layouts import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """One training program. A field that is None is fitted.
+    """One training program. A field that is None is fitted to published runs.
 
-    attention           the share of the generation's attention kernels that its attention reaches
-    fused               the share of pointwise bytes that its fused kernels still move
-    op_seconds          the host's time to start one operation of a module
-    host_shown          the share of the host's time that shows although the device is slower
-    storage             a row of `lpkit.predict.recipes.PRECISIONS`: how it stores numbers if
-                        matmuls have 16 bits or fewer; "": float32 weights, autocast
-    gradient_bytes      bytes of a gradient, if not as in `storage`
-    codes               the row of PRECISIONS that a base in codes (QLoRA) computes in; "": as asked
-    code_bytes          bytes moved per weight when codes are decoded; 0: as lpkit does
-    adapter_bytes       bytes that a low-rank adapter moves in forward besides its products, per
-                        number of its Linear's input and of its result
-    recipes             recipes that its own kernels multiply, in addition to PyTorch's: the first
-                        letters of the names of machines, by recipe
-    bucket_bytes        bytes of gradients that replicas send at once; 0: all of them
-    zero                the ZeRO stage at which its replicas share model states by default
-    caches_casts        a weight is cast once an update, by rows and by columns, not once a
-                        micro-batch
+    words               the stack in words
+    attention           its attention's speed, divided by the speed of the best attention kernels on
+                        the GPU generation
+    fused               the share of the pointwise bytes that move after its compiler has fused
+                        operations
+    overlap, split_overlap, pooled, weight_copies
+                        as in `roofline.Efficiency`
+    op_seconds          the host's seconds to start one operation of a module
+    host_shown          the share of the host's time that a step waits for the host, although the
+                        device is slower
+    low_bits            the share of the speed of low-precision kernels that a step keeps, divided
+                        by the share that it keeps in 16 bits
+    storage             a row of `lpkit.predict.recipes.PRECISIONS`: the dtypes in which it stores
+                        numbers if matmuls have 16 bits or fewer; "": float32 weights, autocast
+    gradient_bytes      bytes of a gradient; None: as in `storage`
+    codes               the row of PRECISIONS in which a model computes whose frozen weights are
+                        stored as codes (QLoRA); "": the precision of the config
+    code_bytes          bytes that decoding moves per weight; 0: as many as lpkit's decoding
+    adapter_bytes       bytes that a low-rank adapter moves in forward in addition to its matmuls:
+                        per number of its Linear's input, and per number of its result
+    recipes             recipes for which it has kernels of its own, in addition to PyTorch's; for
+                        each recipe the machines, by the first letters of their names
+    bucket_bytes        bytes of gradients that replicas send at once; 0: all gradients
+    zero                the ZeRO stage with which its replicas share model states by default
+    caches_casts        True: a weight is cast once in an update, by rows and by columns; False:
+                        once in each micro-batch
     eight_bit_weights   recipes whose weights are stored as two casts of 8 bits, by rows and by
                         columns, instead of in 16 bits
-    saves_inputs        SwiGLU and the rotation are one kernel each, which saves only its input
-    fused_loss          head and loss keep logits in the dtype of the head and nothing else
-    sequence_parallel   between the matrices, each tensor rank has a part of each sequence
-    norm_bytes          extra bytes per number that a norm moves in forward, over one kernel; above
-                        0 it is several operations in float32, and an RMSNorm saves two tensors of
-                        its size
-    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches; it
-                        also keeps the gathered inputs of Linears for backward
-    stages_by_work      a stage ends with the block that exceeds its share of the products, which
-                        include the head's; else stages have equal numbers of blocks
+    saves_inputs        SwiGLU is a single kernel that saves only its input, and so is the rotation
+                        of q and k
+    fused_loss          head and loss keep logits in the dtype of the head, and no other tensor
+    sequence_parallel   between the matmuls, each tensor rank has a part of each sequence
+    norm_bytes          bytes per number that a norm moves in forward, in addition to those of a
+                        single kernel. If above 0, a norm is several operations in float32, and an
+                        RMSNorm saves two tensors of its input's size.
+    keeps_gathered      each tensor rank gathers the logits and keeps the logits of two
+                        micro-batches; it also keeps the gathered inputs of Linears for backward
+    stages_by_work      True: a pipeline stage ends with the block whose matmuls exceed the stage's
+                        share of all matmuls, including the head's. False: all stages have the same
+                        number of blocks.
     """
 
     words: str
@@ -60,7 +71,6 @@ class Stack:
     split_overlap: float | None = 0.0
     pooled: float = 1.0
     weight_copies: float = 1.0
-    # share of its low-precision kernels' speed that a step keeps, times that of 16 bits
     low_bits: float | None = 1.0
     storage: str = ""
     gradient_bytes: int | None = None
@@ -81,14 +91,15 @@ class Stack:
 
     @property
     def of_adapters(self) -> dict[str, Any]:
-        """Return the fields of a MicroBatch that count what adapters move."""
+        """The fields of a MicroBatch that count the bytes that adapters move."""
         return {"code_bytes": self.code_bytes, "adapter_bytes": tuple(self.adapter_bytes)}
 
-    def layout(self, asked: Layout) -> Layout:
-        """Return the layout in this stack, whose replicas may share model states by default."""
-        if self.zero <= asked.stage or asked.data == 1 or asked.shard > 1:
-            return asked
-        return replace(asked, shard=asked.data, data=1, zero=self.zero)
+    def layout(self, given: Layout) -> Layout:
+        """Return the layout that this stack uses for the `given` layout: its replicas may share
+        model states by default (`zero`)."""
+        if self.zero <= given.stage or given.data == 1 or given.shard > 1:
+            return given
+        return replace(given, shard=given.data, data=1, zero=self.zero)
 
     def multiplies(self, recipe: str, machine: str) -> bool:
         """Return whether the stack has a kernel for `recipe` on this machine of the catalogue."""
@@ -98,18 +109,19 @@ class Stack:
 PATH = resource("data/published") / "stacks.toml"
 STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row)
           for name, row in tomllib.loads(PATH.read_text(encoding="utf-8")).items()}
-# facts of a stack that are fields of an Efficiency with the same name
+# fields of a Stack that are copied to the fields of an Efficiency with the same names
 AS_THEY_ARE = ("fused", "overlap", "split_overlap", "op_seconds", "host_shown", "pooled",
                "weight_copies", "norm_bytes", "sequence_parallel", "bucket_bytes")
 DEFAULT = "compiled"
-# A fitted number that fit.json does not have for a stack is that of "eager".
+# If fit.json has no fitted number for a stack, the number of "eager" is used.
 
 
 def stack_of(config: Any) -> str:
-    """Return the row of STACKS that `system.stack` names; for auto, lpkit's own. Raises
-    ConfigError."""
-    asked = config.system.stack
-    if asked == "auto":
+    """Return the name of the row of STACKS that the config uses. "auto" is lpkit itself: "eager"
+    if the config turns torch.compile off, else "compiled". Raises ConfigError for an unknown name.
+    """
+    name = config.system.stack
+    if name == "auto":
         return "eager" if config.system.compile is False else DEFAULT
-    pick({"auto": None, **STACKS}, asked, "system.stack")
-    return asked
+    pick({"auto": None, **STACKS}, name, "system.stack")
+    return name

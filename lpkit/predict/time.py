@@ -1,30 +1,33 @@
-"""Seconds of one step in any layout, operation by operation; energy and money of a run.
+"""Seconds of one step in any layout, operation by operation; energy and cost of a run.
 
-This is the only module that prices a step. A floor, an estimate, "40% MFU" and a verdict on low
-precision differ only in the `Efficiency` that the caller gives (`lpkit.predict.roofline`).
+This is the only module that predicts the seconds of a step. A floor, an estimate, "40% MFU" and a
+verdict on low precision use the same formulas with another `Efficiency`
+(`lpkit.predict.roofline`).
 
-The rows are those of the slowest pipeline stage, over all its micro-batches. Phase by phase, they
-add up to the step. Matmuls, attention and pointwise work are rooflines; messages are rings
-(`lpkit.predict.links`). `hidden_seconds` are the seconds that overlap with computation:
+The rows are the seconds of the slowest pipeline stage, summed over all of its micro-batches. In
+each phase (forward, backward, optimizer, communication) the rows add up to the phase, and the
+phases add up to the step. Seconds of matmuls, attention and pointwise work follow the roofline
+model. Messages take the seconds of a ring or a tree (`lpkit.predict.links`). Some messages overlap
+with computation; `hidden_seconds` are the seconds that overlap:
 
-- FSDP gathers the weights of the next block, and scatters the gradients of the last block, while a
-  block computes;
-- the gradients of a whole stage overlap with one backward pass, and ZeRO-1's gather of weights
-  overlaps with one forward pass;
-- pipeline messages overlap with other micro-batches, except for messages on the schedule's longest
-  path (`hops` of `lpkit.techniques.pipelines`, from `notebooks/lessons/ranks/clock.py`);
-- tensor-parallel and context-parallel messages do not overlap.
+- FSDP gathers the weights of the next block, and scatters the gradients of the previous block,
+  while a block computes.
+- The messages of a whole stage's gradients overlap with one backward pass. ZeRO-1's gather of
+  weights overlaps with one forward pass.
+- Pipeline messages overlap with other micro-batches, except for messages on the schedule's longest
+  path (`hops` of `lpkit.techniques.pipelines`, from `notebooks/lessons/ranks/clock.py`).
+- Tensor-parallel and context-parallel messages do not overlap.
 
-Only a share of what could overlap does (`Efficiency.overlap`), since messages and work slow each
-other.
+Messages and computation slow each other, so only the share `Efficiency.overlap` of the seconds that
+could overlap does.
 
-Left out: stragglers, failures, checkpoints, evaluation, data, clock throttling, contention of
-overlapped kernels, transfers to the host or a disk. `calibrate` turns one short measured run into a
-factor for them.
+Not predicted: stragglers, failures, checkpoints, evaluation, data loading, clock throttling,
+contention of overlapped kernels, transfers to the host or a disk. `calibrate` turns one short
+measured run into a factor that covers them.
 
 The host starts kernels while the device computes, so a step takes the longer of the two times. The
-row "host" has the seconds by which the host takes longer. With a CUDA graph, only the gap between
-kernels on the device remains.
+row "host" has the seconds by which the host takes longer. With a CUDA graph, the host starts all
+kernels at once, and only the gaps between kernels on the device remain.
 
 Sources: Narayanan et al. 2021 for pipelines, https://arxiv.org/abs/2104.04473; Korthikanti et al.
 2022 for tensor and sequence parallelism, https://arxiv.org/abs/2205.05198.
@@ -79,25 +82,32 @@ GATHERED_KEYS = "Llama 3 team 2024, section 3.3.2, https://arxiv.org/abs/2407.21
 FSDP = "Zhao et al. 2023, https://arxiv.org/abs/2304.11277"
 FLASH = "Dao et al. 2022, https://arxiv.org/abs/2205.14135"
 ROOFLINE = "lpkit.predict.roofline.product_seconds"
-MOSTLY = 0.5            # share of parameters: if fewer are trained, the run trains adapters
+# If a smaller share of the parameters is trained, the kind of the run is "adapters".
+MOSTLY = 0.5
 GRAPH_SECONDS = 2.5e-6  # seconds between kernels of a CUDA graph, per operation of a module
 
 PHASES = ("forward", "backward", "optimizer", "communication")
 HOST = "host"
-BASE = "bf16"           # dtype of matmuls that stay, where Linears are cast to fewer bits
+# dtype of the matmuls that a low-precision recipe does not cast, for example attention's matmuls
+BASE = "bf16"
 WAITED = "; the factor is 1, because the measured update had no CUDA graph and waited for its host"
-# times forward's bytes: reads a gradient and what was saved, writes a gradient
+# Bytes that pointwise work moves in backward, divided by its bytes in forward: backward reads a
+# gradient and a saved tensor and writes a gradient; forward reads a tensor and writes one.
 BACKWARD_MOVES = 1.5
-# share of the matmul rate: such kernels compute all pairs, without tensor cores
+# Speed of attention in float32, divided by the speed of float32 matmuls. Its kernels compute all
+# pairs and use no tensor cores.
 ATTENTION_FP32 = 0.4
-# Operations that the host starts. `RankWork.launches` counts those of a block in forward. Counted
-# so that the eager steps of data/measured/ledger-nvidia-h200.json agree.
+# The next numbers count the operations that the host starts. `RankWork.launches` counts the
+# operations of one block in forward. The numbers are fitted to the eager steps of
+# data/measured/ledger-nvidia-h200.json.
 BACKWARD_OPS = 2.0      # operations in backward per operation in forward
-STEP_SECONDS = 2.7e-3   # seconds of an update: data, clipping, the optimizer, a line of the log
-# forward operations of a micro-batch outside blocks: embedding, norm, head, loss
+# the host's seconds per update outside forward and backward: data, clipping, optimizer, log
+STEP_SECONDS = 2.7e-3
+# operations in forward of one micro-batch outside the blocks: embedding, norm, head, loss
 OUTSIDE_OPS = 12
 CHUNK_OPS = 7           # operations of one chunk of the loss
-# share of the largest matrix: thinner ones are adapters', and few of them are cast
+# A matrix with fewer numbers than this share of the largest matrix belongs to an adapter; few
+# adapters are cast.
 THIN = 0.02
 CAST_OPS = 32           # operations of a Linear with cast operands, forward and backward together
 TURN_OPS = 10           # operations that rotate q and k
@@ -105,7 +115,8 @@ WRITTEN_OUT_OPS = 6     # more operations in a norm of several kernels than in a
 
 
 class TimeRow(NamedTuple):
-    """Seconds of the slowest stage, by phase. `hidden_seconds` overlap with other rows."""
+    """Seconds of one part of a step, by phase of PHASES, on the slowest pipeline stage.
+    `hidden_seconds` overlap with other rows and are not in `phases`."""
 
     name: str
     phases: Mapping[str, float]
@@ -118,6 +129,7 @@ class TimeRow(NamedTuple):
         return sum(self.phases.values())
 
     def times(self, factor: float) -> "TimeRow":
+        """Return a copy with all seconds multiplied by `factor`."""
         phases = {phase: factor * seconds for phase, seconds in self.phases.items()}
         return self._replace(phases=phases, hidden_seconds=factor * self.hidden_seconds)
 
@@ -132,26 +144,27 @@ class StepTime:
     rows: tuple[TimeRow, ...]
     tokens: int
     devices: int
-    model_flops: float          # defines MFU: attention in full, nothing twice
-    peak_flops: float           # peak of one device
-    micro_batches: int
+    model_flops: float          # FLOPs that define MFU: all pairs of tokens, no recomputation
+    peak_flops: float           # peak FLOP/s of one device
+    micro_batches: int          # micro-batches of one rank
     sequences: int              # sequences in one micro-batch
     precision: str
     dtype: str                  # dtype of the matmuls that are not cast
     attention: str
     efficiency: Efficiency
-    stack: str                  # row of `stacks.STACKS`, for an efficiency by evidence
+    stack: str                  # row of `stacks.STACKS`
     machine: Machine
     layout: Layout
     weights: float = evidence.SMALL     # parameters of the model
     adapted: bool = False       # most parameters are frozen
-    emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
+    emulated: str = ""          # the reason why the run emulates its recipe; "": it does not
     factor: float = 1.0         # factor of a calibration; the rows include it
-    calibrated: float = 0.0     # 0 to 1: how much a measured step narrows the range
+    # weight of one measured step, from 0 to 1 (`evidence.spread`)
+    calibrated: float = 0.0
 
     @functools.cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds by PHASES."""
+        """Seconds of the step by phase of PHASES."""
         phases = dict.fromkeys(PHASES, 0.0)
         for row in self.rows:
             for phase, seconds in row.phases.items():
@@ -164,14 +177,14 @@ class StepTime:
 
     @functools.cached_property
     def spread(self) -> Spread:
-        """The range of errors of the predicted seconds."""
+        """The error range of the predicted seconds."""
         if self.efficiency.flat:
             return evidence.GIVEN
         return evidence.spread(self.kind, self.layout, self.stack, calibrated=self.calibrated)
 
     @property
     def kind(self) -> str:
-        """The kind of run, one of `evidence.KINDS`; its known errors give the range."""
+        """The kind of run, one of `evidence.KINDS`. Published runs of this kind give the range."""
         if self.emulated:
             return evidence.UNSEEN
         host = sum(row.seconds for row in self.rows if row.name == HOST)
@@ -180,7 +193,7 @@ class StepTime:
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """The range of `step_seconds`."""
+        """The seconds between which nine of ten runs of this kind are: (least, most)."""
         return self.spread.around(self.step_seconds)
 
     @property
@@ -202,8 +215,9 @@ class StepTime:
 
 def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: float,
               layout: Layout | None = None, **how: Any) -> float:
-    """Return the measured seconds of a step divided by the predicted seconds. Give this factor to
-    `step_time` for other layouts or sizes."""
+    """Return the measured seconds of a step of `config`, divided by the predicted seconds. Pass
+    this factor to `step_time` as `calibration` to predict other layouts or sizes. `how`: other
+    arguments of `step_time`."""
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
@@ -211,9 +225,13 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 
 
 def with_step(on: Machine) -> Machine:
-    """Add the factor of all seconds to a machine that `lpkit measure` wrote: its measured step,
-    divided by the prediction for that step. If a GPU ran without CUDA graphs, its step waited for
-    the host and does not apply to other widths, so the factor is 1. Raises ConfigError."""
+    """Return a machine that `lpkit measure` wrote with a calibration factor: the seconds of its
+    measured step, divided by the predicted seconds of this step. Other machines are returned
+    unchanged.
+
+    If a GPU ran without CUDA graphs, its step waited for the host. The host's time does not grow
+    with the width of the model, so the factor would be wrong for other widths, and it is set to 1.
+    Raises ConfigError for a factor that is not from 0.1 to 10."""
     if not (row := on.measured):
         return on
     config = Config.from_dict(row["config"])
@@ -229,18 +247,21 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
               recompute: str | None = None, efficiency: Efficiency | None = None,
               stack: str | None = None,
               calibration: float | None = None, recipe: Recipe | None = None) -> StepTime:
-    """Predicts one update of `config`. Raises ConfigError for an invalid combination.
+    """Predict the seconds of one update of `config`.
 
     layout       None: the config's `parallel`
-    precision    a row of `ledger.PRECISIONS`; if it casts Linears, the casts cost time. None: the
-                 config's recipe, where "auto" is bf16 if the machine has it
+    precision    a row of `recipes.PRECISIONS`; None: the config's recipe, where "auto" means bf16
+                 if the machine has bf16, else fp32
+    optimizer    a row of OPTIMIZERS; None: the config's
     recompute    a row of `techniques.memory.RECOMPUTE`; None: the config's
-    efficiency   the shares of the ceilings that are reached; None: by evidence
-                 (`lpkit.predict.evidence`)
-    stack        a row of `stacks.STACKS`, for an efficiency by evidence; None: the config's
-    calibration  a factor from one measured step (`calibrate`), for all seconds
-    recipe       casts that replace those of the precision; None: as a run on this machine has them,
-                 emulated if the machine does not multiply them itself
+    efficiency   the shares of the ceilings that the step reaches; None: by published and measured
+                 runs (`lpkit.predict.evidence`)
+    stack        a row of `stacks.STACKS`, which chooses among published runs; None: the config's
+    calibration  a factor from one measured step (`calibrate`) that multiplies all seconds
+    recipe       the casts to price instead of the precision's; None: the casts of a run on this
+                 machine, which emulates a recipe that the machine cannot multiply
+
+    Raises ConfigError if the settings do not go together.
     """
     on, layout, config = machines.find(machine), layout or config.parallel, governed(config)
     precision = precision_of(config, on, precision)
@@ -268,11 +289,11 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         rows = rank.rows(optimizer_work(config, optimizer, moments_of(config, p)), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
-        for one in rules(optimizer_settings(config, optimizer)):
-            for what, every in find(one.name).passes(one).items():
+        for rule in rules(optimizer_settings(config, optimizer)):
+            for what, every in find(rule.name).passes(rule).items():
                 again = sum(row.seconds for row in rows if "optimizer" not in row.phases) / every
                 rows.append(TimeRow(f"optimizer: {what}", {"optimizer": again}, "forward and "
-                                    f"backward, every {every} updates", find(one.name).source))
+                                    f"backward, every {every} updates", find(rule.name).source))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     return _step(rows, on, layout, p, efficiency, calibration, precision=precision, stack=stack,
@@ -284,7 +305,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
 
 
 def starts_by_graph(config: Config, on: Machine, layout: Layout, rate: Efficiency) -> bool:
-    """Return whether lpkit starts an update's kernels as one CUDA graph."""
+    """Return whether a run by lpkit starts all kernels of an update as one CUDA graph."""
     system = config.system
     return (system.stack == "auto" and on.kind == "gpu" and layout.devices == 1
             and rate.op_seconds > GRAPH_SECONDS and False not in (system.compile,
@@ -305,7 +326,8 @@ def _step(rows: list[TimeRow], on: Machine, layout: Layout, p: Precision, effici
 
 def _flat(config: Config, peak: float, efficiency: Efficiency,
           recompute: Recompute) -> list[TimeRow]:
-    """Price model FLOPs at one rate. Recomputed FLOPs are not model FLOPs, but they cost time."""
+    """Return the rows of a step at one rate: the share `efficiency.flat` of `peak` FLOP/s. Model
+    FLOPs take this time, and so do recomputed FLOPs, which MFU does not count."""
     rate, m, batch = peak * efficiency.flat, config.model, config.global_batch
     once = flops.forward_flops(m, batch=batch) / rate
     formula = f"at {efficiency.flat:g} of the peak"
@@ -320,29 +342,29 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
-    """The work of one micro-batch on one rank, for a model whose `blocks` are alike or are priced
-    as if they were alike. Numbers and bytes are those of an average block unless the name says
-    otherwise."""
+    """The work of one micro-batch on one rank. The blocks are alike, or count as copies of the
+    average block. Counts and bytes are per average block, unless the comment says otherwise."""
 
-    blocks: int
+    blocks: int                         # number of blocks of the model
     running: float = 1.0                # share of the blocks that an update runs
-    tokens: int                         # tokens of the micro-batch, before ranks split it
-    stream_numbers: int                 # numbers in the residual stream
-    # products of a forward pass; the output head's is "head"
+    tokens: int                         # tokens of the micro-batch, before context ranks split it
+    stream_numbers: int                 # element count of the residual stream
+    # matmuls of a forward pass over all blocks; the output head's is named "head"
     products: tuple[flops.Product, ...]
-    attentions: tuple[tuple[Op, float], ...]    # with the calls in one block
-    attention: str
+    attentions: tuple[tuple[Op, float], ...]    # operations of attention, and calls of each
+    attention: str                      # the attention backend
     launches: float = 0.0               # operations that the host starts in forward
-    moved_bytes: float                  # forward bytes, unfused: norms, additions, activations
-    outside_bytes: float                # forward bytes outside the blocks
+    # bytes that norms, additions and activations move in forward, without fusion
+    moved_bytes: float
+    outside_bytes: float                # the same bytes outside the blocks, of the whole model
     stream_bytes: float = 0.0           # the part of moved_bytes on the residual stream
-    norms: float = 0.0
+    norms: float = 0.0                  # number of norms
     linear_weights: float
     trained_weights: float              # the part of linear_weights with gradients
-    key_numbers: int = 0                # numbers in the keys, or in the values
+    key_numbers: int = 0                # element count of the keys; values have as many
     parameters: float
-    outside_parameters: float           # outside the blocks
-    trained: float                      # share of all parameters that is updated
+    outside_parameters: float           # parameters outside the blocks, of the whole model
+    trained: float                      # share of the model's parameters that is updated
 
     @property
     def block_calls(self) -> float:
@@ -351,7 +373,7 @@ class RankWork:
 
 @functools.lru_cache(maxsize=256)
 def work_of(s: MicroBatch, layout: Layout) -> RankWork:
-    """Return the work of a Config's model."""
+    """Return the work of one micro-batch `s` of a Config's model on one rank of the layout."""
     m, ops, parts = s.model, operations(s), parameters(s.model)
     outside = parts["embedding"] + parts["positions"] + parts["head"]
     moved, moved_outside = flops.moved_bytes(ops)
@@ -370,7 +392,12 @@ def work_of(s: MicroBatch, layout: Layout) -> RankWork:
 
 
 class _Rank:
-    """Seconds of a block, of the head and of messages, for one micro-batch on one rank."""
+    """Seconds of an average block, of the head and of messages, for one micro-batch on one rank.
+
+    pieces      number of micro-batches in an update
+    gathered    bytes per parameter that ZeRO 2 and 3 gather (`messages.gathered_itemsizes`)
+    chunks      number of chunks of the loss in a micro-batch; 0: the loss has no chunks
+    """
 
     def __init__(self, work: RankWork, on: Machine, layout: Layout, p: Precision,
                  efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
@@ -387,15 +414,15 @@ class _Rank:
         self.time_rows: list[TimeRow] = []
         # seconds of (forward, backward) of each Linear in one block
         self.linears: dict[str, tuple[float, float]] = {}
-        self.sizes = {one.name: one.words for one in work.products}
+        self.sizes = {product.name: product.words for product in work.products}
         self.near = 0.0 if not (measured := efficiency.shapes.get(p.dtype)) else statistics.fmean(
-            *zip(*[(nearest(measured, *shape)[0], one.flops) for one in work.products
-                   if not one.pairs for shape in one.shapes.values()]))
-        for one in work.products:
-            if not one.pairs:
-                calls = 1 if one.name == "head" else one.calls / work.block_calls
-                self.linears[one.name] = tuple(calls * seconds for seconds in linear_seconds(
-                    one, on, efficiency, recipe=recipe, base=p.dtype, itemsize=p.compute_bytes))
+            *zip(*[(nearest(measured, *shape)[0], product.flops) for product in work.products
+                   if not product.pairs for shape in product.shapes.values()]))
+        for product in work.products:
+            if not product.pairs:
+                calls = 1 if product.name == "head" else product.calls / work.block_calls
+                self.linears[product.name] = tuple(calls * seconds for seconds in linear_seconds(
+                    product, on, efficiency, recipe=recipe, base=p.dtype, itemsize=p.compute_bytes))
         self.head = self.linears.pop("head", (0.0, 0.0))
         forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
         peak, attentions = on.peak_flops(p.dtype), [op for op, _ in work.attentions]
@@ -404,33 +431,38 @@ class _Rank:
                 for op, calls in work.attentions]
         self.attended = tuple(map(sum, zip(*each))) or (0.0, 0.0)
         self.attention = "; ".join(_attention_words(work.attention, op) for op in attentions)
-        # pointwise work, and autocast's casts: each weight once, each gradient back
+        # bytes of pointwise work in one block; `more`: norms that are several kernels
         more = efficiency.norm_bytes * work.norms * work.stream_numbers
         layer = work.moved_bytes + more + (
             # without sequence parallelism, each tensor rank repeats the work on the stream
             (not efficiency.sequence_parallel) * (layout.tensor - 1) * (work.stream_bytes + more))
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, work.outside_bytes * moved
+        # seconds per weight of autocast: in forward it reads the weight and writes a 16-bit copy;
+        # in backward it casts the gradient back
         casts = 0.0
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
         self.casts = casts * work.linear_weights / layout.tensor / shards
-        # operations that the host starts: casts of weights, passes of low precision, recomputation
-        matmuls = [one for one in work.products if not (one.pairs or one.name == "head")]
+        # operations of one block that the host starts for casts: autocast's copies of weights
+        # (`cast_ops`), and the casts of a low-precision recipe (`low_ops`)
+        matmuls = [product for product in work.products
+                   if not (product.pairs or product.name == "head")]
         self.cast_ops = len(matmuls) * (casts > 0)
-        wide = max((one.N * one.K for one in matmuls), default=0)
+        wide = max((matmul.N * matmul.K for matmul in matmuls), default=0)
         self.low_ops = (recipe is not None) * CAST_OPS * sum(
-            one.N * one.K > THIN * wide for one in matmuls)
+            matmul.N * matmul.K > THIN * wide for matmul in matmuls)
         self.chunks = chunks
-        # share of the cast weights
+        # share of the weights whose gradients autocast casts back
         self.trained = work.trained_weights / max(1, work.linear_weights)
-        # tensor ranks: 4 collectives a layer in forward and 4 in backward; backward hides a fifth
-        # one
+        # Tensor ranks send 4 collectives per layer in forward and 4 in backward; a fifth one in
+        # backward overlaps. `tensor_once`: seconds of one collective of `group_bytes`.
         self.group_bytes = work.stream_numbers // layout.context * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap
         self.tensor_once = self.exposed * self.link("tensor").all_gather_seconds(self.group_bytes)
-        # seconds of recomputation in backward, on average over the layers
+        # `repeated`: seconds of recomputation in a block's backward, on average over the blocks;
+        # `blocks` is the share of the blocks that are recomputed
         row = RECOMPUTE[recompute.name]
         blocks, self.again = row.again_share(work.blocks, recompute), row.repeats
         self.repeats_blocks = blocks * row.repeats_blocks
@@ -443,27 +475,29 @@ class _Rank:
         self.forward = forward + self.attended[0] + self.pointwise
         self.backward = (backward + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
-        # context ranks gather keys and values in forward and in backward, and scatter their
-        # gradients
+        # Context ranks gather keys and values in forward and again in backward, and scatter their
+        # gradients. `context_once`: seconds of one of these messages.
         keys = 2 * work.key_numbers * p.compute_bytes / layout.tensor
         self.context_once = self.link("context").all_gather_seconds(keys)
 
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
             **phases: float) -> None:
+        """Add a row with the seconds of its `phases`; nothing if all of them are 0."""
         if hidden or any(phases.values()):
             self.time_rows.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, update: Work, own: tuple[int, ...]) -> list[TimeRow]:
-        """Return the rows of a pipeline's slowest rank. `own`: the layers of each rank; the last
-        entry is the rank with the head."""
+        """Return the rows of a pipeline's slowest rank. `update`: the work of the optimizer. `own`:
+        the number of layers of each pipeline rank; the last entry is the rank with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         running = self.work.running
         v, stages = layout.interleave, layout.pipeline
+        # layer: seconds of one layer for one micro-batch, without overlap
         layer = running * (
             self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
             + self.repeated_tensor + 3 * self.context_once)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
-        seconds = [count * layer for count in own]
+        seconds = [count * layer for count in own]      # of each rank, for one micro-batch
         seconds[-1] += sum(self.head) + pointwise_head + 2 * self.tensor_once
         has_head = seconds[-1] == max(seconds)
         layers = own[-1] if has_head else max(own)
@@ -481,8 +515,8 @@ class _Rank:
                 forward=times * forward, backward=times * backward)
         row("attention", f"{count}, {self.attention}", FLASH,
             forward=times * self.attended[0], backward=times * self.attended[1])
-        row("head", f"{pieces} micro-batches, {self.sizes.get('head')} and its two gradients", ROOFLINE,
-            forward=heads * self.head[0], backward=heads * self.head[1])
+        row("head", f"{pieces} micro-batches, {self.sizes.get('head')} and its two gradients",
+            ROOFLINE, forward=heads * self.head[0], backward=heads * self.head[1])
         moved = times * self.pointwise + heads * self.pointwise_head
         row("norms, activations, loss",
             f"{rate.fused:g} of the bytes move after fusion, at {rate.bandwidth:g} of the memory "
@@ -509,14 +543,15 @@ class _Rank:
             forward = self.forward + self.casts + 4 * self.tensor_once + self.context_once
             half = (layer - forward) / 2        # backward: half for dx, half for dw
             hops = schedule.hops(stages, v, pieces)
-            row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward and "
-                f"gradients backward; others overlap with work", PIPELINE,
+            row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward "
+                f"and gradients backward; others overlap with work", PIPELINE,
                 communication=hops * send)
             left = schedule.bubble(2, forward, half, half) / layer
             row("pipeline: bubble", f"{left:.2g} x (stages - 1) / (micro-batches x chunks) of the "
                 f"rest: ({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
                 schedule.source, communication=left * others / v)
-        # parameters of a rank before ZeRO: its layers, and the embedding or the head
+        # states: trained parameters of a rank before ZeRO, in its layers and in the embedding or
+        # the head; owned: the part of them that the rank updates under ZeRO
         block, outside = self.work.parameters, self.work.outside_parameters
         trained = self.work.trained
         states = trained * (max(own) * block + outside / min(stages, 2)) / layout.tensor
@@ -535,7 +570,12 @@ class _Rank:
         return self.time_rows
 
     def host(self, layers: float) -> None:
-        """Add the seconds by which the host is slower than the device in starting operations."""
+        """Add the row of the seconds that the device waits for the host. `layers`: layers of a rank
+        that run.
+
+        The host needs `op_seconds` to start each operation. If it needs longer in all than the
+        device computes, the device waits for the difference. At least the share `host_shown` of the
+        host's time is added."""
         work, rate = self.work, self.efficiency
         block = work.launches + WRITTEN_OUT_OPS * work.norms * (rate.norm_bytes > 0) + self.cast_ops
         block *= 1 + BACKWARD_OPS + self.repeats_blocks
@@ -549,80 +589,93 @@ class _Rank:
                  hidden=host - late, forward=late / 3, backward=late * 2 / 3)
 
     def beside(self, ops: tuple[Op, ...]) -> TimeRow:
-        """Return the row of an objective's additional forward work, per micro-batch."""
+        """Return the row of the forward work that the objective adds with the operations `ops`,
+        over all micro-batches of an update."""
         work = sum(2 * self.work.tokens * op.weights for op in ops)
-        work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
+        work += sum(2 * pair.M * pair.N * pair.K * pair.group for op in ops for pair in op.pairs)
         moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
         return TimeRow("objective", {"forward": self.pieces * (work / self.multiplying + moved)},
                        f"{work:,.0f} FLOPs a micro-batch, forward", "operations of its row")
 
     def state_rows(self, layers: int, states: float, owned: float, block: float,
                    trained: float) -> None:
-        """Add the messages of ZeRO and of replicas.
+        """Add the rows of ZeRO's messages and of the replicas' gradients.
 
-        `states`: trained parameters of a rank. `owned`: those that the rank updates. `block`: all
-        parameters of a layer, of which the share `trained` is trained."""
+        layers      layers on this rank
+        states      trained parameters of the rank
+        owned       the part of `states` that the rank updates under ZeRO
+        block       all parameters of a layer, of which the share `trained` is trained
+        """
         layout, p, ring = self.layout, self.p, self.link("states")
-        of_block, _, of_any = self.gathered
-        # backward seconds that no message overlaps with yet
+        of_block, _, of_any = self.gathered     # gathered bytes per parameter
+        # left: seconds of backward with which no message overlaps yet
         left = layers * self.work.running * self.backward
         if layout.state_ranks > 1 and layout.zero == 3:
+            # late: seconds that one layer waits; seconds: all messages, with or without overlap;
+            # shown: their part that does not overlap, which includes the first gather of each
+            # micro-batch and the last scatter.
             gather = ring.all_gather_seconds(block * of_block)
             scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)
             late = (self.shown(gather, self.forward)
                     + self.shown(gather + scatter, self.backward))
-            said = (2 * gather + scatter) * layers * self.pieces
-            shown = min(late * layers * self.pieces + self.pieces * gather + scatter, said)
+            seconds = (2 * gather + scatter) * layers * self.pieces
+            shown = min(late * layers * self.pieces + self.pieces * gather + scatter, seconds)
             left = max(0.0, left - layers * (gather + scatter))
             self.row("shard: weights and gradients",
                      f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
-                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
-                     f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
+                     f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a "
+                     f"layer hides the rest", f"{FSDP}; {RINGS}", hidden=seconds - shown,
+                     communication=shown)
         elif layout.state_ranks > 1:
-            said, how = self.in_buckets(ring.all_reduce_seconds, states * self.reduced), "all-reduce"
+            how = "all-reduce"
+            seconds = self.in_buckets(ring.all_reduce_seconds, states * self.reduced)
             if layout.zero:
                 gather = self.in_buckets(ring.all_gather_seconds, states * of_any)
                 self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
-                said = self.in_buckets(ring.reduce_scatter_seconds, states * p.gradients)
+                seconds = self.in_buckets(ring.reduce_scatter_seconds, states * p.gradients)
                 how = "scatter"
-            self.behind(f"shard: {how} gradients", said, left, ring, ZERO,
+            self.behind(f"shard: {how} gradients", seconds, left, ring, ZERO,
                         times=self.pieces if layout.zero == 2 else 1)
-            left = max(0.0, left - said)
+            left = max(0.0, left - seconds)
         if layout.data > 1:
             ring = self.link("data")
-            said = self.in_buckets(ring.all_reduce_seconds, owned * self.reduced)
-            self.behind("data: all-reduce gradients", said, left, ring, RINGS)
+            seconds = self.in_buckets(ring.all_reduce_seconds, owned * self.reduced)
+            self.behind("data: all-reduce gradients", seconds, left, ring, RINGS)
 
     def in_buckets(self, seconds: Callable[[float], float], nbytes: float) -> float:
-        """Return the seconds of a message that is sent bucket by bucket. Small messages over many
-        nodes reach less bandwidth."""
+        """Return the seconds of a message of `nbytes` that is sent in buckets of
+        `Efficiency.bucket_bytes`. `seconds(nbytes)` returns the seconds of one bucket. Each bucket
+        pays the latency, so small buckets over many nodes reach less bandwidth."""
         count = max(1, math.ceil(nbytes / (self.efficiency.bucket_bytes or math.inf)))
         return count * seconds(nbytes / count)
 
-    def shown(self, said: float, window: float) -> float:
-        """Return the seconds of a message of `said` seconds that work of `window` does not hide."""
-        return said - self.efficiency.overlap * min(said, window)
+    def shown(self, seconds: float, window: float) -> float:
+        """Return the part of a message's `seconds` that does not overlap with work, if `window`
+        seconds of work run while the message is sent."""
+        return seconds - self.efficiency.overlap * min(seconds, window)
 
-    def behind(self, name: str, said: float, window: float, on: Link, source: str,
+    def behind(self, name: str, seconds: float, window: float, on: Link, source: str,
                times: int = 1) -> None:
-        """Add a message that can overlap with `window` seconds of work."""
-        shown = self.shown(said, window)
-        self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {said - shown:.4g} s "
-                 f"overlap with a pass of {window:.4g} s", source, hidden=times * (said - shown),
-                 communication=times * shown)
+        """Add the row of a message of `seconds`, which is sent `times` times in an update over the
+        link `on`. Each message can overlap with `window` seconds of work."""
+        shown = self.shown(seconds, window)
+        self.row(name, f"{times} x {seconds:.4g} s over {on.words}, of which "
+                 f"{seconds - shown:.4g} s overlap with a pass of {window:.4g} s", source,
+                 hidden=times * (seconds - shown), communication=times * shown)
 
 
 def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update: Work, *,
               model_flops: float, precision: str, recipe: Recipe | None, emulated: str,
               efficiency: Efficiency | None = None, stack: str = DEFAULT,
               recompute: str = "none", pieces: int = 1, sequences: int = 1) -> StepTime:
-    """Predict one update of `pieces` micro-batches of `work` on each rank, like `step_time` for a
-    Config. No rank splits the work by tensor, context or pipeline. `model_flops` is for one rank.
-    Raises ConfigError."""
+    """Predict one update of `pieces` micro-batches of `work` on each rank, for a model that is not
+    a Config's; `step_time` predicts a Config. The layout has no tensor, context or pipeline ranks.
+    `model_flops` are the model FLOPs of one rank in an update. Raises ConfigError."""
     efficiency = efficiency or evidence.efficiency(on, stack)
     if p.low is not None:
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
-    rank = _Rank(work, on, layout, p, efficiency, recipe, pieces, chosen(RECOMPUTE, recompute, "memory.recompute"),
+    rank = _Rank(work, on, layout, p, efficiency, recipe, pieces,
+                 chosen(RECOMPUTE, recompute, "memory.recompute"),
                  (p.compute_bytes, p.gradients, p.compute_bytes))
     return _step(rank.rows(update, (work.blocks,)), on, layout, p, efficiency, None, near=rank.near,
                  precision=precision, stack=stack, model_flops=model_flops * layout.batch_ranks,
@@ -634,17 +687,18 @@ def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update:
 
 @functools.lru_cache(maxsize=256)
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
-    """Return the products of `flops.products` for one rank and one micro-batch."""
-    return tuple(one.on_rank(layout.tensor, layout.context)
-                 for one in flops.products(m, batch=sequences))
+    """Return the matmuls of one rank in the forward pass of one micro-batch of `sequences`."""
+    return tuple(product.on_rank(layout.tensor, layout.context)
+                 for product in flops.products(m, batch=sequences))
 
 
 def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
                efficiency: Efficiency) -> tuple[float, float]:
-    """Return the seconds of attention over pairs, forward and backward, on one of `split` ranks. An
-    unfused kernel writes the scores to memory and reads them again in each pass."""
+    """Return the seconds of attention's matmuls over pairs of tokens, in forward and in backward,
+    on one of `split` ranks. `peak` is in FLOP/s, `bandwidth` in bytes per second. An unfused kernel
+    writes the scores to memory and reads them again `op.score_passes` times."""
     first, share = op.pairs[0], op.pairs_share
-    work = sum(2 * one.M * one.N * one.K * one.group for one in op.pairs) * share / split
+    work = sum(2 * pair.M * pair.N * pair.K * pair.group for pair in op.pairs) * share / split
     scores = first.M * first.N * first.group * share / split
     move = scores * p.compute_bytes / bandwidth
     forward_passes, backward_passes = op.score_passes
@@ -654,7 +708,7 @@ def _attention(op: Op, split: int, p: Precision, peak: float, bandwidth: float,
         share = efficiency.products["fp32"] * ATTENTION_FP32
     forward = work / (peak * share)
     backward = op.backward_pairs * forward
-    if efficiency.overlapped:       # floor: each product reads or writes the scores once
+    if efficiency.overlapped:       # a floor: each matmul reads or writes the scores once
         return max(forward, 2 * unfused * move), max(backward, 4 * unfused * move)
     return forward + forward_passes * move, backward + backward_passes * move
 
@@ -672,18 +726,17 @@ def _attention_words(name: str, op: Op) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """The bill of a run. `energy_wh` is at rated power; None if the machine has no rating. `spread`
-    is the error range of everything but the tokens."""
+    """The time, energy and cost of a run."""
 
     seconds: float
-    device_hours: float
+    device_hours: float             # hours summed over all devices
     tokens: float
-    energy_wh: float | None
-    cost: float | None              # US dollars
-    spread: Spread
+    energy_wh: float | None         # at rated power; None: the machine's row has no rating
+    cost: float | None              # US dollars; None: no price is known
+    spread: Spread                  # error range of all fields but `tokens`
 
     def range_of(self, total: float | None) -> tuple[float, float] | None:
-        """Return the range of seconds, hours, energy or cost."""
+        """Return the range (least, most) of a field: seconds, hours, energy or cost."""
         return None if total is None else self.spread.around(total)
 
     def per_million_tokens(self, total: float | None) -> float | None:
@@ -702,8 +755,8 @@ class Bill:
 
 def bill(step: StepTime, machine: Machine, tokens: float, *,
          price_per_hour: float | None = None) -> Bill:
-    """Return the bill of `tokens` at the pace of `step`. Prices are per device; None: the
-    machine's."""
+    """Return the bill of a run over `tokens` tokens, if each step takes as long as `step`.
+    `price_per_hour`: US dollars per device; None: the machine's price."""
     seconds = tokens / step.tokens_per_second
     hours = step.devices * seconds / 3600
     price = machine.price_per_hour if price_per_hour is None else price_per_hour

@@ -1,5 +1,5 @@
-"""Format numbers with units, alone and in lines and tables of a result. All other code uses base
-units."""
+"""Format numbers with units, for sentences, lines and tables. All other code computes in base units
+(bytes, seconds, FLOPs)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,8 @@ _SHORT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s"}
 
 
 def quantity(value: float | None, unit: str = "") -> str:
-    """Return three significant digits, a decimal prefix and the unit.
+    """Return `value` with three significant digits, a decimal prefix and the unit. Whole numbers
+    below 1,000 keep all digits; None and infinity become "-".
 
     >>> quantity(79_104_000, "bytes"), quantity(0.0123, "seconds")
     ('79.1 MB', '12.3 ms')
@@ -35,7 +36,8 @@ def quantity(value: float | None, unit: str = "") -> str:
 
 
 def between(pair: Sequence[float], show: Callable[[float], str]) -> str:
-    """Return a range in words, or one value if both ends are equal.
+    """Return a range in words; a single value if both ends look equal. `show` formats an end.
+
     >>> between((3600, 7200), duration), between((5, 5), duration)
     ('1.00 h to 2.00 h', '5 s')
     """
@@ -44,7 +46,9 @@ def between(pair: Sequence[float], show: Callable[[float], str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the unit that reads best.
+    """Return a duration in days, hours, minutes, seconds or parts of a second: the largest of these
+    units that is not longer than the duration.
+
     >>> duration(0.0123), duration(90), duration(7200), duration(1e6), duration(1e8)
     ('12.3 ms', '1.50 min', '2.00 h', '11.6 days', '1,157 days')
     """
@@ -80,14 +84,15 @@ _NAMED = {"number": quantity, "time": duration}
 
 
 def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
-    """Format `template` as `str.format` does, with these additional format specs:
+    """Return `template` filled in as by `str.format`, with these additional format specs:
 
-    bytes, W, ...   a unit of `quantity`; `time` for a duration, `number` for no unit
-    $               before another spec: US dollars
-    +bytes          a difference, with its sign
+    bytes, W, ...   a number with this unit, as by `quantity`
+    time, number    a duration; a number without a unit
+    $               in front of another spec: US dollars
+    +bytes          a difference: a number with this unit and with its sign
     :>10            after a second colon: alignment and width, as in {peak:bytes:>10}
 
-    A pair of numbers is a range.
+    If a value is a pair of numbers, it is formatted as a range.
 
     >>> words("{name}: {peak:bytes}, {step:time}, {cost:$,.0f}", {"name": "a", "peak": 79_104_000,
     ...       "step": (3600, 7200), "cost": 1234.5})
@@ -100,5 +105,6 @@ def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
 
 
 def cells(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the heads of `columns`, then for each of `rows` its `words` by the templates."""
+    """Return the lines of a table: first the heads, then a line for each of `rows`. `columns` has a
+    template of `words` for each head."""
     return [list(columns), *([words(cell, row) for cell in columns.values()] for row in rows)]

@@ -52,7 +52,7 @@ def prose(words: int, seed: int = 0) -> str:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """60 files of prose in two levels."""
+    """60 text files in folders of two levels."""
     root = tmp_path / "texts"
     (root / "deep").mkdir(parents=True)
     for i in range(60):
@@ -61,12 +61,12 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def made(folder, tmp_path):
+def corpus(folder, tmp_path):
     return prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
 
 
 def documents(files, split: str) -> list[str]:
-    """The texts of a split, by splitting its ids at the end token."""
+    """Return the texts of a split, which the end token separates."""
     ids = np.asarray(getattr(files, split))
     ends = np.flatnonzero(ids == files.tokenizer.end)
     starts = np.concatenate([[0], ends[:-1] + 1])
@@ -74,7 +74,7 @@ def documents(files, split: str) -> list[str]:
     return [files.tokenizer.decode(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-# sources and the split
+# sources and splits
 
 def test_stdlib_is_the_library_and_not_its_tests():
     files = dict(find_source("python-stdlib").files)
@@ -82,12 +82,12 @@ def test_stdlib_is_the_library_and_not_its_tests():
     assert not [key for key in files if {"test", "tests", "site-packages"} & set(key.split("/"))]
     assert list(files) == sorted(files)
     share = sum(is_validation(key, 0.1) for key in files) / len(files)
-    # four standard deviations
+    # the tolerance is four standard deviations
     assert share == pytest.approx(0.1, abs=4 * math.sqrt(0.09 / len(files)))
 
 
-def test_split_follows_from_the_path_alone(folder, made, tmp_path):
-    before = {split: set(documents(made, split)) for split in ("train", "val")}
+def test_split_follows_from_the_path_alone(folder, corpus, tmp_path):
+    before = {split: set(documents(corpus, split)) for split in ("train", "val")}
     texts = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
              for path in folder.rglob("*.txt")}
     for split, validation in (("train", False), ("val", True)):
@@ -96,14 +96,15 @@ def test_split_follows_from_the_path_alone(folder, made, tmp_path):
     for i in range(40):
         (folder / f"a new one {i}.txt").write_text(prose(50, 1000 + i), encoding="utf-8")
     after = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
-    assert after.folder != made.folder
+    assert after.folder != corpus.folder
     assert all(before[split] <= set(documents(after, split)) for split in before)
     more = {key for key in texts if is_validation(key, 0.3)}
     assert more > {key for key in texts if is_validation(key, 0.1)}
 
 
 def test_is_validation_is_pinned():
-    """These are sha256, so that a corpus prepared anywhere and ever has the same split."""
+    """The split is decided by SHA-256, so that a corpus has the same split on every machine and in
+    every version."""
     assert [key for key in ("ast.py", "abc.py", "json/decoder.py", "os.py", "io.py",
                             "re/_parser.py")
            if is_validation(key, 0.5)] == ["json/decoder.py", "io.py", "re/_parser.py"]
@@ -120,7 +121,7 @@ def test_one_text_file_is_split_by_blocks(tmp_path):
                for piece in pieces[:-1])
     files = prepare(DataConfig(source=str(path)), 256, tmp_path / "cache")
     stretches, last = {"train": [], "val": []}, None
-    # an independent account of which blocks follow each other in a split
+    # computed independently: which blocks follow each other in a split
     for piece in pieces:
         split = "val" if is_validation(piece.text, 0.1) else "train"
         if split == last:
@@ -218,7 +219,7 @@ def bpe(tmp_path_factory):
 @settings(deadline=None, max_examples=60)
 def test_bpe_round_trip(bpe, text):
     ids = bpe.encode(text)
-    assert bpe.decode(ids) == text and bpe.end not in ids       # no text can end a document
+    assert bpe.decode(ids) == text and bpe.end not in ids       # no text can contain the end token
     assert ids == bpe.part(text, False, False)[0].tolist() and all(0 <= i < bpe.vocab for i in ids)
 
 
@@ -230,9 +231,9 @@ def test_bpe_is_trained_cached_and_kept(bpe, tmp_path):
     assert bpe.decode([*bpe.encode("cat"), 300, *bpe.encode("sat")]) == "cat\ufffdsat"
     again = TOKENIZERS["bpe"].build(300, lambda: iter([text]), tmp_path)
     (cached,) = tmp_path.iterdir()
-    assert again.to_dict() == bpe.to_dict()                     # training is deterministic
+    assert again.to_dict() == bpe.to_dict()                     # learning is deterministic
     stamp = cached.stat().st_mtime_ns
-    # the text decides, not its pieces
+    # the whole text decides, not how it is cut into pieces
     TOKENIZERS["bpe"].build(300, lambda: iter([text[:50], text[50:]]), tmp_path)
     assert cached.stat().st_mtime_ns == stamp and len(list(tmp_path.iterdir())) == 1
     TOKENIZERS["bpe"].build(300, lambda: iter([text + "!"]), tmp_path)
@@ -253,10 +254,10 @@ def test_gpt2_or_the_way_out():
 
 # token files
 
-def test_header_counts_and_layout(made):
-    header = json.loads((made.folder / "header.json").read_text())
+def test_header_counts_and_layout(corpus):
+    header = json.loads((corpus.folder / "header.json").read_text())
     for split in ("train", "val"):
-        raw = np.frombuffer((made.folder / f"{split}.bin").read_bytes(), "<u2")
+        raw = np.frombuffer((corpus.folder / f"{split}.bin").read_bytes(), "<u2")
         facts = header["splits"][split]
         assert (facts["tokens"] == len(raw) and facts["documents"] == (raw == 0).sum()
                 and facts["largest"] == raw.max())
@@ -284,18 +285,18 @@ def test_wide_vocabularies_take_four_bytes(tmp_path, monkeypatch):
                 tmp_path / "cache")
 
 
-def test_preparing_twice_reads_once(folder, made, tmp_path, monkeypatch):
+def test_preparing_twice_reads_once(folder, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(sources_module.Files, "pieces", lambda self: pytest.fail("read again"))
     again = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
-    assert again.folder == made.folder and np.array_equal(again.train, made.train)
-    direct = prepare(DataConfig(source=str(made.folder)), 256, tmp_path / "elsewhere")
-    assert direct.folder == made.folder and not (tmp_path / "elsewhere").exists()
+    assert again.folder == corpus.folder and np.array_equal(again.train, corpus.train)
+    direct = prepare(DataConfig(source=str(corpus.folder)), 256, tmp_path / "elsewhere")
+    assert direct.folder == corpus.folder and not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("harm", ["truncate", "grow", "flip", "missing", "half a header",
                                   "foreign header", "newer"])
-def test_altered_files_are_named(made, harm):
-    target = made.folder / ("header.json" if "header" in harm or harm == "newer" else "train.bin")
+def test_altered_files_are_named(corpus, harm):
+    target = corpus.folder / ("header.json" if "header" in harm or harm == "newer" else "train.bin")
     data = bytearray(target.read_bytes())
     if harm == "truncate":
         data = data[:-2]
@@ -313,7 +314,7 @@ def test_altered_files_are_named(made, harm):
     if harm == "missing":
         target.unlink()
     with pytest.raises(ConfigError, match=rf"{target.name}.*prepare|{target.name}.*upgrade"):
-        open_tokens(made.folder)
+        open_tokens(corpus.folder)
 
 
 def flip(path: Path) -> None:
@@ -323,14 +324,14 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.bin", "header.json"])
-def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, made, tmp_path, name):
-    before = made.train.copy(), made.val.copy()
-    flip(made.folder / name)
+def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, corpus, tmp_path, name):
+    before = corpus.train.copy(), corpus.val.copy()
+    flip(corpus.folder / name)
     with pytest.warns(UserWarning, match=rf"{name}.*It is made again"):
         again = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
-    assert (again.folder == made.folder
+    assert (again.folder == corpus.folder
             and all(map(np.array_equal, before, (again.train, again.val))))
-    # a folder of one's own is never removed
+    # a folder that the user named is never removed
     with pytest.raises(ConfigError, match=r"train\.bin does not have the checksum"):
         own = prepare_into(tmp_path / "own", DataConfig(source=str(folder)), 256,
                            tmp_path / "cache")
@@ -342,7 +343,7 @@ def test_what_was_damaged_in_the_cache_is_made_again_with_a_word(folder, made, t
                                    lambda path: path.write_text('{"model": {}}')],
                          ids=["flipped", "cut", "unsealed"])
 def test_a_cached_tokenizer_that_was_damaged_is_learned_again_with_a_word(plant, bpe, tmp_path):
-    """A flipped byte may be an entry that text still has: it decodes, to something else."""
+    """A flipped byte may lead to another valid entry, which decodes to another text."""
     text = prose(3000)
     TOKENIZERS["bpe"].build(300, lambda: iter([text]), tmp_path)
     (cached,) = tmp_path.iterdir()
@@ -355,20 +356,21 @@ def test_a_cached_tokenizer_that_was_damaged_is_learned_again_with_a_word(plant,
 
 @pytest.mark.parametrize("closed, mode", [(False, 0o644), (True, 0o600)])
 def test_a_private_corpus_is_cached_for_nobody_else(folder, tmp_path, closed, mode):
-    def modes(made) -> set[int]:
-        return {stat.S_IMODE(path.stat().st_mode) for path in made.folder.iterdir()}
+    def modes(corpus) -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in corpus.folder.iterdir()}
 
     data, before = DataConfig(source=str(folder), tokenizer="bpe"), os.umask(0o022)
     try:
-        if closed:      # one file of sixty
+        if closed:      # one of the sixty files
             (folder / "deep" / "1.txt").chmod(0o600)
-        made = prepare(data, 300, tmp_path / "cache")
+        copies = prepare(data, 300, tmp_path / "cache")
         (learned,) = (tmp_path / "cache").glob("bpe-*.json")
-        assert modes(made) == {mode} and stat.S_IMODE(learned.stat().st_mode) == 0o600
+        assert modes(copies) == {mode} and stat.S_IMODE(learned.stat().st_mode) == 0o600
         assert modes(prepare_into(tmp_path / "own", data, 300, tmp_path / "cache")) == {mode}
-        (folder / "deep" / "1.txt").chmod(0o600)        # closed after it was cached
-        assert (prepare(data, 300, tmp_path / "cache").folder == made.folder
-                and modes(made) == {0o600})
+        # access is removed after the text was cached
+        (folder / "deep" / "1.txt").chmod(0o600)
+        assert (prepare(data, 300, tmp_path / "cache").folder == copies.folder
+                and modes(copies) == {0o600})
     finally:
         os.umask(before)
 
@@ -377,8 +379,8 @@ def test_files_whose_names_are_no_utf8_are_read(tmp_path):
     for i in range(40):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{i}\udcff.txt").write_text(prose(50, i))
-    made = prepare(DataConfig(source=str(tmp_path / "texts")), 256, tmp_path / "cache")
-    assert made.header["source"]["files"] == 40
+    files = prepare(DataConfig(source=str(tmp_path / "texts")), 256, tmp_path / "cache")
+    assert files.header["source"]["files"] == 40
 
 
 def test_unigram_entropy_by_hand(tmp_path):
@@ -444,10 +446,10 @@ def test_two_processes_prepare_the_same_thing(folder, tmp_path):
 
 
 def test_what_another_has_prepared_is_read_without_a_right_to_write(folder, tmp_path, monkeypatch):
-    made = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
+    files = prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache")
     (tmp_path / "cache" / "locks").rename(tmp_path / "theirs")
     (tmp_path / "cache" / "locks").symlink_to(tmp_path / "theirs")
-    assert prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache").folder == made.folder
+    assert prepare(DataConfig(source=str(folder)), 256, tmp_path / "cache").folder == files.folder
     with pytest.raises(ConfigError, match="locks' is a link"):
         prepare(DataConfig(source=str(folder), val_fraction=0.2), 256, tmp_path / "cache")
 
@@ -535,7 +537,7 @@ def test_text_without_words_takes_no_quadratic_time(tmp_path, text):
     started = time.process_time()
     tokenizer = TOKENIZERS["bpe"].build(400, lambda: iter([text]), tmp_path)
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert time.process_time() - started < 5    # as one word: minutes
+    assert time.process_time() - started < 5    # as one word, it would take minutes
 
 
 def test_a_learner_that_ends_early_is_named(tmp_path, monkeypatch):
@@ -548,7 +550,8 @@ def test_a_learner_that_ends_early_is_named(tmp_path, monkeypatch):
 
 
 def test_a_learner_ends_with_its_parent(tmp_path):
-    """Killed while the learner waits for more text: it must not wait for ever."""
+    """The parent is killed while the learner waits for more text. The learner must not wait for
+    ever."""
     code = ("import sys, time; from lpkit.datasets import tokenizers as t\n"
             "def texts():\n    yield 'a b ' * 99\n    print('begun', flush=True)\n    "
             "time.sleep(60)\n"
@@ -556,12 +559,12 @@ def test_a_learner_ends_with_its_parent(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
                           text=True) as process:
         assert process.stdout.readline() == "begun\n"
-        # its keeper, and it
+        # two processes: the keeper, and the learner that it keeps
         while len(both := psutil.Process(process.pid).children(recursive=True)) < 2:
             time.sleep(0.01)
         process.kill()
-    for one in both:
-        one.wait(10)
+    for child in both:
+        child.wait(10)
 
 
 # bad input: one sentence, the offender and the way out
@@ -591,7 +594,7 @@ def test_bad_sources(tmp_path, name, data, sentence):
 
 
 def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
-    """Nobody trains on a part of a folder unawares."""
+    """A run must not train on a part of a folder without a message."""
     (tmp_path / "a.txt").write_text("one line\n" * 9999)
     (tmp_path / "b.jsonl.gz").write_bytes(b"packed")
     with pytest.raises(ConfigError,
@@ -615,20 +618,20 @@ def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
     ({"source": "MADE", "val_fraction": 0.2}, 256, "prepared with val_fraction 0.1.*set "
                                                    "data.val_fraction=0.1"),
 ])
-def test_bad_settings(folder, made, tmp_path, settings, vocab, sentence):
+def test_bad_settings(folder, corpus, tmp_path, settings, vocab, sentence):
     (tmp_path / "empty").mkdir()
-    places = {"TEXTS": folder, "EMPTY": tmp_path / "empty", "MADE": made.folder}
+    places = {"TEXTS": folder, "EMPTY": tmp_path / "empty", "MADE": corpus.folder}
     for name, place in places.items():
         settings = settings | {"source": settings["source"].replace(name, str(place))}
     with pytest.raises(ConfigError, match=sentence):
         prepare(DataConfig(**settings), vocab, tmp_path / "cache2")
 
 
-def test_out_must_be_new(folder, made, tmp_path):
+def test_out_must_be_new(folder, corpus, tmp_path):
     with pytest.raises(ConfigError, match="already holds something; choose a new or empty folder"):
         prepare_into(folder, DataConfig(source=str(folder)), 256, tmp_path)
     with pytest.raises(ConfigError, match="prepared already"):
-        prepare_into(tmp_path / "out", DataConfig(source=str(made.folder)), 256, tmp_path)
+        prepare_into(tmp_path / "out", DataConfig(source=str(corpus.folder)), 256, tmp_path)
 
 
 def test_command(folder, tmp_path, capsys, monkeypatch):
@@ -637,11 +640,11 @@ def test_command(folder, tmp_path, capsys, monkeypatch):
     assert main(["data", "prepare", str(folder), "--out", str(out), "--val-fraction", "0.2",
                  "--json"]) == 0
     captured = capsys.readouterr()
-    made = json.loads(captured.out)
-    assert made["val_fraction"] == 0.2 and "tokens of" in captured.err
+    answer = json.loads(captured.out)
+    assert answer["val_fraction"] == 0.2 and "tokens of" in captured.err
     assert main(["data", "show", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert (f"{made['splits']['train']['tokens']:,} tokens" in shown
+    assert (f"{answer['splits']['train']['tokens']:,} tokens" in shown
             and "bytes, 256 entries, uint16" in shown)
     assert main(["data", "prepare", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["folder"].startswith(str(tmp_path / "xdg" / "lpkit"))
@@ -663,7 +666,7 @@ def naive(tokens, starts, T):
             torch.tensor([[int(t) for t in tokens[s + 1:s + T + 1]] for s in starts]))
 
 
-CORPUS = [name for name in POLICIES if "-" in name]       # and not the tasks of a lesson
+CORPUS = [name for name in POLICIES if "-" in name]       # without the tasks of lessons
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
@@ -680,7 +683,7 @@ def test_batches_are_those_of_a_naive_loop(tmp_path, name, dtype):
         assert torch.equal(x, wanted[0]) and torch.equal(y, wanted[1])
         assert x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
         kept = y.clone()
-        x.fill_(-1)         # a policy that lends its memory would show here
+        x.fill_(-1)         # a policy whose batches share memory would fail here
         assert torch.equal(y, kept) and torch.equal(policy.batch(step).tokens, wanted[0])
 
 
@@ -688,7 +691,7 @@ def test_batches_are_those_of_a_naive_loop(tmp_path, name, dtype):
 def test_resuming_needs_no_state(name):
     tokens = np.arange(4000, dtype=np.uint16)
     settings = {key: value for key, value in vars(POLICIES[name].settings).items() if key != "name"}
-    settings |= {"mask": 4000} if "mask" in settings else {}        # no token of the text
+    settings |= {"mask": 4000} if "mask" in settings else {}        # it is not a token of the text
     make = lambda: POLICIES[name].load()(tokens=tokens, batch=3, context=40, seed=5, **settings)
     whole, later = make(), make()
     for step in range(40):
@@ -706,11 +709,11 @@ def test_random_windows_are_uniform_and_independent():
     drawn = np.stack([policy.starts(step) for step in range(steps)])
     expected = drawn.size / windows
     chi2 = ((np.bincount(drawn.ravel(), minlength=windows) - expected) ** 2 / expected).sum()
-    # the first and the last window occur, and none beyond
+    # the first and the last window occur, and no window beyond them
     assert len(np.bincount(drawn.ravel())) == windows
     # mean and four standard deviations of chi-square(49)
     assert chi2 < 49 + 4 * math.sqrt(2 * 49)
-    # neighbours in a batch, and in time
+    # correlation of neighbours in a batch, and of successive steps
     for a, b in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / math.sqrt(a.size)
     other = RandomWindows(tokens=np.arange(windows + 8, dtype=np.uint16), batch=batch, context=8,
@@ -721,7 +724,7 @@ def test_random_windows_are_uniform_and_independent():
 
 
 def test_random_windows_against_splitmix64():
-    """The published generator, in Python's integers."""
+    """The published generator, computed with Python's integers."""
     def reference(state):
         while True:
             state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -743,7 +746,7 @@ def test_one_pass_meets_every_window_once(length):
     count = (length - 1) // 8
     assert sorted(starts[:count]) == list(range(0, 8 * count, 8)) and len(starts) - count < 4
     if count > 50:
-        # sixteen windows reach everywhere
+        # sixteen windows reach all parts of the text
         assert max(np.diff(sorted(starts[:16]))) < length / 6
 
 

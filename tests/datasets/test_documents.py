@@ -36,7 +36,7 @@ def short(tmp_path, monkeypatch):
 
 
 def changed(batch, keep):
-    """Everything but document `keep` of each sequence is other text."""
+    """Return a batch in which all documents but number `keep` of each sequence have other text."""
     other = torch.randint(1, 256, batch.tokens.shape)
     return Batch(torch.where(batch.document_ids == keep, batch.tokens, other), batch.targets,
                  document_ids=batch.document_ids)
@@ -55,13 +55,14 @@ def test_ids_and_weights_are_those_of_a_naive_loop(short):
                 document += token == end
             assert ids.tolist() == wanted and document > 1
             assert weights.tolist() == [float(token != end) for token in tokens.tolist()]
-            same = ids[1:] == ids[:-1]      # who has a weight has a target from its own document
+            same = ids[1:] == ids[:-1]      # a token with a weight has a target in its own document
             assert torch.equal(weights[:-1] > 0, same) and torch.equal(targets[:-1], tokens[1:])
 
 
 def test_a_document_does_not_feel_its_neighbours_after_real_steps(short):
-    """Bit for bit: what is hidden is multiplied by a weight of exactly 0."""
-    found = {}
+    """The numbers are equal bit for bit, because hidden pairs of tokens are multiplied by exactly
+    0."""
+    results = {}
     for kind in ("documents", "full"):
         training = Training.build(Config().replace(PACKED | {"model.attention": kind,
             "data.source": str(short)}))
@@ -70,15 +71,15 @@ def test_a_document_does_not_feel_its_neighbours_after_real_steps(short):
         batch = training.batch(9)
         own = batch.document_ids == 1
         with torch.no_grad():
-            before, after = (training.model(one.tokens, **one.beside)[own]
-                             for one in (batch, changed(batch, 1)))
-        found[kind] = torch.equal(before, after)
-    assert own.any() and found == {"documents": True, "full": False}
+            before, after = (training.model(tokens.tokens, **tokens.beside)[own]
+                             for tokens in (batch, changed(batch, 1)))
+        results[kind] = torch.equal(before, after)
+    assert own.any() and results == {"documents": True, "full": False}
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone(short):
-    """In float64, documents at their places: rotary positions are relative, so each may also begin
-    at 0."""
+    """In float64. Each document is at its position in the sequence, or, because rotary positions
+    are relative, begins at position 0."""
     config = Config().replace(PACKED | {"data.source": str(short), "model.position": "rope"})
     training = Training.build(config)
     model, batch = training.model.double(), training.batch(0)
@@ -89,7 +90,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(short):
             if w.sum():
                 nats, count = nats + training.loss(model,
                     Batch(x, y, weights=w)).item() * w.sum().item(), count + w.sum().item()
-    # logits go through float32 in the loss
+    # the loss computes in float32
     assert packed.item() == pytest.approx(nats / count, rel=1e-6)
 
 

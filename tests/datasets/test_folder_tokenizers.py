@@ -34,7 +34,8 @@ PROMPTS = ["def import(folder):", "The quick", "a\nb", "caf\u00e9s \U0001f642", 
 
 def llama2():
     return zoo.with_tokens(zoo.byte_fallback(),
-                           *(zoo.AddedToken(one, normalized=False, special=True) for one in TURNS))
+                           *(zoo.AddedToken(turn, normalized=False, special=True)
+                             for turn in TURNS))
 
 
 def llama3():
@@ -45,7 +46,7 @@ def qwen2():
     return zoo.byte_level(("<|endoftext|>", *TURNS), zoo.QWEN, normalizer=zoo.normalizers.NFC())
 
 
-# a family: (its tokenizer, what its class is told, the ends)
+# by family: (its tokenizer, the settings of its class, the end tokens)
 KINDS = {
     "gpt2": (lambda: zoo.byte_level(("<|endoftext|>", *TURNS)),
              {"eos_token": "<|endoftext|>", "add_bos_token": False}, [0]),
@@ -53,7 +54,7 @@ KINDS = {
                        "eos_token": "</s>"}, [1, 3]),
     "llama 2": (llama2, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",
                          "eos_token": "</s>", "unk_token": "<unk>"}, [2]),
-    # transformers 5 asks tokenizer.json alone, which has no template here
+    # transformers 5 reads only tokenizer.json, which has no template here
     "llama, bos by its settings": (lambda: zoo.byte_level(("<s>", "</s>", *TURNS), zoo.LLAMA3), {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": {"content": "<s>", "__type": "AddedToken"}, "eos_token": "</s>",
@@ -70,13 +71,13 @@ QUICK = {"gpt2", "llama 2", "qwen2"}
                 params=[pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow)
                         for kind in KINDS])
 def theirs(request, tmp_path_factory):
-    """A folder of random weights, with all that transformers saves of its tokenizer, and both as
-    transformers loads them."""
+    """A folder with random weights and all files that transformers saves for its tokenizer; and the
+    model and the tokenizer that transformers loads from it."""
     folder = tmp_path_factory.mktemp("theirs") / "model"
-    make, said, ends = KINDS[request.param]
+    make, settings, ends = KINDS[request.param]
     library, kind = make(), request.param.partition(" ")[0].strip(",")
     library.save(str(zoo.folder(folder, library) / "tokenizer.json"))
-    known = [library.token_to_id(one) for one in ("<s>",)] if kind == "llama" else [None]
+    known = [library.token_to_id(token) for token in ("<s>",)] if kind == "llama" else [None]
     sizes = {**FOLDERS[kind], "vocab_size": library.get_vocab_size() + 3, "initializer_range": 0.4}
     sizes |= {"n_positions": 96} if kind == "gpt2" else {"max_position_embeddings": 96}
     config = transformers.AutoConfig.for_model(kind, **sizes,
@@ -84,7 +85,7 @@ def theirs(request, tmp_path_factory):
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(CHAT)
     return folder, transformers.AutoModelForCausalLM.from_pretrained(
         folder).eval(), transformers.AutoTokenizer.from_pretrained(folder)
@@ -99,7 +100,7 @@ def run(theirs, tmp_path_factory):
 
 def test_prompts_have_the_ids_of_transformers(theirs, run):
     ours = tokenizer_from_dict(run.tokenizer)
-    for text in [*PROMPTS, *(one for one in zoo.texts() if not one.startswith(" "))]:
+    for text in [*PROMPTS, *(text for text in zoo.texts() if not text.startswith(" "))]:
         assert ours.prompt(text) == theirs[2](text)["input_ids"], text
 
 
@@ -113,13 +114,13 @@ def test_a_chat_turn_has_the_ids_of_transformers(theirs, run):
 
 
 def ended(ids, ends):
-    """Up to the first end, which is left out."""
-    return ids[:next((i for i, one in enumerate(ids) if one in ends), len(ids))]
+    """Return the ids before the first end token."""
+    return ids[:next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def test_greedy_text_is_that_of_generate_token_for_token(theirs, run):
-    """In float32, where the two best logits of 300 are further apart than rounding; it ends where
-    generate ends."""
+    """In float32, where the two largest logits of 300 differ by more than rounding errors. The text
+    ends where `generate` ends."""
     _, model, tokenizer = theirs
     ours, training = tokenizer_from_dict(run.tokenizer), cast_once(trained(run))
     ends = model.generation_config.eos_token_id
@@ -143,16 +144,16 @@ def test_greedy_text_is_that_of_generate_token_for_token(theirs, run):
 
 @pytest.mark.parametrize("theirs", ["gpt2", "llama 2"], indirect=True)
 def test_it_ends_at_each_of_the_ends_that_generation_config_has(theirs, run, tmp_path):
-    """Two of them, which the model says after some tokens of two prompts."""
+    """There are two end tokens, which the model generates after some tokens of two prompts."""
     folder, model, tokenizer = tmp_path / "theirs", theirs[1], theirs[2]
     shutil.copytree(theirs[0], folder)
     ours, training = tokenizer_from_dict(run.tokenizer), cast_once(trained(run))
-    said = [[step[0] for step in generate(training, [ours.prompt(text)], 12, 0, None,
+    generated = [[step[0] for step in generate(training, [ours.prompt(text)], 12, 0, None,
         [torch.Generator()])] for text in PROMPTS[:2]]
-    ends = [said[0][9], said[1][6]]
+    ends = [generated[0][9], generated[1][6]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     again = bring(replace(planned(folder), config=run.config), tmp_path / "again")
-    for text, new in zip(PROMPTS[:2], said):
+    for text, new in zip(PROMPTS[:2], generated):
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             due = model.generate(**tokenizer(text, return_tensors="pt",
@@ -179,7 +180,7 @@ def test_what_goes_out_is_read_as_what_came_in(theirs, run, tmp_path):
     assert after.apply_chat_template(chat, tokenize=False) == before.apply_chat_template(chat,
         tokenize=False)
     for kind in (transformers.AutoConfig, transformers.GenerationConfig):
-        old, new = (kind.from_pretrained(one) for one in (folder, tmp_path / "out"))
+        old, new = (kind.from_pretrained(path) for path in (folder, tmp_path / "out"))
         assert all(getattr(old, key) == getattr(new, key)
                    for key in ("bos_token_id", "eos_token_id", "pad_token_id"))
     again = bring(planned(tmp_path / "out"), tmp_path / "again")
@@ -199,8 +200,8 @@ def test_prompts_may_spell_special_tokens_where_asked(theirs, run, capsys):
 
 @pytest.mark.parametrize("theirs", ["gpt2"], indirect=True)
 def test_a_tokenizer_that_loses_text_is_imported_with_a_warning(theirs, tmp_path):
-    """As a GPT-2 of Chinese has BERT's: prompts have transformers' ids, and the warning shows the
-    first text that does not come back."""
+    """For example a Chinese GPT-2 with BERT's tokenizer: prompts have the ids of transformers, and
+    the warning shows the first text that does not decode to itself."""
     shutil.copytree(theirs[0], tmp_path / "theirs",
                     ignore=shutil.ignore_patterns("token*", "generation*", "chat*"))
     zoo.word_piece().save(str(tmp_path / "theirs" / "tokenizer.json"))

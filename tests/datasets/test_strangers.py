@@ -48,8 +48,8 @@ def theirs(good, tmp_path):
 
 
 def refused(capsys, tmp_path, words, *parts):
-    """The sentence of a command that is refused within SECONDS, has `parts`, and leaves nothing. An
-    alarm ends one that waits."""
+    """Run a command that must be refused within SECONDS. Return its message, which must be one line
+    that contains `parts`. The command must leave no file. An alarm ends a command that hangs."""
     before, _ = {*tmp_path.rglob("*")}, capsys.readouterr()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it waits")))
     signal.alarm(round(SECONDS * patience()))
@@ -57,12 +57,12 @@ def refused(capsys, tmp_path, words, *parts):
         code = cli.main([str(word) for word in words])
     finally:
         signal.alarm(0)
-    said = capsys.readouterr().err
-    assert (code == 2 and said.startswith("lpkit: ") and said.count("\n") == 1
-            and said[:-1].isprintable()), said
-    assert all(part in said for part in parts), said
+    printed = capsys.readouterr().err
+    assert (code == 2 and printed.startswith("lpkit: ") and printed.count("\n") == 1
+            and printed[:-1].isprintable()), printed
+    assert all(part in printed for part in parts), printed
     assert {*tmp_path.rglob("*")} == before
-    return said
+    return printed
 
 
 def import_words(theirs, good, subject):
@@ -75,7 +75,7 @@ NO_FILE = {"a named pipe": "is a named pipe, not a file",
 
 
 @pytest.mark.parametrize("subject, file, kind", [
-    *((*one, "a named pipe") for one in (
+    *((*subject, "a named pipe") for subject in (
         ("model", strangers.WEIGHTS), ("model", "tokenizer.json"),
         ("model", "tokenizer_config.json"), ("model", "generation_config.json"),
         ("lora", strangers.ADAPTER), ("lora", strangers.ADAPTER_WEIGHTS))),
@@ -116,8 +116,8 @@ def test_an_adapter_in_a_pickle_is_refused_as_a_model_is(good, theirs, capsys):
 
 
 def test_only_a_small_share_of_an_adapter_is_read(good, theirs, capsys):
-    """A file of 20,000 names that no target has is refused by its header: to read each would take
-    minutes."""
+    """A file with 20,000 tensors that fit no layer is refused by its header. Reading each tensor
+    would take minutes."""
     path = theirs / "lora" / strangers.ADAPTER_WEIGHTS
     save_file({f"{i}": torch.ones(1) for i in range(20_000)}
               | {key: t.clone() for key, t in load_file(path).items()}, path)
@@ -127,49 +127,50 @@ def test_only_a_small_share_of_an_adapter_is_read(good, theirs, capsys):
 
 # ---- tokenizers
 
-@pytest.mark.parametrize("harm, said", [
+@pytest.mark.parametrize("harm, message", [
     ("the pattern (a+)+$", "retry-limit-in-match over"),
     ("a normalizer that hangs", "retry-limit-in-match over"),
     ("an id of 10^9", "an id of 1,000,000,000, and at most 1,048,576 are read"),
     ("a normalizer that grows", "not a tokenizer"), ("an id of 2^32", "not a tokenizer")])
 def test_a_tokenizer_that_would_hang_or_break_later_is_refused_at_import(good, theirs, capsys, harm,
-        said):
+        message):
     strangers.TOKENIZER[harm](theirs / "model" / "tokenizer.json", random.Random(0))
     begun = time.process_time()
-    refused(capsys, theirs, import_words(theirs, good, "model"), said)
+    refused(capsys, theirs, import_words(theirs, good, "model"), message)
     assert time.process_time() - begun < SECONDS
     capsys.readouterr()
     refused(capsys, theirs, ["data", "prepare", good / "text", "--tokenizer", theirs / "model",
-                             "--out", theirs / "tokens"], said)
+                             "--out", theirs / "tokens"], message)
 
 
 def test_padding_of_any_length_is_off_before_a_text_is_read(good, theirs):
-    """It was encoded once with it, which took 10^12 tokens of memory."""
+    """A text was once encoded with the file's padding, which took the memory of 10^12 tokens."""
     strangers.TOKENIZER["padding to 10^12"](theirs / "model" / "tokenizer.json", random.Random(0))
     assert (tokenizers.of_folder(theirs / "model").encode("bottles")
             == tokenizers.of_folder(good / "model").encode("bottles"))
 
 
 def test_a_panic_of_the_library_is_a_sentence_where_only_the_text_brings_it(good):
-    """As a run of others has it, whose checksum is right and whose pattern fails on a text that no
-    probe is: a PanicException is no Exception."""
-    said = json.loads((good / "model" / "tokenizer.json").read_text())
-    said["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"},
+    """The folder of another user's run has a valid checksum, and a pattern that fails on a text
+    that is not among the probes. The library then raises PanicException, which is not an
+    Exception."""
+    library = json.loads((good / "model" / "tokenizer.json").read_text())
+    library["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"},
                              "behavior": "Isolated", "invert": False}
-    made = tokenizers.BPE({"model": said})
-    assert made.encode("bottles")
+    tokenizer = tokenizers.BPE({"model": library})
+    assert tokenizer.encode("bottles")
     with pytest.raises(ConfigError,
                        match=r"that reads any text .*retry-limit-in-match over.*; save it again"):
-        made.encode("q" * 40 + "x")
+        tokenizer.encode("q" * 40 + "x")
     with pytest.raises(ConfigError, match="retry-limit-in-match over"):
-        made.prompt("q" * 40 + "x")
+        tokenizer.prompt("q" * 40 + "x")
 
 
-# of subprocess, which is interrupted
+# the call of subprocess, which is interrupted
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
-    """A process of its own may take ten seconds; this one hears at once, and leaves nothing
-    running."""
+    """The process that tries the tokenizer may take ten seconds. Ctrl-C ends the command at once,
+    and leaves no process."""
     monkeypatch.setattr(tokenizers, "TRY", "import time; time.sleep(100)")
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     begun = time.monotonic()
@@ -191,7 +192,7 @@ def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
 
 @pytest.fixture
 def small_disk():
-    """No file of this process may grow beyond 4 kB, as on a disk that is full."""
+    """No file of this process may be larger than 4 kB, as on a full disk."""
     # Python ignores the signal, so that a write fails
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -205,7 +206,7 @@ def test_a_disk_that_fills_is_one_sentence(good, theirs, capsys, small_disk, com
     if command == "export":
         assert cli.main([*map(str, words)]) == 0
         capsys.readouterr()
-        # merged, where there is an adapter
+        # merged, if there is an adapter
         words = ["export", theirs / "out", "--out", theirs / "again"]
     small_disk()
     refused(capsys, theirs, words, str(theirs), "File too large")
@@ -220,27 +221,28 @@ def test_logits_that_are_no_numbers_draw_no_token():
 
 
 def test_token_files_that_are_no_files_are_never_opened(good, theirs, capsys):
-    """Of a header that says that there are no tokens, and has its checksum."""
+    """The header says that there are no tokens, and has a valid checksum."""
     from lpkit import records
 
-    made = theirs / "made"
-    assert cli.main(["data", "prepare", str(theirs / "text"), "--out", str(made)]) == 0
-    header = records.read(made / "header.json")
+    prepared = theirs / "made"
+    assert cli.main(["data", "prepare", str(theirs / "text"), "--out", str(prepared)]) == 0
+    header = records.read(prepared / "header.json")
     header["splits"]["train"]["tokens"] = 0
-    (made / "header.json").write_text(records.sealed(header))
-    (made / "train.bin").unlink()
-    os.mkfifo(made / "train.bin")
+    (prepared / "header.json").write_text(records.sealed(header))
+    (prepared / "train.bin").unlink()
+    os.mkfifo(prepared / "train.bin")
     with pytest.raises(ConfigError, match=r"train\.bin is a named pipe"):
-        open_tokens(made)
+        open_tokens(prepared)
 
 
 # ---- names and exit codes
 
 def test_names_of_strangers_reach_no_terminal_raw(good, theirs, capsys):
     (theirs / "lora").rename(theirs / strangers.ESCAPE)
-    said = refused(capsys, theirs, ["import", theirs / strangers.ESCAPE, "--out", theirs / "out"],
-                   "holds no model of transformers")
-    assert "\x1b" not in said
+    printed = refused(capsys, theirs,
+                      ["import", theirs / strangers.ESCAPE, "--out", theirs / "out"],
+                      "holds no model of transformers")
+    assert "\x1b" not in printed
     path = theirs / "model" / strangers.WEIGHTS
     save_file({key: t.clone() for key, t in load_file(path).items()}
               | {f"{strangers.ESCAPE}": torch.ones(1)}, path)
@@ -248,7 +250,8 @@ def test_names_of_strangers_reach_no_terminal_raw(good, theirs, capsys):
 
 
 def test_who_was_killed_is_no_wrong_input(monkeypatch, capsys):
-    """The command line asks the type of the error alone, and it comes from another process."""
+    """The command line chooses the exit code by the type of the error, which comes from another
+    process."""
     assert (issubclass(GoneError, RunFailedError)
             and type(unpacked(*packed(GoneError("gone")))) is GoneError)
     for error, code in ((GoneError("gone"), 1), (RunFailedError("the loss is NaN"), 2),

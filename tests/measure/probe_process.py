@@ -19,9 +19,9 @@ def answers(report):
         yield {"probes": [row]}
 
 
-def main(writer: str, told: str) -> None:
+def main(writer: str, request: str) -> None:
     """Each name's first word says what its probe does."""
-    names = json.loads(told)["only"]
+    names = json.loads(request)["only"]
     with open(int(writer), "w") as out:
         print(json.dumps({"checks": [[name, "recipe", "fp32"] for name in names],
                           "device": ",".join(names)}), file=out, flush=True)

@@ -20,32 +20,33 @@ TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.
 
 
 @pytest.fixture(scope="module")
-def found():
-    """Two dtypes of every kind and backend."""
+def cells_by_pair():
+    """The results of each backend and each kind of attention, in two dtypes."""
     return run("cpu", dtypes=("float32", "bfloat16"))
 
 
-def test_every_kind_by_every_backend_is_on_the_page_and_true_here(found):
+def test_every_kind_by_every_backend_is_on_the_page_and_true_here(cells_by_pair):
     heads = TABLE[0]
     assert (heads == ["backend", *models()] and set(KINDS)
             <= set(heads)), "python -m tests.pages attention"
     rows = {row[0]: dict(zip(heads, row)) for row in TABLE[1:1 + len(ATTENTION)]}
     assert list(rows) == list(ATTENTION)
-    for (name, kind), cells in found.items():
-        said = rows[name][kind].split(" ")
-        said = dict(zip(DTYPES, said if len(said) == 3 else ["-"] * 3, strict=True))
+    for (name, kind), cells in cells_by_pair.items():
+        errors = rows[name][kind].split(" ")
+        errors = dict(zip(DTYPES, errors if len(errors) == 3 else ["-"] * 3, strict=True))
         for dtype, cell in cells.items():
-            assert (said[dtype] == "-") == bool(cell.why), (name, kind, dtype, cell)
-            # other processors sum in another order; fp8's and 16 bits' errors are the formats'
+            assert (errors[dtype] == "-") == bool(cell.why), (name, kind, dtype, cell)
+            # other processors sum in another order; errors of FP8 and 16 bits come from the formats
             if not cell.why:
-                assert float(said[dtype]) / 10 <= float(error(cell)) <= 10 * float(said[dtype]), (
+                listed = float(errors[dtype])
+                assert listed / 10 <= float(error(cell)) <= 10 * listed, (
                     name, kind, dtype, cell)
             else:
                 assert cell.why in PAGE, cell
 
 
-def test_what_does_not_work_says_what_does(found):
-    for (backend, _), cells in found.items():
+def test_what_does_not_work_says_what_does(cells_by_pair):
+    for (backend, _), cells in cells_by_pair.items():
         for cell in cells.values():
             assert bool(cell.why) == (error(cell) == "-")
             alone = cell.nearest in ATTENTION and cell.nearest != backend
@@ -69,7 +70,8 @@ def test_a_backend_that_raises_or_is_wrong_is_a_sentence(call, why, monkeypatch)
 
 
 def test_each_kind_leaves_something_out():
-    """At the page's sizes; else a kind would be tried as full attention."""
+    """At the page's sizes, each kind hides some pairs of tokens; else it would be tried as full
+    attention."""
     full = models()["full"].attention.rule(130).pairs(130)
     for name in ("window", "block-sparse", "global"):
         assert models()[name].attention.rule(130).pairs(130) < full, name

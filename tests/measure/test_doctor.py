@@ -40,12 +40,12 @@ def report(doctors_report):
 def test_the_report_is_json_and_each_row_has_its_reason(report):
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     names = [check.name for check in doctor.CHECKS]
-    assert [found["name"] for found in report["probes"]] == [*names, *matrix.checks()]
-    for found in report["probes"]:
-        assert (found["works"] != bool(found["why"])
-                and found["works"] == bool(found["detail"])), found
-        assert found["works"] or found["nearest"], (
-            f"{found['name']} does not work here, and nothing is offered instead")
+    assert [probed["name"] for probed in report["probes"]] == [*names, *matrix.checks()]
+    for probed in report["probes"]:
+        assert (probed["works"] != bool(probed["why"])
+                and probed["works"] == bool(probed["detail"])), probed
+        assert probed["works"] or probed["nearest"], (
+            f"{probed['name']} does not work here, and nothing is offered instead")
 
 
 def test_rows_of_an_import_are_tried_beside_the_packages_own():
@@ -65,7 +65,7 @@ def test_the_machine_is_this_one(report):
 
 
 def test_what_every_torch_can_do_works_here(report):
-    works = {found["name"] for found in report["probes"] if found["works"]}
+    works = {probed["name"] for probed in report["probes"] if probed["works"]}
     assert {"fp32", "bf16", "plain", "sdpa", "tiled", "gloo", "DDP", "FSDP2"} <= works
     assert (report["chosen"]["precision"]["used"] in ("bf16", "fp32")
             and report["chosen"]["precision"]["why"])
@@ -75,10 +75,10 @@ def test_what_every_torch_can_do_works_here(report):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_without_a_gpu_the_gpu_rows_say_so(report):
-    found = {row["name"]: row for row in report["probes"]}
+    rows = {row["name"]: row for row in report["probes"]}
     for name in ("tf32", "mxfp8, scaled_mm", "nvfp4, scaled_mm", "flash-attn", "nccl", "triton",
                  "fp8 stores"):
-        assert not found[name]["works"] and found[name]["why"] and found[name]["nearest"]
+        assert not rows[name]["works"] and rows[name]["why"] and rows[name]["nearest"]
 
 
 def test_a_wrong_product_does_not_count_as_working(monkeypatch):
@@ -97,17 +97,17 @@ def test_a_wrong_product_does_not_count_as_working(monkeypatch):
 
 
 def test_compiled_fp8_stores_are_compared_bit_by_bit():
-    """A store that went wrong is a sentence: NaN bytes in the transposed one, as Triton leaves
-    them, or one bit of the other."""
+    """A wrong store is reported: NaN bytes in the transposed store, which Triton's error leaves, or
+    a single wrong bit in the other store."""
     assert doctor.fp8_stores(CPU, lambda function: function).startswith(
         "6 of 6 compiled casts to E4M3 and E5M2 were tried and have the bits")
 
     def spoiled(which: int, byte: int):
         def compiled(function):
             def run(x):
-                made = function(x)
-                made[which].view(torch.uint8)[3, 5] = byte
-                return made
+                stored = function(x)
+                stored[which].view(torch.uint8)[3, 5] = byte
+                return stored
             return run
         return compiled
 
@@ -118,9 +118,9 @@ def test_compiled_fp8_stores_are_compared_bit_by_bit():
     with pytest.raises(UnavailableError,
                        match=r"stored as it is, has 1 wrong values of 196,608, 0 of them NaN"):
         doctor.fp8_stores(CPU, spoiled(0, 0x31))
-    found = probe(row("fp8 stores"), CPU)
-    assert (not found.works and "nothing compiles with Triton for a CPU" in found.why
-            and "system.compile=false" in found.nearest)
+    outcome = probe(row("fp8 stores"), CPU)
+    assert (not outcome.works and "nothing compiles with Triton for a CPU" in outcome.why
+            and "system.compile=false" in outcome.nearest)
 
 
 def test_the_operands_are_exact_in_eight_bits():
@@ -136,8 +136,8 @@ def test_what_a_check_raises_is_its_reason(error, why):
     def run(device):
         raise error
 
-    found = probe(Check(name="x", kind="precision", run=run, nearest="y"), CPU)
-    assert (found.works, found.why, found.nearest, found.detail) == (False, why, "y", "")
+    outcome = probe(Check(name="x", kind="precision", run=run, nearest="y"), CPU)
+    assert (outcome.works, outcome.why, outcome.nearest, outcome.detail) == (False, why, "y", "")
 
 
 @pytest.mark.dist
@@ -150,26 +150,26 @@ def test_processes_that_crash_or_hang_are_a_row(function, works, why, monkeypatc
     monkeypatch.setattr(doctor, "_warm_parent", lambda: parent)
     monkeypatch.setattr(doctor, "PROGRAM", f"tests.parallel.rank_functions:{function}")
     monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0)
-    found = probe(Check(name="x", kind="parallel",
+    outcome = probe(Check(name="x", kind="parallel",
                         run=partial(doctor._processes, function, "gloo")), CPU)
-    assert found.works is works and why in found.why
+    assert outcome.works is works and why in outcome.why
 
 
 def test_fp8_stores_keep_to_a_budget_of_their_own(monkeypatch):
-    """Compiling one takes seconds on a GPU; the probe says of how many it speaks, and has tried
-    one."""
+    """Compiling a kernel takes seconds on a GPU. If the time is over, the report says how many
+    casts were tried, which is at least one."""
     monkeypatch.setattr(doctor, "PROCESS_SECONDS", -1.0)
     assert doctor.fp8_stores(CPU, lambda function: function).startswith("1 of 6 ")
 
 
 def test_a_row_names_one_alternative():
-    """The backend that the reason names comes before the check's own alternative."""
+    """The backend that the reason names replaces the check's own alternative."""
     def run(device):
         raise UnavailableError("needs a GPU; sdpa can")
 
-    found = probe(Check(name="sdpa-fa3", kind="attention", run=run, nearest="plain"), CPU)
-    assert (found.why, found.nearest) == ("needs a GPU", "sdpa")
-    page = "\n".join(doctor_command.Page().lines({"probes": [asdict(found)]}))
+    outcome = probe(Check(name="sdpa-fa3", kind="attention", run=run, nearest="plain"), CPU)
+    assert (outcome.why, outcome.nearest) == ("needs a GPU", "sdpa")
+    page = "\n".join(doctor_command.Page().lines({"probes": [asdict(outcome)]}))
     assert page.endswith("- sdpa-fa3            needs a GPU. Use sdpa instead.")
 
 
@@ -188,8 +188,8 @@ def test_the_command_prints_one_object_and_a_page_for_people(report, monkeypatch
 
 
 def test_each_row_is_printed_before_the_next_probe_starts(monkeypatch, capsys):
-    """And the rows about the system before anything is tried. No clock: the order is what a reader
-    waits for."""
+    """The rows about the system are printed before the first check runs. The test compares the
+    order of events, not times."""
     row = {"name": "", "kind": "precision", "works": True, "detail": "x", "why": "", "nearest": ""}
 
     def answers(imports):
@@ -205,12 +205,12 @@ def test_each_row_is_printed_before_the_next_probe_starts(monkeypatch, capsys):
 
     monkeypatch.setattr(probes, "answers", answers)
     assert cli.main(["doctor", "--import", "tests.techniques.own_rows"]) == 0
-    said = capsys.readouterr().out
-    assert "third" in said and said.endswith("not known, because no race was measured.\n")
+    printed = capsys.readouterr().out
+    assert "third" in printed and printed.endswith("not known, because no race was measured.\n")
 
 
 def test_what_is_printed_first_needs_no_torch():
-    """PyTorch's import takes seconds, and beside other work many."""
+    """Importing PyTorch takes seconds, and longer on a busy machine."""
     code = ("import sys; from lpkit.commands import doctor; from lpkit.measure import probes\n"
             "page = doctor.Page(); print(next(page.lines({'machine': probes.facts()})), 'torch' in "
             "sys.modules)")
@@ -235,9 +235,9 @@ def test_figures_of_a_busy_machine_are_marked():
 @pytest.mark.parametrize("fp32, bf16, used",
                          [(2.0, 1.0, "bf16"), (1.05, 1.0, "fp32"), (40.52, 1.0, "fp32")])
 def test_the_race_counts_cpu_time_and_believes_no_wonder(monkeypatch, fp32, bf16, used):
-    """Beside two busy processes a product of bf16 fitted between two turns of the others and that
-    of fp32 did not: wall-clock times said up to 31 times the speed where it is twice. A ratio that
-    no processor has decides nothing."""
+    """Beside two busy processes, a matmul in bf16 fitted between two turns of the others and a
+    matmul in fp32 did not. Wall-clock times gave a speed-up of up to 31, where the true one is 2. A
+    speed-up that no processor can have decides nothing."""
     seen = {}
 
     def seconds(runners, *, rounds, within_seconds, clock):

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def by_pair(probes):
-    return {tuple(found.name.split(", ")): found for found in probes}
+    return {tuple(cell.name.split(", ")): cell for cell in probes}
 
 
 def status(cells, recipe, backend):
@@ -32,25 +32,25 @@ def status(cells, recipe, backend):
 
 
 def test_every_recipe_is_emulated_here_in_every_way(cells):
-    """Run, against the definition in float64: the README may say that each recipe trains on a
-    CPU."""
+    """Each recipe runs and is compared with its definition in float64, so that the README may say
+    that each recipe trains on a CPU."""
     for name, recipe in RECIPES.items():
         backend, want = ("emulated", "emulated, ") if recipe.products else ("pytorch", "native, ")
-        found = by_pair(cells)[name, backend]
-        assert found.works and found.detail.startswith(want) and ";" not in found.detail, found
+        cell = by_pair(cells)[name, backend]
+        assert cell.works and cell.detail.startswith(want) and ";" not in cell.detail, cell
 
 
 def test_every_pair_is_answered_and_a_no_says_why_and_what_instead(cells):
-    assert [found.name for found in cells] == list(matrix.checks())
+    assert [cell.name for cell in cells] == list(matrix.checks())
     assert len(cells) == sum(len(matrix.backends_of(recipe)) for recipe in RECIPES.values())
-    for found in cells:
-        assert (found.works == bool(found.detail) != bool(found.why)
-                and bool(found.nearest) == (not found.works)), found
+    for cell in cells:
+        assert (cell.works == bool(cell.detail) != bool(cell.why)
+                and bool(cell.nearest) == (not cell.works)), cell
 
 
 def test_on_a_cpu_rules_and_probes_agree(cells):
-    """Where a library is not installed only the rule can answer; a rule knows no torch 2.11, which
-    has no FP8 with a scale a row."""
+    """If a library is not installed, only the rule has an answer. The rules do not cover torch
+    2.11, which has no FP8 matmul with scales per row."""
     for ruled in rules.by_rule("cpu"):
         run = by_pair(cells)[ruled.recipe, ruled.backend]
         assert ((run.detail or "no,").partition(",")[0] == ruled.status
@@ -100,14 +100,14 @@ def test_the_page_is_up_to_date():
 
 
 def test_wrong_numbers_are_a_no(monkeypatch):
-    """A backend that answers is not a backend that works."""
+    """A backend that returns a result does not yet work: the result must be right."""
     class Wrong(type(BACKENDS["emulated"])):
         def product(self, a, b, dtype, bias=None, **how):
             return super().product(a, b, dtype, bias) * 1.1
 
     monkeypatch.setitem(BACKENDS, "emulated", Wrong())
-    found = probe(matrix.checks()["fp8-tensorwise, emulated"], CPU)
-    assert not found.works and "not the recipe's" in found.why and found.nearest
+    outcome = probe(matrix.checks()["fp8-tensorwise, emulated"], CPU)
+    assert not outcome.works and "not the recipe's" in outcome.why and outcome.nearest
 
 
 def test_state_that_moves_twice_is_seen(monkeypatch):
@@ -116,7 +116,7 @@ def test_state_that_moves_twice_is_seen(monkeypatch):
     once = ScaledLinear.forward
 
     def forward(self, x):
-        self.amax_history += 1      # as a recomputed forward would
+        self.amax_history += 1      # as recomputation would
         return once(self, x)
 
     monkeypatch.setattr(ScaledLinear, "forward", forward)
@@ -128,8 +128,8 @@ def test_state_that_moves_twice_is_seen(monkeypatch):
                          [("crash", False, "its process ended with exit code 134"),
                           ("hang", None, "not measured within 3 s")])
 def test_a_crash_or_a_hang_is_one_row(does, works, why):
-    """A machine that was too busy to answer has not said no. The next process is asked for the
-    rest."""
+    """A check that takes too long is unknown, and does not count as a failure. The next process
+    runs the remaining checks."""
     begun, *parts = probes.answers(only=["fine", does, "fine too"], seconds=3,
                                    module="tests.measure.probe_process")
     assert (begun["device"] == f"fine,{does},fine too"
@@ -170,5 +170,5 @@ def test_what_does_not_work_with_a_pair_is_named(feature, monkeypatch):
         raise ArithmeticError("for a reason")
 
     monkeypatch.setattr(matrix.Trial, feature, fails)
-    found = probe(matrix.checks()["fp32, pytorch"], CPU)
-    assert found.works and found.detail.endswith(f"; no {feature}: for a reason")
+    outcome = probe(matrix.checks()["fp32, pytorch"], CPU)
+    assert outcome.works and outcome.detail.endswith(f"; no {feature}: for a reason")

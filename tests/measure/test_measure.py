@@ -35,23 +35,23 @@ from lpkit.training import loop
 def test_saved_bytes_counts_each_storage_once_and_leaves_parameters_out():
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
     x = torch.ones(32, 8)
-    found = saved_bytes(model, lambda: model(x).sum())
+    saved = saved_bytes(model, lambda: model(x).sum())
     # the first product's input; tanh's output, which is also the second product's input
-    assert found.total_bytes == 32 * (8 + 16) * 4
+    assert saved.total_bytes == 32 * (8 + 16) * 4
     assert saved_bytes(model, lambda: model(x).sum(), ignore=[x]).total_bytes == 32 * 16 * 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_saved_bytes_tells_the_weights_16_bit_copies_apart():
     model = nn.Linear(8, 16, bias=False)
-    x = torch.ones(32, 8, requires_grad=True)     # so that backward needs the weight too
+    x = torch.ones(32, 8, requires_grad=True)     # so that backward also needs the weight
 
     def loss():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).sum()
 
-    found = saved_bytes(model, loss)
-    assert found.weight_copy_bytes == 8 * 16 * 2 and found.operations == {"": 32 * 8 * 2}
+    saved = saved_bytes(model, loss)
+    assert saved.weight_copy_bytes == 8 * 16 * 2 and saved.operations == {"": 32 * 8 * 2}
 
 
 def test_a_step_that_cannot_be_differentiated_is_refused():
@@ -87,7 +87,7 @@ LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
 
 @pytest.mark.parametrize("asked, flops, before, busy, used, why", [
     (3, 1.0, "2", 0.9, "3", "requested"),                       # first what somebody wants
-    # else the sums of a resumed run have another order
+    # else a resumed run would sum in another order
     (None, LARGE, "1", 0.0, "1", "as when this run began"),
     (None, 0.9 * SMALL_FLOPS, None, 0.0, "1", "MFLOP"),
     (None, LARGE, None, 0.0, "4", "other processes use 0%"),
@@ -118,7 +118,7 @@ def test_a_gpu_asks_nobody_for_threads(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an affinity is Linux's")
 def test_a_busy_neighbour_is_seen_and_oneself_is_not(tmp_path, this_machine):
-    """On one core, which both share: each gets half of it."""
+    """Both processes share one core, so each gets half of it."""
     allowed, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     (busy := tmp_path / "busy").touch()
@@ -164,7 +164,7 @@ def test_the_resident_peak_rises_with_an_allocation_and_can_be_reset():
     held = torch.ones(2**26)      # 256 MiB
     assert peak_bytes("cpu") - before >= 0.9 * held.nbytes
     del held
-    assert peak_bytes("cpu") - before >= 0.9 * 2**28      # it does not fall by itself
+    assert peak_bytes("cpu") - before >= 0.9 * 2**28      # it does not shrink by itself
     reset_peak("cpu")
     assert peak_bytes("cpu") - before < 0.5 * 2**28
 
@@ -174,15 +174,17 @@ def test_this_machine_is_a_row_of_the_catalogue():
     assert here.kind == "cpu" and here.memory_bytes > 1e9 and here.bytes_per_second > 1e8
     assert set(here.flops) == {"fp32", "bf16"} and all(rate > 1e8 for rate in here.flops.values())
     assert here.details["threads"] == torch.get_num_threads()
-    said = predict(Config(), here)
-    assert said.run.cost is None and said.run.energy_wh is None and said.step_seconds > 0
+    predicted = predict(Config(), here)
+    assert (predicted.run.cost is None and predicted.run.energy_wh is None
+            and predicted.step_seconds > 0)
 
 
 @pytest.mark.parametrize("dtype, error",
                          [("fp32", 1e-6), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.02)])
 def test_ceilings_are_products_of_random_numbers(dtype, error):
-    """Zeros and ones take less power. Two normal matrices, whatever was drawn before, in the
-    format's own precision; INT8 by 32."""
+    """Matrices of zeros and ones would need less power, so that a device might run faster. The
+    operands are normal random numbers, independent of earlier draws, in the format's precision; for
+    INT8, normal numbers times 32."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     y = hardware.product((64, 128), (128, 32), dtype, torch.device("cpu"))().double()
@@ -197,7 +199,8 @@ def test_ceilings_are_products_of_random_numbers(dtype, error):
 @pytest.mark.parametrize("capability, low",
                          [((7, 0), ()), ((8, 0), ("int8",)), ((8, 9), ("fp8", "int8"))])
 def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
-    """And what was measured on a Hopper GPU is no longer said to multiply none of them."""
+    """The low-precision formats that a GPU's hardware multiplies are measured, and `advise` then
+    takes their recipes for native."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert (hardware.low_formats(torch.device("cuda")) == low
             and hardware.low_formats(torch.device("cpu")) == ())
@@ -213,7 +216,7 @@ def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
 
 
 def test_provenance_of_a_gpu(monkeypatch, tmp_path):
-    """By nvidia-smi, or not at all."""
+    """The driver's facts come from nvidia-smi; without it there are none."""
     want = {"driver": "580.1", "power_limit_watts": 700.0, "sm_clock_mhz": 1755.0,
             "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
     smi = tmp_path / "nvidia-smi"
@@ -236,13 +239,14 @@ def test_provenance_of_a_gpu(monkeypatch, tmp_path):
 
 def test_a_step_beside_the_ceilings():
     config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2})
-    found = roofline(config, device="cpu", rounds=3)
-    names = [p.name for p in found.product_rates]
+    measured = roofline(config, device="cpu", rounds=3)
+    names = [p.name for p in measured.product_rates]
     assert len(names) == len(set(names)) == 3 * len(products(config.model, batch=2))
-    assert len(found.floors) == len(found.phases) == 3 and min(found.ratio_to_floor) > 0
-    assert found.seconds["step"] >= found.seconds["forward"] > 0 and found.floor_seconds["step"] > 0
-    assert 0 <= found.other_cpu_share < 1.1
-    assert found.machine.flops.keys() == {found.precision.used}
+    assert len(measured.floors) == len(measured.phases) == 3 and min(measured.ratio_to_floor) > 0
+    assert (measured.seconds["step"] >= measured.seconds["forward"] > 0
+            and measured.floor_seconds["step"] > 0)
+    assert 0 <= measured.other_cpu_share < 1.1
+    assert measured.machine.flops.keys() == {measured.precision.used}
 
 
 def test_a_step_is_measured_with_its_choices(monkeypatch):
@@ -261,11 +265,12 @@ def test_a_step_is_measured_with_its_choices(monkeypatch):
 def test_models_take_turns():
     small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1,
                               "precision.recipe": "fp32"})
-    found = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu",
+    measured = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})],
+                        device="cpu",
                      rounds=2)
     # 96 times the work
-    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1
-    assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
+    assert 0 < measured.seconds[0] < measured.seconds[1] and 0 <= measured.other_cpu_share < 1.1
+    assert measured.precision.used == "fp32" and measured.where.endswith("the best of 2 turns")
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
@@ -273,12 +278,12 @@ def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
                                "model.vocab": 512, "global_batch": 4,
                                "model.context": 64, "precision.recipe": "fp32",
                                "system.device": "cpu"})
-    found = measure.seconds(config, rounds=1)
-    assert sum(found.rows.values()) == pytest.approx(found.step_seconds)
+    measured = measure.seconds(config, rounds=1)
+    assert sum(measured.rows.values()) == pytest.approx(measured.step_seconds)
     assert {"attention.qkv", "attention.out", "mlp.up, mlp.down", "head", "attention", "optimizer",
-            measure.OTHER} <= set(found.rows)
+            measure.OTHER} <= set(measured.rows)
     names = [row.name for row in measure.reconcile_seconds(config, rounds=1)]
-    assert set(names) - {measure.REST} == set(found.rows) - {measure.REST}
+    assert set(names) - {measure.REST} == set(measured.rows) - {measure.REST}
 
 
 def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
@@ -299,7 +304,8 @@ def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
     {"memory.moment_format": "int8"}],
                          ids=["in-backward", "8-bit moments"])
 def test_a_step_is_timed_under_any_optimizer(changes):
-    """Gradients may be gone when backward ends, and a state may hold more than tensors."""
+    """Gradients may be freed when backward ends, and an optimizer's state may have more than
+    tensors."""
     config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2,
                                "model.context": 16, "precision.recipe": "fp32",
                                "system.device": "cpu", **changes})

@@ -51,8 +51,8 @@ def stats(drawn, cast, **amax):
 
 
 def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
-    """A scale per block, from its largest magnitude."""
-    largest, one = FORMATS[cast.format].largest, np.float32(1)
+    """Return a scale for each block, from its largest magnitude."""
+    largest, unit = FORMATS[cast.format].largest, np.float32(1)
     if cast.scale == "float32":
         return np.maximum(amax, np.float32(2.0**-100)) / np.float32(largest)
     if cast.scale == "power-of-two":
@@ -60,16 +60,16 @@ def naive_scales(amax: np.ndarray, cast) -> np.ndarray:
                          for row in amax])
     if cast.scale == "e4m3":
         encode = np.float32(largest * 448) / np.float32(amax.max())
-        scales = (np.float32(amax) * (encode * np.float32(1 / largest))).clip(0, 448 * one)
+        scales = (np.float32(amax) * (encode * np.float32(1 / largest))).clip(0, 448 * unit)
         return scales.astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / encode
     tensor = amax.max() / np.float32(largest * 448)
-    return ((amax / np.float32(largest) / tensor).clip(2.0**-6 * one,
-        448 * one).astype(ml_dtypes.float8_e4m3fn) \
+    return ((amax / np.float32(largest) / tensor).clip(2.0**-6 * unit,
+        448 * unit).astype(ml_dtypes.float8_e4m3fn) \
         .astype(np.float32) * tensor)
 
 
 def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
-    """The statistics by loops over blocks."""
+    """Return the statistics, computed by loops over blocks."""
     x = x.double().numpy().astype(np.float32)
     if cast.transform == "hadamard":
         x = (x.reshape(len(x), -1, 16) @ hadamard_matrix().float().numpy()).reshape(x.shape)
@@ -85,7 +85,7 @@ def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
     per_block, empty = [], []
     for i, row in enumerate(tiles):
         for j, tile in enumerate(row):
-            # a scale of 0: nothing is left
+            # with a scale of 0, all elements become 0
             scaled = tile.astype(np.float32) / np.float32(scales[i, j] or np.inf)
             clipped = scaled.clip(-fmt.largest, fmt.largest)
             grid = (np.rint(clipped) if cast.format == "int8"
@@ -112,7 +112,7 @@ def naive(x: torch.Tensor, cast, fixed_amax: float | None = None) -> dict:
 
 
 def wild(rows: int = 256, columns: int = 256) -> torch.Tensor:
-    """Six decades of magnitudes, outliers, zeros and a block of zeros."""
+    """Return a tensor with magnitudes over six decades, outliers, zeros and a block of zeros."""
     g = torch.Generator().manual_seed(3)
     x = (torch.randn(rows, columns, generator=g)
          * 10 ** (3 * torch.randn(rows, columns, generator=g).clamp(-1, 1)))
@@ -127,34 +127,34 @@ def wild(rows: int = 256, columns: int = 256) -> torch.Tensor:
 def test_every_statistic_is_its_definition(name, role):
     cast = replace(cast_of(RECIPES[name], role), rounding="nearest-even")
     x = wild()
-    found = stats(draw(x, [cast], None), cast)
+    quality = stats(draw(x, [cast], None), cast)
     for field, want in naive(x, cast).items():
         exact = field in ("underflow", "saturated", "saturated_blocks", "zeroed_blocks",
                           "zero_blocks")
         # Mixing by a Hadamard matrix in another order moves elements that lie on a midpoint.
         tolerance = 1e-12 if exact and cast.transform == "none" else 1e-3
-        assert getattr(found, field) == pytest.approx(want, rel=tolerance,
+        assert getattr(quality, field) == pytest.approx(want, rel=tolerance,
             abs=1e-3 if cast.transform != "none" else 1e-4), field
 
 
 def test_a_stale_scale_saturates():
     cast, x = cast_of(RECIPES["fp8-delayed"], "x"), wild()
     amax = x.abs().max() / 64
-    found = stats(draw(x, [cast], None), cast, amax=amax)
+    quality = stats(draw(x, [cast], None), cast, amax=amax)
     want = naive(x, cast, fixed_amax=amax.item())
-    assert found.saturated == want["saturated"] > 0.001
-    assert found.sqnr_db == pytest.approx(want["sqnr_db"], rel=1e-4)
+    assert quality.saturated == want["saturated"] > 0.001
+    assert quality.sqnr_db == pytest.approx(want["sqnr_db"], rel=1e-4)
     fresh = stats(draw(x, [cast], None), cast)
-    assert fresh.saturated == 0 and fresh.sqnr_db > found.sqnr_db + 10
+    assert fresh.saturated == 0 and fresh.sqnr_db > quality.sqnr_db + 10
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_tiny_and_huge_tensors_have_the_same_ratio(size):
     cast, x = cast_of(RECIPES["fp8-tensorwise"], "x"), torch.randn(64, 64,
         generator=torch.Generator().manual_seed(0))
-    one, other = (stats(draw(t, [cast], None), cast) for t in (x, x * size))
-    assert other.sqnr_db == pytest.approx(one.sqnr_db, abs=0.1)
-    assert one.worst_block_db == pytest.approx(one.sqnr_db)
+    usual, other = (stats(draw(t, [cast], None), cast) for t in (x, x * size))
+    assert other.sqnr_db == pytest.approx(usual.sqnr_db, abs=0.1)
+    assert usual.worst_block_db == pytest.approx(usual.sqnr_db)
 
 
 def test_stochastic_rounding_is_seen_as_noise():
@@ -174,24 +174,25 @@ def test_padding_counts_nowhere():
     x = wild(120, 100)
     cast = cast_of(RECIPES["mxfp8"], "x")
     padded = torch.nn.functional.pad(x, (0, 60, 0, 24))
-    one, other = (stats(draw(t, [cast], None), cast) for t in (x, padded))
-    assert one.sqnr_db == pytest.approx(other.sqnr_db)
-    assert one == replace(other, zero_blocks=one.zero_blocks, sqnr_db=one.sqnr_db)
+    usual, other = (stats(draw(t, [cast], None), cast) for t in (x, padded))
+    assert usual.sqnr_db == pytest.approx(other.sqnr_db)
+    assert usual == replace(other, zero_blocks=usual.zero_blocks, sqnr_db=usual.sqnr_db)
 
 
 def test_a_draw_is_unbiased_and_keeps_the_scale_of_the_whole():
-    """The mean over draws is the value over all rows, for every granularity; the tensor's amax is
-    never lost."""
+    """For each granularity, the mean over many draws is the value over all rows, and each draw has
+    the amax of the whole tensor."""
     x, rng = wild(512, 256), torch.Generator().manual_seed(1)
     x[:, 7] = x[:, 8]
     casts = [cast_of(RECIPES[name], "x") for name in ("fp8-tensorwise", "mxfp8", "nvfp4")]
     drawn = [draw(x, casts, 64, rng) for _ in range(400)]
     assert all(d.rows == 64 and d.amax == x.abs().max() for d in drawn)
     for cast in casts:
-        whole, found = stats(draw(x, casts, None), cast), [stats(d, cast) for d in drawn]
-        underflow = np.array([one.underflow for one in found])      # a mean over elements
+        whole, qualities = stats(draw(x, casts, None), cast), [stats(d, cast) for d in drawn]
+        # each underflow is a mean over elements
+        underflow = np.array([quality.underflow for quality in qualities])
         assert abs(underflow.mean() - whole.underflow) < 4 * underflow.std() / 20 + 1e-9
-        tops = {one.window for one in found}
+        tops = {quality.window for quality in qualities}
         assert max(tops) == whole.window and (cast.block != (0, 0) or tops == {whole.window})
 
 
@@ -199,9 +200,9 @@ def test_a_row_that_was_not_drawn_still_sets_the_scale():
     x = torch.ones(1024, 64)
     x[700, 3] = 448.0 * 4
     cast = cast_of(RECIPES["fp8-tensorwise"], "x")
-    found = draw(x, [cast], 16, torch.Generator().manual_seed(0))
-    assert found.x.abs().max() == 1792 and len(found.x) == 16 + 4
-    assert stats(found, cast).window[1] == math.log2(1792)
+    drawn = draw(x, [cast], 16, torch.Generator().manual_seed(0))
+    assert drawn.x.abs().max() == 1792 and len(drawn.x) == 16 + 4
+    assert stats(drawn, cast).window[1] == math.log2(1792)
 
 
 # ---- a run
@@ -243,8 +244,8 @@ def test_off_is_a_call_and_a_remainder(tmp_path):
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
 def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
-    """The sample's own quality, and the counterfactual of its own recipe, are those of the layer's
-    cast."""
+    """The Sample's `own` quality, and the quality of the run's recipe in `others`, are those of the
+    cast that the layer did."""
     training = Training.build(TINY.replace({"precision.recipe": recipe}))
     watched = telemetry.attach(training, None, every=1, rows=None, roles=tuple(ROLES),
                                layers=("blocks.1.mlp.up",))
@@ -257,7 +258,7 @@ def test_what_is_said_is_what_the_layer_did(tmp_path, recipe):
 
     layer.register_forward_hook(take)
     for step in range(3):
-        with watched.watch(step):       # the weights stay what they are
+        with watched.watch(step):       # the weights do not change
             training.forward_backward(training.batch(step))
     samples = watched.samples
     for role in ROLES:
@@ -318,13 +319,13 @@ def test_a_torn_line_is_left_out_and_written_over(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
-@pytest.mark.parametrize("settings, said", [
+@pytest.mark.parametrize("settings, message", [
     ({"every": 0}, "every N >= 1"), ({"rows": 0}, "rows=0"),
     ({"roles": ("y",)}, "there is no role 'y'"),
     ({"layers": ("block.*",)}, "matches no Linear"), ({"counterfactuals": ("mxfp9",)}, "mxfp8"),
 ])
-def test_bad_settings(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
         Telemetry(model=Training.build(TINY).model, **settings)
 
 
@@ -354,17 +355,17 @@ def test_the_map_shows_the_numbers_and_the_chosen_cell(samples):
         for value, step in zip(row, (1, 2)):
             sample = next(s for s in samples if (s.layer, s.step, s.role) == (layer, step, "dy"))
             assert value == 100 * sample.others["nvfp4"].underflow
-    one = next(s for s in samples if (s.layer, s.step, s.role) == ("blocks.1.mlp.up", 1, "dy"))
-    assert (bars["x"] == [e + 0.5 for e in sorted(one.exponents)]
+    chosen = next(s for s in samples if (s.layer, s.step, s.role) == ("blocks.1.mlp.up", 1, "dy"))
+    assert (bars["x"] == [e + 0.5 for e in sorted(chosen.exponents)]
             and sum(bars["y"]) == pytest.approx(100))
     window = next(shape for shape in spec["layout"]["shapes"] if shape.get("fillcolor"))
-    assert (window["x0"], window["x1"]) == one.others["nvfp4"].window
+    assert (window["x0"], window["x1"]) == chosen.others["nvfp4"].window
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_colour_means_one_value_in_every_map(samples, metric):
-    """25.0 and 25.9 dB are not the two ends of the colours; and no sample of a run is beyond them,
-    but by exactness or ruin."""
+    """The colour scale is the same in all maps, so 25.0 and 25.9 dB are not its two ends. Only
+    exact casts and useless casts are beyond its ends."""
     maps = [heat_map(samples, metric=metric, role=role, recipe=recipe) for role in ("x", "dy")
             for recipe in ("mxfp8", "nvfp4")]
     assert len({(spec["data"][0]["zmin"], spec["data"][0]["zmax"]) for spec in maps}) == 1
@@ -381,7 +382,7 @@ def test_a_cell_is_chosen_by_a_click(samples):
     assert (explorer.choices["layer"], explorer.choices["step"]) == ("blocks.1.mlp.down", 1)
     assert "blocks.1.mlp.down</b><br>x, step 1" in explorer.figure.spec["layout"]["annotations"][
         1]["text"]
-    explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is no cell
+    explorer.figure.clicked = {"curve": 1, "x": -3.5, "y": 2}      # a bar is not a cell of the map
     assert explorer.choices["step"] == 1
 
 
@@ -411,8 +412,8 @@ def test_a_run_writes_telemetry_by_its_setting_alone(tmp_path):
 
 
 def test_sampled_steps_leave_nothing_in_memory(tmp_path):
-    """Python holds as many blocks after 24 sampled steps as after 8, but for two dozen a step, with
-    telemetry or without."""
+    """After 24 sampled steps, Python has as many allocated blocks of memory as after 8, except for
+    about two dozen per step, which a run without telemetry has, too."""
     held = {}
 
     def count(record):
@@ -427,8 +428,8 @@ def test_sampled_steps_leave_nothing_in_memory(tmp_path):
     assert held[24] - held[8] < 16 * 100, f"{(held[24] - held[8]) / 16:,.0f} blocks a step"
 
 
-# A run of 450 steps of the smallest model; after step 150, what Python, PyTorch and the allocator
-# make once is made.
+# A run of 450 steps of the smallest model. After step 150, Python, PyTorch and the allocator have
+# allocated all memory that they allocate only once.
 RESIDENT = """
 import json, sys
 import lpkit
@@ -458,7 +459,7 @@ MOST_MEGABYTES, PLANTED = 8, 200_000     # a sample once left 0.2 MB
 @pytest.mark.skipif(status_bytes("VmRSS") is None,
                     reason="the system does not say what is resident")
 def test_a_run_that_is_looked_at_at_every_step_grows_as_one_that_is_not(tmp_path):
-    """Live objects are counted above; this is what the process takes, whoever keeps it."""
+    """The test above counts live objects; this test compares the memory of the process."""
     (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
         for i in range(20_000)))
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -474,12 +475,13 @@ def test_a_run_that_is_looked_at_at_every_step_grows_as_one_that_is_not(tmp_path
 
 
 def test_fp16_that_overflows_is_not_called_exact():
-    """Without a scale a magnitude beyond 65,504 becomes Inf: its noise has no logarithm, as that of
-    an exact cast has none. (07 showed "exact" beside 1.56% saturated.)"""
+    """Without a scale, a magnitude above 65,504 becomes infinite. Then the SQNR has no logarithm,
+    and neither has the SQNR of an exact cast; the two must not be confused. (Notebook 07 once
+    showed "exact" beside 1.56% saturated.)"""
     x = torch.ones(32, 64)
     x[0, 0] = 1e6
     cast = cast_of(RECIPES["fp16"], "x")
-    own, exact = (stats(draw(one, (cast,), None), cast) for one in (x, torch.ones(32, 64)))
+    own, exact = (stats(draw(tensor, (cast,), None), cast) for tensor in (x, torch.ones(32, 64)))
     assert cast.format == "fp16" and own.sqnr_db is None is exact.sqnr_db and own.saturated > 0
     sample = telemetry.Sample(step=1, layer="a", role="x", cast={"format": "fp16"}, total_rows=32,
                               sampled_rows=32, amax=1e6, nonfinite=0, own=own,

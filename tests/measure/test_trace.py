@@ -61,63 +61,64 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
 
 
 def test_the_last_block_in_16_bits_hides_the_one_before():
-    """nvfp4 keeps the last block in 16 bits; recomputed, the block before it is the first in 4 bits
-    that backward meets, and there the peak lies."""
+    """nvfp4 keeps the last block in 16 bits. With recomputation, the block before it is the first
+    block in 4 bits that backward reaches, and the peak is there."""
     config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4",
         "memory.recompute": "selective", "system.attention": "sdpa"})
     traced, closed = predict_trace(config, device="cpu"), memory(config, hardware.machine())
-    # without amaxes 2% less, without the block 5%
+    # without amaxes the peak would be 2% lower, without the block 5%
     assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.005
 
 
 def test_shards_by_arithmetic():
-    """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16;
-    a block's gradients in float32 on their way, the next block's weights in bf16 on theirs."""
+    """FSDP2 over 8 ranks holds in bf16 one gathered block, all parameters outside the blocks, and
+    the next block's weights in transfer; and in float32 the gradients of one block in transfer."""
     config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8,
                             "system.attention": "sdpa"})
     m, count = config.model, parameter_count(config.model)
     outside = (m.V + m.T) * m.D + 2 * m.D
     block = (count - outside) // m.L
-    found = predict_trace(config, 8)
-    assert found.most["weights"] == found.most["gradients"] == 4 * count // 8
-    assert found.most["optimizer state"] == 8 * count // 8 + 4 * (12 * m.L + 4)
-    assert found.most["gathered weights"] == 2 * (outside + block)
-    assert found.most["communication buffers"] == (2 + 4) * block
-    assert found.most["batch"] == 2 * 8 * m.T
+    footprint = predict_trace(config, 8)
+    assert footprint.most["weights"] == footprint.most["gradients"] == 4 * count // 8
+    assert footprint.most["optimizer state"] == 8 * count // 8 + 4 * (12 * m.L + 4)
+    assert footprint.most["gathered weights"] == 2 * (outside + block)
+    assert footprint.most["communication buffers"] == (2 + 4) * block
+    assert footprint.most["batch"] == 2 * 8 * m.T
     whole = predict_trace(config, 8, layout=Layout(shard=8, zero=2))
     assert (whole.most["gathered weights"] == 2 * count
-            and whole.most["weights"] == found.most["weights"])
-    # two of one sequence a rank
+            and whole.most["weights"] == footprint.most["weights"])
+    # each rank has two micro-batches of one sequence
     pieces = predict_trace(config.replace({"global_batch": 16, "grad_accum_steps": 16}), 8)
-    assert (pieces.rows["gradients"] > found.rows["gradients"]
-            and pieces.most["batch"] == 2 * found.most["batch"])
-    assert pieces.most["activations"] == found.most["activations"]
+    assert (pieces.rows["gradients"] > footprint.rows["gradients"]
+            and pieces.most["batch"] == 2 * footprint.most["batch"])
+    assert pieces.most["activations"] == footprint.most["activations"]
     hybrid = predict_trace(config, 8, layout=Layout(data=2, shard=4))
-    assert hybrid.most["weights"] == 2 * found.most["weights"]
+    assert hybrid.most["weights"] == 2 * footprint.most["weights"]
 
 
 @pytest.mark.parametrize("changes", [
     {"precision.recipe": "mxfp8", "memory.recompute": "block"},
     {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64}])
 def test_techniques_shard_too(changes):
-    found, alone = predict_trace(SMALL.replace(changes), 2), predict_trace(SMALL.replace(changes))
-    assert 2 * found.most["weights"] == alone.most["weights"] and found.most["gathered weights"] > 0
-    assert found.most["activations"] <= 0.75 * alone.most["activations"]
+    footprint, alone = (predict_trace(SMALL.replace(changes), ranks) for ranks in (2, 1))
+    assert (2 * footprint.most["weights"] == alone.most["weights"]
+            and footprint.most["gathered weights"] > 0)
+    assert footprint.most["activations"] <= 0.75 * alone.most["activations"]
 
 
 def test_a_world_of_1024_ranks():
-    """Two blocks of Llama 8B; rank 0 holds the first row of every parameter, or none of it is split
-    further."""
+    """Two blocks of Llama 8B. FSDP cuts parameters by rows, so rank 0 has the first ceil(n / 1024)
+    of n rows."""
     config = preset("llama-8b").replace({"model.layers": 2, "global_batch": 1024,
         "grad_accum_steps": 1})
     m = config.model
-    found = predict_trace(config, 1024)
+    footprint = predict_trace(config, 1024)
     rows = lambda n: -(-n // 1024)
     matrices = (m.L * (rows((m.H + 2 * m.G) * m.E) + rows(m.D) + rows(2 * m.F)) * m.D + m.L
                 * rows(m.D) * m.F)
     norms, tables = (2 * m.L + 1) * rows(m.D), 2 * rows(m.V) * m.D
-    assert found.most["weights"] == 4 * (matrices + norms + tables)
-    assert found.rows["logits' gradients"] == 2 * m.T * m.V * 4
+    assert footprint.most["weights"] == 4 * (matrices + norms + tables)
+    assert footprint.rows["logits' gradients"] == 2 * m.T * m.V * 4
 
 
 def test_nothing_is_left_behind():
@@ -161,8 +162,8 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("built", [False, True])
 def test_without_a_gpu_a_trace_of_one_says_so(built, monkeypatch):
-    """Whatever PyTorch was built for: its autograd asks the GPU for a stream, under fake tensors
-    too. And nothing begins to use CUDA."""
+    """PyTorch's autograd asks the GPU for a stream, even with fake tensors. So a trace of CUDA
+    operations is refused in every build of PyTorch, without initialising CUDA."""
     def begins(*_):
         raise AssertionError("CUDA was initialised")
 
@@ -171,29 +172,30 @@ def test_without_a_gpu_a_trace_of_one_says_so(built, monkeypatch):
     monkeypatch.setattr(torch.cuda, "_lazy_init", begins)
     with pytest.raises(ConfigError,
                        match=r"^PyTorch sees no GPU here, .*; use device=cpu, which keeps the same "
-                             r"tensors but for RMSNorm's$"):
+                             r"tensors, except those of RMSNorm$"):
         predict_trace(SMALL, device="cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch sees")
 def test_operations_of_a_gpu_are_traced_with_its_blocks_of_512_bytes():
-    found = predict_trace(SMALL.replace(LLAMA | {"precision.recipe": "bf16"}), device="cuda")
-    assert found.rows["allocator"] > 0 and found.peak_bytes % 512 == 0
-    assert 4 * parameter_count(SMALL.replace(LLAMA).model) == found.rows["weights"]
+    footprint = predict_trace(SMALL.replace(LLAMA | {"precision.recipe": "bf16"}), device="cuda")
+    assert footprint.rows["allocator"] > 0 and footprint.peak_bytes % 512 == 0
+    assert 4 * parameter_count(SMALL.replace(LLAMA).model) == footprint.rows["weights"]
 
 
 def test_what_a_race_decides_is_assumed_and_said():
-    found = predict_trace(SMALL.replace({"precision.recipe": "auto"}))
-    assert found.chosen["precision"].used == "bf16" and "assumed" in found.chosen["precision"].why
+    footprint = predict_trace(SMALL.replace({"precision.recipe": "auto"}))
+    assert (footprint.chosen["precision"].used == "bf16"
+            and "assumed" in footprint.chosen["precision"].why)
 
 
 def test_three_answers_side_by_side():
-    found = reconcile(SMALL)
-    assert found.traced.rows == found.measured.rows
-    assert found.sentences[1] == "The trace's peak equals the measured peak to the byte."
-    assert found.comparison()["peak"].measured == found.measured.peak_bytes
-    assert abs(found.comparison()["peak"].error) < 0.05
-    assert found._repr_html_().count("<tr>") >= len(found.measured.rows) + 1
+    reconciled = reconcile(SMALL)
+    assert reconciled.traced.rows == reconciled.measured.rows
+    assert reconciled.sentences[1] == "The trace's peak equals the measured peak to the byte."
+    assert reconciled.comparison()["peak"].measured == reconciled.measured.peak_bytes
+    assert abs(reconciled.comparison()["peak"].error) < 0.05
+    assert reconciled._repr_html_().count("<tr>") >= len(reconciled.measured.rows) + 1
     sharded = reconcile(SMALL, 2)
     assert (sharded.measured is None and len(sharded.sentences) == 1
             and "measured" not in sharded._repr_html_())

@@ -29,7 +29,7 @@ LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu
 
 
 def test_a_linear_and_a_relu_by_hand():
-    """Every moment of one step of sum(relu(x W^T)), (32, 8) x (8, 16)."""
+    """All moments of one step of sum(relu(x W^T)), with (32, 8) x (8, 16)."""
     model = nn.Linear(8, 16, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(2, 8)).sum().backward()
@@ -45,17 +45,18 @@ def test_a_linear_and_a_relu_by_hand():
             optimizer.zero_grad()
         del loss
     held = {"weights": W, "optimizer state": W, "batch": x.nbytes}
-    found = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
-    made = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
-    # Forward: y lives until relu has made its own, which is kept. The sum is 4 bytes.
-    assert ("forward", made(temporaries=Y)) in found
-    assert ("forward", made(temporaries=Y, logits_and_loss=Y)) in found
-    assert ("forward", made(logits_and_loss=Y + 4)) in found
-    # Backward begins from a one, of 4 bytes; relu's gradient is Y, the weight's W.
-    assert ("backward", {**made(logits_and_loss=Y + 8), "logits' gradients": Y}) in found
-    assert any(phase == "backward" and rows.get("gradients") == W for phase, rows in found)
-    assert found[-1][1] == held
-    assert (max(sum(rows.values()) for _, rows in found) == tracker.footprint().peak_bytes == 2 * W
+    points = [(point.phase, point.rows) for point in tracker.footprint(points=1000).timeline]
+    rows_with = lambda **rows: {**held, **{name.replace("_", " "): n for name, n in rows.items()}}
+    # Forward: y is alive until relu has its result, which is saved. The sum has 4 bytes.
+    assert ("forward", rows_with(temporaries=Y)) in points
+    assert ("forward", rows_with(temporaries=Y, logits_and_loss=Y)) in points
+    assert ("forward", rows_with(logits_and_loss=Y + 4)) in points
+    # Backward begins with the number 1.0 (4 bytes). relu's gradient has Y bytes, the weight's
+    # gradient W bytes.
+    assert ("backward", {**rows_with(logits_and_loss=Y + 8), "logits' gradients": Y}) in points
+    assert any(phase == "backward" and rows.get("gradients") == W for phase, rows in points)
+    assert points[-1][1] == held
+    assert (max(sum(rows.values()) for _, rows in points) == tracker.footprint().peak_bytes == 2 * W
             + x.nbytes + 2 * Y + 8)
 
 
@@ -64,7 +65,7 @@ def test_a_storage_counts_once_from_its_making_to_its_end():
     with tracker:
         a = torch.ones(1000)                                    # 4,000
         b = a * 2                                               # 8,000
-        b.view(10, 100).add_(1)                                 # no storage of its own
+        b.view(10, 100).add_(1)                                 # it has no storage of its own
         pair = torch._foreach_add([a, b], 1.0)                  # 16,000: in a list
         out = torch.mul(a, b, out=torch.empty(1000))            # 20,000: the empty one, once
         first, second = torch.ones(2, 500).unbind()             # 24,000: one storage, two views
@@ -93,8 +94,8 @@ CONFIGS = {
 
 
 def counted_peak(update: Callable[[], object]) -> int:
-    """The most that the CPU's allocator gave out in an update, by PyTorch's profiler, which sees
-    into kernels."""
+    """Return the most bytes that the CPU's allocator gave out in an update, by PyTorch's profiler,
+    which also sees the memory that kernels allocate."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         update()
     events = [event for event in profiler.profiler.kineto_results.events()
@@ -105,29 +106,30 @@ def counted_peak(update: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_peak_is_the_allocators(name):
-    """PyTorch's profiler counts what the CPU's allocator gives out, in a step that nobody else
-    watches. It sees into kernels too: at these peaks that is at most 6% (buffers of attention, of
-    softmax and of casts; 5.1% where PyTorch packs bf16 for the CPU)."""
+    """PyTorch's profiler counts the bytes that the CPU's allocator gives out in a step without a
+    Tracker. It also sees the memory that kernels allocate: at most 6% of these peaks (buffers of
+    attention, softmax and casts; 5.1% if PyTorch packs bf16 operands for the CPU)."""
     config = SMALL.replace(CONFIGS[name])
     if resolve(config.precision.recipe).compute == "bfloat16":
-        # wide ones work on copies in float32
+        # with wide operands, kernels use float32 copies
         config = config.replace({"system.products": "bf16"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")     # the profiler's own
+        warnings.simplefilter("ignore")     # allocated by the profiler itself
         bench = measure.Bench(config, "cpu")
         tracker, _ = bench.watched()
         counted = sum(live(tracker).values()) + counted_peak(bench.train)
-    found = tracker.footprint()
-    assert found.peak_bytes <= counted <= 1.06 * found.peak_bytes
-    assert set(found.most) <= set(ROWS) and found.rows == max(found.timeline,
+    footprint = tracker.footprint()
+    assert footprint.peak_bytes <= counted <= 1.06 * footprint.peak_bytes
+    assert set(footprint.most) <= set(ROWS) and footprint.rows == max(footprint.timeline,
         key=lambda point: point.bytes).rows
-    assert all(n <= found.most[row] for point in found.timeline for row, n in point.rows.items())
+    assert all(n <= footprint.most[row] for point in footprint.timeline
+               for row, n in point.rows.items())
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA | {"precision.recipe": "bf16"}],
                          ids=["gpt2", "llama bf16"])
 def test_pytorchs_tracker_finds_the_same_peak(changes):
-    """torch.distributed._tools.mem_tracker, in the third update."""
+    """PyTorch's torch.distributed._tools.mem_tracker in the third update."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     bench = measure.Bench(SMALL.replace(changes), "cpu")
@@ -144,41 +146,43 @@ def test_pytorchs_tracker_finds_the_same_peak(changes):
 def test_rows_of_a_step_by_arithmetic():
     config = SMALL.replace({"precision.recipe": "bf16", "optimizer": "adamw"})
     m, tokens = config.model, config.global_batch * config.model.context
-    found = measure.memory(config, device="cpu")
+    footprint = measure.memory(config, device="cpu")
     blocks = m.L * (2 * m.D * (m.H + 2 * m.G) * m.E // 2 + m.D * m.D + 2 * m.D * m.F)
     biases = m.L * ((m.H + 2 * m.G) * m.E + m.D + m.F + m.D) + (2 * m.L + 1) * m.D
     count = blocks + biases + (2 * m.L + 1) * m.D + (m.V + m.T) * m.D
     tensors = 12 * m.L + 4
-    assert found.most["weights"] == found.most["gradients"] == 4 * count
-    assert found.most["optimizer state"] == 8 * count + 4 * tensors
-    assert found.most["batch"] == 2 * 8 * tokens
-    assert found.rows["logits' gradients"] == 2 * tokens * m.V * 4
-    assert found.rows["weight copies"] == 2 * (blocks + m.V * m.D)
+    assert footprint.most["weights"] == footprint.most["gradients"] == 4 * count
+    assert footprint.most["optimizer state"] == 8 * count + 4 * tensors
+    assert footprint.most["batch"] == 2 * 8 * tokens
+    assert footprint.rows["logits' gradients"] == 2 * tokens * m.V * 4
+    assert footprint.rows["weight copies"] == 2 * (blocks + m.V * m.D)
 
 
 def test_low_precision_rows_by_arithmetic():
-    found = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed",
+    footprint = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed",
         "precision.recipe.history": 16}), device="cpu")
     m = SMALL.model
     weights = m.L * (m.D * 3 * m.D + m.D * m.D + 2 * m.D * m.F)
-    assert found.rows["low-precision weights"] == 2 * weights           # in bf16: emulated
+    assert footprint.rows["low-precision weights"] == 2 * weights           # in bf16: emulated
     # (3, 1 + history) float32 of 4 Linears a block
-    assert found.rows["amax histories"] == 4 * 3 * 17 * 4 * m.L
+    assert footprint.rows["amax histories"] == 4 * 3 * 17 * 4 * m.L
 
 
 def test_recomputed_blocks_have_their_row():
-    found = measure.memory(SMALL.replace({"precision.recipe": "bf16", "memory.recompute": "block"}),
+    footprint = measure.memory(SMALL.replace({"precision.recipe": "bf16",
+                                              "memory.recompute": "block"}),
                            device="cpu")
     kept = measure.memory(SMALL.replace({"precision.recipe": "bf16"}), device="cpu")
-    assert found.most["recomputed block"] > 0 and "recomputed block" not in kept.most
-    assert found.most["activations"] < 0.35 * kept.most["activations"]
+    assert footprint.most["recomputed block"] > 0 and "recomputed block" not in kept.most
+    assert footprint.most["activations"] < 0.35 * kept.most["activations"]
 
 
 def test_what_lies_in_a_file_is_counted_apart():
-    found = measure.memory(SMALL.replace({"memory.optimizer_state": "disk"}), device="cpu")
+    footprint = measure.memory(SMALL.replace({"memory.optimizer_state": "disk"}), device="cpu")
     held = measure.memory(SMALL, device="cpu")
     steps = held.most["optimizer state"] - 2 * held.most["weights"]
-    assert "optimizer state" not in found.most and found.offloaded_bytes == 2 * held.most["weights"]
+    assert ("optimizer state" not in footprint.most
+            and footprint.offloaded_bytes == 2 * held.most["weights"])
     assert steps == 4 * len(list(measure.Bench(SMALL, "cpu").model.parameters()))
 
 
@@ -196,12 +200,14 @@ def test_nothing_is_left_behind():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_allocator_holds_what_is_tracked():
-    """The snapshot's blocks by address: each live storage is one, rounded up to 512 bytes."""
+    """The allocator's snapshot lists blocks by address. Each live storage has one block, rounded up
+    to 512 bytes."""
     config = SMALL.replace(LLAMA | {"precision.recipe": "bf16"})
-    found = measure.memory(config, device="cuda")
-    assert found.rows["allocator"] > 0 and found.reserved_bytes >= found.counted_bytes
+    footprint = measure.memory(config, device="cuda")
+    assert footprint.rows["allocator"] > 0 and footprint.reserved_bytes >= footprint.counted_bytes
     # cuBLAS's workspace
-    assert found.peak_bytes <= found.counted_bytes <= 1.1 * found.peak_bytes + 64 * 2**20
+    assert (footprint.peak_bytes <= footprint.counted_bytes
+            <= 1.1 * footprint.peak_bytes + 64 * 2**20)
     bench = measure.Bench(config, "cuda")
     bench.train()
     with bench.tracker() as tracker:

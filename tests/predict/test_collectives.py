@@ -31,13 +31,14 @@ GROUPS = {"one node, rings: A100, MI300X, gathers and scatters": lambda row: row
 
 
 def switched(row):
-    """NVLS: of NCCL's all-reduce on NVLink 4 and after."""
+    """Return whether the switches add numbers (NVLS): NCCL's all-reduce does so on NVLink 4 and
+    later."""
     return (row["collective"] == "all-reduce" and row["machine"] in ("h100", "h200", "b200")
             and "NVLS off" not in row["note"])
 
 
-def said(row):
-    """Over the published bus bandwidth."""
+def bandwidth_ratio(row):
+    """Return the predicted bus bandwidth divided by the published one."""
     machine, ranks = find(row["machine"]), int(row["gpus"])
     machine = replace(machine, devices_per_node=ranks // int(row["nodes"]),
                       link=machine.link * ("NVLS off" not in row["note"]))
@@ -51,12 +52,12 @@ def said(row):
 
 
 def by_size():
-    found = defaultdict(lambda: defaultdict(list))
+    ratios = defaultdict(lambda: defaultdict(list))
     for row in CURVES:
         (group,) = (name for name, has in GROUPS.items() if has(row))
-        found[group][next(size for size, below in SIZES.items()
-                          if int(row["bytes"]) < below)].append(said(row))
-    return found
+        ratios[group][next(size for size, below in SIZES.items()
+                          if int(row["bytes"]) < below)].append(bandwidth_ratio(row))
+    return ratios
 
 
 def test_every_point_says_where_it_is_from():
@@ -70,24 +71,26 @@ def test_every_point_says_where_it_is_from():
 
 
 def test_a_large_ring_is_priced_as_it_was_measured():
-    """A 16 GiB all-gather, reduce-scatter and all-reduce without NVLS over 8 H200: 361.4, 362.9 and
-    367.2 GB/s."""
-    rings = [said(row) for row in CURVES if row["machine"] == "h200" and not switched(row)]
+    """An all-gather, a reduce-scatter and an all-reduce (without NVLS) of 16 GiB over 8 H200 have
+    361.4, 362.9 and 367.2 GB/s of bus bandwidth."""
+    rings = [bandwidth_ratio(row) for row in CURVES
+             if row["machine"] == "h200" and not switched(row)]
     assert len(rings) == 3 and rings == pytest.approx([1.0] * 3, abs=0.05)
 
 
 def test_nodes_add_up_before_they_send():
-    """1 GiB over 2 nodes of 8 A100 with 50 Gbit/s each: 76.8 GB/s, where a ring through all ranks
-    could have 50 at most."""
+    """An all-reduce of 1 GiB over 2 nodes of 8 A100 with 50 Gbit/s each reaches 76.8 GB/s. A ring
+    through all ranks could reach 50 GB/s at most."""
     (row,) = (row for row in CURVES if row["machine"] == "a100-80" and row["nodes"] == "2"
               and int(row["bytes"]) == 2**30)
-    assert float(row["bus_gigabytes"]) > 8 * 6.25 and said(row) == pytest.approx(1, abs=0.05)
+    assert float(row["bus_gigabytes"]) > 8 * 6.25
+    assert bandwidth_ratio(row) == pytest.approx(1, abs=0.05)
 
 
 def test_the_page_has_the_medians_by_size():
-    lines = [f"| {group} | " + " | ".join(f"{median(found[size]):.2f}" if found[size] else ""
+    lines = [f"| {group} | " + " | ".join(f"{median(ratios[size]):.2f}" if ratios[size] else ""
         for size in SIZES) + " |"
-             for group, found in by_size().items()]
+             for group, ratios in by_size().items()]
     page = PAGE.read_text(encoding="utf-8")
     assert len(lines) == len(GROUPS)
     for line in lines:

@@ -29,7 +29,7 @@ AXES = ("days", "loss", "dollars")
 
 
 def cloud(count: int, seed: int) -> list[Point]:
-    """Small whole numbers, so that many are equal."""
+    """Return points with small integer coordinates, so that many of them are equal."""
     draw = random.Random(seed)
     return [Point(name=str(i), values={axis: float(draw.randint(0, 9)) for axis in AXES})
             for i in range(count)]
@@ -63,16 +63,16 @@ def test_a_frontier_refuses_what_has_no_number():
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("flops", [1e19, 1e21, 5.76e23])
 def test_the_optimum_is_the_one_that_a_search_finds(law, flops):
-    said = law.optimum(flops)
+    optimum = law.optimum(flops)
     sizes = [10 ** (7 + 6 * i / 60_000) for i in range(60_001)]
     best = min(sizes, key=lambda n: law.extrapolate(n, flops / 6 / n).nats)
-    assert said.parameters == pytest.approx(best, rel=1e-3)
-    assert 6 * said.parameters * said.tokens == pytest.approx(flops)
+    assert optimum.parameters == pytest.approx(best, rel=1e-3)
+    assert 6 * optimum.parameters * optimum.tokens == pytest.approx(flops)
 
 
 def test_the_corrected_fit_gives_chinchilla():
-    """Hoffmann et al. trained 70B parameters on 1.4T tokens for Gopher's budget; approach 3's own
-    constants do not."""
+    """For Gopher's budget, Hoffmann et al. trained 70B parameters on 1.4T tokens. The constants of
+    their approach 3 do not give these sizes; the corrected constants do."""
     corrected, first = (LAWS[name].optimum(5.76e23) for name in ("besiroglu", "hoffmann"))
     assert (corrected.parameters == pytest.approx(70e9, rel=0.05)
             and corrected.tokens == pytest.approx(1.4e12, rel=0.06))
@@ -81,8 +81,8 @@ def test_the_corrected_fit_gives_chinchilla():
 
 
 def test_kaplan_s_law_says_what_the_paper_says_of_overfitting():
-    """Its equation 4.4: with 5,000 N^0.74 tokens a model is some 2% above what it would reach with
-    endless data."""
+    """Equation 4.4 of the paper: with 5,000 N^0.74 tokens, the loss of a model is about 2% above
+    its loss with unlimited data."""
     law = LAWS["kaplan"]
     for size in (1e6, 1e8, 1.5e9):
         endless = (6.4e13 / size) ** 0.076
@@ -95,9 +95,9 @@ def test_the_page_has_the_laws():
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     for law in LAWS.values():
         constants, best = re.search(rf"^\| {law.name} \| (.*?) \| (.*?) \|", page, re.M).groups()
-        said = {name: float(value) for name, value in (pair.split()
+        printed = {name: float(value) for name, value in (pair.split()
             for pair in constants.split(", "))}
-        assert said == law.constants
+        assert printed == law.constants
         optimum = law.optimum(5.76e23)
         assert best == f"{optimum.parameters / 1e9:.0f}B on {optimum.tokens / 1e12:.1f}T tokens"
 
@@ -162,7 +162,8 @@ def test_two_panels_show_three_axes_and_filter():
     assert controls["machine"] == ["every machine", "a100-80", "h100"]
     whole, _ = show("every machine", controls["dollars_at_most"][0], controls["days_at_most"][0])
     some, table = show("h100", controls["dollars_at_most"][0], controls["days_at_most"][0])
-    assert ([len(marks(one, "y2")) for one in (whole, some)] == [len(points), len(points) // 2]
+    assert ([len(marks(figure, "y2")) for figure in (whole, some)]
+            == [len(points), len(points) // 2]
             and "<table" in table)
     assert whole["layout"]["coloraxis"] == some["layout"]["coloraxis"]      # limits repaint nothing
     none, _ = show("h100", 1e-9, 1e-9)
@@ -170,7 +171,8 @@ def test_two_panels_show_three_axes_and_filter():
 
 
 def test_list_prices_and_prices_of_a_market_are_told_apart():
-    """A 4090's is the lowest of Akash, an H100's is Hyperstack's list."""
+    """The price of a 4090 is the lowest on Akash (a market); the price of an H100 is Hyperstack's
+    list price."""
     show, _ = frontier_view(triangle(grid({"gpt2-350m": preset("gpt2-350m")},
                                           ["rtx-4090", "h100"], [8], [1e10])))
     assert "those of h100 are list prices: they do" in show("every machine", 1e9, 1e9)[1]

@@ -32,8 +32,8 @@ CHIPS = {
 
 @pytest.mark.parametrize("name", CHIPS)
 def test_a_peak_is_units_times_clock(name):
-    """Dense, so half of what datasheets print; 3090's and A10G's units accumulate in float32 at
-    half their speed."""
+    """Peaks are dense, so half of the sparse peaks that datasheets print. The units of RTX 3090 and
+    A10G add up in float32 at half their speed."""
     units, products, megahertz = CHIPS[name]
     flops = CATALOGUE[name].flops
     assert flops["fp16"] == pytest.approx(units * products * 2 * megahertz * 1e6, rel=0.0125)
@@ -44,7 +44,7 @@ def test_memory_is_what_the_driver_reports():
     printed = {"h100": 81_559, "h200": 143_771, "b200": 183_359, "rtx-4090": 24_564, "t4": 15_360}
     for name, row in CATALOGUE.items():
         assert row.memory_bytes == printed.get(name, row.memory_bytes // MIB) * MIB
-    # 16 MiB stay with the device
+    # the driver keeps 16 MiB
     for name, gibibytes in {"mi300x": 192, "mi325x": 256, "mi350x": 288,
                             "mi355x": 288}.items():
         assert CATALOGUE[name].memory_bytes == gibibytes * 2**30 - 16 * MIB
@@ -76,22 +76,23 @@ def test_prices_are_dated_and_say_what_is_assumed():
 
 
 def test_cards_reach_what_torch_mm_was_measured_to():
-    """TFLOP/s of bf16, https://github.com/zzc0721/torch-performance-test-data."""
+    """Measured TFLOP/s of torch.mm in bf16, from
+    https://github.com/zzc0721/torch-performance-test-data."""
     for name, measured in {"rtx-3090": 76.58, "a10g": 69.5, "a6000": 123.34, "a40": 122.29,
                            "rtx-4090": 163.09, "l40s": 269.15, "rtx-5090": 236.03,
                            "rtx-pro-6000": 417.98, "h20": 141.86}.items():
         row = evidence.GENERATIONS[evidence.generation_of(CATALOGUE[name])]
         assert (row.sixteen * CATALOGUE[name].flops["bf16"] / 1e12
                 == pytest.approx(measured, rel=0.025)), name
-    made = evidence.efficiency(CATALOGUE["rtx-5090"]).products["bf16"]
+    share = evidence.efficiency(CATALOGUE["rtx-5090"]).products["bf16"]
     numbers = evidence.fitted()["numbers"]
     kept = numbers.get("sm_120_geforce keeps", numbers["h100 keeps"])
-    assert made == pytest.approx(1.127 * kept)      # a share above 1 is taken as it is
+    assert share == pytest.approx(1.127 * kept)      # a share above 1 is used as it is
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_row_of_the_catalogue_is_a_machine_of_one_s_own(name):
-    """The loader's limits leave out no machine that there is."""
+    """The limits of the loader must allow every machine of the catalogue."""
     values = dataclasses.asdict(CATALOGUE[name])
     assert (machines.from_dict({key: value for key, value in values.items() if key != "details"})
             == dataclasses.replace(CATALOGUE[name], details={}))
@@ -115,9 +116,9 @@ WHOLE = {"memory_bytes": "80e9", "bytes_per_second": "3.35e12", "flops": {"bf16"
 ])
 def test_nonsense_is_refused_by_its_field(field, values):
     for value in values:
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as raised:
             machines.from_dict({**WHOLE, field: value})
-        assert str(found.value).startswith(field)
+        assert str(raised.value).startswith(field)
 
 
 @pytest.mark.parametrize("dtype, rate", [("bf16", 0), ("bf16", -1), ("bf16", 989.4), ("fp8", 1e30),

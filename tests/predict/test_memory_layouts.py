@@ -30,9 +30,10 @@ GIANT = preset("llama-405b").replace({"model.context": 8192})
 
 
 def test_logits_are_divided_by_the_tensor_size_once():
-    """Two float32 gradients of 16,384 tokens times 128,256 words over 8 ranks: 1.96 GiB. PyTorch's
-    loss over parts of the vocabulary holds the log-probabilities and, in its backward, the
-    probabilities; `lpkit.parallel.tensor` 16-bit logits, their gradient, and float32 twice."""
+    """Two float32 gradients of 16,384 tokens times 128,256 words over 8 ranks are 1.96 GiB.
+    PyTorch's loss over parts of the vocabulary keeps the log-probabilities and, in its backward,
+    the probabilities. `lpkit.parallel.tensor` keeps 16-bit logits, their gradient, and two float32
+    tensors of the same size."""
     logits = 2 * 8192 * 128_256 / 8
     rows = memory(LLAMA, "h200", layout=Layout(tensor=8)).at(LOSS)
     assert rows["logits and loss"] == pytest.approx((2 + 2 + 4 + 4) * logits)
@@ -52,14 +53,15 @@ def test_logits_are_divided_by_the_tensor_size_once():
     (Layout(pipeline=17, interleave=2, schedule="zbv"), "not even with one layer fewer"),
 ])
 def test_an_impossible_layout_is_refused_by_each_formula(layout, message):
-    """`memory` and `step_time` divided by zero where `predict` refused."""
+    """`memory` and `step_time` once divided by zero for a layout that `predict` refuses."""
     for formula in (predict, memory, step_time):
         with pytest.raises(ConfigError, match=message):
             formula(LLAMA, "h200", layout=layout)
 
 
 def test_stages_of_other_stacks_have_any_number_of_layers():
-    """`lpkit` has as many layers in each stage, or one fewer at the ends; others need not."""
+    """In lpkit, all stages have the same number of layers, or one fewer at the ends. Other stacks
+    allow any numbers."""
     layout = Layout(pipeline=9)
     with pytest.raises(ConfigError, match="does not split over pipeline=9 stages"):
         memory(LLAMA, "h200", layout=layout)
@@ -69,11 +71,11 @@ def test_stages_of_other_stacks_have_any_number_of_layers():
 
 
 def test_a_tensor_parallel_block_gathers_its_stream():
-    """A block's largest moment in backward is in its MLP. By hand for Llama 8B in bf16 throughout,
-    16,384 tokens over 8 ranks:
-    gate and up (28,672) have their gradient; their input is gathered for the weight's gradient, and
-    the input's own gradient is whole before ranks add up their parts; then its eighth. Plus the
-    residual stream's and the weight's gradient."""
+    """The largest moment of a block's backward is in its MLP. By hand for Llama 8B in bf16 with
+    16,384 tokens over 8 ranks: the gradient of gate and up (28,672 wide) is alive; their input is
+    gathered for the weight's gradient; and the gradient of their input is whole until the ranks add
+    up their parts and keep an eighth. The gradients of the residual stream and of the weight are
+    alive, too."""
     tokens, D, wide, t = 2 * 8192, 4096, 2 * 14_336, 8
     block = {"memory.recompute": "block", "model.layers": 2}
     eight = memory(LLAMA.replace(block), "h200", layout=Layout(tensor=t), precision="bf16-pure")
@@ -83,8 +85,8 @@ def test_a_tensor_parallel_block_gathers_its_stream():
 
 
 def test_without_sequence_parallelism_the_stream_is_whole_and_nothing_is_gathered():
-    """A block that runs again keeps its input: 16,384 x 4,096 x 2 bytes on each rank, not an eighth
-    of it."""
+    """A recomputed block keeps its input. Each rank keeps all of it, 16,384 x 4,096 x 2 bytes, and
+    not an eighth."""
     blocks = [LLAMA.replace({"memory.recompute": "block", "system.stack": stack})
               for stack in ("nanotron", "megatron-2021")]
     parts, whole = (memory(block, "h200", layout=Layout(tensor=8), precision="bf16-pure").at(LOSS)
@@ -94,32 +96,33 @@ def test_without_sequence_parallelism_the_stream_is_whole_and_nothing_is_gathere
     # token
     assert whole["activations"] - parts["activations"] == pytest.approx((32 + 2) * stream * 7 / 8,
         rel=1e-3)
-    one, plain = (memory(block, "h200", layout=Layout(tensor=1), precision="bf16-pure")
+    split, plain = (memory(block, "h200", layout=Layout(tensor=1), precision="bf16-pure")
                   for block in blocks)
-    assert one == plain
+    assert split == plain
 
 
 def test_a_pipeline_keeps_what_it_gathered_and_adds_up_whole_gradients():
-    """torchtitan's `reshard_after_forward = False` with a pipeline: 405B over 8 tensor ranks and 8
-    stages, 16 of 126 blocks and the embedding: 2 bytes a number gathered and 4 of its gradient,
-    from the first micro-batch to the last."""
+    """torchtitan sets `reshard_after_forward = False` with a pipeline. Llama 405B over 8 tensor
+    ranks and 8 stages: the first stage has 16 of 126 blocks and the embedding, with 2 bytes of
+    gathered weight and 4 bytes of gradient per number from the first micro-batch to the last."""
     m = GIANT.model
     parts = parameters(m)
-    # norms are whole
+    # each rank has whole norms
     stage = ((parts["attention"] + parts["mlp"]) * 16 / 126 + parts["embedding"]) / 8 + 16 * 2 * m.D
     config = GIANT.replace({"global_batch": 256, "grad_accum_steps": 64,
                             "memory.recompute": "block"})
-    found = memory(config, "h100", layout=Layout(shard=8, tensor=8, pipeline=8))
+    predicted = memory(config, "h100", layout=Layout(shard=8, tensor=8, pipeline=8))
     for moment in IN_BACKWARD:
         if moment == LAST:
-            assert found.at(moment)["gathered weights"] == pytest.approx(2 * stage)
-            assert found.at(moment)["gradients"] == pytest.approx(4 * stage)
+            assert predicted.at(moment)["gathered weights"] == pytest.approx(2 * stage)
+            assert predicted.at(moment)["gradients"] == pytest.approx(4 * stage)
     # 8 micro-batches of 4 sequences have begun: each keeps the inputs of 16 blocks, and the 7 that
     # wait what they sent on
-    assert found.at(LOSS)["activations"] == pytest.approx((8 * 16 + 7) * 4 * 8192 * 16_384 * 2 / 8,
+    assert predicted.at(LOSS)["activations"] == pytest.approx(
+        (8 * 16 + 7) * 4 * 8192 * 16_384 * 2 / 8,
         rel=0.01)
-    assert (found.at(UPDATE)["gradients"] == pytest.approx(4 * stage / 8)
-            and "gathered weights" not in found.at(UPDATE))
+    assert (predicted.at(UPDATE)["gradients"] == pytest.approx(4 * stage / 8)
+            and "gathered weights" not in predicted.at(UPDATE))
     alone = memory(config, "h100", layout=Layout(shard=64, tensor=8))       # no pipeline: shards
     assert max(row.bytes for row in alone.rows if row.name == "gathered weights") < stage
     published = next(run for run in runs("torchtitan-h100") if run.at == "line 59")
@@ -128,7 +131,7 @@ def test_a_pipeline_keeps_what_it_gathered_and_adds_up_whole_gradients():
 
 def test_a_pipeline_of_chunks_begins_more_before_the_first_comes_back():
     """Megatron-LM, schedules.py: 2 (stages - rank - 1) + (chunks - 1) stages forward passes of a
-    chunk, and the one at work."""
+    chunk run before the first backward, plus one that is at work."""
     config = GIANT.replace({"global_batch": 512, "grad_accum_steps": 512,
                             "memory.recompute": "block", "model.vocab": 1024,
                             "model.layers": 128})
@@ -142,19 +145,20 @@ def test_a_pipeline_of_chunks_begins_more_before_the_first_comes_back():
 
 
 def test_bf16_weights_with_float32_gradients():
-    """Megatron-LM's distributed optimizer, docs/user-guide/features/dist_optimizer.md: 18 bytes a
-    parameter on one device, 6 + 12 / d on d; and the gradients' buffer is there before backward."""
+    """Megatron-LM's distributed optimizer (docs/user-guide/features/dist_optimizer.md) has 18 bytes
+    per parameter on one device, and 6 + 12 / d on d devices. The buffer of gradients exists before
+    backward."""
     for d, each in ((1, 18), (8, 6 + 12 / 8), (64, 6 + 12 / 64)):
         rows = model_states(1_000_000, precision="bf16-fp32-grads", zero=1, devices=d)
         assert sum(row.bytes for row in rows) == pytest.approx(each * 1_000_000)
-    found = memory(LLAMA, "h200", precision="bf16-fp32-grads")
-    assert (found.at(LOSS)["gradients"] == found.at(UPDATE)["gradients"] == 4
+    predicted = memory(LLAMA, "h200", precision="bf16-fp32-grads")
+    assert (predicted.at(LOSS)["gradients"] == predicted.at(UPDATE)["gradients"] == 4
             * parameter_count(LLAMA.model))
 
 
 def test_copies_of_weights_are_not_called_gradients_of_logits():
-    """Few tokens, many weights, all blocks run again: at the end of forward autocast's copies are
-    the most there is."""
+    """Few tokens, many weights, and all blocks recomputed: when forward ends, autocast's copies of
+    the weights are the largest row."""
     config = LLAMA.replace({"model.context": 16, "global_batch": 1, "memory.recompute": "block"})
     rows = memory(config, "h200").at(LOSS)
     blocks = 32 * (6144 * 4096 + 4096 * 4096 + 28_672 * 4096 + 4096 * 14_336)
@@ -163,12 +167,13 @@ def test_copies_of_weights_are_not_called_gradients_of_logits():
 
 
 def test_reserved_is_what_streams_and_holes_keep():
-    """Llama 8B over 8 shards: the peak, 4 bytes of each parameter's gradient over 8, the embeddings
-    gathered at once, and a place of 16-bit logits. Of one device: the logits' place alone."""
+    """Llama 8B over 8 shards reserves the peak, the gradients of shards (4 bytes per parameter over
+    8), the embeddings that are gathered at once, and the freed memory of the 16-bit logits. A
+    single device reserves the peak and the memory of the logits."""
     layout = Layout(shard=8)
-    found = memory(LLAMA.replace({"global_batch": 16}), "h200", layout=layout)
+    predicted = memory(LLAMA.replace({"global_batch": 16}), "h200", layout=layout)
     logits, tables = 2 * 8192 * 128_256 * 2, 2 * 128_256 * 4096 * 2
-    assert (found.reserved_bytes - found.peak_bytes
+    assert (predicted.reserved_bytes - predicted.peak_bytes
             == pytest.approx(4 * parameter_count(LLAMA.model) / 8 + tables + logits))
     alone, compiled = memory(LLAMA, "h200"), memory(LLAMA.replace({"system.compile": True}), "h200")
     assert compiled.reserved_bytes == compiled.peak_bytes
@@ -180,8 +185,8 @@ def test_reserved_is_what_streams_and_holes_keep():
 # ---- stacks
 
 def stacked(stack: str, tensor: int = 8, **changes):
-    """Bytes that are there when backward begins, by row: 16,384 tokens, 32 blocks, 4,096 wide, in
-    16 bits."""
+    """Return the bytes by row that are alive when backward begins, for 16,384 tokens and 32 blocks
+    of width 4,096 in 16 bits."""
     config = LLAMA.replace({"system.stack": stack, **changes})
     return memory(config, "a100-80", layout=Layout(tensor=tensor), precision="bf16-master").at(LOSS)
 
@@ -189,7 +194,7 @@ def stacked(stack: str, tensor: int = 8, **changes):
 def test_what_stacks_hold_by_hand():
     stream, logits = 2 * 8192 * 4096, 2 * 8192 * 128_256
     assert stacked("eager") == stacked("nanotron")
-    # a fused loss keeps logits alone, in the dtype of the head
+    # a fused loss keeps only the logits, in the dtype of the head
     assert stacked("megatron")["logits and loss"] == pytest.approx(2 * logits / 8, rel=0.01)
     # Korthikanti et al. 2022, section 4.1: inputs of norms and of column-parallel Linears, 8 s b h
     # of a block without dropouts; and
@@ -213,8 +218,8 @@ def test_what_stacks_hold_by_hand():
 
 
 def test_a_norm_that_is_written_out_saves_two_float32_tensors():
-    """Measured: the storages that PyTorch saves of a float32 copy, its square, their mean, their
-    product, times the gain."""
+    """Measured: the storages that PyTorch saves for a norm of separate operations: a float32 copy,
+    its square, the mean, their product, and the product with the gain."""
     x, gain = (torch.randn(64, 128, dtype=torch.bfloat16).requires_grad_(),
                torch.ones(128, dtype=torch.bfloat16).requires_grad_())
     seen: dict[int, int] = {}
@@ -236,8 +241,8 @@ def test_a_norm_that_is_written_out_saves_two_float32_tensors():
 
 
 def test_stages_by_work_are_dealt_as_nanotron_deals_them():
-    """nanotron at e24d248, src/nanotron/models/base.py, lines 216 to 232, block by block: the first
-    stage, and the last one."""
+    """nanotron at commit e24d248, src/nanotron/models/base.py, lines 216 to 232, assigns blocks one
+    by one. The first and the last stage are compared."""
     def dealt(layers: int, head: float, stages: int) -> list[int]:
         blocks, cost, total = [0] * stages, 0.0, layers + head
         stage = 0
@@ -269,11 +274,11 @@ def test_every_stack_has_fitted_numbers():
 # ---- published peaks
 
 def test_published_peaks_by_layout():
-    """The median of what is published: FSDP within 10%, tensor and pipeline ranks within 15%; of
-    the Ultra-Scale Playbook too."""
-    found = by_layout()
-    assert len(peaks().rows) >= 70 and found["FSDP"][0] >= 20 and found["TP + PP"][0] >= 40
-    for name, (_, _, error) in found.items():
+    """The median error over the published peaks: FSDP within 10%, tensor and pipeline ranks within
+    15%, also for the runs of the Ultra-Scale Playbook."""
+    by_kind = by_layout()
+    assert len(peaks().rows) >= 70 and by_kind["FSDP"][0] >= 20 and by_kind["TP + PP"][0] >= 40
+    for name, (_, _, error) in by_kind.items():
         assert error < (0.15 if "TP" in name or "PP" in name else 0.1), name
     off = [abs(row.error) for run, row in unsaid() if run.tensor > 1 or run.pipeline > 1]
     assert len(off) == 675 and median(off) < 0.15

@@ -91,10 +91,10 @@ REFUSED = [
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.get("model", "usual"))
 def test_the_command_beside_an_answer_gives_the_same_numbers(run, capsys):
-    said = json.loads(answer.answer(json.dumps(USUAL | run)))
-    assert main([*shlex.split(said["command"])[1:], "--json"]) == 0
+    answered = json.loads(answer.answer(json.dumps(USUAL | run)))
+    assert main([*shlex.split(answered["command"])[1:], "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    different = {key for key, value in said["prediction"].items() if printed[key] != value}
+    different = {key for key, value in answered["prediction"].items() if printed[key] != value}
     assert different <= {"assumptions"} and printed["step_seconds"] > 0
     tokens = (printed["assumptions"]["steps"] * printed["tokens_per_second"]
               * printed["step_seconds"])
@@ -103,7 +103,8 @@ def test_the_command_beside_an_answer_gives_the_same_numbers(run, capsys):
 
 @pytest.mark.slow
 def test_plan_predict_planner_and_notebook_09_agree_on_pipelines():
-    """200 layouts with stages, drawn from plans: each door has the same bytes and seconds."""
+    """200 layouts with pipeline stages, drawn from plans: all four have the same bytes and
+    seconds."""
     draw, asked, chunked = random.Random(49), 0, 0
     while asked < 200:
         model, machine = draw.choice(list(PRESETS)), draw.choice(list(CATALOGUE))
@@ -112,20 +113,20 @@ def test_plan_predict_planner_and_notebook_09_agree_on_pipelines():
         config = preset(model).replace({"global_batch": batch, "grad_accum_steps": 1})
         try:
             options = plan(config, 1e11, machine, devices=devices, precisions=[precision]).options
-        except ConfigError:     # the machine has no such products
+        except ConfigError:     # the machine cannot multiply this dtype
             continue
-        for one in [one for one in options if one.layout.pipeline > 1][:4]:
-            at, how = one.layout, {"precision": precision, "recompute": one.recompute}
-            base = replace(one.base, parallel=at)
-            found = predict(base, machine, **how)
+        for option in [option for option in options if option.layout.pipeline > 1][:4]:
+            at, how = option.layout, {"precision": precision, "recompute": option.recompute}
+            base = replace(option.base, parallel=at)
+            predicted = predict(base, machine, **how)
             axes = {name: getattr(at, name)
                     for name in ("tensor", "pipeline", "interleave", "context", "data", "zero")}
             page = json.loads(answer.answer(json.dumps(USUAL | axes | how | {
                 "model": model, "machine": machine, "devices": at.devices, "batch": batch,
                 "length": config.model.context, "micro_batch": batch // base.grad_accum_steps})))
             page, step = page["prediction"], step_time(base, machine, at, **how)
-            assert (one.memory.peak_bytes == found.peak_bytes == page["bytes"]["peak_bytes"]
-                    and one.time.step_seconds == found.step_seconds == page["step_seconds"]
+            assert (option.memory.peak_bytes == predicted.peak_bytes == page["bytes"]["peak_bytes"]
+                    and option.time.step_seconds == predicted.step_seconds == page["step_seconds"]
                     == step.step_seconds and str(at) == page["assumptions"]["layout"]), (model, at)
             asked, chunked = asked + 1, chunked + (at.interleave > 1)
     assert chunked > 30
@@ -134,8 +135,8 @@ def test_plan_predict_planner_and_notebook_09_agree_on_pipelines():
 @pytest.mark.parametrize("run, sentence", REFUSED,
                          ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_is_a_sentence(run, sentence):
-    said = json.loads(answer.answer(json.dumps(USUAL | run)))
-    assert said.keys() == {"error"} and sentence in said["error"]
+    answered = json.loads(answer.answer(json.dumps(USUAL | run)))
+    assert answered.keys() == {"error"} and sentence in answered["error"]
 
 
 def test_every_control_can_be_set_to_all_that_it_offers():
@@ -151,14 +152,14 @@ def test_every_control_can_be_set_to_all_that_it_offers():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("planner")
+    root = tmp_path_factory.mktemp("planner")
     try:
-        bench.make(made)
+        bench.make(root)
     except ConfigError as error:
         if re.search("npm, which is not on PATH|npm could not fetch", str(error)):
             pytest.skip(str(error))
         raise
-    return made
+    return root
 
 
 def test_the_page_takes_the_formulas_and_nothing_else(folder):
@@ -177,7 +178,8 @@ def test_the_page_takes_the_formulas_and_nothing_else(folder):
 
 @pytest.mark.slow
 def test_what_the_page_takes_answers_for_the_rows_of_lessons(tmp_path):
-    """As in the browser: by the standard library alone, from what the answers were seen to open."""
+    """As in the browser: only the standard library is there, and only the files that the answers
+    opened."""
     alone = [sys.executable, "-I", "-S", "-B", "-c"]
     asked = subprocess.run([*alone, make.SEEN, str(make.PAGE), str(make.ROOT)], check=True,
                            capture_output=True, text=True)
@@ -190,15 +192,15 @@ def test_what_the_page_takes_answers_for_the_rows_of_lessons(tmp_path):
     for name in ("adamw", *lessons.having("optimizer")):
         code = (f"import json, sys; sys.path.insert(0, {str(tmp_path)!r}); import answer\n"
                 f"print(answer.answer(json.dumps({USUAL | {'optimizer': name}!r})))")
-        said = json.loads(subprocess.run([*alone, code], check=True, capture_output=True,
+        answers = json.loads(subprocess.run([*alone, code], check=True, capture_output=True,
                                          text=True).stdout)
         module = lessons.having("optimizer").get(name, "")
-        assert said["command"].endswith(f" --import {module}") == bool(module)
-        assert said["prediction"]["assumptions"]["optimizer"] == name
+        assert answers["command"].endswith(f" --import {module}") == bool(module)
+        assert answers["prediction"]["assumptions"]["optimizer"] == name
 
 
 def npm(folder: Path, script: str) -> str:
-    """A PATH on which npm is `script` and nothing else is."""
+    """Return a PATH that contains only `script`, under the name npm."""
     folder.mkdir()
     (folder / "npm").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "npm").chmod(0o755)
@@ -231,13 +233,13 @@ def test_the_first_page_leads_to_the_planner(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def page(folder, context):
-    """The planner, opened, with what went wrong and what was asked of others in `page.noted`."""
+    """The planner's page. `page.noted` has its errors and its requests to other hosts."""
     with static(folder) as address:
         page = context.new_page()
         page.noted = []
         page.on("pageerror", lambda error: page.noted.append(f"page error: {error}"))
-        page.on("console", lambda said: page.noted.append(f"console: {said.text}")
-                if said.type == "error" else None)
+        page.on("console", lambda message: page.noted.append(f"console: {message.text}")
+                if message.type == "error" else None)
         page.on("request", lambda request: HERE.match(request.url)
                 or page.noted.append(f"request: {request.url}"))
         page.on("dialog", lambda dialog: (page.noted.append(f"dialog: {dialog.message}"),
@@ -249,7 +251,7 @@ def page(folder, context):
 
 
 def ask(page, values: dict) -> None:
-    """Through the address, as a link that somebody was sent."""
+    """Open the page with the question in its address, as a link does."""
     words = urlencode({key: "" if value is None else value for key, value in values.items()})
     page.evaluate("""words => new Promise(done => {
         addEventListener('hashchange', done, {once: true});
@@ -259,11 +261,12 @@ def ask(page, values: dict) -> None:
 
 
 def leaves(value, path="") -> dict:
-    """Every number and word of nested JSON, by its path."""
+    """Return all numbers and strings of nested JSON by their path."""
     if not isinstance(value, (dict, list)):
         return {path: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return {key: leaf for name, one in pairs for key, leaf in leaves(one, f"{path}/{name}").items()}
+    return {key: leaf for name, value in pairs
+            for key, leaf in leaves(value, f"{path}/{name}").items()}
 
 
 @pytest.mark.slow
@@ -271,9 +274,9 @@ def leaves(value, path="") -> dict:
 @pytest.mark.parametrize("run", RUNS[::-1], ids=lambda run: run.get("model", "usual"))
 def test_the_browser_computes_what_cpython_does(page, run):
     ask(page, USUAL | run)
-    said = json.loads(answer.answer(json.dumps(USUAL | run)))
+    answered = json.loads(answer.answer(json.dumps(USUAL | run)))
     there, here = leaves(json.loads(page.locator("#json").text_content())), leaves(
-        said["prediction"])
+        answered["prediction"])
     # sum() of floats compensates from Python 3.12 on, which the browser's is, and rounds the last
     # bit otherwise
     rounding = 0 if sys.version_info >= (3, 12) else 1e-14
@@ -281,11 +284,12 @@ def test_the_browser_computes_what_cpython_does(page, run):
     different = {path: (there[path], here[path]) for path in here if there[path] != here[path]}
     assert all(isinstance(a, float) and math.isclose(a, b, rel_tol=rounding)
                for a, b in different.values()), different
-    assert page.locator("#command").text_content().strip() == said["command"]
+    assert page.locator("#command").text_content().strip() == answered["command"]
     shown = dict(zip(page.locator("#facts dt").all_text_contents(),
                      page.locator("#facts dd").all_text_contents()))
-    assert shown == said["facts"] and page.locator("#verdict").text_content() == said["verdict"]
-    assert page.locator("#bytes .row").count() == len(said["bytes"]["rows"])
+    assert (shown == answered["facts"]
+            and page.locator("#verdict").text_content() == answered["verdict"])
+    assert page.locator("#bytes .row").count() == len(answered["bytes"]["rows"])
     assert page.locator("#status").text_content() == "" and page.noted == []
 
 
@@ -328,8 +332,8 @@ def test_what_cannot_be_is_said_and_the_last_answer_pales(page):
 def test_an_address_is_data(page):
     ask(page, USUAL | {"model": "<img src=x onerror=alert(1)>", "devices": "1e999",
                        "__proto__": "x", "tensor": "2", "price": "'); alert(1)"})
-    said = page.locator("#status").text_content()
-    assert "left out" in said and "model=<img src=x onerror=alert(1)>" in said
+    status = page.locator("#status").text_content()
+    assert "left out" in status and "model=<img src=x onerror=alert(1)>" in status
     assert (page.locator("#model").input_value() == USUAL["model"]
             and page.locator("#tensor").input_value() == "2")
     assert page.locator("img").count() == 0 and page.noted == []
@@ -382,7 +386,7 @@ def test_what_an_address_holds_beside_is_data_too(page):
     ask(page, USUAL | bad)
     assert (page.locator("#both").is_hidden()
             and "held.model=</td><img" in page.locator("#status").text_content())
-    # a number, which the formulas refuse
+    # it is a number, but the formulas refuse it
     ask(page, USUAL | {"held.layers": "9999999999", "held.machine": "h200"})
     assert ("layers must be from 1 to 10,000" in page.locator("#rows").text_content()
             and page.locator("#verdict").text_content().startswith("fits"))
@@ -420,7 +424,7 @@ def test_words_can_be_read_in_both_themes(page, scheme):
     page.emulate_media(color_scheme=scheme)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
-    # of WCAG 2, AA
+    # contrast of level AA in WCAG 2
     faint = {name: ratio for name, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5}
     assert not faint
 
@@ -446,7 +450,7 @@ def test_on_a_phone_the_answer_stays_in_sight(page):
 @pytest.mark.slow
 @pytest.mark.browser
 def test_it_answers_soon_and_at_once(page):
-    """Not far beyond the budgets of `lpkit bench planner`, which are for a machine that does
+    """The limits are above those of `lpkit bench planner`, which are for a machine that does
     nothing else."""
     moves = page.evaluate(bench.MOVES)
     assert len(moves) > 100 and statistics.median(moves) < 2 * bench.MOVE_SECONDS

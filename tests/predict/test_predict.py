@@ -80,7 +80,8 @@ def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
 
 
 def attended(kind: str, backend: str, model: ModelConfig = SMALL) -> ModelConfig:
-    """Skips what the backend says it cannot."""
+    """Return the model with this kind of attention. Skip the test if the backend cannot run it on a
+    CPU."""
     model = replace(model, attention=KINDS[kind])
     if problem := ATTENTION[backend].why_not(Attending(model=model)):
         pytest.skip(problem)
@@ -91,10 +92,10 @@ def attended(kind: str, backend: str, model: ModelConfig = SMALL) -> ModelConfig
 def test_parameters_are_pytorchs_count(name):
     built = on_meta(MODELS[name])
     assert parameter_count(MODELS[name]) == sum(p.numel() for p in built.parameters())
-    found = {"embedding": built.embed, "attention": [b.attention for b in built.blocks],
+    modules_of = {"embedding": built.embed, "attention": [b.attention for b in built.blocks],
              "mlp": [b.mlp for b in built.blocks],
              "norms": [built.norm, *(n for b in built.blocks for n in (b.norm1, b.norm2))]}
-    for part, modules in found.items():
+    for part, modules in modules_of.items():
         count = sum(p.numel() for m in (modules if isinstance(modules, list) else [modules])
                     for p in m.parameters())
         assert parameters(MODELS[name])[part] == count, part
@@ -103,9 +104,9 @@ def test_parameters_are_pytorchs_count(name):
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
 @pytest.mark.parametrize("name", [*ODD, "gpt2-124m", "llama-1b", "llama-70b"])
 def test_flops_are_pytorchs_count(name, backend):
-    """On the meta device sdpa is made of products, which the counter sees; backward is twice
-    forward, exactly, and blocked makes the scores once more. Of large models three blocks: the next
-    are like them."""
+    """On the meta device, sdpa is composed of matmuls that PyTorch's counter sees. Backward has
+    exactly twice the FLOPs of forward; `blocked` also computes the scores once more. Of large
+    models, three blocks are counted, since the other blocks are equal to them."""
     model, batch = MODELS[name], 3 if name in ODD else 1
     model = replace(model, layers=min(3, model.layers))
     used, built = backend, on_meta(model, backend)
@@ -124,7 +125,7 @@ def test_flops_are_pytorchs_count(name, backend):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_that_a_rule_lets_through_are_counted(kind):
-    """Each asked alone; documents as if they were one."""
+    """Each pair of tokens is checked by itself. Several documents count as one document."""
     for T in (1, 20, 150):
         model = replace(SMALL, context=T, attention=KINDS[kind])
         rule = model.attention.rule(T)
@@ -139,7 +140,7 @@ def test_pairs_that_a_rule_lets_through_are_counted(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "blocked"])
 def test_the_flops_of_every_kind_are_pytorchs_count(backend, kind):
-    """It counts the whole square. What a backend skips is in its share of the pairs."""
+    """PyTorch counts all T x T pairs. `pairs_share` has the share that a backend computes."""
     model = attended(kind, backend, replace(SMALL, context=150))
     built, tokens = on_meta(model, backend), torch.zeros(2, model.T, dtype=torch.long,
         device="meta")
@@ -153,13 +154,13 @@ def test_the_flops_of_every_kind_are_pytorchs_count(backend, kind):
 
 
 def scores_again(model, batch):
-    """A flash kernel computes them anew in backward (Dao et al. 2022,
-    https://arxiv.org/abs/2205.14135)."""
+    """Return the FLOPs of the scores, which a flash kernel computes again in backward (Dao et al.
+    2022, https://arxiv.org/abs/2205.14135)."""
     return sum(p.flops for p in products(model, batch=batch) if p.name == "scores")
 
 
 def test_what_flash_computes_again_is_pytorchs_count():
-    """The counter's own formula for a flash backward: two products forward, five backward."""
+    """PyTorch's formula for a flash kernel counts two matmuls in forward and five in backward."""
     from torch.utils.flop_counter import sdpa_backward_flop_count
 
     m = PRESETS["gpt2-124m"].model
@@ -170,7 +171,8 @@ def test_what_flash_computes_again_is_pytorchs_count():
 
 
 def test_flops_by_the_rule_of_thumb():
-    """6 N + 12 L H E T of PaLM's appendix B, N without embeddings that are only looked up."""
+    """6 N + 12 L H E T FLOPs per token, from PaLM's appendix B. N does not count embeddings, which
+    are only looked up."""
     m = PRESETS["llama-8b"].model
     matrices = parameter_count(m) - parameters(m)["embedding"] - parameters(m)["norms"]
     assert training_flops_per_token(m) == 6 * matrices + 12 * m.L * m.H * m.E * m.T
@@ -196,7 +198,8 @@ KEPT = [pytest.param(model, backend, (1, 3)[(i // 2 + j + k) % 2], precision,
 @pytest.mark.parametrize("model, backend, batch, precision, recompute", KEPT)
 def test_activations_are_what_autograd_keeps_to_the_byte(model, backend, batch, precision,
         recompute, monkeypatch):
-    # what it saves does not hang on numbers, for which the interpreter would take minutes
+    # the saved bytes do not depend on the numbers, which Triton's interpreter would take minutes to
+    # compute
     monkeypatch.setattr("lpkit.kernels.flash_attention._forward",
                         defaultdict(lambda: lambda **_: None))
     _same_bytes(model, backend, batch, precision, recompute)
@@ -214,7 +217,8 @@ def test_activations_of_every_kind(name, kind, backend, precision, recompute):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["plain", "sdpa"])
 def test_activations_of_documents(backend, precision):
-    """A mask of each sequence. Ids that a backend keeps are the batch's, and no activation."""
+    """Each sequence has a mask of its own. Document ids that a backend keeps are part of the batch,
+    not of the activations."""
     _same_bytes(attended("documents", backend), backend, 3, precision, "none")
 
 
@@ -232,29 +236,29 @@ def _same_bytes(model, backend, batch, precision, recompute):
             logits = built(x, documents=x + 1 if model.attention.name == "documents" else None)
         return cross_entropy(logits, y)
 
-    found = saved_bytes(built, loss)
+    traced = saved_bytes(built, loss)
     formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
                    residual_bytes=2 if precision == "bf16-pure" else 4, attention=backend,
                    recompute=recompute)
-    assert formula.operations == found.operations
-    assert formula.weight_copy_bytes == found.weight_copy_bytes
+    assert formula.operations == traced.operations
+    assert formula.weight_copy_bytes == traced.weight_copy_bytes
 
 
 def test_korthikanti_s_formula():
-    """Bytes of a layer in 16 bits, equation 1 of https://arxiv.org/abs/2205.05198: s b h (34 + 5 a
-    s / h), and 34 s b h where its attention is computed again, which the paper calls selective.
-    lpkit has no dropout: its masks, and what goes through one, are not there. It has the means of
-    norms and the causal mask, which the formula leaves out. PyTorch's selective keeps 20 s b h:
-    results of products, 22 with a fused attention's."""
+    """Bytes that a layer keeps in 16 bits, equation 1 of https://arxiv.org/abs/2205.05198: s b h
+    (34 + 5 a s / h); and 34 s b h if attention is recomputed, which the paper calls selective
+    recomputation. The formula counts dropout masks and results, and lpkit has no dropout. lpkit
+    keeps statistics of norms and the causal mask, which the formula leaves out. PyTorch's selective
+    recomputation keeps results of matmuls: 20 s b h, or 22 s b h with fused attention."""
     s, b, h, a = 64, 2, 96, 6
     model = ModelConfig(layers=3, width=h, heads=a, vocab=100, context=s, mlp_width=4 * h)
     masks, scores_dropped, norms, causal, sums = (2 * s * b * h, 3 * a * s * s * b, 8 * s * b,
         s * s, 4 * a * s * b)
 
     def layer(recompute, attention="plain"):
-        found = kept(model, batch=b, compute_bytes=2, residual_bytes=2, attention=attention,
+        saved = kept(model, batch=b, compute_bytes=2, residual_bytes=2, attention=attention,
                      recompute=recompute)
-        return sum(size for name, size in found.operations.items()
+        return sum(size for name, size in saved.operations.items()
                    if name not in ("embed", "norm", "head", "loss")) / 3
 
     assert (layer("none") == s * b * h * (34 + 5 * a * s / h) - masks - scores_dropped + norms
@@ -267,7 +271,7 @@ def test_korthikanti_s_formula():
 
 
 def test_every_attention_backend_has_its_formula():
-    """One row says both."""
+    """Each row of ATTENTION names its formula."""
     for name in SOFTMAX:
         row = ATTENTION[name]
         assert (unwrap(attention.backend(name, replace(SMALL, head_dim=16))) is unwrap(row.load())
@@ -282,8 +286,8 @@ def test_recomputed_blocks_keep_their_inputs():
     for block in built.blocks:
         block.forward = lambda *args, run=block.forward: checkpoint(run, *args, use_reentrant=True)
     x, y = torch.zeros(3, model.T, dtype=torch.long), torch.zeros(3, model.T, dtype=torch.long)
-    found = saved_bytes(built, lambda: cross_entropy(built(x), y))
-    assert kept(model, batch=3, recompute="block").total_bytes == found.total_bytes
+    traced = saved_bytes(built, lambda: cross_entropy(built(x), y))
+    assert kept(model, batch=3, recompute="block").total_bytes == traced.total_bytes
     whole = kept(model, batch=3)
     assert whole.block_bytes * model.L == sum(whole.operations[name] for name in whole.operations
                                               if name not in ("embed", "norm", "head", "loss"))
@@ -295,14 +299,15 @@ def test_recomputed_blocks_keep_their_inputs():
                          ids=lambda kind: kind["name"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_step_of_every_kind(recipe, kind, used):
-    """2%: where the peak is inside attention's backward, what its products hold is taken together,
-    and a CPU without fast bf16 widens blocked's copies of some heads to float32."""
+    """Within 2%. If the peak is inside attention's backward, the formula adds up tensors that are
+    not all alive at once; and a CPU without fast bf16 casts copies of some heads to float32 in
+    `blocked`."""
     config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 4, "model.context": 300,
         "model.width": 64,
                                        "precision.recipe": recipe, "system.attention": used,
         "model.attention": kind})
-    found, said = measure.memory(config, device="cpu"), memory(config, CPU)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    measured, predicted = measure.memory(config, device="cpu"), memory(config, CPU)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("changes", [
@@ -314,33 +319,35 @@ def test_memory_of_a_step_of_every_kind(recipe, kind, used):
         "norms of q and k"])
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_memory_of_a_real_step(recipe, changes):
-    """Every row at the peak to the byte, but for single numbers: the optimizer's step counters, the
-    loss."""
+    """Each row at the peak is exact to the byte, except for single numbers: the optimizer's step
+    counters and the loss."""
     config = preset("cpu-3m").replace({"model.layers": 2, "global_batch": 8, "model.context": 160,
         "model.width": 64,
                                        "precision.recipe": recipe, **changes})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-4)
-    assert said.peak_moment == LOSS
-    rows = said.at(LOSS)
-    assert set(rows) == {name for name, nbytes in found.rows.items() if nbytes > 100}
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=1e-4)
+    assert predicted.peak_moment == LOSS
+    rows = predicted.at(LOSS)
+    assert set(rows) == {name for name, nbytes in measured.rows.items() if nbytes > 100}
     for name, nbytes in rows.items():
-        assert nbytes == pytest.approx(found.rows[name], abs=400), name
+        assert nbytes == pytest.approx(measured.rows[name], abs=400), name
 
 
 def test_zero_by_the_papers_example():
-    """ZeRO, figure 1: 7.5B parameters, 64 devices, 2 + 2 + 12 bytes: 120, 31.4, 16.6 and 1.9 GB."""
+    """Figure 1 of the ZeRO paper: 7.5B parameters on 64 devices with 2 + 2 + 12 bytes per parameter
+    need 120, 31.4, 16.6 and 1.9 GB for stages 0 to 3."""
     totals = [sum(row.bytes for row in model_states(7_500_000_000, zero=stage, devices=64)) / 1e9
               for stage in range(4)]
     assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
 
 
 def test_the_peak_is_a_moment_and_not_the_sum():
-    said = memory(preset("cpu-3m"), "h200")
-    assert (said.peak_moment == LOSS and "gradients" not in said.at(LOSS)
-            and "activations" not in said.at(UPDATE))
-    assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
+    predicted = memory(preset("cpu-3m"), "h200")
+    assert (predicted.peak_moment == LOSS and "gradients" not in predicted.at(LOSS)
+            and "activations" not in predicted.at(UPDATE))
+    assert (predicted.peak_bytes == sum(predicted.at(LOSS).values())
+            < sum(row.bytes for row in predicted.rows))
     accumulated = memory(preset("cpu-3m").replace({"grad_accum_steps": 4}), "h200")
     assert "gradients" in accumulated.at(LOSS)
     short = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1,
@@ -362,16 +369,16 @@ def test_everything_is_predicted_for_every_preset_and_machine(name):
 
 def test_time_energy_and_cost_by_hand():
     config = preset("gpt2-124m").replace({"steps": 1000})
-    said = predict(config, "h200", devices=8, mfu=0.5, price_per_hour=2.0)
+    predicted = predict(config, "h200", devices=8, mfu=0.5, price_per_hour=2.0)
     seconds = training_flops(config.model, batch=512) / (8 * 989.4e12 * 0.5)
-    assert (said.step_seconds == pytest.approx(seconds)
-            and said.step.tokens_per_second == pytest.approx(512 * 1024 / seconds))
+    assert (predicted.step_seconds == pytest.approx(seconds)
+            and predicted.step.tokens_per_second == pytest.approx(512 * 1024 / seconds))
     hours = 8 * 1000 * seconds / 3600
-    assert (said.run.cost == pytest.approx(2 * hours)
-            and said.run.energy_wh == pytest.approx(700 * hours))
+    assert (predicted.run.cost == pytest.approx(2 * hours)
+            and predicted.run.energy_wh == pytest.approx(700 * hours))
     again = predict(config, "h200", devices=8, mfu=0.5, recompute="block")
-    # one more forward pass, without the head
-    assert 1.2 < again.step_seconds / said.step_seconds < 4 / 3
+    # recomputation adds a forward pass of all blocks, without the head
+    assert 1.2 < again.step_seconds / predicted.step_seconds < 4 / 3
 
 
 def test_the_layout_is_the_first_that_fits():
@@ -422,30 +429,30 @@ def test_a_budget_is_an_estimate_between_keeping_all_and_one_input():
     none, block = (memory(config, "h200", recompute=mode) for mode in ("none", "block"))
     peaks = [memory(config.replace({"memory.recompute.budget": share}), "h200")
              for share in (0.0, 0.3, 0.5, 1.0)]
-    kept_bytes = [said.at(LOSS)["activations"] for said in peaks]
+    kept_bytes = [peak.at(LOSS)["activations"] for peak in peaks]
     outside = none.at(LOSS)["activations"] - kept(config.model, batch=16, compute_bytes=2,
         kind="gpu").block_bytes * 12
     assert kept_bytes == sorted(kept_bytes) and kept_bytes[0] == block.at(LOSS)["activations"]
     assert kept_bytes[2] - outside == pytest.approx((none.at(LOSS)["activations"] - outside) / 2)
     assert kept_bytes[3] == none.at(LOSS)["activations"]
     assert "an estimate" in next(row.formula for row in peaks[0].rows if row.name == "activations")
-    said = predict(config, "h200")
-    assert (said.assumptions["recompute"] == "budget"
-            and said.memory.peak_bytes == peaks[2].peak_bytes)
+    predicted = predict(config, "h200")
+    assert (predicted.assumptions["recompute"] == "budget"
+            and predicted.memory.peak_bytes == peaks[2].peak_bytes)
 
 
 def test_tensor_ranks_divide_every_activation_once(monkeypatch):
-    """What backward holds returns to what it was: the last block and the first leave alike, and
-    nothing is below zero. What ranks gather beside it is in
-    tests/predict/test_memory_layouts.py."""
+    """The temporaries of a block's backward are freed again: the last and the first block leave
+    equal bytes, and no row falls below 0. tests/predict/test_memory_layouts.py tests the bytes that
+    ranks gather."""
     monkeypatch.setattr(Walk, "whole_input", lambda self, op: 0.0)
     config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1,
                                           "system.stack": "eager"})
-    one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
+    alone, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
     for moment in eight.rows[-1].at:
         assert (eight.at(moment)["temporaries"]
-                == pytest.approx(one.at(moment)["temporaries"] / 8)), moment
-    assert eight.at(LOSS)["logits' gradients"] == one.at(LOSS)["logits' gradients"] / 8
+                == pytest.approx(alone.at(moment)["temporaries"] / 8)), moment
+    assert eight.at(LOSS)["logits' gradients"] == alone.at(LOSS)["logits' gradients"] / 8
 
 
 def test_the_catalogue_is_dense_and_sourced():
@@ -462,12 +469,12 @@ def test_the_catalogue_is_dense_and_sourced():
 
 
 def test_micro_batches():
-    config = preset("gpt2-124m")     # 512 sequences in 32 pieces
+    config = preset("gpt2-124m")     # 512 sequences in 32 micro-batches
     assert ([micro_batch(config.global_batch, config.grad_accum_steps, n) for n in (1, 8, 64, 512)]
             == [
         (16, 32), (16, 4), (8, 1), (1, 1)])
     assert micro_batch(12, 2, 3) == (4, 1)
-    # 6 times a prime: counting down to it took longer than anybody waits
+    # 6 times a prime: a search that counts down to a divisor would take minutes
     assert micro_batch(6 * 357_913_931, 3, 2) == (357_913_931, 3)
 
 
@@ -484,7 +491,7 @@ def test_ten_thousand_layers_are_cut_at_once():
     assert predict(config, "h200").step_seconds > 0
 
 
-@pytest.mark.parametrize("arguments, said", [
+@pytest.mark.parametrize("arguments, message", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
     (["llama-70b", "--machine", "h2000"], "did you mean 'h200'?"),
     (["llama-70b", "--devices", "7"], "global_batch=512 sequences does not split over data=7 x "
@@ -500,16 +507,16 @@ def test_ten_thousand_layers_are_cut_at_once():
     (["cpu-3m", "--price-per-hour", "-1"], "price_per_hour must be 0 or more"),
     (["cpu-3m", "--set", "model.layes=6"], "did you mean 'model.layers'?"),
 ])
-def test_wrong_input_is_one_sentence(arguments, said, capsys):
+def test_wrong_input_is_one_sentence(arguments, message, capsys):
     assert cli.main(["predict", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert not out and said in err and len(err.strip().splitlines()) == 1
+    assert not out and message in err and len(err.strip().splitlines()) == 1
 
 
 def test_the_command_prints_one_object_or_a_table(capsys):
     assert cli.main(["predict", "llama-70b", "--machine", "h200", "--devices", "64", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["parameters"] == 70_553_706_496       # as in Llama 3.1's own index file
+    assert answer["parameters"] == 70_553_706_496       # the size in Llama 3.1's index file
     assert (answer["devices"] == 64 and answer["machine"]["name"] == "h200"
             and len(answer["sources"]) >= 4)
     assert cli.main(["predict", "llama-70b", "--devices", "64"]) == 0
@@ -519,11 +526,11 @@ def test_the_command_prints_one_object_or_a_table(capsys):
 
 
 def test_a_comparison_says_how_far_off_the_formula_is():
-    found = Comparison.of(guess=50, formula=110, measured=100, unit="bytes", where="here",
+    comparison = Comparison.of(guess=50, formula=110, measured=100, unit="bytes", where="here",
                           name="peak")
-    assert found["peak"].error == pytest.approx(0.1)
-    assert found.worst_error == pytest.approx(0.1)
-    html = found._repr_html_()
+    assert comparison["peak"].error == pytest.approx(0.1)
+    assert comparison.worst_error == pytest.approx(0.1)
+    html = comparison._repr_html_()
     assert "+10.0%" in html and "110 B" in html and "your guess" in html
     rows = Comparison.of_rows({"a": 1.0, "b": 2.0}, {"b": 2.0, "c": 1.0}, unit="bytes",
                               where="<here>")
@@ -540,9 +547,9 @@ def test_predicting_needs_only_the_standard_library():
                "lpkit.predict.predict(lpkit.presets.preset('llama-8b'), 'h100', 8); "
                "print(sorted({m.partition('.')[0] for m in set(sys.modules) - before} - "
                "set(sys.stdlib_module_names)))")
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                            check=True)
-    assert found.stdout.strip() == "['lpkit']"
+    assert done.stdout.strip() == "['lpkit']"
 
 
 @pytest.mark.parametrize("recipe", [name for name, row in RECIPES.items() if row.products])
@@ -551,12 +558,12 @@ def test_predicting_needs_only_the_standard_library():
                                "model.norm": "rmsnorm"}],
                          ids=["many tokens", "few"])
 def test_the_peak_of_a_low_precision_step(recipe, changes):
-    """2%: how long a cast's own workspace lives is the kernel's affair."""
+    """Within 2%: the formula does not know how long the workspace of a cast kernel lives."""
     config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 2,
         "precision.recipe": recipe, **changes})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("changes", [
@@ -572,22 +579,22 @@ def test_the_peak_of_a_low_precision_step(recipe, changes):
 ], ids=lambda changes: " ".join(map(str, changes.values())))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-tensorwise"])
 def test_the_peak_under_a_memory_technique(recipe, changes, monkeypatch):
-    """By PyTorch's own products. A wide one's copy of a weight goes with its block, autocast's
-    stays to the end of forward."""
+    """PyTorch's own matmuls run. A float32 copy of a weight is freed with its block; autocast's
+    copy lives until forward ends."""
     config = preset("cpu-3m").replace({"model.layers": 3, "global_batch": 4, "model.context": 128,
         "precision.recipe": recipe,
                                        **changes})
     here = measure.memory(config, device="cpu")
     monkeypatch.setattr(wide_product, "wins", lambda a, b: False)
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
     # copies of queries in blocked attention are not counted; where sdpa attends, as auto has it on
     # AMX, the peak of what is made again
     # is in the last block's forward, which is no moment of the formula: 1.7%
-    inside = "selective" in changes.values() and found.chosen["attention"].used == "sdpa"
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02 if inside else 0.015)
+    inside = "selective" in changes.values() and measured.chosen["attention"].used == "sdpa"
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02 if inside else 0.015)
     # a copy of a bias
-    assert 0.97 * found.peak_bytes < here.peak_bytes < 1.001 * found.peak_bytes
+    assert 0.97 * measured.peak_bytes < here.peak_bytes < 1.001 * measured.peak_bytes
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "mxfp8", "nvfp4"])
@@ -596,27 +603,28 @@ def test_the_bytes_of_cached_weights(recipe):
         "grad_accum_steps": 2,
                                        "precision.recipe": recipe,
         "precision.cache_weight_casts": True})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.at(said.peak_moment)["low-precision weights"] == found.rows["low-precision weights"]
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.005)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    row = "low-precision weights"
+    assert predicted.at(predicted.peak_moment)[row] == measured.rows[row]
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("saved", ["cpu", "disk", "int8", "int4"])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_the_peak_with_activations_away(recipe, saved):
-    """10%: what comes back, and what is put into codes, is taken to be a tensor of the MLP
-    throughout."""
+    """Within 10%: the formula takes every tensor that is fetched, or packed to codes, for a tensor
+    of the MLP."""
     config = preset("cpu-3m").replace({"model.layers": 4, "global_batch": 4, "model.context": 128,
         "model.width": 128,
                                        "precision.recipe": recipe,
         "memory.activation_offload": saved})
-    found = measure.memory(config, device="cpu")
-    said = memory(config, CPU, attention=found.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+    measured = measure.memory(config, device="cpu")
+    predicted = memory(config, CPU, attention=measured.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
     elsewhere = memory(config.replace({"memory.activation_offload": "device"}), CPU,
                        attention="blocked").at(LOSS)["activations"]
-    assert found.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)
+    assert measured.offloaded_bytes == pytest.approx(elsewhere if saved == "disk" else 0, rel=0.1)
 
 
 @pytest.mark.parametrize("changes", [
@@ -626,19 +634,21 @@ def test_the_peak_with_activations_away(recipe, saved):
 ], ids=["16 bits", "fp32", "few tokens", "accumulated", "recomputed", "a large vocabulary",
         "llama style"])
 def test_the_peak_of_a_shard(changes):
-    """Against a trace of FSDP2 over 8 ranks, 4%: what a block's last operations hold while its
-    gradients leave is counted for the block as a whole."""
+    """Within 4% of a trace of FSDP2 over 8 ranks: the formula counts all gradients of a block as in
+    transfer when its last operations run."""
     models = ({f"model.{key}": value for key, value in changes.items()} if changes is LLAMA
               else changes)
     config = preset("cpu-3m").replace({"precision.recipe": "bf16", "model.layers": 6,
         "model.context": 128, **models})
     traced = predict_trace(config, 8)
-    said = memory(config, CPU, layout=Layout(shard=8), attention=traced.chosen["attention"].used)
-    assert said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.04)
+    predicted = memory(config, CPU, layout=Layout(shard=8),
+                       attention=traced.chosen["attention"].used)
+    assert predicted.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.04)
 
 
 def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():
-    """A prefix alone: of its state nothing is fetched for an update. It was a ValueError."""
+    """Only a prefix is trained, so no optimizer state is fetched for an update. This once raised a
+    ValueError."""
     config = preset("llama-8b").replace({"model.changes": "prefix",
         "memory.optimizer_state": "disk"})
     assert memory(config, "b200").peak_bytes < memory(config.replace({"model.changes": []}),
@@ -656,7 +666,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused(changes, layout, why):
 
 
 def test_offload_with_some_recomputed_blocks_on_ranks_has_a_prediction():
-    """The walk reached the embeddings with fewer than 0 bytes, and then knew no peak of them."""
+    """The walk once reached the embeddings with fewer than 0 bytes, and found no peak there."""
     config = Config().replace({
         "model.layers": 4, "model.width": 128, "model.heads": 4, "global_batch": 40,
         "grad_accum_steps": 5, "memory.recompute": "block", "memory.recompute.every": 3,

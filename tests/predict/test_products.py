@@ -33,7 +33,7 @@ PRODUCTS, LINEARS, CASTS = read("products.csv"), read("linears.csv"), read("cast
 
 
 def alone(machine, **changes):
-    """Kernels one after another, outside a step."""
+    """Return the efficiency of single kernels that run one after another, outside of a step."""
     numbers = evidence.fitted()["numbers"]
     numbers = {**numbers, **{name: 1.0 for name in numbers if name.endswith(" keeps")}}
     return replace(evidence.reached(evidence.generation_of(machine), "compiled", numbers),
@@ -41,14 +41,14 @@ def alone(machine, **changes):
 
 
 def off(rows, **changes):
-    """log(formula / published) of seconds, a row."""
-    found = []
+    """Return log(formula / published) of the seconds of each row."""
+    errors = []
     for row in rows:
         on, (M, N, K) = CATALOGUE[row["machine"]], (int(row[side]) for side in "MNK")
         seconds = product_seconds(M, N, K, on, alone(on, **changes), dtype=row["dtype"],
                                   bits=BITS[row["dtype"]])
-        found.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
-    return found
+        errors.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
+    return errors
 
 
 def mean(values):
@@ -56,7 +56,8 @@ def mean(values):
 
 
 def test_rows_are_of_a_source_that_says_where():
-    """A repository is on one side, as those of runs are; no product is faster than its machine."""
+    """All rows of a repository are either open for a fit or held out. No row is faster than the
+    peak of its machine."""
     sides = defaultdict(set)
     for row in PRODUCTS:
         sides[re.match(r"https://github\.com/[^/]+/[^/]+", row["source"])[0]].add(row["held_out"])
@@ -64,8 +65,8 @@ def test_rows_are_of_a_source_that_says_where():
         peak = CATALOGUE[row["machine"]].flops[row["dtype"]]
         assert 2e-4 < float(row["tflops"]) * 1e12 / peak < 0.9, row
     assert all(side in ({"yes"}, {"no"}) for side in sides.values()) and len(sides) == 7
-    known = {re.match(r"https://github\.com/[^/]+/[^/]+", one.url): one.held_out
-             for one in sources()}
+    known = {re.match(r"https://github\.com/[^/]+/[^/]+", source.url): source.held_out
+             for source in sources()}
     for match, held_out in known.items():
         assert (match is None or sides.get(match[0], {"yes" if held_out else "no"})
                 == {"yes" if held_out else "no"})
@@ -77,8 +78,8 @@ FOUR = [row for row in PRODUCTS if row["dtype"] == "fp4"]
 
 
 def test_the_start_of_a_product_is_what_open_rows_fit():
-    """375 products of 256 to 4,096 on H100 and B200, each side: their error is least there, and ten
-    times without it."""
+    """375 matmuls with sides of 256 to 4,096 on H100 and B200: with START_SECONDS the error is
+    least, and without it ten times as large."""
     errors = {seconds: mean(off(FITTED, start_seconds=seconds))
               for seconds in (0, *(START_SECONDS * share for share in (0.9, 1, 1.1)))}
     assert (min(errors, key=errors.get) == START_SECONDS
@@ -86,22 +87,22 @@ def test_the_start_of_a_product_is_what_open_rows_fit():
 
 
 def test_held_out_products_are_nearer_with_a_start():
-    """DeepGEMM's, TileLang's and Transformer Engine's, on H800 and B300: 12% where one share of the
-    peak alone was 17% off."""
+    """Rows of DeepGEMM, TileLang and Transformer Engine on H800 and B300: 12% off, and 17% off with
+    only one share of the peak."""
     before, after = mean(off(HELD_OUT, start_seconds=0)), mean(off(HELD_OUT))
     assert before == pytest.approx(0.169, abs=0.002) and after == pytest.approx(0.120, abs=0.002)
 
 
 def test_tiles_and_waves_explain_no_more():
-    """The best of six tiles, waves rounded up, the cost of a tile's edge fitted to the same rows:
-    not nearer on what is held out."""
+    """A model with the best of six tiles, waves rounded up, and a fitted cost of a tile's edge
+    predicts the held-out rows no better."""
     # core_count, xla/backends/gpu/target_config/specs, at the rows' commit
     processors = {"h100": 132, "b200": 148, "b300": 158}
     tiles = ((256, 128), (128, 256), (128, 128), (64, 128), (128, 64), (64, 64))
     edge, start = 30, 5.2e-6
 
     def tiled(rows):
-        found = []
+        errors = []
         for row in rows:
             on, (M, N, K) = CATALOGUE[row["machine"]], (int(row[side]) for side in "MNK")
             many, reached = processors[row["machine"]], alone(on, start_seconds=start)
@@ -112,16 +113,17 @@ def test_tiles_and_waves_explain_no_more():
                               products={row["dtype"]: reached.products[row["dtype"]] / waste})
             seconds = product_seconds(M, N, K, on, reached, dtype=row["dtype"],
                                       bits=BITS[row["dtype"]])
-            found.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
-        return mean(found)
+            errors.append(math.log(seconds * float(row["tflops"]) * 1e12 / (2 * M * N * K)))
+        return mean(errors)
 
-    assert tiled(FITTED) < 0.8 * mean(off(FITTED))            # it is a better fit
-    assert tiled(HELD_OUT) > mean(off(HELD_OUT))              # and no better prediction
+    assert tiled(FITTED) < 0.8 * mean(off(FITTED))            # the model fits the open rows better
+    # but it predicts the held-out rows no better
+    assert tiled(HELD_OUT) > mean(off(HELD_OUT))
 
 
 def test_four_bits_reach_what_vllm_published():
-    """Its six rows fix the share; DeepGEMM's five of cuBLAS, MXFP4, are held out: 12% off at least
-    where they are large."""
+    """Six rows of vLLM fix the share of the peak. Five rows of DeepGEMM (cuBLAS, MXFP4) are held
+    out: 12% off, if they are large."""
     fitted, held_out = ([row for row in FOUR if row["held_out"] == side] for side in ("no", "yes"))
     assert abs(statistics.fmean(off(fitted))) < 0.02 and mean(off(fitted)) < 0.1
     assert mean(off(held_out)) < 0.25
@@ -139,16 +141,17 @@ SHAPES = {"y": [(TOKENS, N, K) for K, N in LAYERS], "dx": [(TOKENS, K, N) for K,
 
 
 def took(machine, recipe, casts):
-    found = [float(row["milliseconds"]) for row in LINEARS
+    milliseconds = [float(row["milliseconds"]) for row in LINEARS
              if (row["machine"], row["recipe"], row["casts"]) == (machine, recipe, casts)]
-    assert len(found) == 3
-    return sum(found) / 1e3
+    assert len(milliseconds) == 3
+    return sum(milliseconds) / 1e3
 
 
 def forwards(on, name, monkeypatch, factor=1.0):
-    """Seconds of the tutorial's twelve calls. Each is te.Linear's forward
-    (benchmarks/gemm/benchmark_gemm.py): a weight of 16 bits in one layout, its input in both, since
-    the weight is trained; in one on Blackwell, whose tensor cores transpose eight bits."""
+    """Return the seconds of the tutorial's twelve calls. Each call is te.Linear's forward
+    (benchmarks/gemm/benchmark_gemm.py): a 16-bit weight is cast to one layout, and the input to two
+    layouts, because the weight is trained; to one layout on Blackwell, whose tensor cores transpose
+    8-bit operands."""
     reached = alone(on)
     if name == "bf16":
         return sum(product_seconds(*shape, on, reached, dtype=name, bits=16)
@@ -156,7 +159,7 @@ def forwards(on, name, monkeypatch, factor=1.0):
     recipe = on_hardware(name, RECIPES[name], preset("llama-8b").model)
     once = on.name == "b300" and name in ("fp8-tensorwise", "fp8-delayed")
     recipe = replace(recipe, casts={"y": recipe.casts["y"]} if once
-                     else {one: recipe.casts[one] for one in ("y", "dw")})
+                     else {product: recipe.casts[product] for product in ("y", "dw")})
     reached = replace(reached,
                       products={recipe.dtype: reached.products[recipe.dtype]
                                 * recipe.product_share})
@@ -165,9 +168,9 @@ def forwards(on, name, monkeypatch, factor=1.0):
     for M, N, K in (shape for shapes in SHAPES.values() for shape in shapes):
         total += product_seconds(M, N, K, on, reached, dtype=recipe.dtype,
                                  bits=max(cast.bits for cast in recipe.casts["y"]))
-        total += sum(max(factor * one.bytes / on.bytes_per_second / reached.casts,
+        total += sum(max(factor * each.bytes / on.bytes_per_second / reached.casts,
                          reached.kernel_seconds)
-                     for one in cast_passes(recipe, M=M, N=N, K=K) if one.tensor != "g")
+                     for each in cast_passes(recipe, M=M, N=N, K=K) if each.tensor != "g")
     return total
 
 
@@ -176,9 +179,9 @@ def forwards(on, name, monkeypatch, factor=1.0):
     (CATALOGUE["b300"], "fp8-tensorwise", 0.057), (CATALOGUE["b300"], "fp8-delayed", -0.012),
     (CATALOGUE["b300"], "mxfp8", 0.110), (CATALOGUE["b300"], "nvfp4", 0.216)])
 def test_transformer_engines_ratios(on, recipe, error, monkeypatch):
-    """The speedup of a layer's Linears over bf16's: within 10% but for MXFP8's and NVFP4's. NVFP4's
-    was 50% off: its products were taken at the share of eight bits, and no pass was counted that
-    looks for the tensor's largest magnitude."""
+    """The speed-up of a layer's Linears over bf16 is within 10%, except for MXFP8 and NVFP4. NVFP4
+    was once 50% off, because its matmuls had the share of 8 bits, and the pass that finds the
+    tensor's largest magnitude was not counted."""
     theirs = took(on.name, "bf16", "yes") / took(on.name, recipe, "yes")
     ours = forwards(on, "bf16", monkeypatch) / forwards(on, recipe, monkeypatch)
     assert ours / theirs - 1 == pytest.approx(error, abs=0.003)
@@ -187,9 +190,9 @@ def test_transformer_engines_ratios(on, recipe, error, monkeypatch):
 
 
 def test_what_is_left_of_nvfp4s_error(monkeypatch):
-    """What docs/advise.md says of it: its products reach 0.36 of a B300's peak, and its casts,
-    twelve times x in both layouts and w in one, 0.57 of the bandwidth; torchao's kernels and
-    vLLM's, more bytes beside the seconds that they take, 0.32 to 0.47."""
+    """docs/advise.md explains the error of NVFP4: its matmuls reach 0.36 of a B300's peak. Its
+    casts (x twelve times to both layouts, w to one) reach 0.57 of the bandwidth; the kernels of
+    torchao and of vLLM move more bytes in their seconds and reach 0.32 to 0.47."""
     on = CATALOGUE["b300"]
     shapes = [shape for each in SHAPES.values() for shape in each]
     alone_seconds = took("b300", "nvfp4", "no")
@@ -215,14 +218,15 @@ def test_what_is_left_of_nvfp4s_error(monkeypatch):
 
 def test_nvfp4_is_cast_in_two_passes():
     """Transformer Engine at the tutorial's commit, pytorch/csrc/quantizer.cpp,
-    NVFP4Quantizer::quantize_impl: an amax, mixed and not, in one read; then both layouts in one
-    more. So 2 bytes, and 2 + 2 (1/2 + 1/16), of an element; of float32 weights 4 more."""
+    NVFP4Quantizer::quantize_impl: the first pass finds the amax, with and without the transform;
+    the second pass writes both layouts. So the passes move 2 and 2 + 2 (1/2 + 1/16) bytes per
+    element, and 4 more for float32 weights."""
     recipe = on_hardware("nvfp4", RECIPES["nvfp4"], preset("llama-8b").model)
     passes = cast_passes(recipe, M=1024, N=2048, K=4096)
     sizes = {"x": 1024 * 4096, "w": 2048 * 4096, "g": 1024 * 2048}
     for tensor, size in sizes.items():
         read = 4 if tensor == "w" else 2
-        each = [(one.what, one.bytes / size) for one in passes if one.tensor == tensor]
+        each = [(each.what, each.bytes / size) for each in passes if each.tensor == tensor]
         scales = 1 / 256 if tensor == "w" else 1 / 16
         assert each == [("amax", read), ("scale", 0),
                         ("cast, both layouts",
@@ -230,19 +234,19 @@ def test_nvfp4_is_cast_in_two_passes():
 
 
 def test_blocks_are_read_once():
-    """As `lpkit.kernels.fused_cast` says of its kernels: 2 + 1 + 1 bytes of an element, and scales;
-    rows 2 + 1 for each layout."""
+    """As the docstring of `lpkit.kernels.fused_cast` says: 2 + 1 + 1 bytes per element, plus
+    scales. Scales per row need 2 + 1 bytes for each layout."""
     for name, bytes_, scales in (("mxfp8", 4, 2 / 32), ("fp8-blockwise", 4, 2 * 4 / 128),
                                  ("fp8-rowwise", 6, 2 * 4 / 1024)):
         recipe = on_hardware(name, RECIPES[name], preset("llama-8b").model)
-        moved = sum(one.bytes for one in cast_passes(recipe, M=1024, N=1024, K=1024)
-                    if one.tensor == "x") / 1024**2
+        moved = sum(each.bytes for each in cast_passes(recipe, M=1024, N=1024, K=1024)
+                    if each.tensor == "x") / 1024**2
         assert moved == pytest.approx(bytes_ + scales, rel=1e-3), name
 
 
 @pytest.mark.parametrize("machine", ["b200", "h100"])
 def test_predict_and_advise_price_a_linear_alike(machine, tmp_path):
-    """Every recipe of Llama 3 8B. It was 1.71 by one and 0.82 by the other for NVFP4."""
+    """All recipes for Llama 3 8B. For NVFP4, the two commands once gave 1.71 and 0.82."""
     config = preset("llama-8b")
     base = step_time(config, machine, precision="bf16")
     for plan in advise(config, machine, measured=tmp_path).plans:
@@ -259,8 +263,8 @@ def test_predict_and_advise_price_a_linear_alike(machine, tmp_path):
 
 
 def test_llama_3_8b_in_four_bits():
-    """NVIDIA's step on GB200 is 1.59 times as fast as in 16 bits (docs/advise.md), to which nothing
-    is fitted."""
+    """NVIDIA's step on GB200 is 1.59 times as fast as in 16 bits (docs/advise.md). No number is
+    fitted to it."""
     config = preset("llama-8b")
     steps = {name: step_time(config, "gb200", precision=name, stack="megatron").step_seconds
              for name in ("bf16", "nvfp4")}

@@ -45,7 +45,7 @@ ROW = {"model": "GPT 1B", "layers": "2", "width": "64", "heads": "2", "kv_heads"
 
 @pytest.fixture
 def ledger(tmp_path):
-    """A folder of one source and one row, with changes."""
+    """Return a folder with one source and one row, with changes."""
     def make(**changes):
         heads = (FOLDER / "narayanan.csv").read_text().splitlines()[0].split(",")
         cells = {**ROW, **changes}
@@ -65,7 +65,7 @@ def test_a_row_is_read_as_its_columns_say(ledger):
     assert run.layout == Layout(data=2, zero=0) and run.published_seconds == 4 * 32 / 10 / 2
 
 
-@pytest.mark.parametrize("changes, said", [
+@pytest.mark.parametrize("changes, message", [
     ({"layers": "many"}, "layers must be a whole number or none, got 'many'"),
     ({"layers": "2.5"}, "layers must be a whole number or none, got '2.5'"),
     ({"width": "0"}, "width must be positive, got 0"),
@@ -82,24 +82,24 @@ def test_a_row_is_read_as_its_columns_say(ledger):
     ({"counted": "full"}, "got counted='full' and unit='tokens/s'"),
     ({"memory": "60"}, "memory needs memory_unit; give both or none"),
 ])
-def test_a_bad_cell_is_named_by_file_row_and_field(ledger, changes, said):
-    with pytest.raises(ConfigError) as found:
+def test_a_bad_cell_is_named_by_file_row_and_field(ledger, changes, message):
+    with pytest.raises(ConfigError) as raised:
         runs(folder=ledger(**changes))
-    assert str(found.value).startswith("mine.csv, row 1: ") and said in str(found.value)
-    assert len(str(found.value).splitlines()) == 1
+    assert str(raised.value).startswith("mine.csv, row 1: ") and message in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_bad_file_is_named(ledger):
     folder = ledger()
     file = folder / "mine.csv"
     heads, cells = file.read_text().splitlines()
-    for text, said in ((f"{heads}\n{cells},more\n",
+    for text, message in ((f"{heads}\n{cells},more\n",
                         "mine.csv, row 1: it has 35 cells, but the file has 34 columns"),
                        (f"{heads.replace('width', 'breadth')}\n{cells}\n",
                         "mine.csv has the columns model, layers, breadth"),
                        ("", "mine.csv has no columns; it needs model, layers")):
         file.write_text(text)
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             runs(folder=folder)
     file.unlink()
     with pytest.raises(ConfigError, match=r"cannot read mine\.csv"):
@@ -125,14 +125,14 @@ def test_the_ledger_is_as_large_and_as_wide_as_claimed():
 
 
 def test_whole_sources_are_held_out():
-    """All pages of a repository, or of a paper, are on one side, so that no stack is fitted and
-    tested on at once."""
+    """All pages of a repository or of a paper are either fitted or held out, so that no stack is
+    fitted and tested on the same source."""
     sides = {}
     for source in sources():
         owner = re.match(r"https://(github\.com/[^/]+/[^/]+|.*)", source.url)[1]
         sides.setdefault(owner, set()).add(source.held_out)
     assert all(len(side) == 1 for side in sides.values()), sides
-    # either side has evidence; of GB200 none may be fitted
+    # each generation has runs on both sides, except GB200, which has none to fit
     for machine in ("a100-80", "h100", "h200", "b200", "mi300x"):
         assert {run.source.held_out for run in RUNS if run.machine == machine} == {True,
             False}, machine
@@ -146,31 +146,31 @@ def test_every_row_says_where_it_is_from():
     assert ({path.stem for path in FOLDER.glob("*.csv")} == {source.name for source in sources()}
             | {"sources", "adapters", "collectives", "fits", "products", "linears", "casts",
                "practitioners"})
-    for one in practitioners.rows():
-        assert one.url.startswith("https://") and one.at, one
+    for run in practitioners.rows():
+        assert run.url.startswith("https://") and run.at, run
 
 
 def test_nothing_published_is_above_what_the_machine_can_do():
-    """A slip of a digit, of a unit or of a batch would be: model FLOPs over the peak of the dtype
-    that the products ran in."""
+    """Model FLOP/s divided by the peak of the dtype in which the matmuls ran. The share would be
+    too large if a digit, a unit or a batch of the row was wrong."""
     assert {run.machine for run in RUNS} <= CATALOGUE.keys()
     for run in RUNS:
         try:
-            made, slower = step(run), seconds(run) / run.published_seconds
+            priced, slower = step(run), seconds(run) / run.published_seconds
         except ConfigError:
             continue
         on = CATALOGUE[run.machine]
         dtype = {"nvfp4": "fp4"}.get(run.precision, "bf16" if run.precision.startswith("bf16")
                                      else "fp8")
-        share = made.model_flops * slower / made.step_seconds / made.devices / on.flops[dtype]
-        # it has layouts that nobody would train with
+        share = priced.model_flops * slower / priced.step_seconds / priced.devices / on.flops[dtype]
+        # some of its layouts are slower than any that is used for training
         least = 0.0 if run.source.name == "ultrascale" else 0.04
         assert least < share < 0.72, (run, share)
 
 
 def test_what_fitted_and_what_did_not():
-    """Hagemann et al.: 401 trials that ended, each a row of its source, too, and 563 out of
-    memory."""
+    """Hagemann et al.: 401 trials that finished, each of which is also a row of its source, and 563
+    trials that ran out of memory."""
     with (FOLDER / "fits.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert Counter(trial["fits"] for trial in rows) == {"yes": 401, "no": 563}
@@ -194,8 +194,8 @@ def right() -> float:
 
 @pytest.mark.parametrize(("nbytes", "share"), [(8, "94.4%"), (6, "93.3%"), (4, "92.2%")])
 def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
-    """Bytes a number that RMSNorm saves where it is written out, and the verdicts that are right
-    with them."""
+    """No source publishes how many bytes RMSNorm saves per number if it is several kernels. For
+    each value, the README of data/published states the share of the verdicts that are right."""
     def rmsnorm(name, s, *, residual):
         op = blocks.rmsnorm(name, s, residual=residual)
         return replace(op, saved_bytes=op.saved_bytes * nbytes / 8) if s.norms_written_out else op
@@ -212,22 +212,22 @@ def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
 
 
 def test_a_run_is_priced_as_step_time_prices_it():
-    """Of a layout with all axes, by hand; and in each unit the same speed."""
+    """For a layout with all axes, by hand. A run has the same speed in each published unit."""
     run = next(run for run in RUNS if run.source.name == "megatron-bridge" and run.machine == "h100"
                and run.context_parallel == 2)
     config = preset("llama-405b").replace({"global_batch": run.global_batch,
         "grad_accum_steps": run.global_batch, "system.stack": "megatron"})
     layout = Layout(data=8, tensor=8, pipeline=8, context=2, interleave=8, zero=0,
                     schedule="interleaved")
-    made = step_time(config, "h100", layout, precision="fp8-tensorwise")
+    priced = step_time(config, "h100", layout, precision="fp8-tensorwise")
     # the config of the preset has the same shape
-    assert seconds(run) == pytest.approx(made.step_seconds, rel=1e-3)
-    assert row(run).formula == pytest.approx(made.tokens_per_second / 1024, rel=1e-3)
+    assert seconds(run) == pytest.approx(priced.step_seconds, rel=1e-3)
+    assert row(run).formula == pytest.approx(priced.tokens_per_second / 1024, rel=1e-3)
     pax = next(run for run in RUNS if run.unit == "sequences/s")
     assert row(pax).formula == pytest.approx(pax.global_batch / seconds(pax))
 
 
-@pytest.mark.parametrize("changes, said", [
+@pytest.mark.parametrize("changes, message", [
     ({"machine": "a9000"}, "there is no machine 'a9000'"),
     ({"style": "mamba"}, "there is no style 'mamba'"),
     ({"vocab": "", "context": ""}, "not stated: vocab, context"),
@@ -240,11 +240,11 @@ def test_a_run_is_priced_as_step_time_prices_it():
     ({"data": "", "tensor": "2", "kv_heads": "1"}, "model.kv_heads=1 does not split over tensor=2 "
                                                    "ranks"),
 ])
-def test_what_the_formula_cannot_take_is_read_and_says_why(ledger, changes, said):
+def test_what_the_formula_cannot_take_is_read_and_says_why(ledger, changes, message):
     (run,) = runs(folder=ledger(**changes))
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as raised:
         seconds(run)
-    assert said in str(found.value)
+    assert message in str(raised.value)
 
 
 def test_what_is_shown_has_a_name_of_its_own():
@@ -258,18 +258,18 @@ def record():
 
 
 def test_the_record_is_what_the_formula_says_now(record):
-    """Else: lpkit bench published --out data/measured, then python -m tests.bench.published > new
-    && cp new docs/plan.md."""
+    """If this fails, run lpkit bench published --out data/measured, then python -m
+    tests.bench.published > new && cp new docs/plan.md."""
     taken, left_out = bench.table()
     assert len(taken) + len(left_out) == len(RUNS) and record["not_taken"] == left_out
-    assert ([(one["source"], one["at"]) for one in record["table"]]
-            == [(one["source"], one["at"]) for one in taken])
+    assert ([(row["source"], row["at"]) for row in record["table"]]
+            == [(row["source"], row["at"]) for row in taken])
     for then, now in zip(record["table"], taken):
         assert then["error"] == pytest.approx(now["error"], abs=1e-9), then
     assert record["breakdown"][1:] == bench.breakdown(taken)
     assert (record["later"][1:] == bench.later(taken)
             and sum(int(line[1]) for line in record["later"][1:]) == sum(
-        one["source"] in fit.LATER for one in taken))
+        row["source"] in fit.LATER for row in taken))
     for (name, count, signed, size), (kind, by_hand) in zip(record["peaks"][1:],
             by_layout().items(), strict=True):
         assert (name, int(count)) == (kind, by_hand[0])
@@ -291,9 +291,9 @@ def test_a_flat_mfu_and_the_errors_by_hand():
              "generation": "h100", "inside": held}
             for error, mfu, held in ((0.5, 0.3, True), (-0.1, 0.4, True), (0.2, 0.5, False),
                                      (0.1, 0.4, False), (0, 0.1, False))]
-    for one in some:
-        # 0.4, of those that are not held out
-        one["flat_error"] = _flat_mfu(one, some) / one["published_mfu"] - 1
+    for run in some:
+        # the flat MFU is 0.4, the median over the runs that are not held out
+        run["flat_error"] = _flat_mfu(run, some) / run["published_mfu"] - 1
     # 0.4 is off by 1/3, 0 and 1/5
     assert bench._line(some[:3]) == ["3", "1.20", "20%", "15% to 35%", "+50%", "20%", "67%"]
 
@@ -307,7 +307,8 @@ def test_the_bench_prints_both_tables(capsys):
 
 
 def test_the_fitted_numbers_are_an_optimum():
-    """Nothing is better a step of 3% away, but by less than a thousandth: what the fit leaves."""
+    """A change of any fitted number by 3% improves the fit by less than a thousandth, which is the
+    tolerance of the fit."""
     numbers, some = dict(evidence.fitted()["numbers"]), list(fit.cases())
     loss = fit.loss_of(some)
     best = loss(numbers)
@@ -331,7 +332,7 @@ def test_ranges_are_those_of_the_ledger_and_nothing_held_out_is_fitted(monkeypat
             != known["kinds"])
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["predict", "llama-8b", "--machine", "h100", "system.stack=megatorn"], "there is no "
         "system.stack 'megatorn'; did you mean 'megatron'"),
     (["plan", "--model", "llama-8b", "--tokens", "1T", "--devices", "64", "system.stack=nemo"],
@@ -340,20 +341,20 @@ def test_ranges_are_those_of_the_ledger_and_nothing_held_out_is_fitted(monkeypat
                                                    "leave it out to train"),
     (["train", "cpu-3m", "system.stack=eager", "--processes", "2"], "system.stack=eager is for "
         "predictions; leave it out to train")])
-def test_a_stack_is_predicted_and_not_trained(words, said, capsys, tmp_path, monkeypatch):
+def test_a_stack_is_predicted_and_not_trained(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2 and said in capsys.readouterr().err and not any(tmp_path.iterdir())
+    assert main(words) == 2 and message in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_whose_step_is_priced_is_a_setting():
-    """By default lpkit's own, which a compiler fuses unless told not to."""
+    """By default the step is lpkit's, compiled unless the config turns torch.compile off."""
     config = preset("llama-8b").replace({"global_batch": 512, "grad_accum_steps": 8,
         "parallel.shard": 64})
     by = {stack: step_time(config.replace({"system.stack": stack}), "h100")
           for stack in ("auto", *evidence.STACKS)}
     assert by["auto"].rows == by["compiled"].rows == step_time(config, "h100").rows
     assert step_time(config.replace({"system.compile": False}), "h100").rows == by["eager"].rows
-    seconds_of = {stack: made.step_seconds for stack, made in by.items()}
+    seconds_of = {stack: priced.step_seconds for stack, priced in by.items()}
     assert (seconds_of["megatron"] < seconds_of["compiled"] < seconds_of["eager"]
             < seconds_of["deepspeed-2021"])
     assert by["megatron"].stack == "megatron" and by["auto"].stack == "compiled"
@@ -362,7 +363,7 @@ def test_whose_step_is_priced_is_a_setting():
 @pytest.mark.parametrize("source", ["llama-3", "megatron-bridge", "bigscience", "jax-maxtext",
                                     "nemo-2024"])
 def test_what_is_judged_is_what_the_command_prints(source, tmp_path, capsys):
-    """The bench's own call and `lpkit predict --json`, to the last digit."""
+    """The bench's call and `lpkit predict --json` give the same numbers to the last digit."""
     run = next(run for run, _ in taken(runs(source), step))
     (tmp_path / "run.yaml").write_text(replace(bench.stated(run), parallel=run.layout).to_yaml())
     on = run.source.on(run.machine)
@@ -372,23 +373,25 @@ def test_what_is_judged_is_what_the_command_prints(source, tmp_path, capsys):
     assert main(["predict", str(tmp_path / "run.yaml"), "--machine",
                  str(tmp_path / f"{run.machine}.yaml"), "--json", "--precision",
                 run.how["precision"], "--recompute", run.how["recompute"]]) == 0
-    said, made = json.loads(capsys.readouterr().out), bench.printed(run)
-    assert (said["step_seconds"] == made.step_seconds
-            and said["assumptions"]["stack"] == run.stack_row)
+    printed, priced = json.loads(capsys.readouterr().out), bench.printed(run)
+    assert (printed["step_seconds"] == priced.step_seconds
+            and printed["assumptions"]["stack"] == run.stack_row)
 
 
 def test_nothing_promises_more_than_anybody_published():
-    """Model FLOPs utilisation of every plan, against the best published run on that machine at its
+    """The MFU of each plan is at most that of the best published run on its machine with as many
     bits."""
     reached = {}
     for run in RUNS:
         try:
-            made = step(run)
+            priced = step(run)
         except ConfigError:
             continue
-        key = (evidence.generation_of(made.machine), evidence.kind_of(made.machine, made.precision))
+        key = (evidence.generation_of(priced.machine),
+               evidence.kind_of(priced.machine, priced.precision))
         if not run.limited:
-            reached.setdefault(key, []).append(made.mfu * made.step_seconds / run.published_seconds)
+            reached.setdefault(key, []).append(
+                priced.mfu * priced.step_seconds / run.published_seconds)
     # fewer say nothing of what can be; the formula itself, which no cap holds, is 2% above the best
     # A100
     best = {key: 1.03 * max(each) for key, each in reached.items() if len(each) >= 5}
@@ -401,8 +404,10 @@ def test_nothing_promises_more_than_anybody_published():
             if machine == "a100-80" and precision != "bf16":
                 continue
             config = preset(name).replace({"global_batch": 2048, "grad_accum_steps": 1})
-            for one in plan(config, 1e12, machine, devices=devices, precisions=[precision]).options:
-                key = (evidence.generation_of(one.time.machine),
-                       evidence.kind_of(one.time.machine, precision))
-                assert one.time.mfu <= best.get(key, 1), (name, machine, precision, one.time.mfu,
+            for option in plan(config, 1e12, machine, devices=devices,
+                               precisions=[precision]).options:
+                key = (evidence.generation_of(option.time.machine),
+                       evidence.kind_of(option.time.machine, precision))
+                assert option.time.mfu <= best.get(key, 1), (name, machine, precision,
+                                                             option.time.mfu,
                     best[key])

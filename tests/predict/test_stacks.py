@@ -86,7 +86,7 @@ def test_moments_of_bf16_weights_are_those_of_the_programs_optimizer(stack, mome
     config = LLAMA.replace({"system.stack": stack, "memory.param_dtype": "bf16"})
     held = {row.name: row.bytes for row in memory(config, "h200").rows}
     assert held["optimizer state"] == 2 * moment_bytes * parameter_count(LLAMA.model)
-    if stack == "eager":        # PyTorch's own, of a weight in bf16
+    if stack == "eager":        # PyTorch's optimizer state of a weight in bf16
         weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
         optimizer = torch.optim.AdamW([weight])
         weight.grad = torch.ones_like(weight)
@@ -98,7 +98,7 @@ def test_moments_of_bf16_weights_are_those_of_the_programs_optimizer(stack, mome
 def test_bf16_moments_are_the_float32_rules_rounded_to_nearest():
     config = Config().replace({"memory.moment_format": "bfloat16", "model.layers": 1,
                                "model.width": 64, "optimizer.clip": 0, "system.device": "cpu"})
-    exact, rounded = (Training.build(one) for one in (
+    exact, rounded = (Training.build(variant) for variant in (
         config.replace({"memory.moment_format": "float32"}), config))
     for training in (exact, rounded):
         training.update(0)
@@ -115,7 +115,7 @@ def test_a_stack_multiplies_the_recipes_that_its_kernels_have(machine, recipe):
     config = LLAMA.replace({"system.stack": "megatron"})
     low, bf16 = (step_time(config, machine, precision=name) for name in (recipe, "bf16"))
     assert not low.emulated and low.step_seconds < bf16.step_seconds
-    # and megatron-2021 has none
+    # megatron-2021 has no such kernels
     old = step_time(config.replace({"system.stack": "megatron-2021"}), "mi300x", precision=recipe)
     assert old.emulated
 
@@ -155,36 +155,38 @@ def test_the_step_is_the_longer_of_host_and_device():
 
 
 def test_an_answer_without_a_stack_shows_two_more():
-    found = predict(LLAMA, "h100")
-    assert [one["stack"] for one in found.other_stacks] == ["eager", "hf"]
-    for one in found.other_stacks:
-        named = predict(LLAMA.replace({"system.stack": one["stack"]}), "h100")
-        assert (one["step_seconds"], one["peak_bytes"]) == (named.step_seconds, named.peak_bytes)
+    predicted = predict(LLAMA, "h100")
+    assert [other["stack"] for other in predicted.other_stacks] == ["eager", "hf"]
+    for other in predicted.other_stacks:
+        named = predict(LLAMA.replace({"system.stack": other["stack"]}), "h100")
+        assert ((other["step_seconds"], other["peak_bytes"])
+                == (named.step_seconds, named.peak_bytes))
         assert named.other_stacks == ()
     split = predict(LLAMA.replace({"parallel.tensor": 8}), "h100")
-    assert [one["stack"] for one in split.other_stacks] == ["eager", "megatron"]
-    assert set(STACKS) >= {one["stack"] for one in split.other_stacks}
+    assert [other["stack"] for other in split.other_stacks] == ["eager", "megatron"]
+    assert set(STACKS) >= {other["stack"] for other in split.other_stacks}
 
 
 def test_practitioners_runs_that_are_held_out():
     off, inside = [], []
     for row in practitioners.rows():
         if row.published and (row.source, row.machine) not in fit.PRACTISED:
-            made = row.predicted().step
-            ratio = row.published_seconds / made.step_seconds
+            priced = row.predicted().step
+            ratio = row.published_seconds / priced.step_seconds
             off.append(abs(ratio - 1))
-            inside.append(made.spread.low <= ratio <= made.spread.high)
+            inside.append(priced.spread.low <= ratio <= priced.spread.high)
     assert len(off) > 82 / 3 and statistics.median(off) < 0.15
     assert statistics.fmean(inside) > 0.88
 
 
 def test_buckets_slow_replicas_over_many_nodes_as_published():
-    """The Playbook's plain replicas and ZeRO 1: no drift from one node to eight (sources that are
-    held out). PyTorch's buckets of 25 MiB explain it; a message of all gradients does not."""
+    """The Playbook's plain replicas and ZeRO 1: from one node to eight, the error does not grow
+    (these sources are held out). PyTorch's buckets of 25 MiB explain the slowdown; one message of
+    all gradients does not."""
     drift = []
-    for run, made in published.taken(published.runs("ultrascale"), published.step):
-        if made.layout.tensor == made.layout.pipeline == 1:
-            drift.append((run.devices, run.published_seconds / made.step_seconds))
+    for run, priced in published.taken(published.runs("ultrascale"), published.step):
+        if priced.layout.tensor == priced.layout.pipeline == 1:
+            drift.append((run.devices, run.published_seconds / priced.step_seconds))
     medians = {devices: statistics.median(off for count, off in drift if count == devices)
                for devices in (8, 64)}
     assert 0.95 < medians[64] / medians[8] < 1.1

@@ -44,7 +44,8 @@ LLAMA = preset("llama-8b")
 
 
 def ring(n: int, nbytes: float, rate: float, latency: float) -> float:
-    """An all-gather played out: each round every rank passes the piece it got last to its right."""
+    """Return the seconds of an all-gather, simulated round by round: in each round, every rank
+    sends the piece that it received last to the rank on its right."""
     held, last, clock = [{rank} for rank in range(n)], list(range(n)), 0.0
     while any(len(pieces) < n for pieces in held):
         last = [last[rank - 1] for rank in range(n)]
@@ -56,8 +57,9 @@ def ring(n: int, nbytes: float, rate: float, latency: float) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 72])
 def test_collectives_are_rings_played_out(n):
-    """And half of what a pipeline of pieces of the best size pays beside:
-    tests/predict/test_collectives.py holds it to curves."""
+    """The seconds are those of the simulated ring, plus half of the additional term for a pipeline
+    of pieces of the best size, which tests/predict/test_collectives.py compares with published
+    measurements."""
     on = Link(size=n, bytes_per_second=1e9, hops_seconds=(n - 1) * 1e-6, words="")
     hops, wire = (n - 1) * 1e-6, (n - 1) / n * 3e6 / 1e9
     played = ring(n, 3e6, 1e9, 1e-6)        # Thakur et al. 2005
@@ -75,7 +77,7 @@ def test_a_group_uses_the_link_inside_a_node_and_all_its_network_cards_beyond():
     assert (alone.bytes_per_second == 50e9 * ASSUMED.network
             and alone.hops_seconds == pytest.approx(63 * 18e-6))
     assert alone.tree_seconds == pytest.approx(6 * 18e-6)
-    # four in each: four cards pull together
+    # four ranks in each node, which use their network together
     four = link(H100, Layout(tensor=2, shard=64), "states")
     assert four.bytes_per_second == 200e9 * ASSUMED.network
     assert four.hops_seconds == pytest.approx(15 * 18e-6 + 48 * 3.4e-6)
@@ -118,7 +120,8 @@ def test_a_norm_written_out_moves_what_pytorch_s_own_operations_read_and_write()
 
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_a_stack_says_what_its_norms_move_and_who_repeats_them(tensor):
-    """Bytes by hand, in 16 bits: 2 norms of 4 and 2 additions of 6 a number."""
+    """Bytes by hand in 16 bits, per number of the stream: 2 norms with 4 bytes and 2 additions with
+    6 bytes."""
     config = LLAMA.replace({"global_batch": 8, "grad_accum_steps": 1})
     m, layout = config.model, Layout(tensor=tensor)
     row = {stack: step_time(config, H100, layout, stack=stack,
@@ -164,11 +167,11 @@ def test_a_recipe_makes_its_linears_faster_and_pays_for_casts():
     assert low["head"] == plain["head"] and low["attention"] == plain["attention"]
     # torchao's README: 1.25 for Llama 3 8B
     assert 1.1 < plain.step_seconds / low.step_seconds < 1.5
-    # it was refused, and `advise` and a run emulate it: one answer
+    # predict, advise and a run all emulate it; predict once refused it
     emulated = step_time(SMALL, "a100-80", precision="fp8-tensorwise")
     assert emulated.emulated == "NVIDIA A100 80GB SXM has no fp8" and emulated.dtype == "bf16"
     assert emulated.step_seconds > step_time(SMALL, "a100-80", precision="bf16").step_seconds
-    # a backend that is asked for by name does not emulate
+    # a backend that is requested by name does not emulate
     with pytest.raises(ConfigError, match="has no fp8"):
         step_time(SMALL.replace({"precision.backend": "scaled_mm"}), "a100-80",
                   precision="fp8-tensorwise")
@@ -184,8 +187,8 @@ def test_ranks_do_all_the_work_once(layout):
 
 
 def one_forward_one_backward(stages: int, pieces: int, forward: float, backward: float) -> float:
-    """The 1F1B schedule played out: each stage in its own order, each piece when its neighbour is
-    done with it."""
+    """Return the seconds of the 1F1B schedule, simulated: each stage works in its own order, and on
+    a micro-batch as soon as its neighbour is done with it."""
     orders = []
     for stage in range(stages):
         warm = min(stages - stage - 1, pieces)
@@ -210,7 +213,7 @@ def one_forward_one_backward(stages: int, pieces: int, forward: float, backward:
 
 @pytest.mark.parametrize("stages, pieces", [(2, 2), (4, 8), (8, 8), (4, 32)])
 def test_the_bubble_is_that_of_a_schedule_played_out(stages, pieces):
-    """With a head so small that stages are equal, and messages that cost nothing."""
+    """The head is so small that all stages are equal, and messages cost nothing."""
     fast = replace(H100, network_bytes_per_second=1e15, link_bytes_per_second=2e15, link_seconds=0,
                    network_seconds=0)
     config = LLAMA.replace({"model.vocab": 1, "global_batch": pieces, "grad_accum_steps": pieces})
@@ -235,23 +238,23 @@ def test_what_hides_is_counted_and_adds_up():
     slow = replace(H100, network_bytes_per_second=1e9)
     late = step_time(config, slow, layout, precision="bf16-master", efficiency=ASSUMED)[shard]
     assert row.hidden_seconds > 10 * row.seconds and late.seconds > late.hidden_seconds
-    # half of what could hide is seen as well, and the message is as long
+    # half of the seconds that could overlap do not, and the message takes as long
     half = step_time(config, H100, layout, precision="bf16-master",
                      efficiency=replace(ASSUMED, overlap=0.5))[shard]
     assert half.seconds + half.hidden_seconds == pytest.approx(row.seconds + row.hidden_seconds)
-    # the first and last are seen anyway
+    # the first gather and the last scatter never overlap
     assert half.seconds - row.seconds == pytest.approx(0.5 * row.hidden_seconds, rel=0.05)
     # three passes over all weights outside the ends: 2 bytes gathered twice, 2 bytes scattered
     block = sum(p.N * p.K * p.calls for p in rank_products(config.model, Layout(), 1) if not p.pairs
                 and p.name != "head")
     messages, hops = 3 * config.model.L, 7 * 18e-6 + 56 * 3.4e-6
     wire = 2 * block * 63 / 64 / (8e9 * ASSUMED.network) * 3 / messages
-    said = messages * (wire + hops + math.sqrt(wire * hops))
-    assert late.seconds + late.hidden_seconds == pytest.approx(said, rel=0.01)
+    seconds = messages * (wire + hops + math.sqrt(wire * hops))
+    assert late.seconds + late.hidden_seconds == pytest.approx(seconds, rel=0.01)
     replicas = step_time(config, slow, Layout(data=64, zero=0), precision="bf16-master",
                          efficiency=ASSUMED)["data: all-reduce gradients"]
-    # the ends too, not gathered
-    assert replicas.seconds + replicas.hidden_seconds == pytest.approx(2 / 3 * said, rel=0.2)
+    # the parameters outside the blocks, too, which are not gathered
+    assert replicas.seconds + replicas.hidden_seconds == pytest.approx(2 / 3 * seconds, rel=0.2)
 
 
 @pytest.mark.parametrize("zero, rows", [
@@ -268,7 +271,7 @@ def test_recomputation_costs_what_it_repeats():
                               recompute=mode) for mode in ("none", "block"))
     again = block["recomputation"].seconds
     assert block.step_seconds - plain.step_seconds == pytest.approx(again)
-    # one forward pass of three, without the head
+    # recomputation adds a third: one forward pass, without the head
     assert 0.25 < again / plain.step_seconds < 1 / 3
     half = step_time(LLAMA.replace({"memory.recompute": "block", "memory.recompute.every": 2}),
                      H100, precision="bf16-master", efficiency=ASSUMED)
@@ -280,12 +283,12 @@ def test_recomputation_costs_what_it_repeats():
     assert set(RECOMPUTE) == {"none", "core-attention", "selective", "block", "budget"}
     core = step_time(LLAMA, H100, precision="bf16-master", efficiency=ASSUMED,
                      recompute="core-attention")
-    # of a flash kernel's products
+    # FLOPs of a flash kernel's matmuls
     assert core["recomputation"].seconds == pytest.approx(core["attention"].seconds * 2 / 7)
     kept = step_time(LLAMA.replace({"memory.recompute": "budget", "memory.recompute.budget": 0.75}),
                      H100,
                      precision="bf16-master", efficiency=ASSUMED)
-    # at most what the budget does not keep
+    # at most the share that the budget does not keep
     assert kept["recomputation"].seconds == pytest.approx(again / 4)
 
 
@@ -303,12 +306,12 @@ def test_mfu_energy_and_money_by_hand():
 
 
 def test_a_calibration_makes_the_measured_step_exact_and_scales_the_others():
-    said = step_time(SMALL, H100).step_seconds
-    one = calibrate(SMALL, H100, 1.3 * said)
-    assert one == pytest.approx(1.3)
-    assert step_time(SMALL, H100, calibration=one).step_seconds == pytest.approx(1.3 * said)
+    predicted = step_time(SMALL, H100).step_seconds
+    factor = calibrate(SMALL, H100, 1.3 * predicted)
+    assert factor == pytest.approx(1.3)
+    assert step_time(SMALL, H100, calibration=factor).step_seconds == pytest.approx(1.3 * predicted)
     other = Layout(data=8)
-    assert step_time(SMALL, H100, other, calibration=one).step_seconds == pytest.approx(
+    assert step_time(SMALL, H100, other, calibration=factor).step_seconds == pytest.approx(
         1.3 * step_time(SMALL, H100, other).step_seconds)
     for wrong in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="a measured step takes more than 0"):
@@ -332,8 +335,8 @@ def test_an_estimate_is_never_below_its_floor(name):
 
 
 def test_the_floor_of_an_eager_step_by_hand():
-    """Two roofs of each product, pointwise work at the memory's bandwidth, attention at its
-    arithmetic."""
+    """Each matmul takes the longer of its arithmetic and its traffic, pointwise work runs at the
+    memory bandwidth, and attention at the peak."""
     config = Config(global_batch=4).replace({"system.attention": "sdpa"})
     floor, m = step_floor(config, H100, "fp32"), config.model
     linears = [p for p in products(m, batch=4) if not p.pairs]
@@ -347,8 +350,8 @@ def test_the_floor_of_an_eager_step_by_hand():
 
 
 def test_attention_has_the_time_of_its_backend():
-    """Scores that pass through memory take their passes; an unknown backend is refused, and not
-    timed as another."""
+    """A backend that moves scores through memory takes longer by its passes. An unknown backend is
+    refused, and not timed as another backend."""
     def seconds(name, on=H100):
         return step_time(SMALL.replace({"system.attention": name}), on,
                          efficiency=ASSUMED)["attention"].seconds
@@ -388,19 +391,20 @@ def test_an_optimizer_moves_its_own_bytes():
 
 
 def test_published_runs_are_met():
-    """Those that notebook 09 draws. Most of their sources were fitted to; all are in
-    docs/plan.md."""
+    """The runs that notebook 09 draws. The numbers of most of their sources were used for the fit;
+    docs/plan.md has all runs."""
     errors = [abs(row.error) for row in published()]
     assert len(errors) == 29 and max(errors) < 0.25 and statistics.median(errors) < 0.05
 
 
 def test_one_measured_run_predicts_the_larger_ones():
-    """Llama 3's row of 8,192 GPUs calibrates those of 16,384."""
+    """Llama 3's run on 8,192 GPUs calibrates the predictions of its runs on 16,384 GPUs."""
     assert calibrated().worst_error < 0.2
 
 
 def test_a_step_on_a_gpu_is_as_long_as_was_predicted_before_any_gpu_had_been_tried():
-    """GPT-2 124M on an H200 (data/measured), which nothing is fitted to: 7% too long."""
+    """GPT-2 124M on an H200 (data/measured), which no number is fitted to: the prediction is 7% too
+    long."""
     bench = json.loads((evidence.MEASURED / "train-nanogpt-nvidia-h200.json").read_text())
     config = Config().replace({**ON_A_GPU[bench["case"]], "precision.recipe": "bf16"})
     eager, compiled = bench["cases"]
