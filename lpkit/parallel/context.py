@@ -100,8 +100,8 @@ class Ring(Over):
         """Sends `t` to the next rank. Call the result to wait for the previous rank's tensor."""
         arriving, group = torch.empty_like(t), self.among.groups["context"]
         requests = dist.batch_isend_irecv([
-            dist.P2POp(way, one, group=group, group_peer=(self.rank + step) % self.ranks)
-            for way, one, step in ((dist.isend, t, 1), (dist.irecv, arriving, -1))])
+            dist.P2POp(way, tensor, group=group, group_peer=(self.rank + step) % self.ranks)
+            for way, tensor, step in ((dist.isend, t, 1), (dist.irecv, arriving, -1))])
 
         def wait() -> Tensor:
             with self.among.waits:
@@ -126,10 +126,10 @@ class Ring(Over):
         their documents, and their rule."""
         for a, queries in enumerate((self.rank, 2 * self.ranks - 1 - self.rank)):
             for b, keys in enumerate((source, 2 * self.ranks - 1 - source)):
-                told = replace(rule, query_start=queries * C, key_start=keys * C, sinks=False)
-                if told.spans(0, C, C):
+                pair_rule = replace(rule, query_start=queries * C, key_start=keys * C, sinks=False)
+                if pair_rule.spans(0, C, C):
                     own = ids and (ids[queries], ids[keys])
-                    yield slice(a * C, (a + 1) * C), slice(b * C, (b + 1) * C), own, told
+                    yield slice(a * C, (a + 1) * C), slice(b * C, (b + 1) * C), own, pair_rule
 
 
 class _Ring(torch.autograd.Function):
@@ -145,11 +145,11 @@ class _Ring(torch.autograd.Function):
         if sinks is not None:
             L.copy_(sinks[:, None].expand_as(L))
         for source, (keys, values) in ring.around(k, v):
-            for rows, columns, own, told in ring.pairs(source, T // 2, rule, ids):
+            for rows, columns, own, pair_rule in ring.pairs(source, T // 2, rule, ids):
                 given = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
                 # Rescale the sum so far to the new total, then add this part: the online softmax of
                 # FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135), a part a step.
-                o, l = ring.attend(*given, own, rule=told)
+                o, l = ring.attend(*given, own, rule=pair_rule)
                 before, total = L[:, :, rows], torch.logaddexp(L[:, :, rows], l)
                 out[:, :, rows] *= _weights(before, total)
                 out[:, :, rows] += _weights(l, total) * o
@@ -172,11 +172,11 @@ class _Ring(torch.autograd.Function):
         dq, own_d, coming = torch.zeros_like(q, dtype=L.dtype), None, None
         for source, (keys, values) in ring.around(k, v):
             d = k.new_zeros(2, *k.shape, dtype=L.dtype)
-            for rows, columns, own, told in ring.pairs(source, q.shape[2] // 2, rule, ids):
+            for rows, columns, own, pair_rule in ring.pairs(source, q.shape[2] // 2, rule, ids):
                 given = [t.detach().requires_grad_() for t in (
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns])]
                 with torch.enable_grad(), ctx.autocast():
-                    o, l = ring.attend(*given, own, rule=told)
+                    o, l = ring.attend(*given, own, rule=pair_rule)
                 w, dy = _weights(l.detach(), L[:, :, rows]), d_out[:, :, rows]
                 d_l = w[..., 0] * ((dy * o.detach()).sum(-1) - delta[:, :, rows])
                 parts = torch.autograd.grad((o, l), given, ((w * dy).type_as(o), d_l.type_as(l)))

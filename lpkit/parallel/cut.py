@@ -52,8 +52,8 @@ class Split:
         """Yields the stretches along `dim`: start in the part, start in the whole tensor, and
         length."""
         length = part[self.dim] // self.parts
-        for one in range(self.parts):
-            yield one * length, (one * self.ranks + self.index) * length, length
+        for stretch in range(self.parts):
+            yield stretch * length, (stretch * self.ranks + self.index) * length, length
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Cut:
 
     def empty(self, dtype: torch.dtype) -> Cut:
         """Returns a Cut with the same pieces and uninitialised data of `dtype`."""
-        made = (Piece(offsets, torch.empty(t.shape, dtype=dtype)) for offsets, t in self.pieces)
-        return replace(self, dtype=dtype, pieces=tuple(made))
+        pieces = (Piece(offsets, torch.empty(t.shape, dtype=dtype)) for offsets, t in self.pieces)
+        return replace(self, dtype=dtype, pieces=tuple(pieces))
 
     def copy_(self, source: Tensor | Cut) -> None:
         """Fills the pieces from the whole tensor, or from a Cut with the same pieces."""
@@ -107,7 +107,7 @@ def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None) -> tup
         spans, dim = ([(0, 0, shape[0])] if split is None or not split.index else []), 0
     else:
         spans, dim = list(split.spans(shape)), split.dim
-    found = []
+    cut_pieces = []
     for at, place, length in spans:
         offsets, piece = [0] * t.ndim, t
         if dim:
@@ -116,5 +116,5 @@ def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None) -> tup
             begin, end = max(at, first), min(at + length, first + len(t))
             piece, offsets[0] = t[begin - first:max(begin, end) - first], place + begin - at
         if piece.numel():
-            found.append(Piece(tuple(offsets), piece))
-    return tuple(found)
+            cut_pieces.append(Piece(tuple(offsets), piece))
+    return tuple(cut_pieces)

@@ -86,10 +86,10 @@ def drawing(cut: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[D
     thread. `cut` returns this rank's rows of a whole parameter."""
     drawn, here = Drawn(cut, device), threading.get_ident()
 
-    def made(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+    def stand_in(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
         return drawn.stand_in(p) if threading.get_ident() == here else None
 
-    hook = register_module_parameter_registration_hook(made)
+    hook = register_module_parameter_registration_hook(stand_in)
     try:
         with drawn:
             yield drawn

@@ -119,12 +119,12 @@ def here(config: Config) -> Iterator[Ranks]:
 
     Raises ConfigError when the config needs several processes and this process is alone.
     """
-    said = told(config)
-    if said["world"] == 1:
+    place = told(config)
+    if place["world"] == 1:
         with turn(config.system.device):
             yield Ranks()
         return
-    with joined(config, **said) as ranks:
+    with joined(config, **place) as ranks:
         yield ranks
 
 
@@ -244,7 +244,8 @@ def _on_loopback(here: bool) -> Iterator[None]:
     """Makes gloo listen on the loopback interface if all ranks are `here`. By default gloo listens
     at the address of the host's name, which other machines may reach."""
     names = {name for _, name in socket.if_nameindex()}
-    before, name = os.environ.get(INTERFACE), next((one for one in LOOPBACKS if one in names), None)
+    before = os.environ.get(INTERFACE)
+    name = next((loopback for loopback in LOOPBACKS if loopback in names), None)
     if not here or name is None:
         yield
         return
@@ -260,16 +261,16 @@ def _on_loopback(here: bool) -> Iterator[None]:
 def _listening() -> dict[int, int]:
     """Returns the listening TCP sockets of this process: file descriptor by inode. Without /proc
     there are none."""
-    found = {}
+    handles = {}
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with suppress(OSError):         # it was closed meanwhile
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    inet = one.family in (socket.AF_INET, socket.AF_INET6)
-                    if inet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[status.st_ino] = int(name)
-    return found
+                with socket.socket(fileno=os.dup(int(name))) as listener:
+                    inet = listener.family in (socket.AF_INET, socket.AF_INET6)
+                    if inet and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        handles[status.st_ino] = int(name)
+    return handles
 
 
 def _shut(handle: int) -> None:
@@ -277,11 +278,11 @@ def _shut(handle: int) -> None:
     process. Where only root may attach filters, the socket requires TCP signatures with a random
     key that nobody knows."""
     program = ctypes.create_string_buffer(DROP, len(DROP))
-    with socket.socket(fileno=os.dup(handle)) as one:
+    with socket.socket(fileno=os.dup(handle)) as listener:
         try:
-            one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER,
-                           struct.pack("HP", 1, ctypes.addressof(program)))
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER,
+                                struct.pack("HP", 1, ctypes.addressof(program)))
         except PermissionError:
             key = secrets.token_bytes(MD5_KEY_BYTES)
-            one.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT,
-                           struct.pack(MD5_OF_ALL, one.family, 1, 0, len(key), 0, key))
+            listener.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT,
+                                struct.pack(MD5_OF_ALL, listener.family, 1, 0, len(key), 0, key))

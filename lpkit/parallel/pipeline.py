@@ -40,9 +40,9 @@ def order(name: str, ranks: int, chunks: int, m: int) -> Order:
     stages = [SimpleNamespace(stage_index=stage, num_stages=ranks * chunks, group_rank=0,
                               group_size=ranks, submod=None)
               for stage in row.stages(0, ranks, chunks)]
-    return {rank: [(one.stage_index, one.computation_type.value, one.microbatch_index)
+    return {rank: [(part.stage_index, part.computation_type.value, part.microbatch_index)
                    for action in actions if action.is_compute_op
-                   for one in action.sub_actions or (action,)]
+                   for part in action.sub_actions or (action,)]
             for rank, actions in row.load()(stages, m).pipeline_order_with_comms.items()}
 
 
@@ -58,17 +58,17 @@ def message(action: Action, stages: int, hops: int) -> Message | None:
 def routes(order: Order, rank: int) -> tuple[dict[Message, int], list[list[tuple[Message, int]]]]:
     """Returns the destination rank of each message that `rank` sends, and the messages that it asks
     for before each of its actions, with their source ranks."""
-    rank_of = {stage: one for one, actions in order.items() for stage, _, _ in actions}
+    rank_of = {stage: source for source, actions in order.items() for stage, _, _ in actions}
     stages, sends, source_of = len(rank_of), {}, {}
-    sent: dict[int, deque[Message]] = {one: deque() for one in order}
+    sent: dict[int, deque[Message]] = {source: deque() for source in order}
     for source, actions in order.items():
-        for made in filter(None, (message(one, stages, 1) for one in actions)):
-            to = rank_of[made[1]]
+        for sending in filter(None, (message(action, stages, 1) for action in actions)):
+            to = rank_of[sending[1]]
             if source == rank != to:
-                sends[made] = to
+                sends[sending] = to
             elif to == rank != source:
-                source_of[made] = source
-                sent[source].append(made)
+                source_of[sending] = source
+                sent[source].append(sending)
     asks: list[list[tuple[Message, int]]] = [[] for _ in order[rank]]
     for k, action in enumerate(order[rank]):
         source = source_of.get(needed := message(action, stages, 0))
@@ -113,23 +113,23 @@ class Pipeline:
                 if got is not None:
                     got.requires_grad_(torch.is_grad_enabled())
                 with deferring(queues.get(of)):
-                    made = forward(stage, micro, got)
+                    output = forward(stage, micro, got)
                 given = message(action, self.stages, 1)
                 # only the receiver needs the numbers; backward needs only the graph's edge
-                if made.requires_grad:
-                    kept[of] = got, get_gradient_edge(made) if given else made
-                self._give(given, made.detach())
+                if output.requires_grad:
+                    kept[of] = got, get_gradient_edge(output) if given else output
+                self._give(given, output.detach())
             elif kind == "W":
                 queue = queues.pop(of)
                 # each closure, and the tensors that it holds, is freed once it has run
                 while queue:
                     queue.pop(0)()
             else:
-                x, made = kept.pop(of)
-                torch.autograd.backward(made, got)
+                x, output = kept.pop(of)
+                torch.autograd.backward(output, got)
                 self._give(message(action, self.stages, 1), None if x is None else x.grad)
                 del x
-            got = made = None       # free the last references now, before the next action allocates
+            got = output = None     # free the last references before the next action allocates
         # a sent tensor must stay in memory until its message has left
         with self.waits:
             while self.going:
@@ -146,16 +146,16 @@ class Pipeline:
                 wait_for(self.coming.pop(needed), self.here[needed])
         return self.here.pop(needed) if needed else None
 
-    def _give(self, given: Message | None, made: Tensor | None) -> None:
+    def _give(self, given: Message | None, tensor: Tensor | None) -> None:
         if given not in self.sends:
             # read by a stage of this rank, or by nobody
-            self.here |= {given: made} if given else {}
+            self.here |= {given: tensor} if given else {}
             return
         while self.going and self.going[0][0].is_completed():
             self.going.popleft()
-        to, made = self.sends[given], made.contiguous()
-        self.going.append((dist.isend(made, group=self.groups[to < self.rank], group_dst=to,
-                                      tag=self._tag(given)), made))
+        to, tensor = self.sends[given], tensor.contiguous()
+        self.going.append((dist.isend(tensor, group=self.groups[to < self.rank], group_dst=to,
+                                      tag=self._tag(given)), tensor))
 
     def _tag(self, named: Message) -> int:
         kind, stage, micro = named

@@ -5,7 +5,7 @@ group.
       keeper          lpkit/processes.py: ends all processes below when the caller is gone
         warm parent   lpkit/parallel/supervisor.py: imports what ranks need, once, and forks
           supervisor  one for each `Processes`: forks the ranks, watches them, and reports
-            ranks     function(place, told)
+            ranks     function(place, argument)
 
     with Processes("package.module:function", {"lr": 0.1}, world=2) as ranks:
         values = ranks.wait()           # of each rank; or the error of the rank that is to blame
@@ -74,9 +74,9 @@ class Place:
         return {"rank": self.rank, "world": self.world, "local_world": self.local_world,
                 "init_method": self.store}
 
-    def tell(self, said: Mapping[str, Any]) -> None:
+    def tell(self, report: Mapping[str, Any]) -> None:
         """Sends `said` to the caller, as JSON with NaN as Python writes it."""
-        self.channel.send("told", said)
+        self.channel.send("told", report)
 
     def at(self, step: int, phase: str) -> None:
         """Records this rank's step and phase, in less than 2 us. If no rank progresses, the rank
@@ -122,7 +122,7 @@ class WarmParent:
         self.folder = new_folder()
         lockable(self.folder.parent, by="TMPDIR")       # ranks meet through a file there
         # give the child the same import path
-        path = os.pathsep.join(os.path.abspath(one) for one in sys.path)
+        path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
         self._calls, theirs = socket.socketpair()
         with theirs:
             self._keeper = Children().start(
@@ -152,7 +152,7 @@ class WarmParent:
 
 
 class Processes:
-    """`world` ranks of `function`, "package.module:name". It is called with a Place and `told`, and
+    """`world` ranks of `function`, "package.module:name". It is called with a Place and `argument`, and
     returns a value that becomes JSON, or None.
 
     timeout_seconds:  if a rank gives no sign of life for this long, all ranks are ended
@@ -161,15 +161,15 @@ class Processes:
     parent:           None: make a warm parent for these ranks
     """
 
-    def __init__(self, function: str, told: Mapping[str, Any] | None = None, *, world: int,
+    def __init__(self, function: str, argument: Mapping[str, Any] | None = None, *, world: int,
                  timeout_seconds: float = TIMEOUT_SECONDS,
                  progress_seconds: float = PROGRESS_SECONDS,
-                 heard: Callable[[int, dict], None] = lambda rank, said: None,
+                 heard: Callable[[int, dict], None] = lambda rank, report: None,
                  parent: WarmParent | None = None):
         self._heard, self._killed = heard, False
         self._own = None if parent else WarmParent()
         self._channel = Channel((parent or self._own).start(function))
-        self._channel.send("job", {"world": world, "told": dict(told or {}),
+        self._channel.send("job", {"world": world, "told": dict(argument or {}),
                                    "timeout_seconds": timeout_seconds,
                                    "progress_seconds": progress_seconds})
 
@@ -237,17 +237,17 @@ def told(config: Config) -> dict[str, int]:
     given to a process that is alone.
     """
     layout = config.parallel
-    said = {key: _number(name, default) for key, name, default in (
+    place = {key: _number(name, default) for key, name, default in (
         ("world", "WORLD_SIZE", 1), ("rank", "RANK", 0), ("local_rank", "LOCAL_RANK", 0),
         ("local_world", "LOCAL_WORLD_SIZE", 1))}
     refuse_untrainable(config)
-    if said["world"] == 1 and layout.devices > 1:
+    if place["world"] == 1 and layout.devices > 1:
         raise ConfigError(
             f"parallel: {layout} takes {layout.devices} processes, and this is one; start them "
             f"with `lpkit train --processes {layout.devices}`, in Python with lpkit.launch, or by "
             f"`torchrun --nproc-per-node {layout.devices} -m lpkit train` (on CPUs `accelerate "
             f"launch --cpu` starts a single process and says nothing)")
-    return said
+    return place
 
 
 def _number(name: str, default: int) -> int:

@@ -108,11 +108,11 @@ class Ranks:
         device."""
         if not self.groups:
             return number
-        said = torch.tensor([number])
+        message = torch.tensor([number])
         self.waits.tell(True)
-        dist.broadcast(said, 0)
+        dist.broadcast(message, 0)
         self.waits.tell(False)
-        return int(said)
+        return int(message)
 
     def by_first(self, work: Callable[[], Any]) -> Any:
         """Calls the function `by_first`; a process that is alone calls `work`."""
@@ -179,18 +179,18 @@ def distributed() -> bool:
 def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Yields the groups of a layout in which `rank` is not alone, with their names. Groups of the
     same ranks share one process group. All ranks must call it, in the same order."""
-    made = {("", tuple(range(layout.devices))): dist.group.WORLD}
+    group_by_ranks = {("", tuple(range(layout.devices))): dist.group.WORLD}
     for name, axes in GROUPS.items():
-        each = [tuple(layout.peers(one, axes)) for one in range(layout.devices)
+        each = [tuple(layout.peers(first, axes)) for first in range(layout.devices)
                 # the first rank of each group
-                if not any(layout.coordinates(one)[axis] for axis in axes)]
+                if not any(layout.coordinates(first)[axis] for axis in axes)]
         own = name if name in APART else ""
         for ranks in each if len(each[0]) > 1 else ():
-            if (own, ranks) not in made:
-                made[own, ranks] = dist.new_group(ranks)
+            if (own, ranks) not in group_by_ranks:
+                group_by_ranks[own, ranks] = dist.new_group(ranks)
         mine = own, tuple(layout.peers(rank, axes))
-        if mine in made:
-            yield name, made[mine]
+        if mine in group_by_ranks:
+            yield name, group_by_ranks[mine]
 
 
 def shard_mesh(ranks: Ranks) -> DeviceMesh:

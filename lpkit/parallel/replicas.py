@@ -38,7 +38,7 @@ def buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[lis
     bucket: list[nn.Parameter] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype
-                       or sum(one.nbytes for one in (*bucket, p)) > most_bytes):
+                       or sum(member.nbytes for member in (*bucket, p)) > most_bytes):
             yield bucket
             bucket = []
         bucket.append(p)

@@ -50,7 +50,7 @@ PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL comm
 
 # --- in a rank
 
-def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
+def run_rank(function: Callable[[Place, dict], Any], place: Place, argument: dict,
              stacks: Path) -> None:
     """Runs a rank's function, and exits. Does not return."""
     end_with_parent()
@@ -60,7 +60,7 @@ def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
     threading.Thread(target=_beat, args=(place,), daemon=True).start()
     code = 1
     try:
-        place.channel.send("done", [function(place, told)])
+        place.channel.send("done", [function(place, argument)])
         code = 0
         # the result is sent, so from here on an abort does no harm
         dist = sys.modules.get("torch.distributed")

@@ -42,8 +42,8 @@ class LoraSettings(AdapterSettings):
 def virtual(m: Any, in_stream: bool = False) -> int:
     """Return the number of learned positions before a text, from settings that have `places`.
     `in_stream`: count only positions that run through the blocks."""
-    return sum(one.places for one in m.changes if hasattr(one, "places")
-               and (one.in_stream or not in_stream))
+    return sum(change.places for change in m.changes if hasattr(change, "places")
+               and (change.in_stream or not in_stream))
 
 
 def attended(m: Any) -> Any:
@@ -53,7 +53,7 @@ def attended(m: Any) -> Any:
 
 def drops_probabilities(m: Any) -> bool:
     """True if a change sets attention probabilities to 0 in an update (settings with `drops`)."""
-    return any(getattr(one, "drops", False) for one in m.changes)
+    return any(getattr(change, "drops", False) for change in m.changes)
 
 
 def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
@@ -64,7 +64,8 @@ def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"model.changes={settings.name} has the target {shown(pattern)}, but "
                               f"no Linear of a block is called so; {nearest(pattern, names)}")
-    return [name for name in names if any(fnmatchcase(name, one) for one in settings.targets)]
+    return [name for name in names
+            if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
 
 
 @dataclass(frozen=True, kw_only=True)

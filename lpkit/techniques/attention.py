@@ -88,8 +88,8 @@ class Rule:
             return [(0, T)]
         if self.query_start or self.key_start:
             of, begin = replace(self, query_start=0, key_start=0), self.key_start
-            found = of.spans(max(first + self.query_start, 0), last + self.query_start, begin + T)
-            inside = [(max(a - begin, 0), min(b - begin, T)) for a, b in found]
+            spans = of.spans(max(first + self.query_start, 0), last + self.query_start, begin + T)
+            inside = [(max(a - begin, 0), min(b - begin, T)) for a, b in spans]
             return [(a, b) for a, b in inside if a < b]
         if self.blocks is None:
             start = 0 if self.window is None else max(0, first - self.window + 1)
@@ -97,15 +97,15 @@ class Rule:
                 return [(0, last)]
             near = [(0, self.global_tokens)] if self.global_tokens else []
             return [*near, (start, last)]
-        size, found = self.block, []
+        size, spans = self.block, []
         rows = self.blocks[first // size:(last - 1) // size + 1]
         for b in range((last - 1) // size + 1):
             if any(row[b] for row in rows):
-                one = b * size, min(last, (b + 1) * size)
-                if found and found[-1][1] == one[0]:
-                    one = found.pop()[0], one[1]
-                found.append(one)
-        return found
+                span = b * size, min(last, (b + 1) * size)
+                if spans and spans[-1][1] == span[0]:
+                    span = spans.pop()[0], span[1]
+                spans.append(span)
+        return spans
 
     def hides(self, first: int, last: int, begin: int, end: int) -> bool:
         """Return whether queries first to last - 1 and keys begin to end - 1 contain a pair that is

@@ -124,9 +124,9 @@ def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[...
     def checked(q: Any, k: Any, v: Any, documents: Any = None, sinks: Any = None,
                 rule: Rule = FULL, **how: Any) -> Any:
         limits, T, keys, problem = ATTENTION[name].why_not, q.shape[2], k.shape[2], ""
-        told, end = rule if sinks is None else replace(rule, sinks=True), T + rule.query_start
-        if isinstance(limits, Limits) and (field := limits.lacks(told)):
-            problem = f"has no {WORDS[field]} (its {field}={getattr(told, field)}); plain can"
+        full_rule, end = rule if sinks is None else replace(rule, sinks=True), T + rule.query_start
+        if isinstance(limits, Limits) and (field := limits.lacks(full_rule)):
+            problem = f"has no {WORDS[field]} (its {field}={getattr(full_rule, field)}); plain can"
         elif T != keys:
             problem = f"takes as many queries as keys, not {T} and {keys}"
         elif rule.documents and documents is None:
@@ -192,10 +192,10 @@ def most_scores(rule: Rule, T: int) -> int:
 
 def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tuple[int, int]:
     """Return how many sequences and groups of heads blocked attention takes at a time."""
-    one = max(1, SCORES // (repeats * max(1, most_scores(rule, T))))
-    if one < groups or rule.documents:
-        return 1, min(one, groups)
-    return min(one // groups, sequences), groups
+    most_groups = max(1, SCORES // (repeats * max(1, most_scores(rule, T))))
+    if most_groups < groups or rule.documents:
+        return 1, min(most_groups, groups)
+    return min(most_groups // groups, sequences), groups
 
 
 MASKS = ("window", "global_tokens", "blocks", "documents")

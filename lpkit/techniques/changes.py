@@ -47,14 +47,15 @@ TELEMETRY = Row(why="what number formats do to the tensors of a run",
 
 def running(config: Any) -> list[Settings]:
     """Return the settings of the governors that decide how much of the model an update runs."""
-    return [one for one in config.governors if isinstance(GOVERNORS[one.name], Governor)]
+    return [governor for governor in config.governors
+            if isinstance(GOVERNORS[governor.name], Governor)]
 
 
 def why_not(config: Any) -> str:
     """Return why the governors of `config` do not go together, and the way out; "": they do."""
-    said = running(config)
-    names = f"governors={','.join(one.name for one in said)}"
-    if len(said) > 1:
+    governors = running(config)
+    names = f"governors={','.join(governor.name for governor in governors)}"
+    if len(governors) > 1:
         return f"{names} each say how much of the model an update runs; name one of them"
-    why = "".join(one.problem(config) for one in said)
+    why = "".join(governor.problem(config) for governor in governors)
     return f"{names}{why}" if why else ""

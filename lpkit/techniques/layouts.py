@@ -161,21 +161,21 @@ class Layout(Checked):
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank` on each axis."""
-        found = {}
+        coordinates = {}
         for axis in FASTEST_FIRST:
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return coordinates
 
     def peers(self, rank: int, axes: Collection[str]) -> list[int]:
         """Return the ranks, in order, whose coordinates differ from `rank` only on `axes`."""
-        step, found = 1, [rank]
+        step, peers = 1, [rank]
         for axis in FASTEST_FIRST:
             size = getattr(self, axis)
             if axis in axes:
                 first = -(rank // step % size)
-                found = [one + (first + i) * step for i in range(size) for one in found]
+                peers = [peer + (first + i) * step for i in range(size) for peer in peers]
             step *= size
-        return sorted(found)
+        return sorted(peers)
 
     def batch_rank(self, rank: int) -> int:
         """Return to which of the `batch_ranks` a rank belongs."""
@@ -341,7 +341,7 @@ def refuse_ungatherable(config: Any, recipe: Recipe) -> None:
         raise ConfigError(f"{asked} is of ZeRO 2 and 3, and {whole} whole weights; set "
                           f"parallel.gathered=float32{', or parallel.zero=3' if more else ''}")
     if config.model.changes:
-        names = ",".join(one.name for one in config.model.changes)
+        names = ",".join(change.name for change in config.model.changes)
         raise ConfigError(f"{asked} casts the weights that a rank updates, and "
                           f"model.changes={names} may freeze some; set parallel.gathered=compute")
     if not recipe.gathers:
@@ -365,8 +365,8 @@ def refuse_untrainable(config: Any) -> None:
         at_stage = isinstance(row.several, int)
         asked = layout.stage >= row.several if at_stage else getattr(layout, row.several) > 1
         if asked and value != row.only and not row.less(config):
-            said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
-            why = why or f"{row.key}={said} {row.why}"
+            text = ",".join(part.name for part in value) if isinstance(value, tuple) else value
+            why = why or f"{row.key}={text} {row.why}"
             changes[row.key] = row.only
             lower = min(lower, row.several - 1) if at_stage else lower
     if layout.pipeline > 1 and layout.stage > 1:
@@ -387,9 +387,9 @@ def refuse_untrainable(config: Any) -> None:
         why = why or f"model.block={m.block} {uncut}"
         changes |= {"parallel.tensor": 1, "parallel.context": 1}
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
-        said = (f"model.changes={','.join(one.name for one in m.changes)}" if virtual(m) else
-                f"model.attention={m.attention.name}")
-        why = why or f"{said} takes whole sequences, and parallel.context={layout.context} cuts them"
+        setting = (f"model.changes={','.join(change.name for change in m.changes)}" if virtual(m)
+                   else f"model.attention={m.attention.name}")
+        why = why or f"{setting} takes whole sequences; parallel.context={layout.context} cuts them"
         changes["parallel.context"] = 1
     way, backend = layout.attention, ATTENTION.get(config.system.attention)     # None: auto
     if layout.context > 1 and CONTEXT[way].partial and backend and not backend.partial:
@@ -413,9 +413,9 @@ def _ordered(config: Any, layout: Layout) -> dict[str, Any]:
                     key=lambda m: abs(m - config.micro_batches)):
         if (stages_fit(config.model.L, ranks, chunks, row.places)
                 and not row.problem(ranks, chunks, m)):
-            found = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
+            changes = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
             more = {"grad_accum_steps": m * layout.batch_ranks} if m != config.micro_batches else {}
-            return found | more
+            return changes | more
     return {"parallel.pipeline": 1, "parallel.interleave": 1}
 
 

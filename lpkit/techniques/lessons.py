@@ -36,14 +36,14 @@ def package() -> Any:
     ConfigError if the folder is missing, or this process imported another package of this name."""
     if not folder().is_dir():
         raise ConfigError(f"there is no folder {named(folder())}; install lpkit again")
-    if (found := sys.modules.get(PACKAGE)) is None:
+    if (package := sys.modules.get(PACKAGE)) is None:
         spec = spec_from_file_location(PACKAGE, folder() / "__init__.py")
-        found = sys.modules[PACKAGE] = module_from_spec(spec)
-        spec.loader.exec_module(found)
-    if (other := Path(*found.__path__).resolve()) != (here := folder().resolve()):
+        package = sys.modules[PACKAGE] = module_from_spec(spec)
+        spec.loader.exec_module(package)
+    if (other := Path(*package.__path__).resolve()) != (here := folder().resolve()):
         raise ConfigError(f"{PACKAGE} is {named(other)} in this process, and the kit's own is "
                           f"{named(here)}; start Python in another folder")
-    return found
+    return package
 
 
 def having(field: str) -> Mapping[str, str]:

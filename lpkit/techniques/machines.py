@@ -91,8 +91,10 @@ class Machine:
 
 def mixed_prices(compared: Sequence[Machine]) -> str:
     """Return which prices are a market's and which are list prices, if there are both kinds."""
-    market = [one.name for one in compared if any(word in one.price_source for word in MARKET)]
-    listed = [one.name for one in compared if one.price_per_hour and one.name not in market]
+    market = [machine.name for machine in compared
+              if any(word in machine.price_source for word in MARKET)]
+    listed = [machine.name for machine in compared
+              if machine.price_per_hour and machine.name not in market]
     if not (market and listed):
         return ""
     return (f"prices of {', '.join(market)} are the lowest of a market, and those of "
@@ -100,12 +102,12 @@ def mixed_prices(compared: Sequence[Machine]) -> str:
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:
-    made = {"name": name}
+    machine_fields = {"name": name}
     for key, value in row.items():
         to, unit = UNITS.get(key, (key, None))
-        made[to] = value if unit is None else value * unit
-    flops = {dtype: rate * T for dtype, rate in made.pop("teraflops").items()}
-    return Machine(flops=flops, **made)
+        machine_fields[to] = value if unit is None else value * unit
+    flops = {dtype: rate * T for dtype, rate in machine_fields.pop("teraflops").items()}
+    return Machine(flops=flops, **machine_fields)
 
 
 CATALOGUE = {name: _machine(name, row) for name, row in TABLES["machines"].items()}
@@ -155,16 +157,17 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
             raise ConfigError(f"flops has no dtype {shown(dtype)}; {nearest(dtype, DTYPES)}")
         rates[dtype] = convert(rate, float, f"flops.{dtype}")
         RATE(f"flops.{dtype}", rates[dtype])
-    made: dict[str, Any] = {"name": name, "title": name, "source": "described by its user"}
+    machine_fields: dict[str, Any] = {"name": name, "title": name,
+                                      "source": "described by its user"}
     if values.get("price_per_hour") is not None:
-        made["price_source"] = "given by its user"
+        machine_fields["price_source"] = "given by its user"
     given = {key: value for key, value in values.items()
              if value is not None and key not in ("flops", "measured")}
     for key, value in read(Machine, given, "").items():
-        made[key] = printable(value)[:400] if isinstance(value, str) else value
+        machine_fields[key] = printable(value)[:400] if isinstance(value, str) else value
     if values.get("measured"):
-        made["measured"] = _measured(values["measured"], values.get("title"))
-    return Machine(flops=rates, **made)
+        machine_fields["measured"] = _measured(values["measured"], values.get("title"))
+    return Machine(flops=rates, **machine_fields)
 
 
 def _measured(values: Any, title: Any) -> dict[str, Any]:
@@ -176,11 +179,12 @@ def _measured(values: Any, title: Any) -> dict[str, Any]:
     if values["device"] != title:
         raise ConfigError(f"measured is of another machine, {shown(values['device'])}, than "
                           f"{shown(title)}, the title; {again}")
-    made = {key: convert(values[key], kind, f"measured.{key}") for key, kind in MEASURED.items()}
-    for dtype, table in made["products"].items():
-        for one in table or ((),):
-            if dtype not in DTYPES or len(one) != 4 or not (all(0 < x < 1e9 for x in one)
-                                                            and one[3] <= 1):
+    measured = {key: convert(values[key], kind, f"measured.{key}")
+                for key, kind in MEASURED.items()}
+    for dtype, table in measured["products"].items():
+        for product in table or ((),):
+            if dtype not in DTYPES or len(product) != 4 or not (
+                    all(0 < x < 1e9 for x in product) and product[3] <= 1):
                 raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and at "
-                                  f"most 1, got {shown(one)}; {again}")
-    return made
+                                  f"most 1, got {shown(product)}; {again}")
+    return measured

@@ -182,21 +182,21 @@ class OptimizerStep(Technique):
 
 
 def _in_backward_problem(config: Any, recipe: Recipe) -> str:
-    found = {}      # ways out, with the reason for each
+    ways = {}       # setting to change: why the row does not go with its present value
     if config.grad_accum_steps > 1:
-        found["grad_accum_steps=1"] = (
+        ways["grad_accum_steps=1"] = (
             f"uses a gradient before the next micro-batch adds to it, but "
             f"grad_accum_steps={config.grad_accum_steps}")
     if config.optimizer.clip:
-        found["optimizer.clip=0"] = (
+        ways["optimizer.clip=0"] = (
             f"frees each gradient at once, but clipping needs the norm of all of them and "
             f"optimizer.clip={config.optimizer.clip}")
     if recipe.loss_scaling:
-        found["precision.recipe=bf16"] = (
+        ways["precision.recipe=bf16"] = (
             "has updated parameters before an overflow is known, and cannot skip the update")
-    if not found:
+    if not ways:
         return ""
-    return f"{next(iter(found.values()))}; set {' '.join(found)}, or memory.optimizer_step=after"
+    return f"{next(iter(ways.values()))}; set {' '.join(ways)}, or memory.optimizer_step=after"
 
 
 OPTIMIZER_STEP = {

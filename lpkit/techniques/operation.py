@@ -110,7 +110,8 @@ class Op:
         return replace(self, tokens_share=share * self.tokens_share, backward=backward,
                        saved_bytes=share * self.saved_bytes, moved_bytes=share * self.moved_bytes,
                        result_bytes=share * self.result_bytes,
-                       pairs=tuple(replace(one, M=squares * one.M) for one in self.pairs))
+                       pairs=tuple(replace(product, M=squares * product.M)
+                                   for product in self.pairs))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -299,18 +299,19 @@ def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> 
                 values |= changes
         key = (decayed, values["lr_scale"], values["weight_decay"], ruled[name])
         members.setdefault(key, []).append(name)
-    return [ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale,
+    return [ParameterGroup(names=tuple(names), lr=settings.lr * lr_scale,
                            weight_decay=weight_decay, settings=rule)
-            for (_, lr_scale, weight_decay, rule), found in members.items()]
+            for (_, lr_scale, weight_decay, rule), names in members.items()]
 
 
 def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, OptimizerSettings]:
     """Return the settings of the rule that updates each parameter, by its name."""
-    found = dict.fromkeys(names, settings)
+    settings_by_name = dict.fromkeys(names, settings)
     for pattern, _, own in _groups(settings):
         if own:
-            found |= {name: own for name in found if fnmatchcase(name, pattern)}
-    return found
+            settings_by_name |= {name: own for name in settings_by_name
+                                 if fnmatchcase(name, pattern)}
+    return settings_by_name
 
 
 def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
@@ -320,4 +321,4 @@ def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
 
 def acting(settings: OptimizerSettings) -> list[OptimizerSettings]:
     """Return the settings of the rules whose rows act after each update."""
-    return [one for one in rules(settings) if find(one.name).after]
+    return [rule for rule in rules(settings) if find(rule.name).after]

@@ -48,14 +48,14 @@ def module_of(field: str, name: str) -> str:
 
 def needed(config: Any) -> tuple[str, ...]:
     """Return the `imports` of a Config and the modules of the rows that it names."""
-    found = [*config.imports]
+    modules = [*config.imports]
     for field in TABLES:
         rows = attrgetter(field)(config)
         for row in rows if isinstance(rows, tuple) else (rows,):
-            found.append(module_of(field, getattr(row, "name", row)))
-    found += [module_of("optimizer", name) for group in getattr(config.optimizer, "groups", ())
-              for name in re.findall(":optimizer=([^:]+)", group)]
-    return tuple(filter(None, dict.fromkeys(found)))
+            modules.append(module_of(field, getattr(row, "name", row)))
+    modules += [module_of("optimizer", name) for group in getattr(config.optimizer, "groups", ())
+                for name in re.findall(":optimizer=([^:]+)", group)]
+    return tuple(filter(None, dict.fromkeys(modules)))
 
 
 def refuse_unknown(imports: Any) -> None:

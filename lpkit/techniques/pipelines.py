@@ -118,7 +118,7 @@ def _rank_order(row: PipelineSchedule, rank: int, ranks: int, chunks: int, m: in
     f = [(chunk * ranks + rank, "F", micro) for chunk, micro in forwards]
     b = [(chunk * ranks + rank, "B", micro) for chunk, micro in backwards]
     first = min(len(f), row.warm_up(rank, ranks, chunks, of_round))
-    turns = [one for two in zip(f[first:], b) for one in two]
+    turns = [action for pair in zip(f[first:], b) for action in pair]
     return f[:first] + turns + b[len(f) - first:]
 
 
@@ -140,11 +140,11 @@ def held(rank: int, schedule: str, ranks: int, chunks: int, m: int) -> tuple[Hel
     if not row.breadth_first:       # later rounds are like the first three
         m = min(m, 3 * (m // max(1, m // ranks)))
     counts, added = dict.fromkeys(stages, 0), dict.fromkeys(stages, False)
-    found: set[Held] = set()
+    moments: set[Held] = set()
     for stage, kind, _ in _rank_order(row, rank, ranks, chunks, m):
         if kind == "B":
-            found.add((stage, (*counts.values(),), (*added.values(),)))
+            moments.add((stage, (*counts.values(),), (*added.values(),)))
             added[stage] = True
         counts[stage] += 1 if kind == "F" else -1
-    return tuple(a for a in found if not any(a != b and a[0] == b[0] and all(
-        x <= y for x, y in zip((*a[1], *a[2]), (*b[1], *b[2]))) for b in found))
+    return tuple(a for a in moments if not any(a != b and a[0] == b[0] and all(
+        x <= y for x, y in zip((*a[1], *a[2]), (*b[1], *b[2]))) for b in moments))

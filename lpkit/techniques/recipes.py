@@ -362,7 +362,7 @@ def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
     names = list(names)
     numbered = {name: match[0] for name in names if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))
-    found = set()
+    kept_names = set()
     for pattern in layers:
         if (stay := at_end(pattern, blocks)) is None:
             hit = {name for name in names if fnmatchcase(name, pattern)}
@@ -371,5 +371,5 @@ def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
         if not hit and "/" not in pattern:      # a share may be 0 blocks of a small model
             raise ConfigError(f"precision.recipe.high_precision_layers={pattern} matches no Linear "
                               f"of this model; {nearest(pattern, ['first', 'last', *names])}")
-        found |= hit
-    return found
+        kept_names |= hit
+    return kept_names

@@ -50,7 +50,7 @@ def stage_counts(m: Any, schedule: str, ranks: int, chunks: int,
     counts = [int(m.L > last or 0 < stage < last) for stage in range(last + 1)]
     seconds = [*map(float, counts)]         # in units of a layer's seconds
     seconds[last] += (head := head_layers(m) if balanced else LEAST)
-    load = lambda rank: (sum([seconds[one] for one in by_rank[rank]]), -rank)
+    load = lambda rank: (sum([seconds[stage] for stage in by_rank[rank]]), -rank)
     heapq.heapify(loads := [load(rank) for rank in range(ranks)])
     for _ in range(m.L - sum(counts)):
         rank = -loads[0][1]
@@ -58,7 +58,7 @@ def stage_counts(m: Any, schedule: str, ranks: int, chunks: int,
         counts[stage] += 1
         seconds[stage] += 1
         heapq.heapreplace(loads, load(rank))
-    slowest = max(sum([seconds[one] for one in stages]) for stages in by_rank)
+    slowest = max(sum([seconds[stage] for stage in stages]) for stages in by_rank)
     if m.L % (last + 1) == 0 and m.L / ranks + head < (1 + GAIN) * slowest:
         return (m.L // (last + 1),) * (last + 1)
     return tuple(counts)
@@ -67,6 +67,6 @@ def stage_counts(m: Any, schedule: str, ranks: int, chunks: int,
 def head_layers(m: Any) -> float:
     """Return the FLOPs of the head, divided by those of a layer."""
     ops, tokens = operations(s := MicroBatch(model=m)), s.tokens
-    pairs = sum(op.pairs_share * one.M * one.N * one.K * one.group
-                for op in ops.block for one in op.pairs)
+    pairs = sum(op.pairs_share * product.M * product.N * product.K * product.group
+                for op in ops.block for product in op.pairs)
     return tokens * ops.head.weights / (tokens * sum(op.weights for op in ops.linears) + pairs)

@@ -182,17 +182,18 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
             raise ConfigError(f"system.compile={compiled.asked} compiles whole blocks, and {why}; "
                               f"set system.compile=false")
         compiled = Choice(asked="auto", used=OFF, why=why)
-    for said in running(config):
+    for governor in running(config):
         from lpkit.predict.governed import shares
 
         if compiled.used == compiling.MODEL:
             raise ConfigError(f"system.compile=model compiles all layers into one graph, and "
-                              f"governors={said.name} changes what they run; set system.compile="
-                              f"blocks")
-        sizes = {config.micro_batch * round(share * m.T) for one in shares(config) for share in one}
+                              f"governors={governor.name} changes what they run; set "
+                              f"system.compile=blocks")
+        sizes = {config.micro_batch * round(share * m.T)
+                 for shares_of_tokens in shares(config) for share in shares_of_tokens}
         why = next(filter(None, (untiled(recipe, {"M": size}) for size in sorted(sizes))), "")
         if why and not recipe.pad:
-            raise ConfigError(f"governors={said.name}: {why}; set precision.recipe.pad=true")
+            raise ConfigError(f"governors={governor.name}: {why}; set precision.recipe.pad=true")
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
@@ -259,9 +260,10 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
                   *sharding.transforms, *recomputation.transforms, *offload.transforms]
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))
-    splits = [one for one in transforms if one.stage < Stage.STORAGE]
+    splits = [transform for transform in transforms if transform.stage < Stage.STORAGE]
     model = moved(transformed(model, splits), decisions.device)
-    return transformed(model, [one for one in transforms if one.stage >= Stage.STORAGE])
+    return transformed(model, [transform for transform in transforms
+                               if transform.stage >= Stage.STORAGE])
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
@@ -313,8 +315,8 @@ def made(config: Config, attend: str, start: Start | None = None,
 def among(config: Config, attend: str, ranks: Ranks) -> Attend:
     """Returns attention over the tokens of all ranks of a context group."""
     row, rule = CONTEXT[config.parallel.attention], config.model.attention.rule(config.model.T)
-    one = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
-    return partial(row.load()(one, ranks), rule=rule)
+    partial_attend = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
+    return partial(row.load()(partial_attend, ranks), rule=rule)
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

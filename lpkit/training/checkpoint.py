@@ -158,9 +158,9 @@ def _newest_whole(root: Path, run: str,
     for folder in folders(root):
         try:
             manifest = verify(folder, run)
-            said = f"lpkit: the weights are those of step {manifest['step']}:"
-            for one in problems if lack else ():
-                print(said, one, file=sys.stderr)
+            heading = f"lpkit: the weights are those of step {manifest['step']}:"
+            for problem in problems if lack else ():
+                print(heading, problem, file=sys.stderr)
             return folder, manifest, problems
         except DamagedError as error:
             problems.append(str(error))

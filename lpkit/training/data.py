@@ -39,7 +39,7 @@ class Corpus:
 def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
     """Prepares the text of `config`, unless it is prepared already. Raises ConfigError."""
     files = prepare(config.data, vocab=config.model.vocab)
-    tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
+    tokens = {split: entry["sha256"] for split, entry in files.header["splits"].items()}
     asked, batch = config.data.policy, config.global_batch
     data = _policy(config, asked, files.train, batch, config.seed)
     if scores := config.data.scores:

@@ -53,7 +53,7 @@ def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> 
 def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) -> str:
     """Returns the reason against CUDA graphs, in one clause; empty if there is none."""
     moving = [key for key in asked_memory(config) if key in MOVING]
-    return next((why for found, why in (
+    return next((why for applies, why in (
         (device.type != "cuda", f"a {device.type.upper()} has none"),
         (world > 1, f"messages of {world} ranks are no part of a graph"),
         (recipe.loss_scaling, "the loss's scale is decided by the host, within an update"),
@@ -64,7 +64,7 @@ def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) ->
         (POLICIES[config.data.policy.name].gives_ids, "where documents end differs by batch"),
         (SIZES[config.sizes.name].at, "updates have several sizes"),
         (config.precision.telemetry_every, "telemetry watches updates, kernel by kernel"),
-    ) if found), "")
+    ) if applies), "")
 
 
 class _Recorded(NamedTuple):

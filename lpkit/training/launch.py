@@ -48,21 +48,21 @@ class Launched(OneRun):
         # set by the first step, or by the end of a run without a step
         self._stepped = threading.Event()
         self.on_done(self._stepped.set)
-        told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
-        self._processes = Processes(TRAIN, told, heard=self._hear, **watched)
+        argument = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
+        self._processes = Processes(TRAIN, argument, heard=self._hear, **watched)
 
     def _do(self) -> Run:
         with self._processes:
             self._processes.wait()
         return Run(self.path)
 
-    def _hear(self, rank: int, said: dict[str, Any]) -> None:
+    def _hear(self, rank: int, report: dict[str, Any]) -> None:
         """Takes a StepRecord, under "record", and a rank's report of itself."""
-        if record := said.pop("record", None):
+        if record := report.pop("record", None):
             self._stepped.set()
             self._observers(StepRecord(**record))
-        if said:
-            self.ranks[rank] = said
+        if report:
+            self.ranks[rank] = report
 
     def _written(self) -> int:
         """Returns the size of the run's metrics, in bytes."""

@@ -60,12 +60,12 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         sweep(path)
         energy_before, reached = hardware.energy_joules(training.device), None
         try:
-            found, begun = _begin(training, run, here)
+            saved, begun = _begin(training, run, here)
             summary |= begun
             reached = summary["from_step"]
             with open_own(path / runs.METRICS, "a") as log:
                 chain = records.Chain(path / runs.METRICS, run.mark)
-                for record in _steps(training, run, found, control):
+                for record in _steps(training, run, saved, control):
                     log.write(chain.line(record.to_dict()))
                     log.flush()
                     observers(record)
@@ -85,14 +85,14 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                         "stopped_by": control.stopped_by or None}
             # if there was an error already, it must be raised, not a second one
             with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
-                found = runs.results(run)
+                results = runs.results(run)
                 if summary["error"] is None:    # no measurements on a device that may have failed
                     if account:
-                        summary |= _mfu(account, found["tokens_per_second"], observers.errors)
+                        summary |= _mfu(account, results["tokens_per_second"], observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
                     summary["energy_tokens"] = (config.tokens_after(reached)
                                                 - config.tokens_after(summary["from_step"]))
-                _conclude(run, found | summary, reached, config)
+                _conclude(run, results | summary, reached, config)
     return run
 
 
@@ -110,8 +110,8 @@ def _follow(training: Training, run: Run, observers: Observers, account: RunAcco
             reached = record.step
     except Exception as error:
         if account and out_of_memory(error):
-            said = _without_memory(error, account, reached, run)["error"]
-            raise RunFailedError(said) from error
+            message = _without_memory(error, account, reached, run)["error"]
+            raise RunFailedError(message) from error
         raise
     return run
 
@@ -156,10 +156,10 @@ def _without_memory(error: BaseException, account: RunAccount, step: int, run: R
                     ) -> dict[str, Any]:
     """Returns the entries of the summary of a run that ran out of memory."""
     report = account.report(error, _last_checkpoint(run))
-    said = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; kept: "
-            f"{report['last_checkpoint'] or 'no checkpoint'}. Other settings need another --out; "
-            f"with more memory, go on with --resume")
-    return {"error": said, "out_of_memory": report}
+    message = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; "
+               f"kept: {report['last_checkpoint'] or 'no checkpoint'}. Other settings need another "
+               f"--out; with more memory, go on with --resume")
+    return {"error": message, "out_of_memory": report}
 
 
 class HostMoment:
@@ -195,8 +195,8 @@ class Arriving:
 
     def __init__(self, numbers: Mapping[str, Tensor | float], device: torch.device):
         self.numbers = dict(numbers)
-        there = [name for name, one in numbers.items()
-                 if torch.is_tensor(one) and one.device.type == device.type]
+        there = [name for name, number in numbers.items()
+                 if torch.is_tensor(number) and number.device.type == device.type]
         sent = torch.stack([numbers[name].detach().double() for name in there])
         self.sent = there, sent.to("cpu", non_blocking=True)
         self.at = moment(device)
@@ -205,7 +205,8 @@ class Arriving:
         """Waits for the numbers, and returns them."""
         self.at.synchronize()
         names, sent = self.sent
-        return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}
+        return {name: float(number)
+                for name, number in (self.numbers | dict(zip(names, sent))).items()}
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
     waiting: deque[_Begun] = deque()
     saved = start = begin.step if begin else 0
     # a governor's `begin` cannot be undone, so a step with a `begin` is never given up
-    begins = any(hasattr(one, "begin") for one in training.governors.values())
+    begins = any(hasattr(governor, "begin") for governor in training.governors.values())
     parts = config.micro_batches > 1 and training.executor.in_parts and not begins
     phases = partial(_heeding, training, control) if parts else nullcontext
 
@@ -315,9 +316,9 @@ def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]
 
 def _stopped(training: Training, control: Control) -> bool:
     """Waits while the run is paused, and returns whether to stop. The first rank decides."""
-    while (said := training.ranks.told(control.asked())) == PAUSE:
+    while (request := training.ranks.told(control.asked())) == PAUSE:
         control.go_on.wait(PAUSED_SECONDS)
-    return said == STOP
+    return request == STOP
 
 
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
@@ -336,7 +337,8 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
     numbers = {name: value for name, value in state.items() if name not in tensors}
     # each stage has the numbers of its own parameters
     if training.sharding.layout.pipeline > 1:
-        numbers = {name: value for one in everybodys(numbers) for name, value in one.items()}
+        numbers = {name: value for numbers_of_rank in everybodys(numbers)
+                   for name, value in numbers_of_rank.items()}
     waits = {RECORD: unevaluated.to_dict()} if unevaluated else {}
     try:
         checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers, **waits},
@@ -404,14 +406,14 @@ def _refuse_other_data(run: Run, training: Training) -> None:
     if not (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
             or checkpoint.folders(run.checkpoints)):
         return
-    said, source = run.identity, training.config.data.source
+    identity, source = run.identity, training.config.data.source
     training.start.refuse_other(run)
-    if said["tokens"] != training.tokens:
+    if identity["tokens"] != training.tokens:
         raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
-                          f"{said['tokens']}, and data.source={source} now gives "
+                          f"{identity['tokens']}, and data.source={source} now gives "
                           f"{training.tokens}; give back the text that it was begun with, or "
                           f"start a new run with another --out")
-    if said["tokenizer"] != records.digest(training.tokenizer):
+    if identity["tokenizer"] != records.digest(training.tokenizer):
         raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={source} now gives "
                           f"another tokenizer than the one that it was begun with; start a new run "
                           f"with another --out")

@@ -53,11 +53,12 @@ class PipelineExecutor(Executor):
                       config.parallel.interleave)
         self.config, self.ranks, groups = config, ranks, ranks.groups
         self.layers = stage_layers(config.model, config.parallel)
-        made = partial(Pipeline, rank=dist.get_rank(groups["pipeline"]), waits=ranks.waits,
-                       groups=(groups["pipeline"], groups["pipeline down"]))
-        self.updates = made(order(name, p, v, config.micro_batches))
-        self.evaluations = made({rank: [(stage, "F", 0) for stage in
-                                        PIPELINES[name].stages(rank, p, v)] for rank in range(p)})
+        new_pipeline = partial(Pipeline, rank=dist.get_rank(groups["pipeline"]), waits=ranks.waits,
+                               groups=(groups["pipeline"], groups["pipeline down"]))
+        self.updates = new_pipeline(order(name, p, v, config.micro_batches))
+        self.evaluations = new_pipeline({
+            rank: [(stage, "F", 0) for stage in PIPELINES[name].stages(rank, p, v)]
+            for rank in range(p)})
 
     @property
     def plain(self) -> Executor:

@@ -38,17 +38,17 @@ class Asked(Control):
         return super().asked()
 
 
-def train(place: Place, told: dict[str, Any]) -> None:
-    """Trains one rank. `told` has the config as a dict, the run folder `out`, and `resume`."""
+def train(place: Place, job: dict[str, Any]) -> None:
+    """Trains one rank. `job` has the config as a dict, the run folder `out`, and `resume`."""
     # load the same extensions as the process that launched the ranks
-    outside.load(told["config"]["imports"])
-    config = Config.from_dict(told["config"])
+    outside.load(job["config"]["imports"])
+    config = Config.from_dict(job["config"])
     place.at(0, MEETING)
     with said(config, "this rank", place.local_world), joined(
             config, local_rank=place.local_rank, **place.among) as ranks:
         ranks.waits.tell = place.waits
         place.at(0, "building")
-        training = built(config, Path(told["out"]), told["resume"], ranks)
+        training = built(config, Path(job["out"]), job["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))
         if training.device.type == "cpu":       # on a GPU the host does not wait for messages
             training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
@@ -61,7 +61,7 @@ def train(place: Place, told: dict[str, Any]) -> None:
                    "communication_share": waited and waited / record.step_seconds}
             place.tell(own | ({"record": record.to_dict()} if ranks.first else {}))
 
-        fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
+        fit(training, Path(job["out"]), resume=job["resume"], observers=Observers([tell]),
             control=Asked(place), account=Account(training))
 
 

@@ -145,29 +145,29 @@ class Run(Checked):
 
     def _record(self, name: str) -> dict[str, Any]:
         """Reads a record. Raises DamagedError, also for a record of another run."""
-        said, mark = records.read(self.path / name), self.mark
-        if said.pop(records.RUN, None) != mark and mark:
+        record, mark = records.read(self.path / name), self.mark
+        if record.pop(records.RUN, None) != mark and mark:
             raise _of_another(self.path / name, "run", self.path)
-        return said
+        return record
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """The record of run.json, after checking that config.yaml and tokenizer.json agree with it.
         Raises DamagedError."""
-        said = records.read(self.path / IDENTITY)
-        here = identify(self.config, tokenizer=self.tokenizer, **{key: said.get(key) for key in (
+        record = records.read(self.path / IDENTITY)
+        here = identify(self.config, tokenizer=self.tokenizer, **{key: record.get(key) for key in (
             "tokens", "born", "start", "model_version")})
         if _unsealed_yaml(self.path / CONFIG).rpartition(OF_RUN)[2].strip() != self.mark:
             raise _of_another(self.path / CONFIG, "run", self.path)
         for part, path in (("settings", CONFIG), ("tokenizer", TOKENIZER), ("run", IDENTITY)):
-            if said.get(part) != here[part]:
+            if record.get(part) != here[part]:
                 raise _of_another(self.path / path, part, self.path)
-        if said["model_version"] != nn.VERSION:
+        if record["model_version"] != nn.VERSION:
             raise ConfigError(f"{str(self.path)!r} was trained with version "
-                              f"{said['model_version']} of the model, and this lpkit has version "
+                              f"{record['model_version']} of the model, and this lpkit has version "
                               f"{nn.VERSION}: the same weights are another function; use lpkit "
                               f"{self.environment.get('lpkit')}, which trained it")
-        return said
+        return record
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -175,10 +175,10 @@ class Run(Checked):
         metrics; empty for a folder without a run. Raises DamagedError."""
         if not (self.path / CONFIG).is_file():
             return {}
-        said = self._record(SUMMARY) if (self.path / SUMMARY).is_file() else {"status": "running"}
-        said.pop("vouches", None)
-        if said["status"] != "running":
-            return said
+        record = self._record(SUMMARY) if (self.path / SUMMARY).is_file() else {"status": "running"}
+        record.pop("vouches", None)
+        if record["status"] != "running":
+            return record
         status = "running" if files.is_locked(self.path / LOCK) else "killed"
         return results(self) | {"status": status}
 
@@ -220,29 +220,29 @@ class Run(Checked):
     @property
     def problems(self) -> list[str]:
         """One sentence for each file or line that is missing, or not as it was written."""
-        found, said, starts = [], {}, []
+        problems, vouches, starts = [], {}, []
         reads = [lambda: self.identity, lambda: starts.extend(self.environments)]
         # a run has both or none
         if (self.path / ENVIRONMENT).exists() or (self.path / SUMMARY).exists():
-            reads.append(lambda: said.update(self._record(SUMMARY).get("vouches", {})))
+            reads.append(lambda: vouches.update(self._record(SUMMARY).get("vouches", {})))
         for read in reads:
             try:
                 read()
             except ConfigError as error:
-                found.append(str(error))
+                problems.append(str(error))
         latest = self.checkpoints / LATEST
         with suppress(DamagedError):        # a file that is not text names no checkpoint
             name = records.text_of(latest).strip()
             if not (self.checkpoints / name).is_dir():
-                found.append(f"{named(latest)} names {named(name)}, which is not there")
-        for name, due in said.get("files", {}).items():
+                problems.append(f"{named(latest)} names {named(name)}, which is not there")
+        for name, due in vouches.get("files", {}).items():
             path = self.path / name
             if not path.is_file():
-                found.append(f"{named(path)} is missing, and {SUMMARY} vouches for it")
+                problems.append(f"{named(path)} is missing, and {SUMMARY} vouches for it")
             elif files.sha256(path) != due:
-                found.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of "
+                problems.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of "
                              f"them was altered, or is of another moment of the run")
-        heads = [(SUMMARY, said.get("lines", {})),
+        heads = [(SUMMARY, vouches.get("lines", {})),
                  *((ENVIRONMENT, start.get("lines", {})) for start in starts)]
         for path in self.path.glob(MANIFESTS):
             with suppress(ConfigError):
@@ -250,15 +250,15 @@ class Run(Checked):
         names = {METRICS, *(path.name for path in self.path.glob("*.jsonl"))}
         for name in sorted(names.union(*(lines for _, lines in heads))):
             vouched = [(who, *lines[name]) for who, lines in heads if name in lines]
-            found += records.read_lines(self.path / name, self.mark, vouched)[1]
-        return list(dict.fromkeys(found))
+            problems += records.read_lines(self.path / name, self.mark, vouched)[1]
+        return list(dict.fromkeys(problems))
 
     def _repr_html_(self) -> str:
         summary = {}
         with suppress(DamagedError):        # a damaged file must not hide the run
             summary = self.summary or results(self)
         rows = described(results(self) | {"status": "not known"} | summary)
-        return html_table((), [*rows, *(("problem", one) for one in self.problems)])
+        return html_table((), [*rows, *(("problem", problem) for problem in self.problems)])
 
 
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any], *, born: str, start: str,
@@ -269,7 +269,7 @@ def identify(config: Config, tokens: Any, tokenizer: dict[str, Any], *, born: st
     born:   drawn when the run is created, to tell runs with the same numbers apart
     start:  the SHA-256 of the weights that it starts from; empty if there are none
     """
-    settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
+    settings = {key: value for key, value in flat(config).items() if key not in MAY_CHANGE}
     facts = records.plain({"settings": settings, "tokens": tokens, "born": born, "start": start,
                            "tokenizer": records.digest(tokenizer), "model_version": model_version})
     return facts | {"run": records.digest(facts)}

@@ -50,9 +50,9 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
     texts = [prompt] if isinstance(prompt, str) else list(prompt)
-    for one in texts:
-        utf8("prompt", one)
-    prompts = [tokenizer.prompt(one, special_tokens) for one in texts]
+    for text in texts:
+        utf8("prompt", text)
+    prompts = [tokenizer.prompt(text, special_tokens) for text in texts]
     if not prompts:
         raise ConfigError("there is no prompt in the list; give at least one")
     if not all(prompts):
@@ -61,7 +61,7 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
     steps, ended = [], {}
     for step in generate(training, prompts, tokens, temperature, top_k, rngs, cache):
-        ended = {i: len(steps) for i, one in enumerate(step) if one in tokenizer.ends} | ended
+        ended = {i: len(steps) for i, token in enumerate(step) if token in tokenizer.ends} | ended
         steps.append(step)
         if len(ended) == len(prompts):
             break
@@ -131,8 +131,8 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
                     _read(training, seen[b], cache.row(b))
         given = torch.tensor([ids[-1:] for ids in seen], device=device)
         logits = training.logits(given, cache)[:, -1]
-        new = [choose(one, temperature, top_k, rng)
-               for one, rng in zip(logits, rngs, strict=True)]
+        new = [choose(row, temperature, top_k, rng)
+               for row, rng in zip(logits, rngs, strict=True)]
         for ids, token in zip(seen, new, strict=True):
             ids.append(token)
         yield new

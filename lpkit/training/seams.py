@@ -29,7 +29,7 @@ PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "atte
 
 def refuse(config: Config) -> None:
     """Raises ConfigError for a config that would silently train other numbers than it says."""
-    reads = [one.name for one in config.model.changes if getattr(one, "reads_base", False)]
+    reads = [change.name for change in config.model.changes if getattr(change, "reads_base", False)]
     if reads and config.parallel.stage > 1:
         raise ConfigError(f"model.changes={reads[0]} is initialised from whole weights, "
                           f"and ZeRO {config.parallel.stage} gives each rank rows; set "
@@ -111,7 +111,7 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
 
 def governing(governors: Mapping[str, Governor]) -> dict[str, Choice]:
     """Returns the warning to record for governors that change weights before an update."""
-    names = ", ".join(name for name, one in governors.items() if not hasattr(one, "end"))
+    names = ", ".join(name for name, governor in governors.items() if not hasattr(governor, "end"))
     why = ("it changes weights before an update, which changes them again: what is evaluated, "
            "sampled and saved is as the update left it; a governor's `end` comes after it")
     return {"governors": Choice(asked=names, used=names, why=why)} if names else {}

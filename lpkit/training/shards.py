@@ -70,11 +70,13 @@ def load(paths: list[Path], *, only: Prefix = "", blank: Blank = whole) -> dict[
     its pieces are read.
     All processes of a group must call it. Raises OSError on all of them.
     """
-    saved = {name: one for name, one in _mapped(paths).items() if name.startswith(only)}
-    filled = {name: blank(name, found.size, found.dtype) for name, found in saved.items()
-              if len(found.pieces) > 1}
+    saved = {name: saved_tensor for name, saved_tensor in _mapped(paths).items()
+             if name.startswith(only)}
+    filled = {name: blank(name, saved_tensor.size, saved_tensor.dtype)
+              for name, saved_tensor in saved.items() if len(saved_tensor.pieces) > 1}
     _together(f"could not read {paths[0].parent}", _fill, filled, saved)
-    return {name: filled.get(name, found.pieces[0][1]) for name, found in saved.items()}
+    return {name: filled.get(name, saved_tensor.pieces[0][1])
+            for name, saved_tensor in saved.items()}
 
 
 def _together(what: str, work: Callable, *args: Any) -> None:
@@ -84,10 +86,10 @@ def _together(what: str, work: Callable, *args: Any) -> None:
         work(*args)
     except Exception as error:
         raised = error
-    for rank, said in enumerate(everybodys(raised and packed(raised))):
-        if said:
+    for rank, failure in enumerate(everybodys(raised and packed(raised))):
+        if failure:
             where = f" on process {rank}" if distributed() else ""
-            cause = unpacked(*said)
+            cause = unpacked(*failure)
             raise OSError(f"{what}{where}: {cause}") from raised or cause
 
 
@@ -147,10 +149,10 @@ def _mapped(paths: list[Path]) -> dict[str, _Saved]:
             places = json.loads(file.metadata()[SHARDING])
             for key in file.keys():
                 piece, offsets = file.get_tensor(key), tuple(places[key]["saved_offsets"])
-                one = saved.setdefault(key.partition(MORE)[0], _Saved(piece.dtype, piece.shape))
+                whole = saved.setdefault(key.partition(MORE)[0], _Saved(piece.dtype, piece.shape))
                 ends = [start + length for start, length in zip(offsets, piece.shape)]
-                one.size = torch.Size(map(max, one.size, ends))
-                one.pieces.append((offsets, piece))
+                whole.size = torch.Size(map(max, whole.size, ends))
+                whole.pieces.append((offsets, piece))
     return saved
 
 
@@ -162,11 +164,11 @@ def _fill(wanted: Mapping[str, Tensor], saved: Mapping[str, _Saved]) -> None:
             target.copy_(piece)
 
 
-def _overlap(a: Offsets, one: Tensor, b: Offsets, other: Tensor
+def _overlap(a: Offsets, first: Tensor, b: Offsets, other: Tensor
              ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Yields the overlap of two pieces of a tensor: for each dimension (start, length) in the first
     piece, and in the second."""
-    for i, j, n, m in zip(a, b, one.shape, other.shape):
+    for i, j, n, m in zip(a, b, first.shape, other.shape):
         start = max(i, j)
         length = max(0, min(i + n, j + m) - start)
         yield (min(start - i, n), length), (min(start - j, m), length)

@@ -46,19 +46,20 @@ class Start:
         if not self.sha256:
             return []
         due, filled = dict(model.named_parameters()), []
-        made = (self.grown(self.tensors) if self.grown else
-                ((name, self.tensors.get(self._there(name))) for name in due))
+        candidates = (self.grown(self.tensors) if self.grown else
+                      ((name, self.tensors.get(self._there(name))) for name in due))
         with torch.no_grad():
-            for name, found in made:    # one at a time, so that only one grown tensor is in memory
+            # `grown` is a generator, so only one grown tensor is in memory at a time
+            for name, source in candidates:
                 if (p := due.get(name)) is None:        # a buffer
                     continue
-                if found is None or found.shape != p.shape:
-                    has = "is not there" if found is None else f"is {tuple(found.shape)} there"
+                if source is None or source.shape != p.shape:
+                    has = "is not there" if source is None else f"is {tuple(source.shape)} there"
                     raise ConfigError(f"start.run: {name} is {tuple(p.shape)} here, and "
                                       f"{self._there(name)} {has} ({self.where}); give start.map="
                                       f"NEW:OLD the name of what it begins from, or the model the "
                                       f"sizes of that run, or grow that by start.grow")
-                p.copy_(found)
+                p.copy_(source)
                 filled.append(p)
         return filled
 
@@ -113,11 +114,11 @@ def read(config: Config, tokenizer: str = "") -> Start:
     lack = f"start.run={asked.run} has no checkpoint to begin from"
     saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], lack=lack,
                                       only=checkpoint.WEIGHTS)
-    by_first(lambda: [print(f"lpkit: {one}", file=sys.stderr) for one in run.problems])
-    said = run.summary
-    if said["status"] not in ("running", "killed") and said["last_checkpoint"] != saved.path.name:
+    by_first(lambda: [print(f"lpkit: {problem}", file=sys.stderr) for problem in run.problems])
+    base = run.summary
+    if base["status"] not in ("running", "killed") and base["last_checkpoint"] != saved.path.name:
         raise ConfigError(
-            f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and the "
+            f"start.run={asked.run}: its summary vouches for {base['last_checkpoint']}, and the "
             f"newest weights that are whole are of step {saved.step}; make newer ones by "
             f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
     # the weights that gave the base run's val_loss
@@ -127,7 +128,7 @@ def read(config: Config, tokenizer: str = "") -> Start:
                                             for name, t in tensors.items()}).encode())
     for t in tensors.values():
         digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
-    places = dict(one.partition(":")[::2] for one in asked.map)
+    places = dict(pair.partition(":")[::2] for pair in asked.map)
     row, both = GROWTH[asked.grow.name], {"small": run.config.model, "large": config.model}
     grown = partial(row.load(), settings=asked.grow, **both) if row.implementation else None
     return Start(where=str(saved.path), sha256=digest.hexdigest(), tensors=tensors, places=places,

@@ -155,7 +155,8 @@ class Training:
                                       decays=decays.get(name)))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
+        governors = {settings.name: GOVERNORS[settings.name].load()(settings)
+                     for settings in config.governors}
         choices = stepper.recorded(optimizer, decisions.choices | seams.governing(governors)
                                    | (kernels.choices if kernels else {}))
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
@@ -213,8 +214,8 @@ class Training:
                 grad_norm = torch.where(self.scaler.dropped > 0, torch.inf, grad_norm)
             self.sharding.spread()      # gathers the new weights if each rank updated a part
             self._govern("end", step)
-            for one in self.acting:
-                resolve_name(find(one.name).after)(self, one, batch, step)
+            for rule in self.acting:
+                resolve_name(find(rule.name).after)(self, rule, batch, step)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
 
@@ -288,8 +289,8 @@ class Training:
         out parameters that evaluation reads themselves."""
         if not isinstance(self.optimizer, Stepper):
             return {}
-        found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
-        return {name: w for name, w in found.items() if w is not None}
+        evaluated = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
+        return {name: w for name, w in evaluated.items() if w is not None}
 
     @torch.no_grad()
     def _set_owned(self, weights: Mapping[str, Tensor]) -> None:
