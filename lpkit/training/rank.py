@@ -1,4 +1,5 @@
-"""The function that each rank of a launched run calls: it trains, and reports its progress."""
+"""`train`: what each rank of a launched run does. It trains, and reports its progress to the process
+that launched it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from lpkit.training.trainer import built
 
 
 class Asked(Control):
-    """Requests to the loop, from the process that launched the ranks."""
+    """The requests that the process which launched the ranks sends to this rank's loop."""
 
     def __init__(self, place: Place):
         super().__init__()
@@ -39,8 +40,8 @@ class Asked(Control):
 
 
 def train(place: Place, job: dict[str, Any]) -> None:
-    """Trains one rank. `job` has the config as a dict, the run folder `out`, and `resume`."""
-    # load the same extensions as the process that launched the ranks
+    """Train as one rank. `job` has `config` (as a dict), the run folder `out`, and `resume`."""
+    # import the same modules of rows as the process that launched the ranks
     outside.load(job["config"]["imports"])
     config = Config.from_dict(job["config"])
     place.at(0, MEETING)
@@ -67,6 +68,7 @@ def train(place: Place, job: dict[str, Any]) -> None:
 
 @contextmanager
 def _noted(place: Place, step: int) -> Iterator[None]:
+    """A watcher that records this rank's step and phase for the supervisor (`Place.at`)."""
     place.at(step, "forward and backward")
     yield
     place.at(step, "update")
