@@ -64,9 +64,9 @@ def _policy(config: Config, asked: Settings, tokens: Any, batch: int, seed: int)
 
 
 class Share(DataPolicy):
-    """This rank's part of each batch of `policy`. A batch of all ranks has `sequences` sequences, or
-    as many as `sizes(step)` returns: (sequences, tokens of each). With context parallelism, the
-    part has only this rank's tokens of each sequence."""
+    """This rank's part of each batch of `policy`. A batch has `sequences` sequences for all ranks
+    together, or as many as `sizes(step)` says, which returns (sequences, tokens of each). With
+    context parallelism, the part has only this rank's tokens of each sequence."""
 
     def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
                  sizes: Callable[[int], tuple[int, int]] | None = None):
@@ -119,8 +119,8 @@ class Prefetched(DataPolicy):
 
 
 def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
-    """Return `policy` as Prefetched on a GPU. On a CPU there is no copy to overlap with computation,
-    so return `policy` itself."""
+    """Return `policy` as Prefetched on a GPU. On a CPU there is no copy to hide behind computation:
+    return `policy` itself."""
     if device.type != "cuda":
         return policy
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -31,7 +31,7 @@ from lpkit.training.build import Decisions, choose_device
 from lpkit.training.training import Training
 
 REST = "activations and the rest"
-RESERVE_BYTES = 4 << 20     # host memory that `report` frees, so that it can run when memory is full
+RESERVE_BYTES = 4 << 20     # host memory that `report` frees first, so that it can work
 
 
 def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:

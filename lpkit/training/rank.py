@@ -1,5 +1,5 @@
-"""`train`: what each rank of a launched run does. It trains, and reports its progress to the process
-that launched it."""
+"""`train`: what each rank of a launched run does. It trains, and reports its progress to the
+process that launched it."""
 
 from __future__ import annotations
 
