@@ -69,8 +69,8 @@ def refuse_overwritten(config: Config) -> None:
 
 
 def refuse_rows(config: Config) -> None:
-    """Raise ConfigError if the config gives an optimizer a part of each parameter, and the update of
-    a whole parameter differs from the updates of its parts."""
+    """Raise ConfigError if the layout gives an optimizer only a part of each parameter, and the
+    update of a whole parameter differs from the updates of its parts."""
     layout = config.parallel
     for settings in optimizers.rules(config.optimizer):
         row = optimizers.find(settings.name)

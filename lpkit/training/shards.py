@@ -180,7 +180,7 @@ def _fill(wanted: Mapping[str, Tensor], saved: Mapping[str, _Saved]) -> None:
 
 def _overlap(a: Offsets, first: Tensor, b: Offsets, other: Tensor
              ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield, for each dimension, where two pieces of the same tensor overlap: (start, length) in the
+    """Yield, for each dimension, where two pieces of one tensor overlap: (start, length) in the
     piece `first`, which is at offsets `a`, and (start, length) in `other`, at offsets `b`."""
     for i, j, n, m in zip(a, b, first.shape, other.shape):
         start = max(i, j)
