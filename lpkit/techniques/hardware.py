@@ -39,8 +39,8 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def capability_of(machine: Machine) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, as it was measured or as the catalogue has it.
-    None: another device, or not known."""
+    """Return the compute capability of an NVIDIA GPU, as measured or from the catalogue. None:
+    another device, or not known."""
     known = (machine.details or CATALOGUE.get(machine.name, machine).details).get("capability")
     return known and tuple(known)
 

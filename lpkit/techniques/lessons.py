@@ -3,7 +3,7 @@
 Modules of the package `lessons.rows` are part of the kit, and are always imported from the folder
 next to its notebooks, even if another package of this name is on Python's path. So they are safe,
 and a config file may name them. A notebook that works with a learner's copies of the lessons
-(environment variable LPKIT_LESSONS) gets the rows of the copies, and so do processes that it starts.
+(environment variable LPKIT_LESSONS) gets the rows of the copies, and so do its child processes.
 """
 
 import importlib
