@@ -87,7 +87,8 @@ class Op:
     own: float = 1.0
     # the operation if its parameters are frozen; None: the same operation without saved input
     if_frozen: "Op | None" = None
-    # another Linear has the same input or output, so the gradient of this side is counted there
+    # the side that this Linear has in common with another Linear, as an adapter: they read the same
+    # input, or add to the same output, so both have the gradient of that side
     shares: Literal["", "input", "output"] = ""
     # bytes of the codes that are stored instead of its matrix; 0: the matrix itself is stored
     stored_bytes: float = 0.0
