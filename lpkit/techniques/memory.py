@@ -117,8 +117,8 @@ ACTIVATION_OFFLOAD = {
     "device": Offload(why="activations stay on the device", eager="",
                       implementation="lpkit.memory.saved:on_device"),
     "cpu": Offload(
-        why="pinned host memory; they are copied during computation, and return before backward "
-            "needs them",
+        why="activations are copied to pinned host memory during computation, and return before "
+            "backward needs them",
         source="Ren et al. 2021, arXiv:2101.06840", number_bytes={"gpu": 0.0},
         implementation="lpkit.memory.saved:on_host"),
 }
@@ -200,7 +200,7 @@ OPTIMIZER_STATE = {
     "device": OptimizerState(why="on the device, like the parameters",
                              implementation="lpkit.memory.state:on_device"),
     "cpu": OptimizerState(
-        why="pinned host memory; copies run during computation", leaves=("gpu",),
+        why="in pinned host memory; the copies run during computation", leaves=("gpu",),
         source="Ren et al. 2021, arXiv:2101.06840", implementation="lpkit.memory.state:on_host"),
 }
 

@@ -181,7 +181,8 @@ class Optimizer(Row):
 
 MOMENT_FORMATS = {
     "float32": MomentFormat(
-        why="as the rule computes them", bytes=FLOAT32, encoding_bytes=0, numbers="float32",
+        why="float32, as the rule computes slots", bytes=FLOAT32, encoding_bytes=0,
+        numbers="float32",
         implementation="lpkit.optim.moments:Float32"),
     "bfloat16": MomentFormat(
         why="as torch.optim.AdamW keeps them for bf16 weights; rounded to nearest, so that a slow "

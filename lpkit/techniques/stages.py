@@ -3,13 +3,14 @@ possible.
 
 All layers take the same time, and the embedding has no matmul. The head has as many FLOPs as some
 layers: 5 layers of GPT-2, 2 of Llama 3 8B, 0.6 of Llama 3 405B. Each layer is given to the rank
-that has the least work so far, and on this rank to the stage with the least work. Between equal stages,
-it is given to the later one, because earlier stages hold more micro-batches. For equal layers, no
-other division is better. For 126 layers over 16 ranks, the result is that of Llama 3: the first and
-the last rank have one layer fewer (https://arxiv.org/abs/2407.21783, section 3.3.2). If all stages
-can have the same number of layers, and another division would gain less than GAIN, they have: a
-schedule for equal stages may lose as much with unequal ones (the simulated clock shows this for a
-V).
+that has the least work so far, and on this rank to the stage with the least work. Between equal
+stages, it is given to the later one, because earlier stages hold more micro-batches. For equal
+layers, no other division is better. For 126 layers over 16 ranks, the result is that of Llama 3:
+the first and the last rank have one layer fewer (https://arxiv.org/abs/2407.21783, section 3.3.2).
+
+If all stages can have the same number of layers, and another division would gain less than GAIN,
+all stages get the same number: a schedule for equal stages may lose as much with unequal stages
+(the simulated clock shows this for a V).
 
 The division depends only on the FLOPs of the model, so all ranks and every start of a run have the
 same one.
