@@ -303,6 +303,6 @@ def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any
         names = able(given)
         return names[-1], f"of {', '.join(names)}, which compute {model.attention.name} attention"
     if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT and not tiles:
-        return "blocked", ("without AMX, blocks of low-precision products are faster than PyTorch's "
-                           "CPU flash kernel")
+        return "blocked", ("without AMX, blocks of low-precision products are faster than "
+                           "PyTorch's CPU flash kernel")
     return "sdpa", "PyTorch picks the fastest fused kernel for this device and dtype"

@@ -323,7 +323,8 @@ UNSHARDED = (
     *(Unsharded(several, "memory.moment_format", "float32",
                 "has blocks that would cross the parts of two ranks")
       for several in (1, "tensor")),
-    Unsharded(1, "memory.optimizer_state", "device", "moves whole states, and a rank has only a part"),
+    Unsharded(1, "memory.optimizer_state", "device",
+              "moves whole states, and a rank has only a part"),
     Unsharded(2, "precision.cache_weight_casts", False,
               "keeps casts of weights that each micro-batch gathers again"),
     *(Unsharded(several, "precision.telemetry_every", 0,

@@ -88,7 +88,8 @@ class Machine:
     def multiplies_tiles(self) -> bool:
         """True for a CPU with matrix units for bf16 (AMX). With them, the bf16 peak is 8 times the
         float32 peak; on other CPUs with bf16, it is 2 times."""
-        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
+        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get(
+            "fp32", math.inf)
 
 
 def mixed_prices(compared: Sequence[Machine]) -> str:
@@ -193,6 +194,6 @@ def _measured(values: Any, title: Any) -> dict[str, Any]:
         for product in table or ((),):
             if dtype not in DTYPES or len(product) != 4 or not (
                     all(0 < x < 1e9 for x in product) and product[3] <= 1):
-                raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and at "
-                                  f"most 1, got {shown(product)}; {again}")
+                raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and "
+                                  f"at most 1, got {shown(product)}; {again}")
     return measured

@@ -180,7 +180,7 @@ PARAM_DTYPE = {
     "fp32": ParamDtype(why="weights and gradients in float32", param_bytes=4,
                        implementation="lpkit.memory.update:as_built"),
     "bf16": ParamDtype(
-        why="weights, gradients and residual stream in 2 bytes; moments as memory.moment_format says",
+        why="weights, gradients and residual stream in bf16; moments in memory.moment_format",
         source="Zamirai et al. 2020, arXiv:2010.06192", param_bytes=2, residual_bytes=2,
         problem=_needs_bf16, implementation="lpkit.memory.update:in_bf16"),
 }

@@ -302,7 +302,8 @@ class ParameterGroup:
     settings: OptimizerSettings
 
 
-def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> list[ParameterGroup]:
+def parameter_groups(parameters: Iterable[Any],
+                     settings: OptimizerSettings) -> list[ParameterGroup]:
     """Divide parameters into groups: first the parameters with weight decay, then those without,
     then those that `settings.groups` changes.
 

@@ -392,7 +392,8 @@ def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
     Raises ConfigError for a pattern that matches no Linear.
     """
     names = list(names)
-    numbered = {name: match[0] for name in names if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
+    numbered = {name: match[0] for name in names
+                if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))
     kept_names = set()
     for pattern in layers:

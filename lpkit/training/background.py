@@ -94,7 +94,7 @@ class Background:
         self._outcome: Future = Future()
         # Set after `_outcome` has called its callbacks, which for example draw the last point of a
         # figure. So a caller that waits for this event sees the figure complete.
-        self._told = threading.Event()
+        self._callbacks_done = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def begin(self) -> Self:
@@ -111,7 +111,7 @@ class Background:
             self._outcome.set_result(self._do())
         except BaseException as error:      # `result` raises it in the thread that waits
             self._outcome.set_exception(error)
-        self._told.set()
+        self._callbacks_done.set()
 
     @property
     def done(self) -> bool:
@@ -144,7 +144,7 @@ class Background:
         """Wait for the end and return the result (`run = await handle`). Unlike `result`, it lets
         the event loop run, so that the buttons of a notebook work."""
         try:
-            while not self._told.is_set():
+            while not self._callbacks_done.is_set():
                 yield from asyncio.sleep(0.05).__await__()
         except (KeyboardInterrupt, asyncio.CancelledError):   # the notebook's interrupt button
             self.stop()
@@ -154,10 +154,10 @@ class Background:
         """Wait for the end and return the result, or raise the error of the work. Ctrl-C stops the
         work, and the result is then partial."""
         try:
-            self._told.wait()
+            self._callbacks_done.wait()
         except KeyboardInterrupt:
             self.stop()
-            self._told.wait()
+            self._callbacks_done.wait()
         return self._outcome.result()
 
 

@@ -95,19 +95,20 @@ class Launched(OneRun):
             try:
                 self._stepped.wait()
                 with signals_stop(self.stop):
-                    self._told.wait()
+                    self._callbacks_done.wait()
             except KeyboardInterrupt as heard:
                 if self._control.stopped_by:        # this is the second Ctrl-C
                     raise
                 self.stop(signal.Signals(*heard.args or [signal.SIGINT]).name)
                 # A rank in a step stops within a micro-batch. If the run has not ended after
                 # DEAF_SECONDS and its metrics have not grown, no rank is in a step: kill the run.
-                if not self._told.wait(DEAF_SECONDS) and self._written() == self._before:
+                if (not self._callbacks_done.wait(DEAF_SECONDS)
+                        and self._written() == self._before):
                     raise
-                self._told.wait()
+                self._callbacks_done.wait()
         except BaseException:
             self.kill()
-            self._told.wait()
+            self._callbacks_done.wait()
             raise
         return self._outcome.result()
 

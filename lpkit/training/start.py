@@ -120,8 +120,8 @@ def read(config: Config, tokenizer: str = "") -> Start:
         return Start()
     run = Run.open(Path(asked.run))
     if tokenizer and run.identity["tokenizer"] != tokenizer:
-        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
-                          f"mean something else; set data.tokenizer={asked.run}, which is that run's")
+        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that its tokens mean "
+                          f"something else; set data.tokenizer={asked.run}, which is that run's")
     lack = f"start.run={asked.run} has no checkpoint to begin from"
     saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], lack=lack,
                                       only=checkpoint.WEIGHTS)
