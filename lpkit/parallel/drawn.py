@@ -1,11 +1,16 @@
-"""Builds a model of which each rank has only its rows, with the same numbers as in one process.
+"""Initialise a sharded model: each rank keeps only its rows of each parameter. The numbers are the
+same as in a model that one process initialises.
 
-A stand-in replaces each parameter. It has the parameter's shape and almost no memory: each row
-begins one number after the row before, so rows overlap. Its numbers are the first ones of the
-parameter, which is enough to run a forward for inspection. An initializer fills one whole parameter
-at a time. All of that parameter is drawn, so that the random generator advances as in one process;
-then this rank keeps its rows. Peak memory is therefore this rank's rows plus the largest parameter.
-PyTorch's meta device is no substitute: it draws nothing, so later weights would differ.
+While the model is built, a stand-in replaces each parameter. A stand-in has the parameter's shape
+and almost no memory: its row i + 1 begins one number after row i, so the rows overlap. Its memory
+holds the first numbers of the parameter, which is enough for a forward pass that only inspects the
+model.
+
+An initializer fills one parameter after the other. For the parameter that is being filled, a whole
+tensor exists, and all of its numbers are drawn, so that the random generator advances as in one
+process. Then this rank keeps its rows and frees the whole tensor. So peak memory is this rank's
+rows plus the largest parameter. PyTorch's meta device draws no numbers, so with it the random
+generator would not advance, and all weights would differ.
 """
 
 from __future__ import annotations
@@ -23,13 +28,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lpkit.errors import ConfigError
 
-# operations that overwrite all that was there
+# operations that overwrite the whole tensor without reading it
 FILLS = {"uniform_", "normal_", "fill_", "zero_", "copy_"}
 
 
 class Drawn(TorchDispatchMode):
-    """Replaces each parameter that is created in this context by a stand-in. `rows` maps each
-    stand-in to the rows that `cut` takes of the whole parameter, on `device`."""
+    """A context in which each new parameter is replaced by a stand-in.
+
+    cut:     f(whole parameter) -> this rank's rows
+    rows:    this rank's rows on `device`, by stand-in
+    at_work: the stand-in whose parameter an initializer is filling; None: no parameter
+    whole:   the whole tensor of that parameter
+    """
 
     def __init__(self, cut: Callable[[Tensor], Tensor], device: torch.device):
         super().__init__()
@@ -39,7 +49,8 @@ class Drawn(TorchDispatchMode):
         self.whole: Tensor | None = None
 
     def stand_in(self, p: nn.Parameter | None) -> nn.Parameter | None:
-        """Returns the stand-in of a parameter; None to register the parameter itself."""
+        """Return the stand-in to register in place of `p`. Return None to register `p` itself: for
+        a stand-in, or a parameter without dimensions."""
         if p is None or p in self.rows or not p.ndim:
             return None
         numbers = torch.empty(len(p) - 1 + p[0].numel(), dtype=p.dtype, device=self.device)
@@ -49,13 +60,16 @@ class Drawn(TorchDispatchMode):
         return stand_in
 
     def _keep(self, stand_in: nn.Parameter, whole: Tensor) -> None:
+        """Copy the first numbers of `whole` into the stand-in, and this rank's rows into `rows`."""
         numbers = stand_in.detach().as_strided((len(whole) - 1 + whole[0].numel(),), (1,))
         numbers.copy_(whole.reshape(-1)[:len(numbers)])
         self.rows[stand_in] = self.cut(whole).to(self.device, copy=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Called by PyTorch for each operation in this context. Operations on the parameter that is
+        being filled get its whole tensor; an operation on another stand-in begins to fill that."""
         name = func._opname
-        # these use only its shape
+        # new_zeros, empty_like, ... read only the shape, which a stand-in has
         if not name.startswith("new_") and not name.endswith("_like"):
             for p in tree_leaves((args, kwargs)):
                 if isinstance(p, nn.Parameter) and p in self.rows and p is not self.at_work:
@@ -65,16 +79,18 @@ class Drawn(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _begin(self, p: nn.Parameter, operation: str, fills: bool) -> None:
+        """Begin to fill the parameter of stand-in `p`. Raise ConfigError if its first operation
+        reads the parameter, whose numbers do not exist yet (or no longer)."""
         self.finish()
         if not fills:
             raise ConfigError(f"model.init calls {operation} on a parameter that is not there, for "
-                              f"parallel.zero=2 and 3 make one whole parameter at a time; fill one "
-                              f"after the other, or set parallel.zero=1")
-        # NaN shows if an initializer reads numbers that nobody filled
+                              f"parallel.zero=2 and 3 hold only one whole parameter in memory; "
+                              f"fill one parameter after the other, or set parallel.zero=1")
+        # NaN: an initializer that reads numbers before it fills them does not go unnoticed
         self.at_work, self.whole = p, torch.full(p.shape, math.nan, dtype=p.dtype)
 
     def finish(self) -> None:
-        """Keeps this rank's rows of the parameter that is being drawn."""
+        """Keep this rank's rows of the parameter that is being filled, and free the rest."""
         if self.at_work is not None:
             self._keep(self.at_work, self.whole)
             self.at_work = self.whole = None
@@ -82,14 +98,14 @@ class Drawn(TorchDispatchMode):
 
 @contextmanager
 def drawing(cut: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[Drawn]:
-    """Replaces the parameters of a model that is built and initialised in this context and this
-    thread. `cut` returns this rank's rows of a whole parameter."""
+    """Return a context in which to build and initialise a model from stand-ins. Other threads are
+    not affected. `cut(whole parameter)` returns this rank's rows."""
     drawn, here = Drawn(cut, device), threading.get_ident()
 
-    def made(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
+    def stand_in(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
         return drawn.stand_in(p) if threading.get_ident() == here else None
 
-    hook = register_module_parameter_registration_hook(made)
+    hook = register_module_parameter_registration_hook(stand_in)
     try:
         with drawn:
             yield drawn

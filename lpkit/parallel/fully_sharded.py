@@ -1,11 +1,10 @@
-"""Weights, gradients and optimizer state sharded over ranks (ZeRO 2 and 3) by PyTorch's FSDP2. A
-block's weights are gathered when its forward and backward need them, and its gradients are
-reduce-scattered as soon as they are computed. With `data` replicas of the sharded model, this is
-hybrid sharding. No rank ever has the whole model: a rank draws its rows (`lpkit.parallel.drawn`),
-and reads checkpoints by rows.
+"""ZeRO 2 and 3 by PyTorch's FSDP2: weights, gradients and optimizer state are sharded over ranks.
 
-The gradients of each micro-batch are scattered. Keeping whole gradients until the last micro-batch
-would take the memory that sharding saves.
+The weights of a block are gathered when its forward and backward need them. Its gradients are
+reduce-scattered as soon as they are computed, for each micro-batch: whole gradients that wait for
+the last micro-batch would take the memory that sharding saves. With `data` replicas of the sharded
+model, this is hybrid sharding. No rank ever has the whole model: a rank initialises its rows alone
+(`lpkit.parallel.drawn`), and reads only its rows from a checkpoint.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -41,9 +40,9 @@ from lpkit.techniques.layouts import GATHERED
 
 @dataclass(frozen=True)
 class Shard(Transform):
-    """Applies FSDP2 to each block and then to the rest of the model. Weights are gathered in the
-    dtype `sharding.gathered`, gradients are reduced in float32. Takes the rows of each stand-in
-    out of `sharding.drawn`."""
+    """Apply FSDP2 to each block and then to the rest of the model. FSDP2 gathers weights in the
+    dtype `sharding.gathered`, and reduces gradients in float32. If the model was built from
+    stand-ins, their rows are moved from `sharding.drawn` into FSDP2's shards."""
 
     sharding: FullySharded
     stage = Stage.DATA
@@ -53,11 +52,14 @@ class Shard(Transform):
         mesh = shard_mesh(ranks)
         policy = MixedPrecisionPolicy(param_dtype=self.sharding.gathered,
                                       reduce_dtype=torch.float32)
-        # None: blocks are gathered again for backward, the rest of the model stays gathered
+        # reshard_after_forward=None is FSDP2's default: a block's whole weights are freed after its
+        # forward and gathered again for backward; the rest of the model stays gathered. False: all
+        # whole weights stay until backward has used them (ZeRO 2).
         again = None if layout.zero == 3 else False
         for module in (*model.blocks, model):
             stand_ins = {name: p for name, p in module.named_parameters() if p in drawn}
-            for stand_in in stand_ins.values():     # memory for FSDP2 to cut; nobody writes to it
+            # FSDP2 cuts whole parameters, so each stand-in gets memory; no number is written to it.
+            for stand_in in stand_ins.values():
                 stand_in.data = torch.empty(stand_in.shape, dtype=stand_in.dtype,
                                             device=stand_in.device)
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
@@ -66,7 +68,7 @@ class Shard(Transform):
                 shards[name].detach().to_local().copy_(drawn.pop(stand_in))
             module.set_custom_all_gather(Gather(ranks.waits))
             module.set_custom_reduce_scatter(Scatter(ranks.waits, replicas=layout.data > 1))
-            if layout.data > 1:         # `Scatter` has entered the context
+            if layout.data > 1:         # ends the wait that `Scatter` has begun
                 module.set_all_reduce_hook(ranks.waits.__exit__)
         if self.sharding.entry:
             register_fsdp_forward_method(model, self.sharding.entry)
@@ -74,6 +76,8 @@ class Shard(Transform):
 
 
 class Gather(DefaultAllGather):
+    """FSDP2's all-gather of weights, timed by `waits`."""
+
     def __init__(self, waits: Waits):
         self.waits = waits
 
@@ -83,7 +87,8 @@ class Gather(DefaultAllGather):
 
 
 class Scatter(DefaultReduceScatter):
-    """With `replicas`, an all-reduce over them follows, and `Waits` counts until it is done."""
+    """FSDP2's reduce-scatter of gradients, timed by `waits`. With `replicas`, FSDP2 then
+    all-reduces the gradients over the replicas, and `waits` counts this time too: see `Shard`."""
 
     def __init__(self, waits: Waits, replicas: bool):
         self.waits, self.replicas = waits, replicas
@@ -97,8 +102,8 @@ class Scatter(DefaultReduceScatter):
 
 
 def gathered(model: nn.Module) -> Iterator[Tensor]:
-    """Yields the buffers into which whole parameters are gathered. They have no memory between
-    reshard and unshard."""
+    """Yield the buffers into which FSDP2 gathers whole parameters. FSDP2 frees their memory when it
+    reshards, and allocates it again when it unshards."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:
@@ -106,6 +111,9 @@ def gathered(model: nn.Module) -> Iterator[Tensor]:
 
 
 class FullySharded(OfRows):
+    """ZeRO 2 and 3. The model's parameters are DTensors over this rank's rows (the `shard` of
+    `lpkit.parallel.sharding`); the optimizer updates plain parameters over the same memory."""
+
     def __post_init__(self):
         super().__post_init__()
         row = GATHERED[self.layout.gathered]
@@ -137,14 +145,15 @@ class FullySharded(OfRows):
 
     def reduce(self) -> None:
         for shard, owned in self.owned_of.items():
-            # FSDP2 may have moved the numbers to other memory
+            # FSDP2 may have moved the shard to other memory, so `owned` must point to it again
             owned.data = shard.detach().to_local()
             owned.grad = None if shard.grad is None else shard.grad.to_local()
             shard.grad = None
         super().reduce()
 
     def spread(self) -> None:
-        for module in self.modules:     # gathered weights of an evaluation may be outdated
+        # Free the gathered weights: an evaluation may have left weights from before the update.
+        for module in self.modules:
             module.reshard()
         if self.casts:
             self.casts.agree()

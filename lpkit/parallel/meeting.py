@@ -1,21 +1,27 @@
-"""Rendezvous of ranks: each rank verifies that its peers are the ranks that were started with it.
+"""Rendezvous of ranks: ranks connect, and each rank verifies that its peers are the ranks that were
+started with it.
 
-gloo connects ranks by TCP, and accepts the first connection as the expected rank. Every user of the
-machine can read in /proc/net/tcp on which port a rank listens, and can connect first. So
+gloo connects ranks by TCP, and takes the first connection for the expected rank. Any user of the
+machine can read in /proc/net/tcp on which port a rank listens, and can connect before the expected
+rank does. Four measures prevent this:
 
-    loopback    ranks of one machine listen only on its loopback interface, which other machines
+    loopback    ranks on one machine listen only on its loopback interface, which other machines
                 cannot reach
-    secret      ranks meet through a file in a private folder, where rank 0 leaves 32 random bytes
-    handshake   in each group, before any other message, each rank sends each other rank an HMAC of
-                the group, the sender and the receiver
-    filter      afterwards the listening sockets drop all packets: nobody can connect to a running
-                training or use up its file descriptors
+    secret      rank 0 writes 32 random bytes into a file in a private folder, where only the other
+                ranks can read them
+    handshake   in each process group, before any other message, each rank sends each other rank an
+                HMAC of the group, the sender and the receiver, with the secret as the key
+    filter      then the listening sockets drop all packets, so that no program can connect to a
+                running training or use up its file descriptors
 
-torchrun's store listens on all interfaces and answers everybody. If torchrun started all ranks on
-one machine, they also meet through a private file. Ranks on several machines share only the store.
+The store of torchrun listens on all interfaces and answers every program. So if torchrun started
+all ranks on one machine, the ranks use it only to agree on a private file. Ranks on several
+machines have only this store, so there the secret is not private.
 
-    with here(config) as ranks:         `Ranks` of the environment's variables, until the block ends
-    with joined(config, rank=...)       `Ranks` of explicit arguments
+    with here(config) as ranks:         the rank and its number come from environment variables
+    with joined(config, rank=...)       the rank and its number are arguments
+
+Both yield a `Ranks`, and destroy the process groups at the end of the block.
 
 Source: RFC 2104, HMAC; socket(7), SO_ATTACH_FILTER.
 """
@@ -50,7 +56,7 @@ from lpkit.techniques.layouts import refuse_untrainable, wrong_world
 from lpkit.turns import turn
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# the longest wait for the first rank; and for a proof, once all ranks are there
+# longest wait until all ranks have connected to the store; then longest wait for a proof
 MEETING_TIMEOUT, PROOF_TIMEOUT = timedelta(minutes=5), timedelta(seconds=30)
 INTERFACE = "GLOO_SOCKET_IFNAME"    # the interface on which gloo listens
 LOOPBACKS = ("lo", "lo0")           # Linux; macOS
@@ -60,17 +66,17 @@ SO_ATTACH_FILTER = 26               # Python's socket module has no name for it
 TCP_MD5SIG_EXT, MD5_KEY_BYTES, MD5_OF_ALL = 32, 16, "=H126xBBHi80s"
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)       # BPF program "return 0": keep no byte of a packet
 
-Prove = Callable[[str, dist.ProcessGroup], None]
+Prove = Callable[[str, dist.ProcessGroup], None]        # see `meeting`
 
 
 @contextmanager
 def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
            init_method: str = "env://") -> Iterator[Ranks]:
-    """Makes the process group, and destroys it at the end of the block.
+    """Create the process groups of the config's layout, yield the `Ranks`, and destroy the groups
+    at the end of the block.
 
-    Raises ConfigError if the config's layout needs another number of devices, if there are too few
-    GPUs, if the first rank cannot be reached, or if ranks differ from the first in settings, code
-    or versions.
+    Raises ConfigError if the layout does not have `world` devices, if the machine has too few GPUs,
+    if rank 0 cannot be reached, or if a rank has other settings, code or versions than rank 0.
     """
     layout, device = config.parallel, device_type(config)
     refuse_untrainable(config)
@@ -79,11 +85,11 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     if device == "cuda":
         if local_world > (count := torch.cuda.device_count()):
             raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
-                              f"and PyTorch sees {count}; use system.device=cpu, or fewer "
+                              f"and PyTorch sees {count}; use system.device=cpu, or start fewer "
                               f"processes")
         if not dist.is_nccl_available():
             raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
-                              "system.device=cpu, or a build that has it")
+                              "system.device=cpu, or install a PyTorch that is built with NCCL")
         torch.cuda.set_device(local_rank)
     try:
         with meeting(BACKENDS[device], rank=rank, world=world, local_world=local_world,
@@ -102,7 +108,7 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
 
 
 def _code() -> str:
-    """Returns 16 hexadecimal digits of the SHA-256 of this package's files."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of this package's Python files."""
     files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -114,34 +120,37 @@ def device_type(config: Config) -> str:
 
 @contextmanager
 def here(config: Config) -> Iterator[Ranks]:
-    """Joins the ranks that torchrun or `accelerate launch` describe in the environment. A process
-    that is alone takes its turn at a shared GPU instead.
+    """Yield the `Ranks` of this process, which torchrun or `accelerate launch` describe in the
+    environment. A process without other ranks waits for its turn at a GPU that other people share
+    (`lpkit.turns`), and sends no messages.
 
-    Raises ConfigError when the config needs several processes and this process is alone.
+    Raises ConfigError if the config needs several processes and this process has no other ranks.
     """
-    said = ranks_from_environment(config)
-    if said["world"] == 1:
+    place = ranks_from_environment(config)
+    if place["world"] == 1:
         with turn(config.system.device):
             yield Ranks()
         return
-    with joined(config, **said) as ranks:
+    with joined(config, **place) as ranks:
         yield ranks
 
 
 @contextmanager
 def meeting(backend: str, *, rank: int, world: int, local_world: int,
             init_method: str = "env://") -> Iterator[Prove]:
-    """Makes the process group. In the block, the caller makes further groups, and calls the yielded
-    function with a name and each group to prove its members. Raises ConfigError if a program that
-    is not a rank answers.
+    """Create the process group of all ranks, verify its members, and yield `prove`.
+
+    In the block, the caller creates further groups, and calls `prove(name, group)` for each, on all
+    ranks and in the same order. Raises ConfigError if a program that is not a rank answers. After
+    the block, gloo's listening sockets drop all packets.
 
     local_world: how many of the `world` ranks are on this machine
     """
-    here = local_world == world
+    one_machine = local_world == world
     proven: list[dist.ProcessGroup] = []
-    with _on_loopback(here), _said_plainly(rank):
-        store = _store(init_method, rank, world, here)
-        others = set(_listening())      # sockets that are not gloo's, for example a store's
+    with _on_loopback(one_machine), _clear_gloo_errors(rank):
+        store = _store(init_method, rank, world, one_machine)
+        others = set(_listening())      # inodes of sockets that are not gloo's, such as the store's
         dist.init_process_group(backend, store=store, rank=rank, world_size=world,
                                 timeout=PROOF_TIMEOUT)
         secret = bytes.fromhex(store.get("secret").decode())
@@ -160,40 +169,41 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
                 _shut(handle)
             except OSError as error:
                 warnings.warn(f"rank {rank} cannot close its socket to other programs of this "
-                              f"machine ({error}); who opens a thousand connections can end "
-                              f"this run",
+                              f"machine ({error}); a program that opens a thousand connections "
+                              f"can end this run",
                               stacklevel=2)
 
 
 def meet(backend: str, **place: int | str) -> None:
-    """Meets as in `meeting`, for the world group only."""
+    """Create and verify only the process group of all ranks. Arguments as for `meeting`."""
     with meeting(backend, **place):
         pass
 
 
-def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
-    """Returns the store through which ranks meet, once all ranks are there and the first rank has
-    left the secret. Raises ConfigError."""
+def _store(init_method: str, rank: int, world: int, one_machine: bool) -> dist.Store:
+    """Return the store through which ranks meet, after all ranks have written to it and rank 0 has
+    written the secret. Raises ConfigError if that takes longer than MEETING_TIMEOUT."""
     try:
         store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
-        if here and not isinstance(store, dist.FileStore):
+        if one_machine and not isinstance(store, dist.FileStore):
             store = _private(store, rank, world)
         if rank == 0:
             store.set("secret", secrets.token_hex(PROOF_BYTES))
         store.set(f"here {rank}", "")
         store.wait(["secret", *(f"here {each}" for each in range(world))], MEETING_TIMEOUT)
-    # errors of the network, and of the environment's variables
+    # DistError: the network. ValueError: an environment variable is missing or wrong.
     except (dist.DistError, ValueError) as error:
         raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
-                          f"{str(error).splitlines()[0]}; start all with torchrun, with another "
-                          f"--master-port where this one is taken") from None
+                          f"{str(error).splitlines()[0]}; start all ranks with torchrun, and set "
+                          f"another --master-port if this port is taken") from None
     store.set_timeout(MESSAGE_TIMEOUT)
     return store
 
 
 def _private(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """Returns a store in a file that no other user can open, to replace a `store` that everybody
-    can write to. Another user's writes to `store` can only keep the ranks from meeting."""
+    """Return a store in a file that no other user can open. It replaces `store`, which every
+    program can write to: rank 0 creates the folder and writes its name to `store`. A wrong name
+    from another user cannot make a rank trust it, because the folder must belong to this user."""
     if rank == 0:
         folder = tempfile.mkdtemp(prefix="lpkit-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -207,10 +217,12 @@ def _private(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
-    """Raises ConfigError if a member of `group` does not prove that it knows the secret."""
+    """Exchange proofs in `group`. Raise ConfigError if a member does not know the secret. All
+    members must call it with the same `name`."""
     mine, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
 
-    # A proof names group, sender and receiver, so that no proof can be replayed in another place.
+    # A proof is an HMAC of the group, the sender and the receiver. So a program that received a
+    # proof cannot send it on as its own: it is valid for one sender, receiver and group.
     def proofs(pairs: list[tuple[int, int]]) -> bytearray:
         return bytearray(b"".join(hmac.digest(secret, f"{name} {ranks} {pair}".encode(), "sha256")
                                   for pair in pairs))
@@ -228,9 +240,9 @@ def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def _said_plainly(rank: int) -> Iterator[None]:
-    """Turns gloo's error about a closed connection, or about a late proof, into a ConfigError with
-    a clear sentence."""
+def _clear_gloo_errors(rank: int) -> Iterator[None]:
+    """Turn an error of gloo in this block (a closed connection, a proof that is late) into a
+    ConfigError that names the cause."""
     try:
         yield
     except RuntimeError as error:
@@ -240,12 +252,13 @@ def _said_plainly(rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _on_loopback(here: bool) -> Iterator[None]:
-    """Makes gloo listen on the loopback interface if all ranks are `here`. By default gloo listens
-    at the address of the host's name, which other machines may reach."""
+def _on_loopback(one_machine: bool) -> Iterator[None]:
+    """Make gloo listen on the loopback interface in this block, if all ranks are on one machine. By
+    default, gloo listens at the address of the host's name, which other machines may reach."""
     names = {name for _, name in socket.if_nameindex()}
-    before, name = os.environ.get(INTERFACE), next((one for one in LOOPBACKS if one in names), None)
-    if not here or name is None:
+    before = os.environ.get(INTERFACE)
+    name = next((loopback for loopback in LOOPBACKS if loopback in names), None)
+    if not one_machine or name is None:
         yield
         return
     os.environ[INTERFACE] = name
@@ -258,30 +271,30 @@ def _on_loopback(here: bool) -> Iterator[None]:
 
 
 def _listening() -> dict[int, int]:
-    """Returns the listening TCP sockets of this process: file descriptor by inode. Without /proc
-    there are none."""
-    found = {}
+    """Return the listening TCP sockets of this process, as {inode: file descriptor}. Empty on
+    systems without /proc."""
+    handles = {}
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        with suppress(OSError):         # it was closed meanwhile
+        with suppress(OSError):         # the file was closed since `listdir`
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    inet = one.family in (socket.AF_INET, socket.AF_INET6)
-                    if inet and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[status.st_ino] = int(name)
-    return found
+                with socket.socket(fileno=os.dup(int(name))) as listener:
+                    inet = listener.family in (socket.AF_INET, socket.AF_INET6)
+                    if inet and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        handles[status.st_ino] = int(name)
+    return handles
 
 
 def _shut(handle: int) -> None:
-    """Makes a listening socket drop all that arrives. It cannot be closed: gloo would end the
-    process. Where only root may attach filters, the socket requires TCP signatures with a random
-    key that nobody knows."""
+    """Make a listening socket drop all packets. It cannot be closed, because gloo would then end
+    the process. Where only root may attach a filter, the socket requires TCP signatures with a
+    random key that no program knows. Connections that exist already are not affected."""
     program = ctypes.create_string_buffer(DROP, len(DROP))
-    with socket.socket(fileno=os.dup(handle)) as one:
+    with socket.socket(fileno=os.dup(handle)) as listener:
         try:
-            one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER,
-                           struct.pack("HP", 1, ctypes.addressof(program)))
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER,
+                                struct.pack("HP", 1, ctypes.addressof(program)))
         except PermissionError:
             key = secrets.token_bytes(MD5_KEY_BYTES)
-            one.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT,
-                           struct.pack(MD5_OF_ALL, one.family, 1, 0, len(key), 0, key))
+            listener.setsockopt(socket.IPPROTO_TCP, TCP_MD5SIG_EXT,
+                                struct.pack(MD5_OF_ALL, listener.family, 1, 0, len(key), 0, key))

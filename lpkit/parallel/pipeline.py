@@ -1,13 +1,18 @@
 """One rank's part of a pipeline: it computes its actions in the order of a schedule, and sends
 their results to the ranks of the neighbouring stages.
 
-PyTorch's runtime posts receives as early as its lowering can (pytorch #172668, #188833), so a late
-message can hold up other messages behind it. Here a rank posts a receive one action before it needs
-the message, so that the message travels during that action. gloo matches messages by tags. NCCL
-does not: messages from one rank to another arrive in the order in which they were sent. So the
-receiver posts receives in the order of the sender's actions, and each direction between two ranks
-has a communicator of its own (from two groups, `up` to higher ranks and `down` to lower ones). A
-message that waits in one direction then holds up nothing in the other.
+An action is (stage, kind, micro-batch); its kind is F (forward), B (backward), I (gradient of the
+input) or W (gradients of weights): see `lpkit.techniques.pipelines`. A message carries the output
+of an F, or the gradient that a B or I computed, to the next or the previous stage.
+
+PyTorch's pipeline runtime posts receives as early as it can (pytorch #172668, #188833), so a
+message that is late can delay the messages behind it. Here a rank posts a receive one action before
+the action that needs the message, so that the message travels meanwhile. gloo matches messages by
+tags. NCCL ignores tags: messages from one rank to another arrive in the order in which they were
+sent. Therefore the receiver posts its receives in the order of the sender's actions. And the two
+directions between two ranks use different communicators, of the process groups `up` (to higher
+ranks) and `down` (to lower ranks), so that a message in one direction never waits for a message in
+the other.
 """
 
 from collections import deque
@@ -25,13 +30,16 @@ from lpkit.parallel.ranks import wait_for
 from lpkit.precision.deferred import Queue, deferring
 from lpkit.techniques.pipelines import PIPELINES, Action, Order, closed_order
 
-Message = tuple[str, int, int]          # F or B, the stage that reads it, micro-batch
-AHEAD = 1       # how many actions before its use a message is asked for
+# Kind, the stage that reads the message, micro-batch. Kind F: activations, kind B: their gradients
+Message = tuple[str, int, int]
+AHEAD = 1       # a receive is posted this many actions before the action that needs the message
 
 
 def order(name: str, ranks: int, chunks: int, m: int) -> Order:
-    """Returns the order of the actions of m micro-batches in a schedule, as PyTorch defines it.
-    Raises ConfigError."""
+    """Return the actions of each rank, in order, for the schedule `name` with `chunks` stages on
+    each rank and m micro-batches. A row with `warm_up` has a closed form; for all other rows,
+    PyTorch's schedule class computes the order. Raises ConfigError if the schedule has no order for
+    these numbers."""
     row = PIPELINES[name]
     if problem := row.problem(ranks, chunks, m):
         raise ConfigError(f"parallel.schedule={name} has no order of {problem}")
@@ -40,15 +48,18 @@ def order(name: str, ranks: int, chunks: int, m: int) -> Order:
     stages = [SimpleNamespace(stage_index=stage, num_stages=ranks * chunks, group_rank=0,
                               group_size=ranks, submod=None)
               for stage in row.stages(0, ranks, chunks)]
-    return {rank: [(one.stage_index, one.computation_type.value, one.microbatch_index)
+    return {rank: [(part.stage_index, part.computation_type.value, part.microbatch_index)
                    for action in actions if action.is_compute_op
-                   for one in action.sub_actions or (action,)]
+                   for part in action.sub_actions or (action,)]
             for rank, actions in row.load()(stages, m).pipeline_order_with_comms.items()}
 
 
 def message(action: Action, stages: int, hops: int) -> Message | None:
-    """Returns the message that an action reads (0 hops) or sends (1 hop). None if there is none:
-    the batch, the loss and the gradients of weights stay on their rank."""
+    """Return the message that an action reads (hops=0) or sends (hops=1). None if it reads or sends
+    no message: the tokens of the batch, the loss and the gradients of weights stay on their rank.
+
+    stages: number of stages of the pipeline
+    """
     stage, kind, micro = action
     at = stage + hops if kind == "F" else stage - hops
     there = {"F": 0 < at < stages, "W": False}.get(kind, 0 <= at < stages - 1)
@@ -56,31 +67,37 @@ def message(action: Action, stages: int, hops: int) -> Message | None:
 
 
 def routes(order: Order, rank: int) -> tuple[dict[Message, int], list[list[tuple[Message, int]]]]:
-    """Returns the destination rank of each message that `rank` sends, and the messages that it asks
-    for before each of its actions, with their source ranks."""
-    rank_of = {stage: one for one, actions in order.items() for stage, _, _ in actions}
+    """Return the messages of `rank` to and from other ranks: {message that it sends: destination
+    rank}, and for each of its actions the list of (message, source rank) whose receives it posts
+    before the action."""
+    rank_of = {stage: source for source, actions in order.items() for stage, _, _ in actions}
     stages, sends, source_of = len(rank_of), {}, {}
-    sent: dict[int, deque[Message]] = {one: deque() for one in order}
+    sent: dict[int, deque[Message]] = {source: deque() for source in order}
     for source, actions in order.items():
-        for made in filter(None, (message(one, stages, 1) for one in actions)):
-            to = rank_of[made[1]]
+        for sending in filter(None, (message(action, stages, 1) for action in actions)):
+            to = rank_of[sending[1]]
             if source == rank != to:
-                sends[made] = to
+                sends[sending] = to
             elif to == rank != source:
-                source_of[made] = source
-                sent[source].append(made)
+                source_of[sending] = source
+                sent[source].append(sending)
     asks: list[list[tuple[Message, int]]] = [[] for _ in order[rank]]
     for k, action in enumerate(order[rank]):
         source = source_of.get(needed := message(action, stages, 0))
-        # and all messages that were sent before it
+        # Receives must be posted in the order of the sends, so first come the receives of all
+        # messages that `source` sends before the one that this action needs.
         while source is not None and needed in sent[source]:
             asks[max(0, k - AHEAD)].append((sent[source].popleft(), source))
     return sends, asks
 
 
 class Pipeline:
-    """`groups`: `up` and `down`, which may be the same group on gloo. `waits`: a context that is
-    entered around each wait."""
+    """The actions of one rank, and its messages.
+
+    rank:   this rank's number among the ranks of the pipeline
+    groups: the process groups (up, down); on gloo both may be the same group
+    waits:  a context that is entered around each wait for a message
+    """
 
     def __init__(self, order: Order, rank: int, *, groups: Sequence[dist.ProcessGroup],
                  waits: AbstractContextManager | None = None):
@@ -92,14 +109,20 @@ class Pipeline:
 
     def step(self, forward: Callable[[int, int, Tensor | None], Tensor], like: Tensor,
              before: Callable[[Action], None] = lambda action: None) -> None:
-        """Computes all actions of an update. `forward(stage, micro-batch, x)` returns the next
-        stage's input, a tensor like `like`; the last stage returns the tensor from which backward
-        starts. `before` is called before every action."""
+        """Compute all actions of an update.
+
+        forward: f(stage, micro-batch, x) -> the input of the next stage. x is the stage's input,
+                 None for stage 0. The last stage returns the loss, from which backward starts
+        like:    a tensor with the shape, dtype and device of every message
+        before:  called with each action before it is computed
+        """
         self.like = like
-        # messages that have arrived, or are on their way here
+        # tensors that this rank reads: they have arrived, or are still being received
         self.here: dict[Message, Tensor] = {}
+        # receives that have been posted, and sends (with their tensors) that may not be complete
         self.coming: dict[Message, dist.Work] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
+        # by (stage, micro-batch), from F to B: the stage's input, and where its backward starts
         kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         queues: dict[tuple[int, int], Queue] = {of: [] for of in self.split}
         for action, asks in zip(self.actions, self.asks):
@@ -113,50 +136,56 @@ class Pipeline:
                 if got is not None:
                     got.requires_grad_(torch.is_grad_enabled())
                 with deferring(queues.get(of)):
-                    made = forward(stage, micro, got)
+                    output = forward(stage, micro, got)
                 given = message(action, self.stages, 1)
-                # only the receiver needs the numbers; backward needs only the graph's edge
-                if made.requires_grad:
-                    kept[of] = got, get_gradient_edge(made) if given else made
-                self._give(given, made.detach())
+                # Keep the edge of the autograd graph, not the output: only the receiver needs the
+                # output's numbers, so its memory can be freed once it is sent.
+                if output.requires_grad:
+                    kept[of] = got, get_gradient_edge(output) if given else output
+                self._give(given, output.detach())
             elif kind == "W":
                 queue = queues.pop(of)
-                # each closure, and the tensors that it holds, is freed once it has run
+                # Each closure computes the gradient of one weight. `pop` frees the closure, and the
+                # tensors that it holds, once it has run.
                 while queue:
                     queue.pop(0)()
             else:
-                x, made = kept.pop(of)
-                torch.autograd.backward(made, got)
+                x, output = kept.pop(of)
+                torch.autograd.backward(output, got)
                 self._give(message(action, self.stages, 1), None if x is None else x.grad)
                 del x
-            got = made = None       # free the last references now, before the next action allocates
+            got = output = None     # free the last references before the next action allocates
         # a sent tensor must stay in memory until its message has left
         with self.waits:
             while self.going:
                 wait_for(*self.going.popleft())
 
     def _ask(self, asked: Message, source: int) -> None:
+        """Post the receive of message `asked` from rank `source`."""
         self.here[asked] = torch.empty_like(self.like)
         self.coming[asked] = dist.irecv(self.here[asked], group=self.groups[source > self.rank],
                                         group_src=source, tag=self._tag(asked))
 
     def _take(self, needed: Message | None) -> Tensor | None:
+        """Wait for the message `needed`, and return its tensor. None: no message is needed."""
         if needed in self.coming:
             with self.waits:
                 wait_for(self.coming.pop(needed), self.here[needed])
         return self.here.pop(needed) if needed else None
 
-    def _give(self, given: Message | None, made: Tensor | None) -> None:
+    def _give(self, given: Message | None, tensor: Tensor | None) -> None:
+        """Send `tensor` as the message `given`, or keep it if a stage of this rank reads it."""
         if given not in self.sends:
-            # read by a stage of this rank, or by nobody
-            self.here |= {given: made} if given else {}
+            # Another stage of this rank reads the message, or no stage does.
+            self.here |= {given: tensor} if given else {}
             return
         while self.going and self.going[0][0].is_completed():
             self.going.popleft()
-        to, made = self.sends[given], made.contiguous()
-        self.going.append((dist.isend(made, group=self.groups[to < self.rank], group_dst=to,
-                                      tag=self._tag(given)), made))
+        to, tensor = self.sends[given], tensor.contiguous()
+        self.going.append((dist.isend(tensor, group=self.groups[to < self.rank], group_dst=to,
+                                      tag=self._tag(given)), tensor))
 
     def _tag(self, named: Message) -> int:
+        """Return a number that differs for all messages of an update."""
         kind, stage, micro = named
         return 2 * (micro * self.stages + stage) + (kind == "B")

@@ -1,10 +1,9 @@
-"""Places where the processes of a run can be started. Each place has a row, from which the file of
-a job is generated.
+"""Job files for the places where a run can be started: this machine, Slurm, Kubernetes, SkyPilot.
 
 Every job starts torchrun on each node, with `lpkit train ... --resume`. This command starts the run
-if its folder does not exist, and otherwise continues from its newest good checkpoint. Recovery from
-a preemption therefore needs nothing but the same job again, which the place starts. `shlex.join` or
-`yaml.safe_dump` write all values into a file.
+if its folder does not exist, and otherwise continues from its newest good checkpoint. So after a
+preemption the place only has to start the same job again. All values are quoted by `shlex.join` or
+`yaml.safe_dump`.
 
 Sources: https://slurm.schedmd.com/sbatch.html; https://github.com/kubeflow/trainer (v2, TrainJob);
 https://docs.skypilot.co/en/latest/reference/yaml-spec.html
@@ -31,7 +30,12 @@ API = "trainer.kubeflow.org"
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Checked):
-    """train: the words after `lpkit train`; gpu: the place's name of the GPU of each process"""
+    """One run as a job.
+
+    train: the words after `lpkit train`
+    nodes: number of machines
+    gpu:   the GPU of each process, by the name that the place uses; None: processes use CPUs
+    """
 
     name: Annotated[str, NAME]
     train: tuple[str, ...]
@@ -40,15 +44,19 @@ class Job(Checked):
     gpu: Annotated[str, GPU] | None
 
     def torchrun(self, start: str, where: str) -> str:
+        """Return the command line of torchrun. `start`: the program. `where`: the arguments with
+        which the nodes find each other."""
         return (f"{start} --nnodes {self.nodes} --nproc-per-node {self.processes} {where} -m lpkit "
                 f"train {shlex.join(self.train)}")
 
 
 def here(job: Job) -> str:
+    """Return a shell script that starts the job on this machine."""
     return f"#!/bin/bash\nexec {job.torchrun(PYTHON, '--standalone')}\n"
 
 
 def slurm(job: Job) -> str:
+    """Return a script for sbatch."""
     gpus = f"#SBATCH --gpus-per-node={job.gpu}:{job.processes}\n" if job.gpu else ""
     meet = ('--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint '
             '"$first:$((20000 + SLURM_JOB_ID % 20000))"')
@@ -56,16 +64,18 @@ def slurm(job: Job) -> str:
 #SBATCH --job-name={job.name} --output={job.name}-%j.log --open-mode=append
 #SBATCH --nodes={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.processes}
 {gpus}#SBATCH --requeue --signal=B:USR1@120
-# 120 s before its time is up: as when it is preempted, ranks then hear SIGTERM and save.
+# Slurm sends USR1 120 s before the time limit. Requeueing sends SIGTERM to the ranks, as a
+# preemption does, and they save a checkpoint.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --cpus-per-task={job.processes} --kill-on-bad-exit=1 {job.torchrun(PYTHON, meet)} &
-wait $! || wait $!      # a signal ends the first one
+wait $! || wait $!      # a signal ends the first wait
 """
 
 
 def kubernetes(job: Job) -> str:
-    """binder/kubeflow-runtime.yaml has the rest. torchrun reads the node's number from PET_*."""
+    """Return a TrainJob of Kubeflow Trainer. binder/kubeflow-runtime.yaml has the rest of the pod.
+    torchrun reads its node's number from environment variables PET_*."""
     # "$$" is a literal "$": Kubernetes would replace $(NAME) by a variable
     command = [word.replace("$", "$$") for word in ("torchrun", "-m", "lpkit", "train", *job.train)]
     return yaml.safe_dump({
@@ -77,6 +87,7 @@ def kubernetes(job: Job) -> str:
 
 
 def sky(job: Job) -> str:
+    """Return a task of SkyPilot, on spot machines, with a bucket for the run folders."""
     asked = ({"accelerators": f"{job.gpu}:{job.processes}"} if job.gpu else
              {"cpus": f"{job.processes}+"})
     where = ('--node-rank "$SKYPILOT_NODE_RANK" --master-port 29500 --master-addr '
@@ -91,12 +102,13 @@ def sky(job: Job) -> str:
 
 
 class Place(NamedTuple):
-    text: Callable[[Job], str]
-    suffix: str
-    submit: tuple[str, ...]
-    runs: str = "/lpkit-runs"       # where its nodes see run folders
-    # whether its nodes see the files of the machine that submits the job
-    sees: bool = False
+    """A place where a job can be started."""
+
+    text: Callable[[Job], str]      # returns the text of the job's file
+    suffix: str                     # of the job's file
+    submit: tuple[str, ...]         # the command that submits the file, without the file's name
+    runs: str = "/lpkit-runs"       # the folder of run folders, as the nodes of the place see it
+    sees: bool = False      # True: the nodes see the files of the machine that submits the job
 
 
 PLACES = {

@@ -1,8 +1,8 @@
-"""The processes that train together: the number of this process, and how they exchange values.
+"""`Ranks`: this process among the processes that train together, and how they exchange values.
 
 Messages use `torch.distributed`, with a process group for each of `layouts.GROUPS` that has several
-ranks. On GPUs tensors travel by NCCL. Values of the host (for example whether to stop) travel by
-gloo, so that no rank waits for its GPU. `lpkit.parallel.meeting` makes the groups.
+ranks. Between GPUs, tensors travel by NCCL. Values of the host (for example whether to stop) travel
+by gloo, so that no rank waits for its GPU. `lpkit.parallel.meeting` creates the groups.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from lpkit import records
 from lpkit.errors import ConfigError, packed, unpacked
 from lpkit.techniques.layouts import APART, GROUPS, Layout
 
-# their names up to torch 2.11
+# up to torch 2.11, these functions have the second names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-MESSAGE_TIMEOUT = timedelta(hours=1)    # `launch` names a hung rank long before
-MOST_BYTES = 1 << 26        # the largest message of JSON: settings, sentences, manifests
+MESSAGE_TIMEOUT = timedelta(hours=1)    # `launch` finds a hung rank after minutes
+MOST_BYTES = 1 << 26        # largest message of JSON (settings, errors, manifests of checkpoints)
 
 
 class Waits:
-    """A context around each wait for a message in an update. `seconds`: the host's time in all
-    waits of the current or last update. On GPUs the streams wait and the host does not. `tell` is
-    called with whether the rank waits."""
+    """A context to enter around each wait for a message, to measure waiting time.
+
+    seconds: the time that the host has waited in the current (or last) update. On GPUs the host
+             does not wait: the GPU's streams wait
+    tell:    called with True when a wait begins, and with False when it ends
+    """
 
     seconds = since = 0.0
     tell: Callable[[bool], None] = bool
@@ -50,18 +53,20 @@ class Waits:
 
 
 def wait_for(message: dist.Work, t: Tensor) -> None:
-    """Waits for a message between two ranks that sends or receives `t`. gloo's default limit is the
-    short time in which ranks must meet, so a limit is given; a GPU's streams wait by themselves."""
+    """Wait until the send or receive of `t` between two ranks is complete. On CPUs the limit is
+    MESSAGE_TIMEOUT, because gloo's default is the short time in which ranks must connect. On GPUs,
+    the GPU's stream waits, not the host, so no limit is given."""
     message.wait(*([MESSAGE_TIMEOUT] if t.device.type == "cpu" else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the processes that train together. A process that is alone sends nothing.
+    """This process among the processes that train together. `Ranks()` is a process without other
+    ranks: its methods send no messages.
 
-    groups: this rank's process group by its name in `layouts.GROUPS`, without the groups in which
-            the rank is alone. Empty if there is no process group at all
-    device: the type of the devices on which ranks compute
+    groups: this rank's process groups, by their names in `layouts.GROUPS`. Groups in which this
+            rank is the only member are left out. Empty for a process without other ranks
+    device: the type of the devices on which ranks compute, "cpu" or "cuda"
     """
 
     rank: int = 0
@@ -74,7 +79,7 @@ class Ranks:
     waits: Waits = field(default_factory=Waits, compare=False)
 
     def __deepcopy__(self, _: Any) -> Ranks:
-        """Returns itself: a copy of a Training has the same ranks."""
+        """Return this object itself: a copy of a Training uses the same process groups."""
         return self
 
     @property
@@ -84,11 +89,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes the run folder and decides."""
+        """True for rank 0, which writes the run folder and decides for all ranks."""
         return self.rank == 0
 
     def mean(self, t: Tensor) -> Tensor:
-        """Returns the mean over ranks of a tensor that each rank has."""
+        """Return the elementwise mean of `t` over all ranks, as a new tensor."""
         if not self.groups:
             return t
         total = t.detach().clone()
@@ -97,34 +102,37 @@ class Ranks:
         return total / self.world
 
     def largest(self, t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Takes the elementwise maximum over all ranks (of `group`), in place."""
+        """Replace `t` in place by its elementwise maximum over all ranks (or those of `group`), and
+        return `t`."""
         if self.groups:
             with self.waits:
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
     def broadcast(self, number: int) -> int:
-        """Returns the first rank's number. It travels by the host, so that no rank waits for its
-        device."""
+        """Return the number that rank 0 passes. The message is a CPU tensor, so that no rank waits
+        for its GPU."""
         if not self.groups:
             return number
-        said = torch.tensor([number])
+        message = torch.tensor([number])
         self.waits.tell(True)
-        dist.broadcast(said, 0)
+        dist.broadcast(message, 0)
         self.waits.tell(False)
-        return int(said)
+        return int(message)
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """Calls the function `by_first`; a process that is alone calls `work`."""
+        """Call `work` on rank 0 only, and return its result on all ranks: see the function
+        `by_first` below."""
         return work() if not self.groups else by_first(work)
 
     def agreed(self, what: Any) -> Any:
-        """Returns the first rank's value, as JSON. Other ranks' values are ignored."""
-        return what if not self.groups else _said(what)
+        """Return rank 0's value on all ranks. It becomes JSON. Values of other ranks are ignored.
+        """
+        return what if not self.groups else _sent(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError on all ranks if `facts` differ between ranks. The error names the rank
-        and the fact."""
+        """Raise ConfigError on all ranks if a rank has other `facts` (by name) than rank 0. The
+        error has the rank, the name and both values."""
         if not self.groups:
             return
         everybody = everybodys(records.plain(dict(facts)))
@@ -137,8 +145,8 @@ class Ranks:
 
 
 def by_first(work: Callable, *args: Any) -> Any:
-    """Calls `work(*args)` on rank 0 of the process group, and returns its result, or raises its
-    error, on all ranks. The result becomes JSON: a path becomes text, and a tuple a list."""
+    """Call `work(*args)` on rank 0 only. On all ranks, return its result or raise its error. The
+    result becomes JSON: a path becomes text, and a tuple becomes a list."""
     if not distributed():
         return work(*args)
     result = raised = None
@@ -147,20 +155,20 @@ def by_first(work: Callable, *args: Any) -> Any:
             result = work(*args)
         except Exception as error:
             raised = error
-    result, failure = _said([result, raised and packed(raised)])
+    result, failure = _sent([result, raised and packed(raised)])
     if failure:
         raise raised or unpacked(*failure)
     return result
 
 
 def everybodys(what: Any) -> list[Any]:
-    """Returns the values of all ranks of the process group, on each rank. They become JSON."""
-    return [_said(what, rank) for rank in range(dist.get_world_size())] if distributed() else [what]
+    """Return the values of all ranks, by rank, on every rank. The values become JSON."""
+    return [_sent(what, rank) for rank in range(dist.get_world_size())] if distributed() else [what]
 
 
-def _said(what: Any, by: int = 0) -> Any:
-    """Returns the value of rank `by` of the process group. It travels as JSON: unpickling could run
-    code of whoever sent it."""
+def _sent(what: Any, by: int = 0) -> Any:
+    """Return the value `what` of rank `by`, on all ranks. It is sent as JSON, not as a pickle: a
+    pickle from a program that is not a rank could run any code."""
     mine = dist.get_rank() == by
     text = bytearray(json.dumps(what, default=os.fspath).encode() if mine else b"")
     size = torch.tensor([len(text)])
@@ -173,31 +181,34 @@ def _said(what: Any, by: int = 0) -> Any:
 
 
 def distributed() -> bool:
+    """Return whether this process has a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yields the groups of a layout in which `rank` is not alone, with their names. Groups of the
-    same ranks share one process group. All ranks must call it, in the same order."""
-    made = {("", tuple(range(layout.devices))): dist.group.WORLD}
+    """Create the process groups of a layout. Yield (name in `layouts.GROUPS`, process group) for
+    each group in which `rank` has other members. Two groups with the same ranks share a process
+    group, except those of `layouts.APART`. All ranks must call this function at the same point,
+    because each process group is created by all ranks together."""
+    group_by_ranks = {("", tuple(range(layout.devices))): dist.group.WORLD}
     for name, axes in GROUPS.items():
-        each = [tuple(layout.peers(one, axes)) for one in range(layout.devices)
+        each = [tuple(layout.peers(first, axes)) for first in range(layout.devices)
                 # the first rank of each group
-                if not any(layout.coordinates(one)[axis] for axis in axes)]
+                if not any(layout.coordinates(first)[axis] for axis in axes)]
         own = name if name in APART else ""
         for ranks in each if len(each[0]) > 1 else ():
-            if (own, ranks) not in made:
-                made[own, ranks] = dist.new_group(ranks)
+            if (own, ranks) not in group_by_ranks:
+                group_by_ranks[own, ranks] = dist.new_group(ranks)
         mine = own, tuple(layout.peers(rank, axes))
-        if mine in made:
-            yield name, made[mine]
+        if mine in group_by_ranks:
+            yield name, group_by_ranks[mine]
 
 
 def shard_mesh(ranks: Ranks) -> DeviceMesh:
-    """Returns FSDP2's mesh of the ranks that shard the same model states. With `data` replicas it
-    has two axes, `data` first."""
+    """Return the DeviceMesh for FSDP2: the ranks that shard the same model states. With `data`
+    replicas it has two dimensions, ("data", "shard")."""
     layout, groups = ranks.layout, ranks.groups
-    with _disable_current_modes():      # a trace has real ranks, and fake tensors
+    with _disable_current_modes():      # a trace computes with fake tensors; a mesh needs real ones
         if layout.data == 1:
             return DeviceMesh.from_group(groups["shard"], ranks.device, mesh_dim_names=("shard",))
         those = torch.tensor(layout.peers(ranks.rank, GROUPS["replicas"]), device="cpu")

@@ -1,20 +1,25 @@
-"""How the model states of a run are divided over its ranks. Each of ZeRO's stages has a class,
-named by `lpkit.techniques.layouts`: STAGES, or REDUCTIONS for ZeRO 0. The class `Sharding` here is
-for one device.
+"""How the model states of a run (weights, gradients, optimizer state) are divided over its ranks.
 
-An optimizer is given plain tensors that this rank owns: whole parameters, or its rows of each. So
-every optimizer, moment format and rounding works as on one device. Rows are cut as FSDP2 cuts them:
-each rank has ceil(rows / ranks), and the last ranks have fewer or none. A checkpoint stores rows as
-pieces with their offsets (`cut`), which a run in any other layout can read. A parameter has a name
-for each of its forms:
+Each stage of ZeRO has a class: `lpkit.techniques.layouts` names it in STAGES, or in REDUCTIONS for
+ZeRO 0. The class `Sharding` of this module is for one device.
 
-    stand_in    in the model while it is built in ZeRO 2 and 3: a shape without memory (`drawn`)
-    whole       the whole parameter, as in one process; in ZeRO 2 and 3 one at a time
+An optimizer gets plain tensors that this rank owns: whole parameters, or this rank's rows of each
+parameter. So every optimizer, moment format and rounding works as on one device. Rows are divided
+as FSDP2 divides them: each rank has ceil(rows / ranks), and the last ranks have fewer or none. For
+example, of 10 rows over 4 ranks, the ranks have 3, 3, 3 and 1. A checkpoint stores rows as pieces
+with their offsets (`cut`), so that a run in any other layout can read them.
+
+These names say in which form a parameter is:
+
+    stand_in    replaces a parameter while a model is built for ZeRO 2 or 3: it has the shape of the
+                parameter and almost no memory (`drawn`)
+    whole       the whole parameter, as in one process; in ZeRO 2 and 3, one exists at a time
     part        this rank's part under tensor parallelism (`tensor`); otherwise the same as whole
     rows        this rank's rows of the part, a plain tensor
-    shard       the DTensor over these rows that the model has in ZeRO 2 and 3 (`fully_sharded`)
-    owned       the plain parameter over the same rows that the optimizer updates
-    gathered    a Linear's whole weight as it travels: its cast (`lessons.rows.cast_gather`)
+    shard       the model's parameter in ZeRO 2 and 3: a DTensor over these rows (`fully_sharded`)
+    owned       the parameter that the optimizer updates: a plain parameter over these rows
+    gathered    a Linear's whole weight in the form in which it is sent: its cast
+                (`lessons.rows.cast_gather`)
 
 Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 """
@@ -40,34 +45,40 @@ from lpkit.techniques.layouts import GROUPS, REDUCTIONS, STAGES, Layout
 
 @dataclass(kw_only=True)
 class Sharding:
-    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the model's
-    method that the loss calls, None for the model itself."""
+    """The model states of one device: no parameter is divided. Subclasses divide them over ranks.
+
+    compute: the dtype in which the recipe computes; None: float32
+    entry:   the name of the model's method that the loss calls; None: the model itself
+    """
 
     ranks: Ranks = field(default_factory=Ranks)
     layout: Layout = field(default_factory=Layout)
     compute: torch.dtype | None = None
     entry: str | None = None
 
-    autocasts = True        # whether the model computes under autocast
-    index = 0               # number of this rank's share of the rows
-    by_rows = False         # whether each rank of the group `shard` owns some rows
+    autocasts = True        # the model computes under autocast
+    index = 0               # this rank has share number `index` of the rows
+    by_rows = False         # each rank of the group `shard` owns some rows of every parameter
 
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
-        # state of averages that checkpoints store, by name
+        # by name: objects whose state must be in checkpoints, for example the momentum of a
+        # reduction (`lessons.rows.reductions_torch`); a Training treats them as governors
         self.governors: dict[str, Governor] = {}
-        self.splits: dict[str, Split] = {}      # how tensor parallelism cut a parameter, by name
-        self.shapes: dict[str, torch.Size] = {}     # shapes of the parts, also of frozen parameters
-        # the other rank of the pipeline that has a parameter, too, by name
+        # by name of a parameter: how tensor parallelism cut it; and the shape of this rank's part
+        self.splits: dict[str, Split] = {}
+        self.shapes: dict[str, torch.Size] = {}     # includes frozen parameters
+        # by name of a parameter that two ranks of the pipeline have: the number of the other rank
         self.twice: dict[str, int] = {}
 
     def making(self, device: torch.device) -> AbstractContextManager:
-        """Returns a context around the code that builds the model and initialises it."""
+        """Return a context in which the model must be built and initialised."""
         return nullcontext()
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the transformed model that this rank updates, by name."""
+        """Set `owned`, the parameters that the optimizer of this rank updates, by name, and return
+        it. `model`: the model after all transforms, whose parameters are this rank's parts."""
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.owned_of = {p: self.mine(p) for p in trained.values()}
@@ -75,15 +86,17 @@ class Sharding:
         return self.owned
 
     def mine(self, p: nn.Parameter) -> nn.Parameter:
-        """Returns the parameter that this rank updates in place of the model's parameter."""
+        """Return the owned parameter for a parameter of the model: here the same parameter."""
         return p
 
     def backward(self, last: bool) -> None:
-        """Called before a micro-batch's backward; after the `last`, gradients must be reduced."""
+        """Called before the backward of each micro-batch. `last`: no other micro-batch follows, so
+        gradients may be sent as soon as they are computed."""
 
     def reduce(self) -> None:
-        """Called after the last backward: gives owned parameters the whole batch's gradients."""
-        self._sum_alike()
+        """Called after the last backward. Afterwards each owned parameter has the mean gradient of
+        the whole batch."""
+        self._sum_replicated()
         for name, peer in self.twice.items():
             mine, group = self.owned[name].grad.contiguous(), self.ranks.groups["pipeline"]
             theirs = torch.empty_like(mine)
@@ -94,29 +107,33 @@ class Sharding:
                     wait_for(work, mine)
             self.owned[name].grad = mine + theirs
 
-    def _sum_alike(self) -> None:
-        """Sums the gradients of parameters that are replicated over the tensor group, for example a
-        norm's weights: each rank of the group saw only a part of the tokens."""
+    def _sum_replicated(self) -> None:
+        """Sum over the tensor group the gradients of parameters that all of its ranks have, for
+        example the weights of a norm: each rank computed them from a part of the tokens."""
         if self.layout.tensor == 1:
             return
         for name, split in self.splits.items():
-            own = self.owned.get(name)      # None: another stage of the pipeline has it
-            if own is not None and split.dim is None and split.index and own.grad is not None:
-                # only the first rank adds these; zeros of other ranks must stay zeros
-                own.grad.zero_()
-        alike = [p for name, p in self.owned.items()
-                 if name not in self.splits and p.grad is not None]
-        for dtype in {p.dtype for p in alike}:
+            owned = self.owned.get(name)        # None: another stage of the pipeline has it
+            if owned is not None and split.dim is None and split.index and owned.grad is not None:
+                # Only rank 0 of the tensor group has this parameter (a bias, learned positions).
+                # The other ranks have zeros, which the optimizer must not change.
+                owned.grad.zero_()
+        replicated = [p for name, p in self.owned.items()
+                      if name not in self.splits and p.grad is not None]
+        for dtype in {p.dtype for p in replicated}:
             # One message for all gradients of a dtype: many small messages cost mostly latency.
-            these = [p.grad for p in alike if p.dtype == dtype]
-            flat = _flatten_dense_tensors(these)
+            grads = [p.grad for p in replicated if p.dtype == dtype]
+            flat = _flatten_dense_tensors(grads)
             with self.ranks.waits:
                 dist.all_reduce(flat, group=self.ranks.groups["tensor"])
-            torch._foreach_copy_(these, list(_unflatten_dense_tensors(flat, these)))
+            torch._foreach_copy_(grads, list(_unflatten_dense_tensors(flat, grads)))
 
     def norm(self, norms: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Returns the norm of all gradients, from the norms of the owned `parameters`."""
-        # a parameter that several ranks have counts once
+        """Return the norm of all gradients of the model, the same number on all ranks. `norms` are
+        the norms of the gradients of the owned `parameters`."""
+        # Squares of norms are summed over ranks, and a parameter must count once. A parameter that
+        # all t tensor ranks have gets the factor t^-0.5. Of a parameter that the first and the last
+        # stage have, the last stage (`twice` is 0, the first stage's rank) counts nothing.
         if self.layout.tensor > 1 or self.twice:
             names = {p: name for name, p in self.owned.items()}
             norms = [norm * (self.twice.get(names[p]) != 0)
@@ -134,26 +151,31 @@ class Sharding:
         return squares.sqrt()
 
     def spread(self) -> None:
-        """Called after the optimizer's step: gives every rank the new weights that it computes
-        with."""
+        """Called after the optimizer's step. Afterwards each rank computes with the new weights,
+        also with those that other ranks have updated."""
 
     def parameter(self, name: str) -> Parameter:
-        """Returns the facts about an owned parameter that a rule of an optimizer may ask for."""
+        """Return the `contracts.Parameter` of an owned parameter, which optimizer rules ask for
+        norms and whole tensors."""
         return Parameter(name, tuple(self.owned[name].shape))
 
     def first_row(self, name: str) -> int:
-        """Returns the index, in this rank's part of a parameter, of the first row it owns."""
+        """Return the index of the first row that this rank owns, in its part of parameter `name`.
+        """
         return 0
 
     def saved(self, name: str, p: Tensor) -> Tensor | Cut:
-        """Returns a parameter of the model in the form that a checkpoint stores."""
+        """Return parameter `p` of the model in the form that a checkpoint stores: a Cut with this
+        rank's pieces, or a tensor that all ranks have."""
         return self._whole(name, local(p).detach(), isinstance(p, DTensor))
 
     def whole(self, name: str, t: Tensor) -> Tensor | Cut:
-        """Returns `t`, which has the owned rows of a parameter, in the form of a checkpoint."""
+        """Return `t` in the form that a checkpoint stores. `t` has the shape of the owned parameter
+        `name`: it is the parameter, or a slot of its optimizer state."""
         return self._whole(name, t, self.by_rows)
 
     def _whole(self, name: str, t: Tensor, by_rows: bool) -> Tensor | Cut:
+        """As `whole`. `by_rows`: `t` has only the owned rows of this rank's part."""
         split, part = self.splits.get(name), self.shapes[name]
         if not (by_rows or split) or not part.numel() or not t.ndim:
             return t
@@ -164,12 +186,14 @@ class Sharding:
                    owners=tuple(owners))
 
     def _owner(self, name: str) -> int:
-        """Returns this rank, or the rank that saves a parameter that both have."""
+        """Return the number of the rank that saves a parameter for this pipeline stage: this rank;
+        or, if the first stage has the parameter too, the rank of the first stage."""
         return self.ranks.in_stage if self.twice.get(name) == 0 else self.ranks.rank
 
     def placed(self, name: str, t: Tensor | Cut) -> Tensor | Cut:
-        """Returns a state's tensor that only the ranks of this stage have, in the form that a
-        checkpoint stores."""
+        """Return a tensor of a training's state in the form that a checkpoint stores. In a
+        pipeline, only the ranks of this stage have the tensor, so it becomes a Cut that they own.
+        """
         if self.layout.pipeline == 1 or isinstance(t, Cut):
             return t
         return Cut(shape=t.shape, dtype=t.dtype, pieces=(Piece((0,) * t.ndim, t),),
@@ -177,27 +201,30 @@ class Sharding:
                                                   GROUPS["stage"])))
 
     def part(self, name: str, whole: Tensor | Cut) -> Tensor:
-        """The inverse of `whole`: returns the rows that this rank owns."""
-        own = self.owned[name]
+        """Inverse of `whole`: return the rows that this rank owns, from a checkpoint's tensor. A
+        slot with another shape than the parameter is whole on every rank, and is returned."""
+        owned = self.owned[name]
         if isinstance(whole, Tensor) and (not (self.by_rows or name in self.splits)
-                                          or whole.shape != self.whole(name, own).shape):
+                                          or whole.shape != self.whole(name, owned).shape):
             return whole
-        if isinstance(whole, Cut) and [t.shape for _, t in whole.pieces] == [own.shape]:
+        if isinstance(whole, Cut) and [t.shape for _, t in whole.pieces] == [owned.shape]:
             return whole.pieces[0].data
-        mine = torch.zeros(own.shape, dtype=whole.dtype)
+        mine = torch.zeros(owned.shape, dtype=whole.dtype)
         self.whole(name, mine).copy_(whole)
         return mine
 
 
 def local(t: Tensor) -> Tensor:
-    """Returns this rank's numbers of a tensor."""
+    """Return this rank's rows of a DTensor; a plain tensor is returned as it is."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
-    if not ranks.groups:        # a single process that reads a run of several ranks
+    """Return the Sharding of a layout, with the transforms that divide the model. `of_run`: the
+    fields `compute` and `entry`."""
+    if not ranks.groups:        # one process, which may read a run of several ranks
         return Sharding(ranks=ranks, **of_run)
-    # a single rank would only send messages to itself
+    # No other rank has the same weights, so there are no gradients to average.
     alone = layout.replicas == 1 and not layout.stage
     kind = Sharding if alone else (STAGES[layout.stage] if layout.stage else
                                    REDUCTIONS[layout.reduction]).load()
@@ -215,7 +242,7 @@ def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
 
 @dataclass(frozen=True)
 class CutParameter(Parameter):
-    """A parameter of which each rank of a group has some rows."""
+    """The `contracts.Parameter` of a parameter of which each rank owns some rows."""
 
     sharding: OfRows
 
@@ -228,7 +255,7 @@ class CutParameter(Parameter):
     def gather(self, t: Tensor) -> Tensor:
         if not self.shape:
             return t
-        # the last ranks pad, since all-gather needs equal sizes
+        # all-gather needs equal sizes, so the last ranks pad their rows with zeros
         each = self.sharding.each(self.shape[0])
         rows = t.new_zeros(each, *t.shape[1:])
         rows[:len(t)] = t
@@ -252,11 +279,12 @@ class OfRows(Sharding):
         self.size, self.index = self.layout.state_ranks, dist.get_rank(self.group)
 
     def each(self, rows: int) -> int:
-        """Returns how many of `rows` rows most ranks have; the last ranks have fewer or none."""
+        """Return ceil(rows / ranks), the number of rows that a rank has. The last ranks may have
+        fewer or none."""
         return -(-rows // self.size)
 
     def rows(self, whole: Tensor) -> Tensor:
-        """Returns a view of this rank's rows."""
+        """Return a view of this rank's rows of `whole`."""
         each = self.each(len(whole))
         return whole[self.index * each:][:each]
 

@@ -1,9 +1,10 @@
-"""A rank of a pipeline keeps only the layers of its stages.
+"""Remove from a model the layers that belong to other ranks of a pipeline.
 
-The model is first built whole, so that its weights start as in one process. Its parts keep their
-names, so that checkpoints fit any layout. The first stage has the embedding, the last stage has the
-norm and the head. If embedding and head share one matrix, both stages have it, and their gradients
-are summed, as in Megatron-LM (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473).
+The whole model is built first, so that its initial weights are the same as in one process. The
+layers that stay keep their names, so that a run in any other layout can read the checkpoints. The
+first stage also has the embedding, and the last stage has the final norm and the head. If the head
+is tied to the embedding, both stages have the matrix, and `Sharding.reduce` sums its two gradients,
+as Megatron-LM does (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473).
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from lpkit.techniques.stages import stage_layers
 
 @dataclass(frozen=True, kw_only=True)
 class KeepStages(Transform):
-    """Keeps the layers of this rank's stages. Adds to `twice` each parameter that another rank of
-    the pipeline has, too, with that rank."""
+    """Keep only the layers of this rank's stages. `twice` receives the name of each parameter that
+    a second rank of the pipeline has, with the number of that rank in the pipeline."""
 
     ranks: Ranks
     twice: dict[str, int]
@@ -38,7 +39,8 @@ class KeepStages(Transform):
         if tied and (0 in mine) != (last in mine):
             self.twice["embed.weight"] = 0 if last in mine else size - 1
         if 0 not in mine:
-            # rotary positions, which each layer needs, are not parameters, and stay
+            # Learned positions are added to the embedding, so only the first stage needs them. The
+            # tables of rotary positions are buffers, which every layer needs, so they stay.
             for part in model.positions.modules():
                 for name in part._parameters:
                     part._parameters[name] = None

@@ -2,11 +2,17 @@
 
     python -m lpkit.parallel.supervisor FOLDER SOCKET
 
-When a rank ends or hangs, the supervisor decides which rank is to blame. It trusts the record that
-each rank writes before it exits: exit codes arrive late, and a rank that waited for a dead rank
-fails, too. A rank without a record is judged by its exit code or signal, and hung ranks are judged
-by their notes on the shared page. Until the ranks run, there is only one thread and no GPU is used,
-because neither threads nor a CUDA context survive a fork.
+The warm parent imports what ranks need, and forks a supervisor for each `Processes`. The supervisor
+forks the ranks, and watches them until all have ended. When a rank ends or hangs, it decides which
+rank is to blame, and ends the others:
+
+- A rank that fails sends a record of its error before it exits (`_record`). The record has the
+  time, because exit codes arrive late, and because a rank that waits for a dead rank fails as well.
+- A rank that ends without a record is judged by its exit code or signal.
+- Hung ranks are judged by what `Place.at` wrote on the shared page.
+
+The warm parent and the supervisor have only one thread and use no GPU, because neither threads nor
+a CUDA context survive a fork.
 """
 
 import atexit
@@ -37,22 +43,23 @@ from lpkit.errors import out_of_memory, packed
 from lpkit.parallel.processes import BEAT_SECONDS, MEETING, SLOT, STRANGER, Place, new_page
 from lpkit.processes import Channel, adopt_orphans, end_with_parent, sweep
 
-TICK_SECONDS = 0.05
-SETTLE_SECONDS = 0.25       # after the first failure, to receive the records of its cause
-NATURAL_SECONDS = 1.0       # for the other ranks to fail by themselves, and write their records;
-POLITE_SECONDS = 1.0        # then from SIGTERM to SIGKILL
-TEARDOWN_SECONDS = 10.0     # after all ranks are done
-STACK_SECONDS = 1.0         # longest time to write stacks
-MOST_CHARACTERS = 20_000    # kept of a traceback: its end
-# what gloo and NCCL raise when another rank has gone
+TICK_SECONDS = 0.05         # longest time between two looks at the ranks
+SETTLE_SECONDS = 0.25       # after the first failure, before a rank is blamed: records may follow
+NATURAL_SECONDS = 1.0       # after the outcome is decided, before ranks that are left get SIGTERM
+POLITE_SECONDS = 1.0        # from SIGTERM to SIGKILL
+TEARDOWN_SECONDS = 10.0     # added to NATURAL_SECONDS if all ranks have returned
+STACK_SECONDS = 1.0         # longest time that ranks take to write their stacks
+MOST_CHARACTERS = 20_000    # of a traceback, the last characters are kept
+# words in the errors of gloo and NCCL when another rank has ended
 PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL communicator was abort")
 
 
 # --- in a rank
 
-def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
+def run_rank(function: Callable[[Place, dict], Any], place: Place, argument: dict,
              stacks: Path) -> None:
-    """Runs a rank's function, and exits. Does not return."""
+    """Call `function(place, argument)`, send its result or its error to the supervisor, and exit.
+    Does not return. `stacks`: the file into which this rank writes its stack on SIGUSR1."""
     end_with_parent()
     file = open(stacks, "w")
     faulthandler.enable(file)       # also writes the stack of a crash in C
@@ -60,9 +67,9 @@ def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
     threading.Thread(target=_beat, args=(place,), daemon=True).start()
     code = 1
     try:
-        place.channel.send("done", [function(place, told)])
+        place.channel.send("done", [function(place, argument)])
         code = 0
-        # the result is sent, so from here on an abort does no harm
+        # The result has been sent, so an abort from here on does no harm.
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -70,7 +77,7 @@ def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
         if code:
             place.channel.send("failed", _record(error))
     finally:
-        # skips the teardown of modules, which takes half a second for torch
+        # `os._exit` skips the teardown of Python's modules, which takes half a second with torch.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -84,7 +91,9 @@ def _beat(place: Place) -> None:
 
 
 def _record(error: BaseException) -> dict[str, Any]:
-    # without the frame of `run_rank`
+    """Return what the supervisor needs to know of an error: packed (type and text), error (one
+    line), at (time), traceback, peer (another rank had ended before), memory (out of memory)."""
+    # tb_next: leave out the frame of `run_rank`
     lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
     return {"packed": packed(error), "error": f"{type(error).__name__}: {error}".rstrip(": "),
             "at": time.monotonic(), "traceback": "".join(lines)[-MOST_CHARACTERS:],
@@ -92,7 +101,7 @@ def _record(error: BaseException) -> dict[str, Any]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Returns whether the error, or its cause, says that another rank had gone."""
+    """Return whether the error, or an error that caused it, says that another rank has ended."""
     lost: tuple[type, ...] = ()
     if dist := sys.modules.get("torch.distributed"):
         lost = (dist.DistError,)
@@ -120,9 +129,9 @@ class Rank:
     ended_at: float = 0.0
     beats: int = 0
     silent_seconds: float = 0.0             # since the last change of its beats
-    noted: tuple = (0, 0, 0)                # notes in all; the step; notes in this step
+    noted: tuple = (0, 0, 0)                # calls of `Place.at`; the step; calls in this step
     phase: str = "start"
-    waits: bool = False         # for a message
+    waits: bool = False         # it waits for a message of another rank
     asked_to_end: bool = False
 
     @property
@@ -131,11 +140,12 @@ class Rank:
 
     @property
     def working(self) -> bool:
+        """True while its function runs."""
         return self.alive and not self.done and not self.failed
 
     @property
     def trouble_at(self) -> float | None:
-        """The time at which it failed, or ended without a record."""
+        """The time at which it failed, or ended without a record; None if it did neither."""
         if self.failed:
             return self.failed["at"]
         return self.ended_at if not self.alive and not self.done else None
@@ -146,29 +156,33 @@ class Rank:
 
     @property
     def end(self) -> str:
+        """The end of its process in words, for an error message."""
         if self.status >= 0:
             return f"exited {self.where} with code {self.status} and without an error"
         name = signal.Signals(-self.status).name
-        why = ", from outside: where memory runs out, the system does so" * (name == "SIGKILL")
+        why = ", from outside: where memory runs out, the system kills a process" * (
+            name == "SIGKILL")
         return f"died {self.where} of {name}{why}"
 
     @property
     def stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP has stopped the process."""
         with suppress(psutil.Error):
             return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         return False
 
     def stack(self) -> str:
-        """Returns the main thread's last stack, without the frames of this module."""
+        """Return the last stack that the main thread wrote, without the frames of this module."""
         text = self.stacks.read_text(errors="replace")
-        # a forked thread keeps its parent's ident
+        # faulthandler names threads by ident; a forked process keeps the ident of its main thread
         main = f"hread 0x{threading.get_ident():016x} "
         lines = text[text.rfind(main):].partition("\n\n")[0].splitlines()[1:]
         return "\n".join(itertools.takewhile(lambda line: run_rank.__name__ not in line, lines))
 
     def ask_for_stack(self) -> None:
-        """Makes the main thread write its stack before it does anything else. Without `tgkill`,
-        another thread may handle the signal, and a stopped rank then continues meanwhile."""
+        """Make the main thread write its stack, before it does anything else. Without `tgkill`,
+        another thread may handle the signal. If the rank was stopped, its main thread then goes on
+        before the stack is written."""
         if self.alive and hasattr(libc := ctypes.CDLL(None), "tgkill"):     # Linux
             libc.tgkill(self.pid, self.pid, signal.SIGUSR1)
         else:
@@ -176,26 +190,30 @@ class Rank:
 
     def send(self, number: int) -> None:
         if self.alive:
-            # it has not been reaped, so its pid cannot have been reused
+            # the process has not been reaped, so its pid cannot have been reused
             os.kill(self.pid, number)
 
 
 class Supervisor:
+    """Watches the ranks of one `Processes`. `page`: see `processes.SLOT`. `caller`: the channel to
+    the process that called `Processes`."""
+
     def __init__(self, ranks: list[Rank], page: Any, caller: Channel, *,
                  timeout_seconds: float, progress_seconds: float):
         self.ranks, self.page, self.caller = ranks, page, caller
         self.timeout_seconds, self.progress_seconds = timeout_seconds, progress_seconds
         self.asked = ""             # the last request to the ranks: "", "pause" or "stop"
+        # the message to the caller: ("values", results by rank) or ("error", [type, text])
         self.outcome: tuple[str, Any] | None = None
         self.since = math.inf       # time at which the outcome was decided
-        self.trouble = math.inf     # time at which the first failed rank was found
-        self.still_seconds = 0.0    # in which no rank progressed
+        self.trouble = math.inf     # time at which this process noticed the first failed rank
+        self.still_seconds = 0.0    # time since a rank last progressed
 
     def watch(self) -> None:
-        """Runs until every rank has exited."""
+        """Run until every rank has exited."""
         wakes, writer = os.pipe()
         os.set_blocking(writer, False)
-        # the end of a rank interrupts the wait below
+        # When a rank ends, SIGCHLD writes a byte to this pipe, which ends the wait of `select`.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         before = time.monotonic()
@@ -210,13 +228,14 @@ class Supervisor:
             for rank in speaking:
                 if rank.channel in ready:
                     self._hear(rank)
-            if self.caller.over:    # the caller is gone
+            if self.caller.over:    # the caller has ended
                 for rank in self.ranks:
                     rank.send(signal.SIGKILL)
             for rank in self.ranks:
-                self._bury(rank)
+                self._reap(rank)
             now = time.monotonic()
-            # if this process was suspended, the ranks may have been suspended, too
+            # At most 4 ticks count: if this process was suspended for longer (a laptop that
+            # sleeps), the ranks may have been suspended as well, and are not to blame.
             self._look(min(now - before, 4 * TICK_SECONDS))
             before = now
             self._judge(now)
@@ -225,35 +244,38 @@ class Supervisor:
                 channel.flush()
 
     def conclude(self) -> None:
-        """Sends the outcome to the caller, unless the caller is gone."""
+        """Send the outcome to the caller. Without an outcome, the caller has ended."""
         if self.outcome:
             self.caller.send(*self.outcome)
 
     def obey(self, messages: list[tuple[str, list[str]]]) -> None:
+        """Pass the caller's requests on to the ranks."""
         for kind, ask in messages:
-            if self.asked != "stop":        # a stop also ends a pause; nothing follows a stop
+            if self.asked != "stop":        # after a stop, requests are ignored
                 self.asked = ask[0]
                 for rank in self.ranks:
                     rank.channel.post(kind, ask)
 
     def _hear(self, rank: Rank) -> bool:
-        """Reads a rank's messages, and returns whether there were any."""
+        """Read the messages of a rank, and return whether there were any. A report is sent on to
+        the caller; "done" and "failed" become fields of the Rank."""
         messages = rank.channel.receive()
         for kind, value in messages:
-            if kind == "told":
+            if kind == "report":
                 self.caller.post(kind, [rank.number, value])
             else:
                 setattr(rank, kind, value)
         return bool(messages)
 
-    def _bury(self, rank: Rank) -> None:
+    def _reap(self, rank: Rank) -> None:
+        """If the process of a rank has ended, record its exit status and the time."""
         if rank.alive and (ended := os.waitpid(rank.pid, os.WNOHANG))[0]:
-            while self._hear(rank):     # messages that it sent before it ended
+            while self._hear(rank):     # messages that the rank sent before it ended
                 pass
             rank.status, rank.ended_at = os.waitstatus_to_exitcode(ended[1]), time.monotonic()
 
     def _look(self, seconds: float) -> None:
-        """Reads the shared page, `seconds` after the last look."""
+        """Read the shared page. `seconds`: time since the last call."""
         moved = self.asked == "pause"
         for rank in self.ranks:
             beats, *noted, phase, rank.waits = SLOT.unpack_from(
@@ -265,30 +287,33 @@ class Supervisor:
         self.still_seconds = 0 if moved else self.still_seconds + seconds
 
     def _judge(self, now: float) -> None:
-        """Decides whether the run is over, and why."""
+        """Decide whether the run is over, and why."""
         if self.outcome or self.caller.over:
             return
         working = [rank for rank in self.ranks if rank.working]
         if failed := [rank for rank in self.ranks if rank.trouble_at]:
             self.trouble = min(self.trouble, now)
             if now - self.trouble > SETTLE_SECONDS or not working:
-                # prefer ranks that failed by themselves over ranks that only lost a peer
-                own = [rank for rank in failed if not (rank.failed and rank.failed["peer"])]
-                self._blame(min(own or failed, key=lambda rank: rank.trouble_at))
+                # Ranks that failed only because another rank had ended are not the cause.
+                causes = [rank for rank in failed if not (rank.failed and rank.failed["peer"])]
+                self._blame(min(causes or failed, key=lambda rank: rank.trouble_at))
         elif not working:
             self._decide("values", [rank.done[0] for rank in self.ranks])
         elif silent := [rank for rank in working if rank.silent_seconds > self.timeout_seconds]:
             self._hung(silent, f"gave no sign of life for {self.timeout_seconds:g} s")
         elif self.still_seconds > self.progress_seconds:
+            # A rank that waits for a message is held up by another rank. Of the others, those that
+            # are furthest behind (step, calls of `Place.at` in this step) are to blame.
             free = [rank for rank in working if not rank.waits] or working
             least = min(rank.noted[1:] for rank in free)
             self._hung([rank for rank in free if rank.noted[1:] == least],
                        f"got no further for {self.progress_seconds:g} s")
 
     def _blame(self, rank: Rank) -> None:
-        """Reports a rank that failed, or ended without a record."""
+        """Decide that the outcome is the error of `rank`, which failed or ended without a record.
+        """
         error = rank.failed
-        # gloo aborts when it reads a message that is not gloo's
+        # While ranks connect, gloo aborts its process when another program sends it a message.
         if rank.phase == MEETING and rank.status == -signal.SIGABRT:
             self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")
         elif error is None:
@@ -296,17 +321,18 @@ class Supervisor:
         elif (kind := error["packed"][0]) in ("ConfigError", "DamagedError", "RunFailedError"):
             self._fail([rank], f": {error['packed'][1]}", kind=kind)
         elif kind == "OSError" and not (error["memory"] or error["peer"]):
-            # an error of one process, for example of its disk
+            # for example a full disk: the caller gets the same OSError
             self._decide("error", error["packed"])
         else:
             how = "ran out of memory" if error["memory"] else "failed"
             self._fail([rank], f" {how} {rank.where}: {error['error']}", error["traceback"])
 
     def _hung(self, ranks: list[Rank], how: str) -> None:
-        """Collects the stacks of hung ranks, then kills them: SIGTERM would not reach them."""
+        """Decide that hung `ranks` are the outcome, with their stacks, and kill them. SIGTERM would
+        have no effect, because Python runs its handler only between two instructions."""
         stopped = [rank for rank in ranks if rank.stopped]
         for rank in ranks:
-            # a rank that is stopped by a signal writes its stack only after SIGCONT
+            # a rank that a signal has stopped writes its stack only after SIGCONT
             rank.ask_for_stack()
             rank.send(signal.SIGCONT)
         sizes, before, deadline = [], [0], time.monotonic() + STACK_SECONDS
@@ -331,6 +357,8 @@ class Supervisor:
 
     def _fail(self, ranks: list[Rank], how: str, text: str = "", kind: str = "RunFailedError"
               ) -> None:
+        """Decide that the outcome is an error of type `kind`, with a sentence of the numbers of
+        `ranks` and `how` they failed, and then `text`: a traceback or stacks."""
         *most, last = (str(rank.number) for rank in ranks)
         who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
         sentence = f"{who} of {len(self.ranks)}{how}\n\n{text}".strip()
@@ -340,8 +368,8 @@ class Supervisor:
         self.outcome, self.since = outcome, time.monotonic()
 
     def _end(self, now: float) -> None:
-        """Ends the ranks that are left once the outcome is known: first by SIGTERM, then by
-        SIGKILL."""
+        """After the outcome is decided, end the ranks that are left: after NATURAL_SECONDS by
+        SIGTERM, after POLITE_SECONDS more by SIGKILL."""
         passed = now - self.since
         if "values" in (self.outcome or ()):
             passed -= TEARDOWN_SECONDS
@@ -354,7 +382,12 @@ class Supervisor:
 
 
 def watch(function: Callable, folder: Path, caller: Channel) -> None:
-    """Forks ranks and watches them until no process of them is left."""
+    """Fork the ranks of one `Processes`, and watch them until all of their processes have ended.
+
+    function: the ranks' function
+    folder:   the ranks' store and stacks; it is created here, and removed at the end
+    caller:   the channel from which the job and later requests are read
+    """
     end_with_parent()
     adopt_orphans()
     # the warm parent's handler waits for supervisors, which are not children of this process
@@ -362,7 +395,7 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
     messages: list[tuple[str, Any]] = []
     while not messages:
         messages = caller.receive(wait=True)
-        if caller.over:         # the caller ended before it sent a job
+        if caller.over:         # the caller has ended without sending a job
             return
     (_, job), *asks = messages
     world = job["world"]
@@ -373,11 +406,12 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
         stacks = folder / f"stacks-{number}"
         stacks.touch()
         if not (pid := os.fork()):
-            # A rank must hold only its own end: a channel ends when its last holder has closed it.
+            # A channel ends when the last process that holds its other end has closed it. So a rank
+            # closes all channels that it has inherited, except its own.
             for channel in (caller, ours, *(rank.channel for rank in ranks)):
                 channel.close()
             place = Place(number, world, number, world, f"file://{folder}/store", page, theirs)
-            run_rank(function, place, job["told"], stacks)
+            run_rank(function, place, job["argument"], stacks)
         theirs.close()
         ranks.append(Rank(number, pid, ours, stacks))
     supervisor = Supervisor(ranks, page, caller, timeout_seconds=job["timeout_seconds"],
@@ -386,32 +420,40 @@ def watch(function: Callable, folder: Path, caller: Channel) -> None:
     try:
         supervisor.watch()
     finally:
-        sweep()                 # processes that ranks left behind
+        sweep()                 # end processes that ranks have started and left behind
         shutil.rmtree(folder, ignore_errors=True)
     supervisor.conclude()
 
 
 def main(folder: str, calls: str) -> int:
-    """Forks a supervisor for each call; a call is the name of a function and a socket."""
+    """Fork a supervisor for each call, until the process that holds the other end of `calls` ends.
+
+    folder: each call gets a folder in it
+    calls:  file descriptor of a socket. A call is the name of the ranks' function, and the socket
+            to the caller
+    """
     end_with_parent()
     watching: set[int] = set()
+    # Reap supervisors that have ended. Only these pids are waited for: `waitpid(-1)` could also
+    # take the exit status of a child that an imported module has started.
     signal.signal(signal.SIGCHLD, lambda *_: watching.difference_update(
         [pid for pid in watching if os.waitpid(pid, os.WNOHANG)[0]]))
     with socket.socket(fileno=int(calls)) as heard:
         for call in itertools.count():
             name, fds, *_ = socket.recv_fds(heard, 4096, 1)
-            if not name:        # the caller is gone
+            if not name:        # the process that sends calls has ended
                 break
             caller = Channel(fds[0])
             try:
-                # with everything that it imports
+                # imports the function's module, with all that this module imports
                 function = pkgutil.resolve_name(name.decode())
             except Exception as error:
                 record = _record(error)
                 sentence = f"cannot import {name.decode()}: {record['error']}"
                 caller.send("error", ["RunFailedError", f"{sentence}\n\n{record['traceback']}"])
             else:
-                # a collection would write to the pages that ranks share, and so copy them
+                # Garbage collection in a fork would write to pages that it shares with this
+                # process, and so copy them. `freeze` keeps existing objects out of collections.
                 gc.freeze()
                 if not (pid := os.fork()):
                     heard.close()

@@ -1,10 +1,9 @@
-"""Rows: facts about a technique that are known without running it. No torch.
+"""Rows: what is known about a technique without running it. This package does not import torch.
 
-docs/techniques.md lists every family, row and setting.
-
-A family is a dict of rows by name (`lpkit.techniques.row`). Config, predictor, runtime, doctor and
-documentation read the same row. So a technique is one row, in this package or in another, and one
-implementation.
+A family is a dict of rows by name (`lpkit.techniques.row`), for example all optimizers. Config,
+predictor, runtime, doctor and documentation read the same row. So a technique consists of one row,
+in this package or in another, and one implementation. docs/techniques.md lists every family, row
+and setting.
 """
 
 from lpkit.techniques import (
@@ -21,7 +20,7 @@ from lpkit.techniques import (
     schedules,
 )
 
-FAMILIES = {        # by the field of a Config that names a row
+FAMILIES = {        # field of a Config: the family from which it names a row
     "optimizer": optimizers.OPTIMIZERS,
     "objective": objectives.OBJECTIVES,
     "schedule": schedules.SCHEDULES,

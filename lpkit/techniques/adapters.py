@@ -1,8 +1,10 @@
-"""Adapters: a few new weights beside a frozen model. Rows of `model.changes`. No torch.
+"""Adapters: a few trained weights that are added to a frozen model. Rows of `model.changes`. This
+module does not import torch.
 
-All weights of the model are frozen, so they have no gradients, no optimizer moments and no matmuls
-for weight gradients. What backward needs to reach the first adapter is still saved. With
-`start.run`, adapters adapt the weights of a run; without it, they adapt an initialisation.
+All weights of the model are frozen: they have no gradients, no optimizer moments and no matmuls for
+weight gradients. Backward still computes the gradients of activations down to the first adapter,
+and forward saves what this needs. With `start.run`, the frozen weights are those of a run; without
+it, they are an initialisation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,12 +25,16 @@ class AdapterSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(AdapterSettings):
-    """`shared`: q, k and v (or gate and up) share one A, as in GPT-2's c_attn; else each has an
-    A."""
+    """LoRA adds scale * B A to a frozen weight W (out, in), with A (rank, in) and B (out, rank).
 
-    keeps_base: ClassVar[bool] = True       # frozen weights are those that the run began with
+    shared: q, k and v (or gate and up), which are one weight, have one A, as in peft for GPT-2's
+            c_attn; otherwise each of them has its own A
+    """
+
+    keeps_base: ClassVar[bool] = True       # the frozen weights stay as they were at the beginning
     reads_base: ClassVar[bool] = False      # initial adapter weights are computed from W
-    vectors: ClassVar[Mapping[str, str]] = {}   # field of each trained vector, by peft's name
+    # {name of a trained vector in peft's files: field of the adapter}
+    vectors: ClassVar[Mapping[str, str]] = {}
 
     rank: Count = 8
     alpha: Positive = 16.0
@@ -40,41 +46,50 @@ class LoraSettings(AdapterSettings):
 
 
 def virtual(m: Any, in_stream: bool = False) -> int:
-    """Return the number of learned positions before a text, from settings that have `places`.
-    `in_stream`: count only positions that run through the blocks."""
-    return sum(one.places for one in m.changes if hasattr(one, "places")
-               and (one.in_stream or not in_stream))
+    """Return the number of learned positions that the changes of model `m` put before a text (as a
+    prompt or a prefix), from changes that have `places`.
+
+    in_stream: count only positions that are part of the residual stream, not those that only
+               attention sees
+    """
+    return sum(change.places for change in m.changes if hasattr(change, "places")
+               and (change.in_stream or not in_stream))
 
 
 def attended(m: Any) -> Any:
-    """Return the model without changes, with the context length that attention sees."""
+    """Return the ModelConfig `m` with the context length that attention sees: m.T plus the learned
+    positions before the text."""
     return replace(m, context=m.T + virtual(m), changes=()) if virtual(m) else m
 
 
 def drops_probabilities(m: Any) -> bool:
-    """True if a change sets attention probabilities to 0 in an update (settings with `drops`)."""
-    return any(getattr(one, "drops", False) for one in m.changes)
+    """Return whether a change of model `m` sets attention probabilities to 0 at random in updates:
+    its settings have `drops`."""
+    return any(getattr(change, "drops", False) for change in m.changes)
 
 
 def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
-    """Return the `names` that `settings` adapts, in order. Raises ConfigError for a pattern that
-    matches no name."""
+    """Return those of the `names` of Linears to which `settings` adds adapters, in order. Raises
+    ConfigError for a pattern in `settings.targets` that matches no name."""
     names = list(names)
     for pattern in settings.targets:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"model.changes={settings.name} has the target {shown(pattern)}, but "
                               f"no Linear of a block is called so; {nearest(pattern, names)}")
-    return [name for name in names if any(fnmatchcase(name, one) for one in settings.targets)]
+    return [name for name in names
+            if any(fnmatchcase(name, pattern) for pattern in settings.targets)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedBaseSettings(Settings):
     format: Literal["nf4", "e4m3fn", "int8", "int4"] = "nf4"
     block: Literal[32, 64, 128, 256, 512, 1024] = 64    # weights that share a scale
-    double: bool = True     # store scales in 8 bits minus their mean, with a float32 per 256 scales
+    # subtract the mean of the scales and store them in 8 bits, with a float32 scale per 256 scales
+    double: bool = True
 
 
 def _beside_casts(config: Any, recipe: Any) -> str:
+    """Return why a quantised base does not go with the recipe or the layout; "": it does."""
     if not (recipe.products or recipe.loss_scaling or config.parallel.stage > 1):
         return ""
     return ("is multiplied in bf16 or float32, and each rank has all of it; set "
@@ -86,10 +101,11 @@ TERMS, FILES = "lpkit.predict.adapters:", "lpkit.exchange.adapted:"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Kind):
-    """A row of MODEL_CHANGES whose bytes the formula follows tensor by tensor.
+    """A row of MODEL_CHANGES whose bytes the memory formula predicts tensor by tensor.
 
-    For peft's files: `theirs` are the keys of adapter_config.json that mean this row. `saves(run,
-    tensors, folder)` and `brings(folder, said, base, out, name)` are "package.module:name".
+    theirs: the entries of peft's adapter_config.json that mean this row
+    saves:  "package.module:name" of f(run, tensors, folder), which exports the adapter for peft
+    brings: "package.module:name" of f(folder, peft's config, base, out, name), which imports it
     """
 
     theirs: Mapping[str, Any] = field(default_factory=dict)
@@ -99,7 +115,8 @@ class Adapter(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Adapter):
-    """A product of two thin matrices beside each target. All such rows share the file format."""
+    """A product of two thin matrices is added to each target. All such rows have the same format of
+    files."""
 
     operations: str = TERMS + "lora"
     implementation: str = "lpkit.nn.adapters:add_lora"
@@ -107,15 +124,17 @@ class LowRank(Adapter):
     brings: str = FILES + "bring_lora"
 
 
-# endings of the names of its buffers
+# endings of the names of the buffers of a quantised base
 CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")
 ADAPTERS: dict[str, Kind] = {
     "lora": LowRank(
-        why="beside each frozen matrix a product of two thin ones", settings=LoraSettings(),
+        why="adds a product of two thin matrices to each frozen matrix", settings=LoraSettings(),
         source="Hu et al. 2021, arXiv:2106.09685", theirs={"peft_type": "LORA"}),
-    "quantised-base": Adapter(      # the weights that adapters before it in the list freeze
-        operations=TERMS + "in_codes", why="frozen matrices of blocks as codes and scales, made "
-        "anew for each product", source="Dettmers et al. 2023, arXiv:2305.14314",
+    # stores the weights that the adapters before it in `model.changes` have frozen
+    "quantised-base": Adapter(
+        operations=TERMS + "in_codes", why="stores the frozen matrices of blocks as codes and "
+        "scales, and decodes them again for each product",
+        source="Dettmers et al. 2023, arXiv:2305.14314",
         settings=QuantisedBaseSettings(), problem=_beside_casts,
         implementation="lpkit.memory.quantised_base:quantise_base"),
 }

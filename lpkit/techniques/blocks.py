@@ -1,4 +1,4 @@
-"""A transformer as a list of operations. Everything about its size is a sum over this list.
+"""A Transformer as a list of operations. Its parameters, FLOPs and bytes are sums over this list.
 
     one block, pre-norm             saves for backward              D: width, F: MLP width
 
@@ -12,16 +12,17 @@
     add2        stream + result     nothing
 
 An `Op` (`lpkit.techniques.operation`) describes one operation: its parameters, saved bytes, moved
-bytes, and `backward`, a tuple of Holds. A Hold (nbytes, frees, grows) is one moment of a backward
-pass: `nbytes` are alive for a moment, then the share `frees` of the saved bytes is freed, and
-gradients that wait for the next operation grow by `grows` bytes.
+bytes, and `backward`, a tuple of Holds. A Hold (nbytes, frees, grows) is one moment of the backward
+of an operation: `nbytes` are allocated; then the share `frees` of the operation's saved bytes is
+freed; and the bytes of gradients that wait for the next operation change by `grows`.
 
-Example: gelu with 4 tokens, F = 8 in float32 saves 4 * 8 * 4 = 128 bytes. Its backward is
-Hold(nbytes=128, frees=1.0): the gradient of its input appears, then the saved input is freed. The
-gradient of its output is freed as well, and has the same size, so `grows` is 0.
+Example: gelu with 4 tokens and F = 8 in float32 saves its input, 4 * 8 * 4 = 128 bytes. Its
+backward is Hold(nbytes=128, frees=1.0): the gradient of the input is allocated (128 bytes), then
+the saved input is freed (128 bytes). Afterwards the gradient of the input waits instead of the
+gradient of the output, which has the same size, so `grows` is 0.
 
-`lpkit.predict` sums over the list (`params`, `flops`, `activations`, `walk`). A new norm, MLP or
-block needs one more row here, and the module that its row names.
+`lpkit.predict` sums over the list (`params`, `flops`, `activations`, `walk`). To add a norm, MLP or
+block, add a row here, and the module that the row names.
 """
 
 import functools
@@ -37,23 +38,26 @@ from lpkit.techniques.operation import FP32, POSITIONS, TOKEN_ID, Hold, Kind, Mi
 # Norms and additions.
 
 def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """Saves its input, and a mean and a reciprocal standard deviation for each token."""
+    """Return LayerNorm as an operation. It saves its input (B, T, D), and for each token the mean
+    and the reciprocal standard deviation."""
     m, stream = s.model, s.stream_bytes
     return _norm(name, s, params=m.D * (1 + m.bias), saved=stream + 2 * s.tokens * s.residual_bytes,
                  backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
 
 
 def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """On a GPU one kernel, which saves its input and a number for each token. On a CPU several
-    operations in float32, which save two tensors of the input's size in float32. One of the two is
-    for the gradient of the gain."""
+    """Return RMSNorm as an operation. On a GPU it is one kernel, which saves its input (B, T, D)
+    and a number for each token. On a CPU it is several operations in float32, which save two
+    float32 tensors of the input's shape: one for the gradient of the gain (not if the gain is
+    frozen), and one for the gradient of the input."""
     stream, wide = s.stream_bytes, s.tokens * s.model.D * FP32
     if s.kind == "gpu" and not s.norms_written_out:
         return _norm(name, s, params=s.model.D, saved=stream + s.tokens * FP32,
                      backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
 
     def written_out(gain: bool) -> Op:
-        # wide: one tensor in float32. First comes the gain's gradient, then the input's gradient.
+        # `wide`: bytes of (B, T, D) in float32. Backward computes the gradient of the gain first
+        # (first Hold), then the gradient of the input (second Hold).
         saved = (1 + gain) * wide + s.tokens * FP32
         backward = (Hold(nbytes=(1 + gain) * wide, frees=gain * wide / saved),
                     Hold(nbytes=(3 if residual else 4) * wide, frees=1 - gain * wide / saved))
@@ -63,7 +67,8 @@ def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
 
 
 def no_norm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """No norm. The gradients of the branches that read the stream are still added."""
+    """Return an operation without a norm. In backward, the gradient of the branch is still added to
+    the gradient of the residual stream."""
     return replace(_norm(name, s, params=0, saved=0, backward=(), residual=residual), moved_bytes=0)
 
 
@@ -71,8 +76,12 @@ def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tupl
           residual: bool) -> Op:
     """Return a norm as an operation.
 
-    It moves its input and result, and both once more if the result is cast. At the end of backward,
-    the gradient of its input is added to the gradient of the stream that bypassed the norm."""
+    params, saved, backward: as in `Op`, for this kind of norm
+    residual: the residual stream bypasses the norm. Then backward ends with an addition: the
+              gradient of the norm's input to the gradient of the stream
+
+    It reads its input and writes its result. Under autocast, the result is read once more and
+    written in 16 bits."""
     cast = s.residual_bytes + s.compute_bytes if s.mixed else 0
     added = (Hold(nbytes=s.stream_bytes, grows=-s.stream_bytes),) if residual else ()
     return Op(name=name, part="norms", params=params, shape=(s.model.D,), saved_bytes=saved,
@@ -81,7 +90,8 @@ def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tupl
 
 
 def residual_add(name: str, s: MicroBatch) -> Op:
-    """Backward casts the gradient of the stream for the Linear whose result was added."""
+    """Return the addition of a branch's result to the residual stream. Under autocast, backward
+    casts the gradient of the stream to 16 bits, for the Linear whose result was added."""
     numbers = s.tokens * s.model.D
     return Op(name=name, part="", in_stream=True,
               moved_bytes=numbers * (2 * s.residual_bytes + s.compute_bytes),
@@ -94,6 +104,7 @@ MLP_READS = ("mlp.up", "mlp.gate_up")
 
 
 def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
+    """Yield the operations of down(gelu(up(x))). `wide`: bytes of (B, T, F)."""
     m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
     yield linear("mlp.up", s, m.D, m.F, cut="column", bias=m.bias)
     yield Op(name="mlp", part="mlp", saved_bytes=wide, saved_itemsize=s.compute_bytes,
@@ -102,17 +113,18 @@ def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
 
 
 def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
-    """down(silu(gate(x)) * up(x)). It saves gate and up, which are adjacent, and silu(gate)."""
+    """Yield the operations of down(silu(gate(x)) * up(x)). `wide`: bytes of (B, T, F). It saves
+    gate(x) and up(x), which are one tensor (B, T, 2 F), and silu(gate(x))."""
     m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
-    # the fused kernel saves no silu(gate), and computes it again
+    # `kept`: saved tensors of `wide` bytes. The fused kernel computes silu(gate(x)) again.
     kept = 2 if s.saves_inputs else 3
     yield linear("mlp.gate_up", s, m.D, 2 * m.F, cut="column", bias=m.bias)
     backward = (
-        # gradients of silu(gate) and of up
+        # gradients of silu(gate(x)) and of up(x); then silu(gate(x)) is freed
         Hold(nbytes=2 * wide, frees=(kept - 2) / kept, grows=wide),
+        # gradient of gate(x); then gate(x) and up(x) are freed
         Hold(nbytes=wide, frees=2 / kept),
-        # gradient of gate; gate and up are freed
-        # both gradients, and their copy side by side
+        # the gradients of gate(x) and up(x) are copied into one tensor (B, T, 2 F)
         Hold(nbytes=2 * wide))
     yield Op(name="mlp", part="mlp", saved_bytes=kept * wide, saved_itemsize=s.compute_bytes,
              moved_bytes=5 * wide, backward=backward)
@@ -132,7 +144,7 @@ def pre_norm(s: MicroBatch) -> Iterator[Op]:
 
 
 def parallel(s: MicroBatch) -> Iterator[Op]:
-    """Attention and MLP read the result of the same norm."""
+    """Yield the operations of a block whose attention and MLP read the result of the same norm."""
     ops = {op.name: op for op in pre_norm(s)}
     yield ops.pop("norm1")
     del ops["norm2"]
@@ -140,8 +152,9 @@ def parallel(s: MicroBatch) -> Iterator[Op]:
 
 
 def reading_one(s: MicroBatch, ops: Iterable[Op]) -> Iterator[Op]:
-    """Yield the operations of two branches that read the same result. If no branch casts it, it is
-    saved once. The gradients of both branches are added."""
+    """Yield the `ops` of two branches (attention and MLP) that read the same result of a norm. In
+    backward, the gradients of both branches are added. If no branch casts the result, both save the
+    same tensor, which is counted only for attention."""
     yield Op(name="branches", part="", in_stream=True, backward=(Hold(grows=-s.stream_bytes),))
     once = not s.mixed and s.operand_bytes is None
     for op in ops:
@@ -149,11 +162,11 @@ def reading_one(s: MicroBatch, ops: Iterable[Op]) -> Iterator[Op]:
 
 
 NORMS: dict[str, Kind] = {
-    "layernorm": Kind(operations=layernorm, why="a token less its mean, over its deviation",
+    "layernorm": Kind(operations=layernorm, why="(x - mean) / standard deviation of each token",
                       implementation="lpkit.nn.layers:layernorm"),
-    "rmsnorm": Kind(operations=rmsnorm, why="a token over the root of its mean square",
+    "rmsnorm": Kind(operations=rmsnorm, why="x / root mean square of each token",
                     implementation="lpkit.nn.layers:rmsnorm"),
-    "none": Kind(operations=no_norm, why="the stream as it is",
+    "none": Kind(operations=no_norm, why="no norm: attention and MLP read the residual stream",
                  implementation="torch.nn:Identity"),
 }
 MLPS: dict[str, Kind] = {
@@ -167,26 +180,31 @@ MLPS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Block(Kind):
-    """A row of BLOCKS. `refuses(model)` returns why a model cannot have this block, and what to do,
-    or an empty string. `uncut` says why a rank cannot have a part of its heads or tokens."""
+    """A row of BLOCKS.
+
+    refuses: f(model) -> why a model cannot have this block, and the way out; "": it can
+    uncut:   why the block cannot be divided over ranks by heads or tokens; "": it can
+    """
 
     refuses: Callable[[Any], str] = lambda m: ""
     uncut: str = ""
 
 
 BLOCKS: dict[str, Kind] = {
-    "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP, whose "
-                      "results are added", implementation="lpkit.nn.transformer:Block",
+    "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP; their "
+                      "results are added to the residual stream",
+                      implementation="lpkit.nn.transformer:Block",
                       source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
     "parallel": Block(operations=parallel, implementation="lpkit.nn.transformer:Parallel",
-                      why="attention and MLP read one norm, and both are added",
+                      why="attention and MLP read the same norm; their results are both added",
                       source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 2"),
 }
 
 
-# Changes of the model, in the order of `model.changes`. `operations(ops, s, settings)` returns the
-# changed operations. The implementation is f(model, settings); it changes the model in place after
-# initialisation. Other rows come from other packages (docs/own_technique.md).
+# The rows of `model.changes`. A config can name several; they are applied in order.
+# `operations(ops, s, settings)` returns the changed operations. The implementation is
+# f(model, settings), which changes the model in place after the initialisation. Other packages can
+# add rows (docs/own_technique.md).
 MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS}
 
 
@@ -219,18 +237,20 @@ class Operations:
 
     @functools.cached_property
     def linear_weights(self) -> float:
-        """Numbers in a block's matrices, without shared matrices and matrices stored as codes."""
+        """Number of weights in the matrices of one block. A matrix that is shared with another
+        block is not counted again, and matrices that are stored as codes are not counted."""
         return sum(op.weights * op.own for op in self.linears if not op.stored_bytes)
 
     @functools.cached_property
     def trained_weights(self) -> float:
-        """Numbers in a block's matrices that are trained, without shared matrices."""
+        """Number of trained weights in the matrices of one block. A matrix that is shared with
+        another block is not counted again."""
         return sum(op.weights * op.own for op in self.linears if op.trained)
 
     @functools.cached_property
     def small(self) -> tuple[float, float]:
-        """Trained gains and biases of one block: (cut together with a matrix's columns, whole on
-        every tensor rank)."""
+        """Numbers of trained gains and biases of one block: (those that tensor parallelism cuts, in
+        column layers; those that every rank has)."""
         trained = [op for op in self.block if op.trained]
         cut = sum([(op.params - op.weights) * op.own for op in trained if op.cut == "column"])
         return cut, sum([(op.params - op.weights) * op.own for op in trained]) - cut
@@ -248,14 +268,14 @@ class Operations:
 
 @functools.lru_cache(maxsize=1024)
 def operations(s: MicroBatch) -> Operations:
-    """Return the operations of the model of `s`, as its settings name rows of the tables above."""
+    """Return the operations of the model `s.model` for the micro-batch `s`."""
     m, N = s.model, s.tokens
-    # logits in float32 and their log-probabilities; under autocast also 16-bit logits and their
-    # cast
+    # Bytes that the loss moves per logit: float32 logits are read, float32 log-probabilities are
+    # written; under autocast, 16-bit logits are first read and cast to float32.
     logits = 2 * FP32 + (s.compute_bytes + FP32 if s.compute_bytes < FP32 else 0)
     ops = Operations(
-        # moves: table rows read, embeddings written; embeddings and positions read, their sum
-        # written
+        # 5 moves of (B, T, D): read rows of the table, write embeddings; read embeddings, read
+        # positions, write their sum
         embed=Op(name="embed", part="embedding", params=m.V * m.D, shape=(m.V, m.D),
                  saved_bytes=N * TOKEN_ID, moved_bytes=5 * N * m.D * s.residual_bytes),
         positions=POSITIONS[m.position].operations(s),
@@ -265,13 +285,13 @@ def operations(s: MicroBatch) -> Operations:
                 cut="column", reads_residual=True,
                 saved_bytes=N * m.D * (s.compute_bytes if s.head_bytes is None else s.head_bytes),
                 saved_itemsize=s.compute_bytes),
-        # saves: float32 log-probabilities, targets, and the number of targets that count
+        # saves: float32 log-probabilities (B, T, V), targets (B, T), number of targets that count
         loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32,
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
         ops = MODEL_CHANGES[change.name].formula(ops, s, change)
     if m.shares:
-        # picks the tokens that enter the block and puts them back beside the tokens that bypass it
+        # selects the tokens that enter a block, and joins the block's result with the other tokens
         around = Op(name="around", part="", in_stream=True,
                     moved_bytes=4 * s.stream_bytes * (1 - sum(m.shares) / len(m.shares)))
         ops = replace(ops, block=(around, *(op.seeing(*m.shares) for op in ops.block)))

@@ -1,9 +1,10 @@
-"""The past keys and values that a model keeps while it generates: where, and in how many bits. No
-torch.
+"""The key/value cache of generation: how many bits a number has, and which slot each token gets.
+This module does not import torch.
 
-A key or value is needed until no later query sees it. Then the next token takes its slot. So full
-attention keeps every token of the context, a window keeps its size and the global tokens, and
-blocks keep those that a later block sees. A kind with a state names another class in its row.
+A key and a value are needed as long as a later query sees them. Then a new token can take their
+slot. So full attention keeps a slot for each token of the context; window attention, for the tokens
+of the window and the global tokens; block-sparse attention, for the tokens of blocks that a later
+block sees. A kind of attention with a state has its own cache class in its row.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from lpkit.techniques.row import Row
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat(Row):
-    """`group` adjacent numbers of a head's key or value share a scale and, if the codes have an
-    offset, their minimum. The implementation is a `lpkit.nn.kv_cache.Stored`."""
+    """A format in which keys and values are stored. The implementation is a subclass of
+    `lpkit.nn.kv_cache.Stored`."""
 
-    bits: int | None = None     # bits of a number; None: as computed
-    group: int | None = None    # None: all numbers of a head
-    offset: bool = False
+    bits: int | None = None     # bits of a code; None: numbers are stored as they were computed
+    group: int | None = None    # adjacent numbers that share a scale; None: all E of a head
+    offset: bool = False        # a group also stores its minimum, to which its codes are relative
 
     def groups(self, E: int) -> int:
+        """Return the number of groups in the key of a head with E dimensions."""
         return -(-E // (self.group or E))
 
 
@@ -43,15 +45,22 @@ CACHES: dict[str, CacheFormat] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The slots of keys and values. The `first` tokens keep their slots; the others take turns.
-    `table`: the slot of each token, if they do not take turns."""
+    """Which of the `count` slots of a cache each token gets. The `first` tokens keep their slots.
+    The other slots are used in turn, so that a new token replaces the oldest one.
+
+    table: the slot of each token by position, for block-sparse attention; (): as above
+    """
 
     count: int
     first: int = 0
     table: tuple[int, ...] = ()
 
     def of(self, place: int) -> int:
-        """Return the slot of the token at position `place`, from 0."""
+        """Return the slot of the token at position `place` (the first token has position 0).
+
+        >>> [Slots(count=4, first=1).of(place) for place in range(8)]
+        [0, 1, 2, 3, 1, 2, 3, 1]
+        """
         if self.table:
             return self.table[place]
         if place < self.first:
@@ -60,18 +69,24 @@ class Slots:
 
 
 def refuse_keys_to_come(model: Any) -> None:
-    """Raise ConfigError for attention that is not causal: a new token changes all earlier ones."""
+    """Raise ConfigError for attention that is not causal: there, a new token changes the results of
+    all earlier tokens, so nothing can be cached."""
     rule = model.attention.rule(model.T)
     if rule is not None and not rule.causal:
         raise ConfigError(f"model.attention={model.attention.name} sees tokens to come, so that a "
-                          f"new one changes all before it, and nothing can be generated or cached; "
-                          f"ask Training.logits about whole texts, or train a causal kind")
+                          f"new token changes all tokens before it, and nothing can be generated "
+                          f"or cached; ask Training.logits for the logits of whole texts, or train "
+                          f"a model with a causal kind")
 
 
 def slots(rule: Rule, tokens: int, first: int = 0) -> Slots:
-    """Return slots for `first` tokens that stay (a prompt) and up to `tokens` others, of which the
-    oldest are dropped. A rule with blocks has a table up to the end of the context, where its slots
-    end too."""
+    """Return the slots that a rule needs.
+
+    tokens: most tokens after the `first` ones; then the oldest of them is replaced
+    first:  tokens that stay, as a learned prompt
+
+    A rule with blocks gets a table of the slots of all `tokens` positions, and no others.
+    """
     if rule.blocks is not None:
         return _of_blocks(rule, tokens)
     if rule.window is None:
@@ -81,7 +96,8 @@ def slots(rule: Rule, tokens: int, first: int = 0) -> Slots:
 
 
 def _of_blocks(rule: Rule, tokens: int) -> Slots:
-    """Give each block the place of a block that neither it nor a later block sees."""
+    """Return slots for block-sparse attention: a new block takes the slots of a block that no query
+    of this or a later block sees, if there is one."""
     size, places, taken = rule.block, [], {}
     for a in range(-(-tokens // size)):
         taken = {b: at for b, at in taken.items() if any(row[b] for row in rule.blocks[a:])}

@@ -1,5 +1,6 @@
-"""Data policies: which tokens are seen, and in what order. The implementation is a
-contracts.DataPolicy, made of (tokens, batch, context, seed) and of its row's settings, by name."""
+"""Data policies: which tokens of a text a run sees, and in which order. The implementation is a
+class of contracts.DataPolicy. Its keyword arguments are tokens, batch (number of sequences),
+context (tokens of each), seed, and the settings of its row."""
 
 from __future__ import annotations
 
@@ -13,9 +14,14 @@ from lpkit.techniques.row import Row, Settings, chosen
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Row):
-    """`gives_ids`: batches contain the document of each token. `hides`: no target is among the
-    tokens, so attention that is not causal can be trained. `evaluation`: the row that reads the
-    run's validation data. `seeded`: another seed gives other batches."""
+    """A row of POLICIES.
+
+    gives_ids:  a batch has the id of each token's document
+    hides:      a batch's targets are not among its tokens, so that attention that is not causal
+                can be trained
+    evaluation: the row that reads the validation data of the run
+    seeded:     the batches depend on the seed
+    """
 
     gives_ids: bool = False
     hides: bool = False
@@ -26,13 +32,13 @@ class Policy(Row):
 POLICIES: dict[str, Policy] = {
     "random-windows": Policy(why="windows drawn uniformly, with replacement",
                              implementation="lpkit.datasets.policies:RandomWindows"),
-    "spread-windows": Policy(why="every window once, any few of them a fair sample of the corpus",
+    "spread-windows": Policy(why="every window once; the first windows are spread over the text",
                              implementation="lpkit.datasets.policies:SpreadWindows", seeded=False),
-    "random-documents": Policy(why="random windows that say which document a token is of; the "
-                               "first token of the next is nobody's target",
+    "random-documents": Policy(why="random windows with the document id of each token; the first "
+                               "token of a document is not a target",
                                implementation="lpkit.datasets.policies:RandomDocuments",
                                gives_ids=True, evaluation="spread-documents"),
-    "spread-documents": Policy(why="spread windows that say the same",
+    "spread-documents": Policy(why="spread windows with the document id of each token",
                                implementation="lpkit.datasets.policies:SpreadDocuments",
                                gives_ids=True, evaluation="spread-documents", seeded=False),
 }
@@ -40,8 +46,12 @@ POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Row):
-    """`at(step, settings, sequences, context)`: (sequences, tokens of each) in an update, with step
-    from 0, up to the config's `sequences` and `context`; None: always the config's."""
+    """A row of SIZES: the size of each update.
+
+    `at(step, settings, sequences, context)` returns (sequences, tokens of each) of the update after
+    `step` updates: at most `sequences` (the config's global_batch) and `context` (model.context).
+    None: every update has these sizes.
+    """
 
     at: Callable[[int, Settings, int, int], tuple[int, int]] | None = None
 
@@ -52,13 +62,14 @@ SIZES: dict[str, Sizes] = {
 
 
 def evaluating(policy: Settings) -> Settings:
-    """Return the policy that reads the validation data of a run."""
+    """Return the settings of the policy that reads the validation data, if `policy` reads the
+    training data."""
     other = POLICIES[policy.name].evaluation
     return policy if other == policy.name else chosen(POLICIES, other)
 
 
 def cannot_train(model: Any, policy: Settings) -> str:
-    """Return why a policy cannot train a model, and the way out; "": it can."""
+    """Return why `policy` cannot train a model (a ModelConfig), and the way out; "": it can."""
     kind, row = model.attention.name, POLICIES[policy.name]
     rule = model.attention.rule(model.T)
     if not (row.hides or rule is None or rule.causal):

@@ -1,7 +1,8 @@
-"""Which machines multiply a recipe's operands themselves, from PyTorch and vendors.
+"""Which machines have hardware instructions that multiply the operands of a recipe under PyTorch.
+The facts are from PyTorch's tests and from vendors.
 
-A run makes the same decision by asking the device (`lpkit.precision.backends.choose`). This module
-knows machines that are not present, for predictions and for `lpkit.measure.matrix`.
+A run asks its own device instead (`lpkit.precision.backends.choose`). This module answers for
+machines that are not present, for predictions and for `lpkit.measure.matrix`.
 """
 
 from lpkit.techniques.machines import CATALOGUE, Machine
@@ -13,11 +14,11 @@ FNUZ = ("MI300's FP8 is the FNUZ variant, with other largest values than E4M3FN"
         "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/fp8_numbers.html")
 UNTRIED = ("no run here has seen PyTorch multiply these formats on it", TORCH)
 
-# The products that PyTorch runs on tensor cores, by the blocks of both operands: least compute
-# capability, whether a CPU runs it too, and words.
+# The products that PyTorch runs on tensor cores, by the blocks of both operands (`Cast.block`):
+# (lowest compute capability, whether a CPU kernel exists, what the scales are in words).
 # Sources: pytorch/test/test_scaled_matmul_cuda.py; CUTLASS and cuBLAS 12.9 release notes.
 
-Kind = tuple[tuple[int, int], tuple[int, int]]
+Kind = tuple[tuple[int, int], tuple[int, int]]      # block of the first operand, of the second
 _FLOAT8 = {
     ((ALL, ALL), (ALL, ALL)): ((8, 9), True, "one scale a tensor"),
     ((1, ALL), (1, ALL)): ((8, 9), True, "a scale a row"),
@@ -33,18 +34,24 @@ HARDWARE: dict[str, dict[Kind, tuple[tuple[int, int], bool, str]]] = {
 
 
 def dotted(capability: tuple[int, int]) -> str:
+    """Return a compute capability as text: (9, 0) as "9.0"."""
     return ".".join(map(str, capability))
 
 
 def capability_of(machine: Machine) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, measured or from the catalogue; else None."""
+    """Return the compute capability of an NVIDIA GPU, as measured or from the catalogue. None:
+    another device, or not known."""
     known = (machine.details or CATALOGUE.get(machine.name, machine).details).get("capability")
     return known and tuple(known)
 
 
 def multiplied(machine: Machine, recipe: Recipe) -> tuple[str, str, str]:
-    """Return status (native, emulated, no), reason and source, under PyTorch. A machine that only
-    its user described counts as native."""
+    """Return (status, reason, source) for the products of a recipe on a machine, under PyTorch.
+
+    status: "native", hardware instructions multiply the format; "emulated", PyTorch converts the
+            operands; "no", PyTorch has no such product on this machine
+    A machine that a user has described, and that is not in the catalogue, counts as native.
+    """
     capability, on_cpu_here = capability_of(machine), machine.kind == "cpu"
     if not (capability or on_cpu_here or machine.name in CATALOGUE):
         return "native", "", ""

@@ -1,4 +1,4 @@
-"""Initialisations. The implementation is f(model), which fills every parameter in place."""
+"""Initialisations. The implementation is f(model), which fills every parameter of the model."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,14 @@ from lpkit.techniques.row import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Init(Row):
-    again: bool = False     # changes parameters again after it has filled them
+    """An initialisation of another package."""
+
+    again: bool = False     # it changes parameters that it has filled before
 
 
 OF = "lpkit.nn.init:"
 INITS: dict[str, Row] = {
-    "gpt2": Init(why="N(0, 0.02), smaller by 1/sqrt(2 layers) where the residual stream is written",
+    "gpt2": Init(why="N(0, 0.02); times 1 / sqrt(2 layers) in Linears that write the stream",
                  source="Radford et al. 2019, section 2.3", implementation=OF + "gpt2"),
     "llama": Init(why="N(0, 0.02) everywhere", source="initializer_range of transformers' Llama",
                   implementation=OF + "llama"),

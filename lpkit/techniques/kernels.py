@@ -1,5 +1,6 @@
-"""Kernels: functions that the kit can compute in several ways. A row's implementation is a
-`lpkit.kernels.kernel.Kernel`: the definition, its other versions, and the test of a version."""
+"""Kernels: functions of which the kit has several versions, for example in PyTorch and in Triton. A
+row's implementation is a `lpkit.kernels.kernel.Kernel`: the definition, the other versions, and the
+test that a version computes the same numbers."""
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row
@@ -46,30 +47,35 @@ KERNELS: dict[str, Row] = {name: Row(
          "as adamw, with one slot"),
     )}
 
-OF_KERNEL = "kernel:"       # prefix of its name in a run's choices
+OF_KERNEL = "kernel:"       # in a run's recorded choices, the key of a kernel is "kernel:NAME"
 LOSS = "cross-entropy"      # the kernel of a chunked loss
 
 
 def asked_of(asked: str, kernel: str) -> str:
-    """Return the version of `kernel` in `system.kernels`: the kernel's own, else that of all."""
+    """Return the version of `kernel` that `asked` (a value of `system.kernels`) requests: the one
+    for this kernel, otherwise the one for all kernels, otherwise "auto".
+
+    >>> asked_of("triton,swiglu:compile", "swiglu"), asked_of("triton,swiglu:compile", "adamw")
+    ('compile', 'triton')
+    """
     each = by_name(asked)
     return each.get(kernel, each.get("", "auto"))
 
 
 def by_name(asked: str) -> dict[str, str]:
-    """Return versions by kernel; "" is the version of all others. Raises ConfigError for a kernel
-    that is named twice."""
+    """Return the versions that `asked` requests, by kernel. The key "" is the version for all other
+    kernels. Raises ConfigError if a kernel has two versions."""
     parts = [part.rpartition(":") for part in asked.split(",")]
     each = {name.strip(): version.strip() for name, _, version in parts}
     if len(each) < len(parts):
-        raise ConfigError(f"system.kernels={asked} has more than one version for the same; give "
-                          f"one for all, and one for each kernel that differs")
+        raise ConfigError(f"system.kernels={asked} has more than one version for the same kernel; "
+                          f"give one version for all kernels, and one for each kernel that differs")
     return each
 
 
 def check_asked(key: str, asked: str) -> None:
-    """Check `asked`: a version for all kernels, and versions of kernels by name, separated by
-    commas. Raises ConfigError."""
+    """Raise ConfigError if `asked` is not of the form "VERSION,KERNEL:VERSION,...", with known
+    kernels and versions. `key`: the setting, for the error."""
     for name, version in by_name(asked).items():
         if name:
             pick(KERNELS, name, f"kernel of {key}")

@@ -1,18 +1,22 @@
-"""A training run is spread over devices along five axes. Their product is the number of devices.
+"""Layouts: how a training run is divided over devices. A layout has five axes, and the product of
+their sizes is the number of devices (ranks).
 
-The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). Ranks
-count with `tensor` fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that ranks
-that communicate most are in one node.
+The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). The number
+of a rank counts `tensor` fastest, then `context`, `shard`, `data`, and `pipeline` slowest. So ranks
+that communicate most have consecutive numbers, and are in the same node. For example, with tensor=2
+and data=2, rank 1 has tensor coordinate 1 and data coordinate 0.
 
-data      replicas of everything, which all-reduce gradients (with `shard` above 1: hybrid sharding)
-shard     ranks with different batches, each with a part of the model states, ZeRO stage `zero`
+data      replicas with different sequences, which all-reduce their gradients (with `shard` above 1:
+          hybrid sharding)
+shard     ranks with different sequences, over which ZeRO stage `zero` divides the model states
           (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP is stage 3
-tensor    ranks with a part of each matrix, and of each sequence between the matrices: tensor with
-          sequence parallelism (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+tensor    ranks that have a part of each matrix, and, between the matrices, a part of each sequence:
+          tensor and sequence parallelism (Korthikanti et al. 2022,
+          https://arxiv.org/abs/2205.05198)
 pipeline  stages of consecutive layers (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473)
-context   ranks with a part of each sequence everywhere, dealt in zig-zag so that a causal mask
-          gives each rank the same work (Liu et al. 2023, https://arxiv.org/abs/2310.01889). They
-          share model states as `shard` ranks do
+context   ranks that have a part of each sequence in all layers, in zig-zag order, so that each rank
+          has the same work under a causal mask (Liu et al. 2023,
+          https://arxiv.org/abs/2310.01889). ZeRO divides the model states over these ranks, too
 """
 
 import functools
@@ -36,7 +40,7 @@ AXES = ("data", "shard", "tensor", "pipeline", "context")
 FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 
-# What ZeRO shards, by stage. The implementation is a `lpkit.parallel.sharding.Sharding`.
+# What ZeRO divides over ranks, by stage. The implementation is a class of `sharding.Sharding`.
 STAGES = {
     0: Row(why="no sharding: every rank has all states, and gradients are averaged",
            implementation="lpkit.parallel.replicas:Replicas"),
@@ -51,13 +55,15 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Row):
-    """A way to send whole gradients (ZeRO 0 and 1): in messages of `bucket_bytes`, with at least
-    one parameter. `overlaps`: a message is sent as soon as backward has its gradients.
+    """A way to send gradients with ZeRO 0 and 1.
 
-    A row of another package has `sent`, and is for ZeRO 0. sent(shape, ranks, itemsize): the bytes
-    that each rank sends for one message of an update. The message of a single parameter has the
-    parameter's shape. The implementation makes a `replicas.Replicas`, such as
-    `lessons.rows.reductions_torch.Averaged`."""
+    bucket_bytes: most bytes of one message; a larger parameter is a message of its own
+    overlaps:     a message is sent during backward, as soon as its gradients are computed
+    sent:         f(shape, ranks, itemsize) -> bytes that each rank sends for one message. The shape
+                  of the message is the parameter's shape if it has only one parameter. Only rows of
+                  other packages have it, and they are for ZeRO 0. Their implementation returns a
+                  `replicas.Replicas`, as `lessons.rows.reductions_torch.Averaged`
+    """
 
     implementation: str = "lpkit.parallel.replicas:Replicas"
     bucket_bytes: int
@@ -78,9 +84,12 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered(Row):
-    """A form in which gathered weights are sent (ZeRO 2 and 3). `mixed`: all in the compute dtype.
-    `cast`: weights that the recipe casts are sent as their 8-bit cast, by the transform that the
-    implementation makes of the `Sharding`."""
+    """The form in which weights are gathered with ZeRO 2 and 3.
+
+    mixed: all weights are sent in the dtype in which the recipe computes
+    cast:  weights that the recipe casts to 8 bits are sent as their casts. The implementation is
+           f(Sharding) -> contracts.Transform
+    """
 
     mixed: bool = False
     cast: bool = False
@@ -95,10 +104,13 @@ GATHERED = {
 
 @dataclass(frozen=True, kw_only=True)
 class ContextAttention(Row):
-    """A way to attend if each rank of a context group has a part of each sequence. The
-    implementation makes a `contracts.Attend` of the attention of one rank, and of the ranks.
-    `partial`: that attention is a `contracts.Partial` over some keys; else it has some heads, whose
-    number must divide."""
+    """A way to compute attention if each rank of a context group has a part of each sequence.
+
+    The implementation is f(attend, Ranks) -> contracts.Attend, as `lpkit.parallel.context.Ring`.
+    partial: `attend` is a `contracts.Partial` over some of the keys. False: it is a
+             `contracts.Attend` over all keys for some of the heads, whose number must be divisible
+             by the number of ranks
+    """
 
     partial: bool = False
 
@@ -112,14 +124,19 @@ CONTEXT = {
 
 
 def _stage(name: str, value: int) -> None:
+    """Raise ConfigError if `value` is not a stage of ZeRO."""
     if value not in STAGES:
         raise ConfigError(f"there is no ZeRO stage {shown(value)}; choose 0, 1, 2 or 3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
-    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) in each stage.
-    `attention`: how context ranks attend to tokens of other ranks."""
+    """The sizes of the five axes, and how their ranks work together.
+
+    zero:       stage of ZeRO, if there are several `shard` or `context` ranks
+    interleave: number of chunks of layers (virtual stages) that each rank of a pipeline has
+    reduction, gathered, schedule, attention: rows of REDUCTIONS, GATHERED, PIPELINES and CONTEXT
+    """
 
     where = "parallel."
 
@@ -156,29 +173,39 @@ class Layout(Checked):
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage; 0 if there are no ranks to shard over."""
+        """The stage of ZeRO; 0 if there are no ranks over which to divide model states."""
         return self.zero if self.state_ranks > 1 else 0
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of `rank` on each axis."""
-        found = {}
+        """Return the coordinate of `rank` on each axis.
+
+        >>> Layout(tensor=2, data=2).coordinates(1)["tensor"]
+        1
+        """
+        coordinates = {}
         for axis in FASTEST_FIRST:
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return coordinates
 
     def peers(self, rank: int, axes: Collection[str]) -> list[int]:
-        """Return the ranks, in order, whose coordinates differ from `rank` only on `axes`."""
-        step, found = 1, [rank]
+        """Return the ranks (with `rank` itself, in order) that have the same coordinates as `rank`
+        on all axes except `axes`.
+
+        >>> Layout(tensor=2, data=2).peers(1, ["data"])
+        [1, 3]
+        """
+        step, peers = 1, [rank]
         for axis in FASTEST_FIRST:
             size = getattr(self, axis)
             if axis in axes:
                 first = -(rank // step % size)
-                found = [one + (first + i) * step for i in range(size) for one in found]
+                peers = [peer + (first + i) * step for i in range(size) for peer in peers]
             step *= size
-        return sorted(found)
+        return sorted(peers)
 
     def batch_rank(self, rank: int) -> int:
-        """Return to which of the `batch_ranks` a rank belongs."""
+        """Return the number of the group of ranks that read the same sequences as `rank`: 0 to
+        batch_ranks - 1."""
         at = self.coordinates(rank)
         return at["data"] * self.shard + at["shard"]
 
@@ -192,8 +219,12 @@ class Layout(Checked):
 
 def check(config: Any, layout: Layout, devices: int | None = None,
           even: bool = True) -> None:
-    """Raise ConfigError if `config` cannot run in this layout (on `devices`, if given), with the
-    nearest sizes that can. Not `even`: stages may have different numbers of layers."""
+    """Raise ConfigError if `config` cannot run in `layout`, with the nearest sizes that can.
+
+    devices: number of devices that the layout must have; None: any
+    even:    all stages of a pipeline must have the same number of layers, except that the first and
+             the last may have one layer fewer
+    """
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
     if REDUCTIONS[layout.reduction].sent and (
@@ -240,8 +271,8 @@ def check(config: Any, layout: Layout, devices: int | None = None,
 
 
 def _refuse_chunks(config: Any, layout: Layout, even: bool) -> None:
-    """Raise ConfigError: the schedule has another number of chunks. The suggested ways can be
-    trained, or at least predicted."""
+    """Raise ConfigError: the schedule cannot have this number of chunks. Suggest changes with which
+    the layout can be trained, or, if there are none, predicted."""
     order, chunks = PIPELINES[layout.schedule], layout.interleave
     least, most = order.chunks
     ways = [{"interleave": order.nearest_chunks(chunks)},
@@ -256,22 +287,34 @@ def _refuse_chunks(config: Any, layout: Layout, even: bool) -> None:
 
 
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
-    """Return how many sequences a rank forwards at a time, and how often until the update. A single
-    device would split the batch into `pieces`, which limits the size of each."""
+    """Return (sequences of one micro-batch, micro-batches of one update) for each of `ranks` ranks.
+    A micro-batch has at most `global_batch // pieces` sequences: as many as on one device that
+    divides the batch into `pieces` micro-batches.
+
+    >>> micro_batch(64, 4, 8)
+    (8, 1)
+    """
     share = global_batch // ranks
     piece = max(n for n in divisors(share) if n <= global_batch // pieces)
     return piece, share // piece
 
 
 class Unsharded(NamedTuple):
-    """A setting that must be `only` if training has `several`: this ZeRO stage or a higher one on
-    several ranks, or several ranks on this axis."""
+    """A setting that must have one value in certain layouts.
+
+    several: the layouts: an integer is a stage of ZeRO (this stage or a higher one, on several
+             ranks); a string is an axis (with several ranks)
+    key:     the setting
+    only:    the value that it must have
+    why:     what another value would do, as the end of a sentence that begins with the setting
+    less:    f(config) -> whether another value is allowed in this config
+    """
 
     several: int | str
     key: str
     only: Any
     why: str
-    less: Callable[[Any], bool] = lambda config: False      # True where another value is allowed
+    less: Callable[[Any], bool] = lambda config: False
 
 
 UNSHARDED = (
@@ -280,7 +323,8 @@ UNSHARDED = (
     *(Unsharded(several, "memory.moment_format", "float32",
                 "has blocks that would cross the parts of two ranks")
       for several in (1, "tensor")),
-    Unsharded(1, "memory.optimizer_state", "device", "moves whole states, and a rank has only a part"),
+    Unsharded(1, "memory.optimizer_state", "device",
+              "moves whole states, and a rank has only a part"),
     Unsharded(2, "precision.cache_weight_casts", False,
               "keeps casts of weights that each micro-batch gathers again"),
     *(Unsharded(several, "precision.telemetry_every", 0,
@@ -306,7 +350,7 @@ UNSHARDED = (
     Unsharded("context", "objective", "next-token",
               "may read whole sequences, and a rank has only a part"),
 )
-# Groups of ranks that communicate, by the axes on which they differ.
+# Groups of ranks that communicate: {name: the axes on which the members have other coordinates}
 GROUPS = {
     "data": ("data",), "shard": ("shard", "context"), "replicas": ("data", "shard", "context"),
     "tensor": ("tensor",), "context": ("context",), "pipeline": ("pipeline",),
@@ -328,7 +372,8 @@ def trains(config: Any, changes: Mapping[str, Any]) -> bool:
 
 
 def refuse_ungatherable(config: Any, recipe: Recipe) -> None:
-    """Raise ConfigError if weights cannot be sent as casts by `recipe`, which is the config's."""
+    """Raise ConfigError if `parallel.gathered` sends weights as casts (Gathered.cast), and the
+    layout, the model or `recipe` (the resolved recipe of `config`) does not allow that."""
     layout = config.parallel
     if layout.devices == 1 or not GATHERED[layout.gathered].cast:
         return
@@ -338,21 +383,22 @@ def refuse_ungatherable(config: Any, recipe: Recipe) -> None:
         if layout.state_ranks == 1:
             whole = f"parallel.shard={layout.shard} leaves"
         more = trains(config, {"parallel.zero": 3}) and layout.state_ranks > 1
-        raise ConfigError(f"{asked} is of ZeRO 2 and 3, and {whole} whole weights; set "
+        raise ConfigError(f"{asked} is a setting of ZeRO 2 and 3, and {whole} whole weights; set "
                           f"parallel.gathered=float32{', or parallel.zero=3' if more else ''}")
     if config.model.changes:
-        names = ",".join(one.name for one in config.model.changes)
+        names = ",".join(change.name for change in config.model.changes)
         raise ConfigError(f"{asked} casts the weights that a rank updates, and "
                           f"model.changes={names} may freeze some; set parallel.gathered=compute")
     if not recipe.gathers:
         can = [row for row, recipe in RECIPES.items() if recipe.gathers]
-        raise ConfigError(f"{asked} sends a weight as the one cast, of 8 bits, that both its "
-                          f"products take, and precision.recipe={name} has none; set "
+        raise ConfigError(f"{asked} sends each weight as one 8-bit cast for both of its products, "
+                          f"and precision.recipe={name} has none; set "
                           f"parallel.gathered=compute, or use {', '.join(can[:-1])} or {can[-1]}")
 
 
 def refuse_untrainable(config: Any) -> None:
-    """Raise ConfigError for a layout that is only predicted, with all settings to change."""
+    """Raise ConfigError if training does not support the layout with the other settings of
+    `config`, although `lpkit predict` may. The error has all settings to change."""
     layout, stack = config.parallel, config.system.stack
     if stack != "auto":
         raise ConfigError(f"system.stack={stack} is for predictions; leave it out to train")
@@ -365,13 +411,13 @@ def refuse_untrainable(config: Any) -> None:
         at_stage = isinstance(row.several, int)
         asked = layout.stage >= row.several if at_stage else getattr(layout, row.several) > 1
         if asked and value != row.only and not row.less(config):
-            said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
-            why = why or f"{row.key}={said} {row.why}"
+            text = ",".join(part.name for part in value) if isinstance(value, tuple) else value
+            why = why or f"{row.key}={text} {row.why}"
             changes[row.key] = row.only
             lower = min(lower, row.several - 1) if at_stage else lower
     if layout.pipeline > 1 and layout.stage > 1:
-        why = why or (f"parallel.zero={layout.zero} gathers weights anew for each micro-batch, and "
-                      f"a pipeline has many under way")
+        why = why or (f"parallel.zero={layout.zero} gathers weights again for each micro-batch, "
+                      f"and a pipeline has several micro-batches under way")
         changes["parallel.zero"], lower = 1, layout.stage
         changes |= {"parallel.gathered": "compute"} if GATHERED[layout.gathered].cast else {}
     if layout.pipeline > 1 and (problem := PIPELINES[layout.schedule].problem(
@@ -380,21 +426,22 @@ def refuse_untrainable(config: Any) -> None:
         changes |= _ordered(config, layout)
     m = config.model
     if layout.tensor > 1 and m.attention.rule(m.T) is None:
-        why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
-                      f"heads so far")
+        why = why or (f"model.attention={m.attention.name} has gates and states, which training "
+                      f"cannot divide by heads yet")
         changes["parallel.tensor"] = 1
     if layout.tensor * layout.context > 1 and (uncut := getattr(BLOCKS[m.block], "uncut", "")):
         why = why or f"model.block={m.block} {uncut}"
         changes |= {"parallel.tensor": 1, "parallel.context": 1}
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
-        said = (f"model.changes={','.join(one.name for one in m.changes)}" if virtual(m) else
-                f"model.attention={m.attention.name}")
-        why = why or f"{said} takes whole sequences, and parallel.context={layout.context} cuts them"
+        setting = (f"model.changes={','.join(change.name for change in m.changes)}" if virtual(m)
+                   else f"model.attention={m.attention.name}")
+        why = why or f"{setting} takes whole sequences; parallel.context={layout.context} cuts them"
         changes["parallel.context"] = 1
     way, backend = layout.attention, ATTENTION.get(config.system.attention)     # None: auto
     if layout.context > 1 and CONTEXT[way].partial and backend and not backend.partial:
-        why = why or (f"parallel.attention={way} combines parts of the keys by their log-sums, "
-                      f"whose gradient system.attention={config.system.attention} has not")
+        why = why or (f"parallel.attention={way} combines parts of the keys by their log-sums, and "
+                      f"system.attention={config.system.attention} does not compute the gradient "
+                      f"of log-sums")
         changes["system.attention"] = "auto"
     if not why:
         return
@@ -405,30 +452,32 @@ def refuse_untrainable(config: Any) -> None:
 
 
 def _ordered(config: Any, layout: Layout) -> dict[str, Any]:
-    """Return the settings with which the schedule has an order: the nearest number of micro-batches
-    that divides a rank's sequences; else no pipeline."""
+    """Return changes of settings with which the pipeline schedule has an order: the nearest number
+    of micro-batches that divides a rank's sequences. If there is none: no pipeline."""
     row, ranks = PIPELINES[layout.schedule], layout.pipeline
     chunks = row.nearest_chunks(layout.interleave)
     for m in sorted(divisors(config.global_batch // layout.batch_ranks),
                     key=lambda m: abs(m - config.micro_batches)):
         if (stages_fit(config.model.L, ranks, chunks, row.places)
                 and not row.problem(ranks, chunks, m)):
-            found = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
+            changes = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
             more = {"grad_accum_steps": m * layout.batch_ranks} if m != config.micro_batches else {}
-            return found | more
+            return changes | more
     return {"parallel.pipeline": 1, "parallel.interleave": 1}
 
 
 def stages_fit(layers: int, stages: int, chunks: int, places: str = "loop") -> bool:
-    """Return whether all chunks have equally many layers, or the first and last have one fewer and
-    each rank still has layers. In a V, one rank has both."""
+    """Return whether `layers` can be divided so that all chunks have the same number of layers, or
+    so that the first and the last chunk have one layer fewer and each rank has some layers. With
+    `places` "v", one rank has the first and the last chunk."""
     fewer = 2 if places == "v" else 1
     return (layers % (stages * chunks) == 0
             or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > fewer))
 
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:
-    """'tensor may be 4 or 8': the next size that fits below `asked`, and above up to `most`."""
+    """Return a clause such as "tensor may be 4 or 8": the nearest sizes that fit, one below `asked`
+    and one above it, up to `most`."""
     # Even splits divide `most`. Stages of layers may also divide most + 2.
     sizes = sorted(n for n in {*divisors(most), *divisors(most + 2)} if n <= most and fits(n))
     below, above = [n for n in sizes if n < asked][-1:], [n for n in sizes if n > asked][:1]
@@ -436,7 +485,8 @@ def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> s
 
 
 def wrong_world(config: Any, layout: Layout, devices: int) -> str:
-    """Return what is wrong, and the axis sizes that are trained and that all other rules allow."""
+    """Return the error for a layout that does not have `devices` devices. It has axis sizes with
+    which the layout would have them, and which training supports."""
     product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
     ways = []
     for axis in AXES:
@@ -448,7 +498,8 @@ def wrong_world(config: Any, layout: Layout, devices: int) -> str:
 
 
 def _allowed(config: Any, layout: Layout, train: bool = True, even: bool = True) -> bool:
-    """Return whether `config` can run in this layout (not `train`: at least be predicted)."""
+    """Return whether `config` can run in this layout. With train=False, return whether its layout
+    can at least be predicted."""
     try:
         check(config, layout, even=even)
         return not train or trains(replace(config, parallel=layout), {})

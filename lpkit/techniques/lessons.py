@@ -1,8 +1,9 @@
-"""Import modules that have rows.
+"""Import modules that add rows to the families.
 
-Modules of `lessons.rows` are always the kit's own, next to the notebooks, whatever else is on
-Python's path. So files may name them, too. A kernel that imports a learner's copies of the lessons
-has the rows of the copies, and so do its processes.
+Modules of the package `lessons.rows` are part of the kit, and are always imported from the folder
+next to its notebooks, even if another package of this name is on Python's path. So they are safe,
+and a config file may name them. A notebook that works with a learner's copies of the lessons
+(environment variable LPKIT_LESSONS) gets the rows of the copies, and so do its child processes.
 """
 
 import importlib
@@ -26,34 +27,36 @@ def folder() -> Path:
 
 
 def has(module: str) -> bool:
-    """Return whether `module` is the full name of such a module."""
+    """Return whether `module` is the full name of a module of `lessons.rows`."""
     package, _, name = module.rpartition(".")
     return package == PACKAGE and name.isidentifier() and (folder() / f"{name}.py").is_file()
 
 
 def package() -> Any:
-    """Return the package `lessons.rows`, whose modules Python finds only in its folder. Raises
-    ConfigError if the folder is missing, or this process imported another package of this name."""
+    """Import and return the package `lessons.rows` of the kit. Raises ConfigError if its folder is
+    missing, or if this process has imported another package of this name."""
     if not folder().is_dir():
         raise ConfigError(f"there is no folder {named(folder())}; install lpkit again")
-    if (found := sys.modules.get(PACKAGE)) is None:
+    if (package := sys.modules.get(PACKAGE)) is None:
         spec = spec_from_file_location(PACKAGE, folder() / "__init__.py")
-        found = sys.modules[PACKAGE] = module_from_spec(spec)
-        spec.loader.exec_module(found)
-    if (other := Path(*found.__path__).resolve()) != (here := folder().resolve()):
+        package = sys.modules[PACKAGE] = module_from_spec(spec)
+        spec.loader.exec_module(package)
+    if (other := Path(*package.__path__).resolve()) != (here := folder().resolve()):
         raise ConfigError(f"{PACKAGE} is {named(other)} in this process, and the kit's own is "
                           f"{named(here)}; start Python in another folder")
-    return found
+    return package
 
 
 def having(field: str) -> Mapping[str, str]:
-    """Return the module of each row that lessons add to a family, without importing one."""
+    """Return {row: module} for the rows that modules of `lessons.rows` add to the family of Config
+    field `field`. The modules are not imported."""
     return package().where().get(field, {}) if folder().is_dir() else {}
 
 
 def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Import a module, unless it is imported, and return the rows that it adds to `tables` by field
-    and name, each with the module. Raises ConfigError as `outside.load` does."""
+    """Import module `name`, and return {(field, row's name): (row, module)} for the rows that it
+    adds to `tables`; empty if it was imported before. Raises ConfigError if the module is missing,
+    raises an error, or replaces a row; then `tables` has its old rows."""
     asked = f"imports={shown(name)}"
     if name.startswith(f"{PACKAGE}."):
         package()
@@ -75,7 +78,7 @@ def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, st
     if replaced and not why:
         why = f" replaces {replaced[0]}, a row that exists; give its own row another name"
     if why:
-        sys.modules.pop(name, None)     # a second import fails in the same way
+        sys.modules.pop(name, None)     # so that a second import raises the same error
         for field, rows in before.items():
             tables[field].clear()
             tables[field].update(rows)
@@ -85,7 +88,8 @@ def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, st
 
 
 def _why(error: BaseException, name: str) -> str:
-    """Return the reason at the module's own line; the deepest line may be in any library."""
+    """Return why module `name` could not be imported, with the line of the first file outside of
+    the import system: the line at which `error` was raised may be in any library."""
     if isinstance(error, ModuleNotFoundError) and error.name == name:
         return ": there is no module of this name; put the folder that holds it on PYTHONPATH"
     own = [frame for frame in traceback.extract_tb(error.__traceback__)

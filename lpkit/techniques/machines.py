@@ -1,17 +1,17 @@
-"""Machines for predictions. Each row has a device's best figures: memory, bandwidth, arithmetic,
-links, power, price. The rows are data/published/machines.toml; `lpkit.hardware` measures this
-machine. Units: bytes, bytes/s, FLOP/s, watts.
+"""Machines for predictions. A row has the peak figures of a device: memory, bandwidth, arithmetic,
+links, power, price. The rows are in data/published/machines.toml, and `lpkit.hardware` measures
+this machine. Units are bytes, bytes/s, FLOP/s, seconds, watts and US dollars.
 
-memory      the total that nvidia-smi or rocm-smi prints; vendors' GB are nearly GiB, minus what the
-            device keeps
-arithmetic  dense (datasheets often print twice as much, "with sparsity"), accumulated in float32;
-            8- and 4-bit rates count operations
-link        the datasheet's figure, both directions together
-network     between nodes, a device's share, one direction; some networks are assumptions
-price       of one provider in one month; others may cost twice as much. The source says whether it
-            is a list price or the lowest of a market
+memory      the total that nvidia-smi or rocm-smi prints. It is what vendors give in "GB" (almost
+            always GiB), minus what the device reserves
+arithmetic  for dense matrices, with float32 accumulation; datasheets often print twice as much,
+            "with sparsity". Rates of integer formats count operations
+link        inside a node: the datasheet's figure, the sum of both directions
+network     between nodes: one device's share, in one direction; some figures are assumptions
+price       per hour, of one provider in one month; other providers may charge twice as much. The
+            source says whether it is a list price or the lowest price of a market
 
-Figures without a source are left out. You can describe your own machine.
+Figures without a source are left out. You can describe your own machine in a file.
 """
 
 import math
@@ -27,7 +27,7 @@ from lpkit.values import Check, Text, check, convert, read
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 MIB, GB, T = 2**20, 10**9, 10**12
 FILE = resource("data/published") / "machines.toml"
-UNITS = {       # units of the file: a figure's field, and its base unit
+UNITS = {       # {field in the file: (field of a Machine, factor to its base unit)}
     "memory_mib": ("memory_bytes", MIB), "terabytes_per_second": ("bytes_per_second", T),
     "link_gigabytes_per_second": ("link_bytes_per_second", GB),
     "network_gigabytes_per_second": ("network_bytes_per_second", GB)}
@@ -41,7 +41,7 @@ NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # from LATENCY_SOURCE
 
 
 def within(least: float, most: float) -> Check:
-    """Return a check that is narrow enough to reject wrong units (80 for 80e9)."""
+    """Return a check for values from `least` to `most`, which rejects wrong units (80 for 80e9)."""
     return check(lambda value: least <= value <= most, f"from {least:g} to {most:g} (base units: "
                  f"bytes, bytes/s, FLOP/s, seconds, watts, dollars)")
 
@@ -53,8 +53,8 @@ Latency = Annotated[float, within(1e-9, 1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One device. `flops` has FLOP/s by dtype, without dtypes that the device lacks. `from_dict`
-    checks the values by their annotations."""
+    """One device, and its connections to other devices. `flops` has the peak FLOP/s by dtype; a
+    dtype that the device does not have is missing."""
 
     name: Text
     title: Text
@@ -78,21 +78,27 @@ class Machine:
     measured: Mapping[str, object] = field(default_factory=dict)    # by `lpkit measure`
 
     def peak_flops(self, dtype: str) -> float:
-        """Return FLOP/s in `dtype`. Raises ConfigError with the dtypes of the machine."""
+        """Return the peak FLOP/s in `dtype`. Raises ConfigError if the device does not have the
+        dtype, with the dtypes that it has."""
         if dtype not in self.flops:
             raise ConfigError(f"{self.title} has no {dtype}; it has {', '.join(self.flops)}")
         return self.flops[dtype]
 
     @property
     def multiplies_tiles(self) -> bool:
-        """True for a CPU with bf16 matrix units (AMX: 8 times float32's peak; others have 2)."""
-        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
+        """True for a CPU with matrix units for bf16 (AMX). With them, the bf16 peak is 8 times the
+        float32 peak; on other CPUs with bf16, it is 2 times."""
+        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get(
+            "fp32", math.inf)
 
 
 def mixed_prices(compared: Sequence[Machine]) -> str:
-    """Return which prices are a market's and which are list prices, if there are both kinds."""
-    market = [one.name for one in compared if any(word in one.price_source for word in MARKET)]
-    listed = [one.name for one in compared if one.price_per_hour and one.name not in market]
+    """Return a sentence that the prices of these machines cannot be compared, if some are market
+    prices and some are list prices; otherwise ""."""
+    market = [machine.name for machine in compared
+              if any(word in machine.price_source for word in MARKET)]
+    listed = [machine.name for machine in compared
+              if machine.price_per_hour and machine.name not in market]
     if not (market and listed):
         return ""
     return (f"prices of {', '.join(market)} are the lowest of a market, and those of "
@@ -100,19 +106,21 @@ def mixed_prices(compared: Sequence[Machine]) -> str:
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:
-    made = {"name": name}
+    """Return the Machine of a row of the file."""
+    machine_fields = {"name": name}
     for key, value in row.items():
         to, unit = UNITS.get(key, (key, None))
-        made[to] = value if unit is None else value * unit
-    flops = {dtype: rate * T for dtype, rate in made.pop("teraflops").items()}
-    return Machine(flops=flops, **made)
+        machine_fields[to] = value if unit is None else value * unit
+    flops = {dtype: rate * T for dtype, rate in machine_fields.pop("teraflops").items()}
+    return Machine(flops=flops, **machine_fields)
 
 
 CATALOGUE = {name: _machine(name, row) for name, row in TABLES["machines"].items()}
 
 
 def find(name: "str | Machine") -> Machine:
-    """Return the named row, or a given Machine. Raises ConfigError with the nearest name."""
+    """Return the machine `name` of the catalogue; a Machine is returned as it is. For an unknown
+    name, raise ConfigError with the nearest name."""
     if isinstance(name, Machine):
         return name
     if name.lower() not in CATALOGUE:
@@ -125,7 +133,8 @@ def find(name: "str | Machine") -> Machine:
 
 LEAST = ("memory_bytes", "bytes_per_second", "flops")
 NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`)"
-# ranks of its link
+# The table `measured` of a file that `lpkit measure --save` has written: fields and their types.
+# ranks: number of processes with which the link was measured
 MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,
             "others": float,    # share of the CPUs that other processes took during the measurement
             "products": Mapping[str, Sequence[Sequence[float]]],    # M, N, K, share of flops
@@ -135,8 +144,9 @@ HOW = (f"{NEEDS}, and may have link_bytes_per_second (both directions), devices_
 
 
 def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
-    """Return a user's machine from plain values in base units; strings like "3.35e12" are allowed.
-    Raises ConfigError for missing or unknown fields, and for values beyond any machine."""
+    """Return the Machine that a user describes, by plain values in base units; numbers may be
+    strings such as "3.35e12". Raises ConfigError for missing or unknown fields, and for values that
+    no machine has."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"a machine is a table of settings, got {shown(values)}; {HOW}")
     known = {f.name for f in fields(Machine)} - {"details"}
@@ -155,19 +165,21 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
             raise ConfigError(f"flops has no dtype {shown(dtype)}; {nearest(dtype, DTYPES)}")
         rates[dtype] = convert(rate, float, f"flops.{dtype}")
         RATE(f"flops.{dtype}", rates[dtype])
-    made: dict[str, Any] = {"name": name, "title": name, "source": "described by its user"}
+    machine_fields: dict[str, Any] = {"name": name, "title": name,
+                                      "source": "described by its user"}
     if values.get("price_per_hour") is not None:
-        made["price_source"] = "given by its user"
+        machine_fields["price_source"] = "given by its user"
     given = {key: value for key, value in values.items()
              if value is not None and key not in ("flops", "measured")}
     for key, value in read(Machine, given, "").items():
-        made[key] = printable(value)[:400] if isinstance(value, str) else value
+        machine_fields[key] = printable(value)[:400] if isinstance(value, str) else value
     if values.get("measured"):
-        made["measured"] = _measured(values["measured"], values.get("title"))
-    return Machine(flops=rates, **made)
+        machine_fields["measured"] = _measured(values["measured"], values.get("title"))
+    return Machine(flops=rates, **machine_fields)
 
 
 def _measured(values: Any, title: Any) -> dict[str, Any]:
+    """Return the checked table `measured` of a machine's file. `title`: the machine's title."""
     again = "write the file again with `lpkit measure --save`"
     odd = (values if isinstance(values, Mapping) else {}).keys() ^ MEASURED.keys()
     if odd:
@@ -176,11 +188,12 @@ def _measured(values: Any, title: Any) -> dict[str, Any]:
     if values["device"] != title:
         raise ConfigError(f"measured is of another machine, {shown(values['device'])}, than "
                           f"{shown(title)}, the title; {again}")
-    made = {key: convert(values[key], kind, f"measured.{key}") for key, kind in MEASURED.items()}
-    for dtype, table in made["products"].items():
-        for one in table or ((),):
-            if dtype not in DTYPES or len(one) != 4 or not (all(0 < x < 1e9 for x in one)
-                                                            and one[3] <= 1):
-                raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and at "
-                                  f"most 1, got {shown(one)}; {again}")
-    return made
+    measured = {key: convert(values[key], kind, f"measured.{key}")
+                for key, kind in MEASURED.items()}
+    for dtype, table in measured["products"].items():
+        for product in table or ((),):
+            if dtype not in DTYPES or len(product) != 4 or not (
+                    all(0 < x < 1e9 for x in product) and product[3] <= 1):
+                raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and "
+                                  f"at most 1, got {shown(product)}; {again}")
+    return measured

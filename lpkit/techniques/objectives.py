@@ -1,5 +1,6 @@
-"""Objectives: the losses that updates reduce. Evaluation always reports nats of the next token. The
-implementation is f(settings, contracts.ObjectiveContext) -> contracts.Loss."""
+"""Objectives: the losses that updates minimise. The loss of evaluation is always the cross-entropy
+of the next token. The implementation is f(settings, contracts.ObjectiveContext) ->
+contracts.Loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +11,18 @@ from lpkit.techniques.row import Row, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(Row):
-    """`operations(s, settings)`: the forward operations of a micro-batch besides the model and the
-    next-token loss. Their products and moves take time, and their `saved_bytes` wait for backward.
-    Their `params` are stored in float32 on every rank and are not trained."""
+    """A row of OBJECTIVES.
+
+    `operations(s, settings)` returns the forward operations of an objective for micro-batch `s`, in
+    addition to those of the model and of the next-token loss: for example a teacher model. Their
+    matmuls and moved bytes take time, and their `saved_bytes` are held until backward. Their
+    `params` are stored in float32 on every rank, and are not trained.
+    """
 
     operations: Callable[[MicroBatch, Settings], tuple[Op, ...]] = lambda s, settings: ()
 
 
 OBJECTIVES = {
-    "next-token": Objective(why="the mean cross-entropy of the next token, which memory."
-                                "cross_entropy computes"),
+    "next-token": Objective(why="the mean cross-entropy of the next token, as computed by memory."
+                                "cross_entropy"),
 }

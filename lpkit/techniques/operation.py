@@ -1,14 +1,15 @@
-"""One operation of a transformer: an `Op`. Each size of a model is a sum over operations. No torch.
+"""`Op`: one operation of a Transformer. The parameters, FLOPs and bytes of a model are sums over
+its operations. This module does not import torch.
 
 An `Op` describes one operation on a `MicroBatch`, on a device that holds the whole model: its
-parameters, its FLOPs, what autograd saves, how many bytes it moves, what its backward holds, and
-which weights tensor parallelism cuts. This module also has the operations that attention needs
-(Linears and positions). `lpkit.predict.attention` has attention itself. `blocks` has all other
-operations and the list of a whole model.
+parameters, its FLOPs, the bytes that autograd saves, the bytes that it reads and writes, the bytes
+that its backward holds, and the weights that tensor parallelism cuts. This module also has Linears
+and positions. `lpkit.predict.attention` has attention, and `blocks` has all other operations and
+the list of a whole model.
 
-Method: Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198) for saved tensors. The
-terms are those of PyTorch's kernels for `lpkit.nn`; tests/predict/test_predict.py checks that they
-equal a measured step to the byte.
+The method for saved tensors is that of Korthikanti et al. 2022, section 4
+(https://arxiv.org/abs/2205.05198). The bytes are those that PyTorch's kernels save for `lpkit.nn`;
+tests/predict/test_predict.py checks that they are equal to a measured step, to the byte.
 """
 
 import functools
@@ -26,7 +27,8 @@ FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """A product over pairs of tokens, (M, K) with (K, N), for a `group` of heads x sequences."""
+    """A matmul over pairs of tokens, as q k^T: `group` products of (M, K) and (K, N), where `group`
+    is the number of heads times the number of sequences."""
 
     name: str
     M: int
@@ -37,9 +39,9 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """One moment of an operation's backward. `nbytes` are alive for a moment. Then the share
-    `frees` of the saved bytes is freed, and gradients that wait for the next operation grow by
-    `grows` bytes."""
+    """One moment of an operation's backward. First `nbytes` are allocated. At the end of the moment
+    they are freed, and so is the share `frees` of the operation's saved bytes. The bytes of
+    gradients that wait for the next operation change by `grows`. `blocks` has an example."""
 
     nbytes: float = 0.0
     frees: float = 0.0
@@ -48,46 +50,49 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation. `name` is that of its module in lpkit.nn, if it has a module."""
+    """One operation. `name` is the name of its module in a block of lpkit.nn, if it has one."""
 
     name: str
     part: str                               # group of its parameters: attention, mlp, norms, ...
     params: int = 0
-    # shape of each parameter that is not a Linear's; (): one vector
+    # shape of each parameter, if it is not a Linear; (): all parameters are one vector
     shape: tuple[int, ...] = ()
-    matmul: tuple[int, int] | None = None   # numbers in and numbers out of a Linear, per token
-    cut: Literal["", "column", "row"] = ""  # the side of the weight that tensor parallelism cuts
-    # a Linear whose input has the dtype of the residual stream
+    matmul: tuple[int, int] | None = None   # (input features, output features) of a Linear
+    # how tensor parallelism cuts a Linear: column layer, row layer (`lpkit.parallel.tensor`)
+    cut: Literal["", "column", "row"] = ""
+    # the input of the Linear has the dtype of the residual stream
     reads_residual: bool = False
-    writes_residual: bool = False           # a Linear whose result is added to the residual stream
+    writes_residual: bool = False           # the Linear's result is added to the residual stream
     pairs: tuple[Pairs, ...] = ()
-    # each storage once, under the operation that saves it first
+    # bytes saved for backward; a tensor that several operations save counts for the first of them
     saved_bytes: float = 0
     saved_itemsize: int = FP32              # bytes of one number in saved_bytes
-    saves_result: bool = False              # the Linear after it then need not save its input
-    result_bytes: int = 0                   # results that selective recomputation keeps
-    moved_bytes: int = 0                    # read and written in forward, unfused, without matmuls
-    # FLOPs of products of parameters only, in a forward pass
+    saves_result: bool = False              # the result is saved, so the next Linear saves no input
+    result_bytes: int = 0       # bytes of the result, if selective recomputation keeps the result
+    moved_bytes: int = 0                    # bytes read and written in forward, without matmuls
+    # FLOPs, in a forward pass, of matmuls of parameters with each other
     weight_flops: int = 0
-    pairs_share: float = 1.0                # share of `pairs` that is computed under a mask
-    # products over pairs in backward, divided by those in forward
+    pairs_share: float = 1.0                # share of `pairs` that is computed under the mask
+    # FLOPs of matmuls over pairs in backward, divided by those in forward
     backward_pairs: float = 2.0
-    # times that scores are read or written again, in forward and in backward
+    # how often scores are read or written in memory: (in forward, in backward)
     score_passes: tuple[int, int] = (0, 0)
-    # in the order of backward; a Linear's are in lpkit.predict.walk
+    # the moments of backward, in order; `lpkit.predict.walk` has those of Linears
     backward: tuple[Hold, ...] = ()
-    in_stream: bool = False                 # works on the residual stream, over its whole width
-    trained: bool = True                    # its parameters have gradients and optimizer states
-    tokens_share: float = 1.0               # share of the tokens that it sees, on average
-    density: float = 1.0                    # share of its matrix that is not zero
-    # share of the blocks whose parameters are not shared from another
+    in_stream: bool = False                 # it computes on the whole width of the residual stream
+    trained: bool = True                    # its parameters have gradients and optimizer state
+    tokens_share: float = 1.0               # share of the tokens that it computes, on average
+    density: float = 1.0                    # share of the numbers of its matrix that are not zero
+    # share of the blocks that have their own parameters, not those of another block
     own: float = 1.0
-    # the operation when its parameters are frozen, if different
+    # the operation if its parameters are frozen; None: the same operation without saved input
     if_frozen: "Op | None" = None
-    shares: Literal["", "input", "output"] = ""     # side whose gradient another Linear has, too
-    # bytes of the codes that replace its matrix; 0: a plain matrix
+    # the side that this Linear has in common with another Linear, as an adapter: they read the same
+    # input, or add to the same output, so both have the gradient of that side
+    shares: Literal["", "input", "output"] = ""
+    # bytes of the codes that are stored instead of its matrix; 0: the matrix itself is stored
     stored_bytes: float = 0.0
-    made_bytes: float = 0.0                 # most bytes in backward while codes are decoded
+    made_bytes: float = 0.0                 # peak bytes while backward decodes the codes
 
     @functools.cached_property
     def weights(self) -> int:
@@ -96,25 +101,26 @@ class Op:
 
     @property
     def frozen(self) -> "Op":
-        """The operation with frozen parameters; a Linear then saves no input."""
+        """This operation with frozen parameters. A frozen Linear saves no input."""
         op = self.if_frozen or self
         return replace(op, trained=False, saved_bytes=0 if op.matmul else op.saved_bytes)
 
     def seeing(self, *shares: float) -> "Op":
-        """Return the operation for blocks that see these shares of the tokens. It has the average
-        of the blocks, since a model is a sum over its blocks. Pairs of tokens scale with the mean
-        of the squares."""
+        """Return this operation for blocks that compute only these shares of the tokens, one share
+        for each block. Its bytes and FLOPs are the mean over the blocks: predictions multiply it by
+        the number of blocks. Matmuls over pairs of tokens scale with the mean squared share."""
         share, squares = (sum(part**power for part in shares) / len(shares) for power in (1, 2))
         backward = tuple(Hold(nbytes=share * hold.nbytes, frees=hold.frees,
                               grows=share * hold.grows) for hold in self.backward)
         return replace(self, tokens_share=share * self.tokens_share, backward=backward,
                        saved_bytes=share * self.saved_bytes, moved_bytes=share * self.moved_bytes,
                        result_bytes=share * self.result_bytes,
-                       pairs=tuple(replace(one, M=squares * one.M) for one in self.pairs))
+                       pairs=tuple(replace(product, M=squares * product.M)
+                                   for product in self.pairs))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its parameters in its module."""
+        """The shapes of its parameters, as its module has them: a Linear's weight is (out, in)."""
         if not self.params:
             return ()
         if self.matmul:
@@ -126,12 +132,14 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The sizes and settings that an operation's bytes depend on.
+    """The sizes and settings on which the bytes and FLOPs of operations depend.
 
-    It has `batch` sequences of model.context tokens. `compute_bytes` is the size of a number in the
-    products, `residual_bytes` in the residual stream: 4 and 4 in float32, 2 and 4 under 16-bit
-    autocast, 2 and 2 for a model that is 16-bit throughout. `kind` matters where PyTorch's kernels
-    differ on a GPU: its RMSNorm is fused, and autocast computes a plain softmax in float32.
+    batch:          number of sequences, each with model.context tokens
+    compute_bytes:  bytes of a number in matmuls
+    residual_bytes: bytes of a number in the residual stream. The two are 4 and 4 in float32, 2 and
+                    4 under 16-bit autocast, 2 and 2 for a model with 16-bit parameters
+    kind:           PyTorch's kernels differ: on a GPU, RMSNorm is fused, and autocast computes a
+                    plain softmax in float32
     """
 
     model: Any                              # a ModelConfig
@@ -140,18 +148,18 @@ class MicroBatch:
     residual_bytes: int = 4
     kind: Literal["cpu", "gpu"] = "cpu"
     attention: str = "sdpa"
-    # bytes of a number in a Linear's saved input; None: as computed
+    # bytes of a number in the saved input of a Linear; None: compute_bytes
     operand_bytes: float | None = None
-    # backward repeats attention, so only q, k and v are saved
+    # attention runs again in backward, so only q, k and v are saved
     attends_again: bool = False
-    # bytes of a number in the head's saved input; None: as computed
+    # bytes of a number in the saved input of the head; None: compute_bytes
     head_bytes: float | None = None
-    made_anew: bool = False                 # q, k and v are copies of the product, not views of it
+    made_anew: bool = False                 # q, k and v are copies of the qkv product, not views
     norms_written_out: bool = False         # a GPU's RMSNorm is several operations in float32
-    saves_inputs: bool = False      # SwiGLU and the rotation are one kernel each and save its input
-    # bytes moved per weight when codes are decoded; 0: as lpkit's own decoder
+    saves_inputs: bool = False      # SwiGLU and rotary are one kernel each, which saves its input
+    # bytes moved per weight when codes are decoded; 0: those of lpkit's own decoder
     code_bytes: float = 0.0
-    # bytes that a low-rank adapter moves in forward, per number of its Linear's input and result
+    # bytes that a low-rank adapter moves in forward: (per number of its Linear's input, result)
     adapter_bytes: tuple[float, float] = (0.0, 0.0)
 
     @functools.cached_property
@@ -165,12 +173,13 @@ class MicroBatch:
 
     @functools.cached_property
     def mixed(self) -> bool:
+        """True under 16-bit autocast: matmuls have fewer bits than the residual stream."""
         return self.compute_bytes < self.residual_bytes
 
     @property
     def heads_are_views(self) -> bool:
-        """True if B and H merge without a copy. (B, H, T, E) is stored as (B, T, H, E), so B or H
-        must be 1."""
+        """True if (B, H, T, E) can be viewed as (B H, T, E) without a copy. Its memory is in the
+        order (B, T, H, E), so B or H must be 1."""
         return self.batch == 1 or self.model.H == 1
 
     @functools.cached_property
@@ -179,25 +188,29 @@ class MicroBatch:
 
     @property
     def masked_pairs(self) -> int:
-        """The pairs in a mask of the whole rule, which differs by sequence if documents do."""
+        """The number of elements of a mask over T queries and T keys. With documents, each sequence
+        has its own mask; otherwise all share one."""
         return (self.batch if self.rule.documents else 1) * self.model.T**2
 
     @property
     def norms_save_qkv(self) -> bool:
-        """True if the norms of q and k keep the product of q, k and v alive, since their input is a
-        view of it. Otherwise the norms save a float32 cast of their input."""
+        """True if the norms of q and k save their input, which is a view of the qkv product, so
+        that the whole product stays in memory. Otherwise they save a float32 cast of their input.
+        """
         wide = self.compute_bytes == FP32 or (self.kind == "gpu" and not self.mixed)
         return self.model.qk_norm and wide
 
     @property
     def turns(self) -> bool:
-        """True if q and k are computed again between the qkv product and attention."""
+        """True if q and k change between the qkv product and attention: by rotary positions or by
+        norms."""
         return POSITIONS[self.model.position].turns or self.model.qk_norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(Technique):
-    """A row with its operations, or their "package.module:name" if a run does not need them."""
+    """A row whose technique changes the operations of a model. `operations`: the function that
+    returns its operations, or the function's "package.module:name"."""
 
     operations: Callable[..., Any] | str
     turns: bool = False     # True for positions that rotate q and k in each block
@@ -211,8 +224,9 @@ class Kind(Technique):
 
 def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
            input_is_saved: bool = False) -> Op:
-    """Return a Linear. A column-parallel Linear reads the residual stream, a row-parallel one
-    writes it. The saved input is 0 bytes if the operation before it saves it (`input_is_saved`)."""
+    """Return a Linear with K input features and `out` output features as an operation. With
+    cut="column" it reads the residual stream, with cut="row" it writes to it. `input_is_saved`: the
+    operation before it saves the Linear's input, so that it is not counted again."""
     as_it_is = 0 if input_is_saved else s.compute_bytes
     itemsize = as_it_is if s.operand_bytes is None else s.operand_bytes
     return Op(name=name, part=name.partition(".")[0], params=out * (K + bias), matmul=(K, out),
@@ -222,8 +236,8 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
 
 
 def fused(m: Any, name: str) -> tuple[int, ...]:
-    """Return the row counts of the matrices that are interleaved in parameter `name`; () if it is a
-    single matrix."""
+    """Return the numbers of rows of the matrices that parameter `name` combines: q, k and v of one
+    group of heads, or gate and up. (): the parameter is a single matrix."""
     queries = m.H // m.G * m.E
     of = {"attention.qkv.weight": (queries, m.E, m.E), "attention.qk.weight": (m.E, m.E),
           "mlp.gate_up.weight": (m.F, m.F)}
@@ -233,18 +247,21 @@ def fused(m: Any, name: str) -> tuple[int, ...]:
 # Positions: these operations are outside the blocks.
 
 def learned(s: MicroBatch) -> Op:
+    """Return the addition of a trained vector for each position."""
     m = s.model
     return Op(name="positions", part="positions", params=m.T * m.D, shape=(m.T, m.D))
 
 
 def rope(s: MicroBatch) -> Op:
-    """The cos and sin tables, computed once for all blocks. Attention counts the rotation."""
+    """Return the tables of cos and sin, (T, E) each, which are computed once for all blocks. The
+    rotation itself is counted in attention."""
     return Op(name="attention", part="positions",
               saved_bytes=2 * s.model.T * s.model.E * s.residual_bytes)
 
 
-# Llama 3.1: a pair of numbers that turns less than SLOW times in TRAINED tokens is slowed down by
-# rope_factor, a pair that turns more than FAST times is not, and those between are interpolated.
+# Rotary positions of Llama 3.1: rope_factor divides the frequency of a pair of numbers that turns
+# less than SLOW times in TRAINED tokens. It does not change pairs that turn more than FAST times.
+# In between, the frequency is interpolated.
 TRAINED, SLOW, FAST = 8192, 1.0, 4.0
 POSITIONS: dict[str, Kind] = {
     "learned": Kind(operations=learned, why="a trained vector for each position is added",

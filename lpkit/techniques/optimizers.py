@@ -1,14 +1,15 @@
-"""Optimizers as rows: settings, the state of each parameter, and the rule that updates it.
+"""Optimizers as rows: their settings, the state that they keep for each parameter, and the rule
+that updates a parameter.
 
-An optimizer is a rule `w, slots <- rule(w, gradient, slots, settings)` on float32 numbers. The cost
-of a slot (a moment) depends on its shape and on the format in which it is stored between updates.
-Both are rows here, so bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs
-any rule in any format.
+An optimizer is a rule `w, slots <- rule(w, gradient, slots, settings)` on float32 numbers. A slot
+is a tensor of state, for example a moment. Its bytes depend on its shape (`Optimizer`) and on the
+format in which it is stored between updates (`MomentFormat`). Both are rows, from which predictions
+compute bytes of state and of memory traffic. `lpkit.optim.stepper` runs any rule with any format.
 
-Weight decay is decoupled from the gradient: w <- w (1 - lr weight_decay) (Loshchilov & Hutter 2019,
-https://arxiv.org/abs/1711.05101), unless a rule defines it differently. It applies to parameters of
-two dimensions or more, as in nanoGPT, since it would pull gains and scales to 0. A module's
-attribute `decays` (True or False) and `optimizer.groups` change this.
+Weight decay is decoupled from the gradient, w <- w (1 - lr weight_decay) (Loshchilov & Hutter 2019,
+https://arxiv.org/abs/1711.05101), unless a rule defines it differently. It applies to parameters
+with two or more dimensions, as in nanoGPT, because it would pull gains and biases to 0. A module's
+attribute `decays` (True or False) and `optimizer.groups` can change this.
 """
 
 import math
@@ -23,20 +24,21 @@ from lpkit.techniques.row import Row, Settings, Technique, chosen, pick_row
 from lpkit.values import Positive, PositiveOrZero, Rate
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
-NEWTON_SCHULZ = 5       # steps of Muon's iteration
+NEWTON_SCHULZ = 5       # steps of the Newton-Schulz iteration of Muon
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
-Shape = tuple[int, ...]
+Shape = tuple[int, ...]         # shape of a whole parameter
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
-    """The settings of every optimizer; a row's own settings extend them.
+    """The settings that every optimizer has. A row's own settings extend this class.
 
     `groups` changes the learning rate or the weight decay of parameters whose names match a
     pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". A group can also
-    have another rule with its own settings: "embed.*:optimizer=adamw:lr_scale=0.1:beta2=0.99". Its
-    learning rate is still a multiple of this one. Later groups win.
+    have another optimizer with its own settings:
+    "embed.*:optimizer=adamw:lr_scale=0.1:beta2=0.99". Its learning rate is `lr_scale` times this
+    `lr`. If a parameter matches several groups, the last one decides.
     """
 
     lr: Positive = 1e-3
@@ -59,7 +61,7 @@ class AdamWSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LionSettings(OptimizerSettings):
-    lr: Positive = 1e-4     # every coordinate moves by lr, so use a third to a tenth of AdamW's
+    lr: Positive = 1e-4     # each weight changes by lr: use 1/3 to 1/10 of AdamW's learning rate
     beta1: Rate = 0.9       # for the direction of an update
     beta2: Rate = 0.99      # for the stored momentum
 
@@ -71,24 +73,28 @@ class MomentumSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentFormat(Technique):
-    """A format for slots between updates, implemented like lpkit.optim.moments.Float32."""
+    """A format in which slots are stored between updates (`memory.moment_format`). The
+    implementation is a class with the methods of lpkit.optim.moments.Float32."""
 
-    bytes: float                # per number
+    bytes: float                # bytes per number, with its share of the scales
     encoding_bytes: float       # temporary bytes per number while a slot is encoded
-    numbers: str                # "float32", "8-bit"
+    numbers: str                # the format in words, for tables
 
     @property
     def encoded(self) -> bool:
+        """True if slots are converted before they are stored."""
         return self.bytes != FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """State of a parameter, with the name that checkpoints use. Unsigned: never below 0.
+    """A tensor of state that an optimizer keeps for each parameter.
 
-    `shape(p, settings)` returns the slot's shape for a whole parameter of shape p. None: the shape
-    of the parameter, and ZeRO shards the slot like the parameter. Slots of other shapes are whole
-    on every rank. A slot that a parameter does not need is (0,).
+    name:   its name in checkpoints
+    signed: False: its numbers are never below 0
+    shape:  f(p, settings) -> shape of the slot for a whole parameter of shape p. None: the shape of
+            the parameter; then ZeRO divides the slot over ranks as it divides the parameter. A slot
+            of another shape is whole on every rank. (0,): this parameter does not need the slot
     """
 
     name: str
@@ -98,30 +104,35 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer(Row):
-    """`implementation` is the definition: `rule(w, g, slots, settings, update)`, float32, in place.
+    """A row of OPTIMIZERS. `implementation` is the rule: f(w, g, slots, settings, update), which
+    changes the float32 tensors w and slots in place. `update` counts from 1.
 
     takes_parameter
-                the rule reads more than one number at a time. Its sixth argument is the
-                `contracts.Parameter` that it updates; under ZeRO the rule gets some rows of it
+                the rule needs more than single numbers, for example the norm of a parameter. It
+                gets the `contracts.Parameter` as its sixth argument, from which it asks norms and
+                whole tensors. With ZeRO, w, g and slots are only some rows of the parameter
     whole_bytes, flops
-                f(p, settings): temporary bytes and matmul FLOPs for a whole parameter of shape p,
-                on every rank that has a part of it
-    gathers     how often the rule gathers all rows
-    matrices    the rule updates only matrices, and each matrix of a fused parameter by itself
-    groups      come before the groups of the settings
-    after       f(training, settings, batch, step), called after each update; it may change slots by
-                `Stepper.instead`
-    passes      f(settings): by the name of a row of seconds, after how many updates the optimizer
-                runs one more forward and backward
-    evaluated   f(w, slots, settings) -> w: the weights for evaluation, sampling and exports; "":
-                the trained weights
-    kernel      the rule in one fused kernel; "": none
-    fused       f(groups, settings) -> a torch optimizer that updates all parameters at once if
-                everything is float32 on the device; "": none
-    one_pass    f(name, system.kernels, parameters, by_first) chooses whether a GPU updates weight
-                and slots in one pass; "": never
+                f(p, settings) -> temporary bytes, and matmul FLOPs, for a whole parameter of shape
+                p, on every rank that has a part of the parameter
+    gathers     number of times that the rule gathers all rows in an update
+    matrices    the rule updates only matrices. Of a parameter that combines several matrices
+                (qkv, gate_up), it updates each matrix by itself
+    groups      groups of parameters, which are applied before `optimizer.groups`
+    after       f(training, settings, batch, step), called after each update. It may change slots
+                with `Stepper.instead`
+    passes      f(settings) -> {name of a row in the prediction of seconds: n}; every n updates, the
+                optimizer runs one more forward and backward
+    evaluated   f(w, slots, settings) -> the weights for evaluation, sampling and exports. "": these
+                are the trained weights
+    kernel      the rule as one fused kernel; "": there is none
+    fused       f(groups, settings) -> a torch optimizer that updates all parameters in one call, if
+                all tensors are float32 and on the device; "": there is none
+    one_pass    f(name, system.kernels, parameters, by_first) chooses whether a kernel on a GPU
+                reads and writes weight and slots only once; "": there is no such kernel
     temporary_bytes
-                bytes that the rule allocates per number
+                bytes that the rule allocates per number of the parameter
+
+    The strings are "package.module:name".
     """
 
     settings: OptimizerSettings = OptimizerSettings()
@@ -142,27 +153,37 @@ class Optimizer(Row):
 
     @property
     def elementwise(self) -> bool:
-        """True if bytes depend only on the number of parameters."""
+        """True if the bytes of state depend only on the number of parameters, not on shapes."""
         return not self.takes_parameter and all(slot.shape is Slot.shape for slot in self.slots)
 
     def slot_numbers(self, p: Shape, settings: Any, shards: int = 1) -> list[float]:
-        """Return the numbers in each slot of a parameter of shape p, on one of `shards` ranks."""
+        """Return, for each slot, how many numbers one of `shards` ranks stores for a parameter of
+        shape p.
+
+        >>> OPTIMIZERS["adamw"].slot_numbers((4, 8), AdamWSettings(), shards=2)
+        [16.0, 16.0]
+        """
         shapes = [slot.shape(p, settings) for slot in self.slots]
         return [math.prod(p) / shards if shape is None else math.prod(shape) for shape in shapes]
 
     @property
     def slots_per_number(self) -> float:
-        """The numbers in all slots per number of a large matrix."""
+        """The numbers in all slots, per number of a large matrix: 2 for AdamW."""
         return sum(self.slot_numbers((4096, 4096), self.settings)) / 4096**2
 
     def state_bytes(self, moment_format: str = "float32") -> float:
-        """Return the bytes of state per parameter between updates."""
+        """Return the bytes of optimizer state per number of a parameter, between updates.
+
+        >>> OPTIMIZERS["adamw"].state_bytes()
+        8.0
+        """
         return self.slots_per_number * find_format(moment_format).bytes
 
 
 MOMENT_FORMATS = {
     "float32": MomentFormat(
-        why="as the rule computes it", bytes=FLOAT32, encoding_bytes=0, numbers="float32",
+        why="float32, as the rule computes slots", bytes=FLOAT32, encoding_bytes=0,
+        numbers="float32",
         implementation="lpkit.optim.moments:Float32"),
     "bfloat16": MomentFormat(
         why="as torch.optim.AdamW keeps them for bf16 weights; rounded to nearest, so that a slow "
@@ -180,12 +201,13 @@ MOMENTS = (Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False))
 
 
 def _muon_bytes(p: Shape, settings: OptimizerSettings) -> float:
+    """Return the temporary bytes of Muon: two matrices of shape p, and a Gram matrix."""
     return FLOAT32 * (2 * math.prod(p) + min(p)**2)
 
 
 def _muon_flops(p: Shape, settings: OptimizerSettings) -> float:
-    """Return FLOPs. Each step multiplies for the Gram matrix, its square, and their polynomial with
-    the matrix."""
+    """Return the FLOPs of Muon for a matrix X of shape p, whose smaller side is n. Each step has
+    three matmuls: the Gram matrix A = X X^T (n, n), A A, and the polynomial of A times X."""
     return NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3)
 
 
@@ -194,7 +216,7 @@ BY_ADAMW = tuple(f"{pattern}:optimizer=adamw" for pattern in (
 
 OPTIMIZERS = {
     "adamw": Optimizer(
-        why="the mean of gradients over the root of their mean square",
+        why="the mean of past gradients, divided by the root of their mean square",
         source="Loshchilov & Hutter 2019, arXiv:1711.05101", settings=AdamWSettings(),
         slots=MOMENTS,
         implementation="lpkit.optim.rules:adamw", kernel="lpkit.optim.rules:adamw_kernel",
@@ -205,39 +227,42 @@ OPTIMIZERS = {
         slots=(Slot(name="exp_avg"),), temporary_bytes=FLOAT32,
         implementation="lpkit.optim.rules:lion", one_pass="lpkit.optim.one_pass:chosen"),
     "momentum": Optimizer(
-        why="SGD with a sum of past gradients that fades",
+        why="SGD with a decaying sum of past gradients",
         source="Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html",
         settings=MomentumSettings(), slots=(Slot(name="momentum_buffer"),),
         implementation="lpkit.optim.rules:momentum"),
     "muon": Optimizer(
-        why="a matrix's momentum, orthogonalised; embeddings, head and vectors by AdamW at lr / 20",
+        why="orthogonalised momentum of matrices; AdamW at lr / 20 for embeddings, head, vectors",
         source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
-        # this lr is for steps whose singular values are near 1
+        # this lr is for updates whose singular values are near 1
         settings=MomentumSettings(lr=0.02, weight_decay=0.01, momentum=0.95),
         slots=(Slot(name="momentum_buffer"),),
         groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
         takes_parameter=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
         whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:muon"),
     "sgd": Optimizer(
-        why="the gradient alone",
+        why="the gradient, without state",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
         implementation="lpkit.optim.rules:sgd"),
 }
 
 
 def find(name: str) -> Optimizer:
+    """Return the row of optimizer `name`. Raises ConfigError for an unknown name."""
     return pick_row(OPTIMIZERS, name, "optimizer")
 
 
 def find_format(name: str) -> MomentFormat:
+    """Return the row of `memory.moment_format` `name`. Raises ConfigError for an unknown name."""
     return pick(MOMENT_FORMATS, name, "memory.moment_format")
 
 
 # Groups of parameters, by name.
 
 def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None]:
-    """Return the pattern of a group such as "head.*:lr_scale=0.1", its changes, and its own rule if
-    it names one. Raises ConfigError."""
+    """Parse a group such as "head.*:lr_scale=0.1". Return its pattern, its changes of lr_scale and
+    weight_decay, and the settings of its own optimizer (None: it names none). Raises ConfigError if
+    the group cannot be parsed."""
     pattern, *parts = group.split(":")
     pairs = {key: value for key, _, value in (part.partition("=") for part in parts)}
     name, own, changes = pairs.pop("optimizer", None), {}, {}
@@ -264,12 +289,13 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
 
 
 def _groups(settings: OptimizerSettings) -> list[tuple[str, dict, OptimizerSettings | None]]:
+    """Return all parsed groups: first those of the optimizer's row, then those of `settings`."""
     return [_parsed(group) for group in (*find(settings.name).groups, *settings.groups)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters with the same rule (`settings`), learning rate and weight decay."""
+    """Parameters, by name, with the same rule (`settings`), learning rate and weight decay."""
 
     names: tuple[str, ...]
     lr: float
@@ -277,12 +303,14 @@ class ParameterGroup:
     settings: OptimizerSettings
 
 
-def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> list[ParameterGroup]:
-    """Return the groups: parameters with decay, then those without, then those of
-    `settings.groups`. `parameters` are `contracts.Parameter`s with the shapes of whole parameters.
+def parameter_groups(parameters: Iterable[Any],
+                     settings: OptimizerSettings) -> list[ParameterGroup]:
+    """Divide parameters into groups: first the parameters with weight decay, then those without,
+    then those that `settings.groups` changes.
 
-    The first two groups always exist, even if empty, so that the first one has the run's lr.
-    Raises ConfigError for a pattern that matches no name.
+    parameters: `contracts.Parameter`s with the shapes of whole parameters
+    The first two groups always exist, even if they are empty, so that the lr of the first group is
+    the lr of the run. Raises ConfigError for a pattern that matches no name.
     """
     decays = {p.name: len(p.shape) > 1 if p.decays is None else p.decays for p in parameters}
     special, names = _groups(settings), list(decays)
@@ -300,25 +328,27 @@ def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> 
                 values |= changes
         key = (decayed, values["lr_scale"], values["weight_decay"], ruled[name])
         members.setdefault(key, []).append(name)
-    return [ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale,
+    return [ParameterGroup(names=tuple(names), lr=settings.lr * lr_scale,
                            weight_decay=weight_decay, settings=rule)
-            for (_, lr_scale, weight_decay, rule), found in members.items()]
+            for (_, lr_scale, weight_decay, rule), names in members.items()]
 
 
 def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, OptimizerSettings]:
-    """Return the settings of the rule that updates each parameter, by its name."""
-    found = dict.fromkeys(names, settings)
+    """Return {name of a parameter: settings of the rule that updates it}."""
+    settings_by_name = dict.fromkeys(names, settings)
     for pattern, _, own in _groups(settings):
         if own:
-            found |= {name: own for name in found if fnmatchcase(name, pattern)}
-    return found
+            settings_by_name |= {name: own for name in settings_by_name
+                                 if fnmatchcase(name, pattern)}
+    return settings_by_name
 
 
 def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
-    """Return the settings of every rule, first those of `settings`."""
+    """Return the settings of all rules that an optimizer uses: `settings`, then those of groups."""
     return (settings, *(own for _, _, own in _groups(settings) if own))
 
 
 def acting(settings: OptimizerSettings) -> list[OptimizerSettings]:
-    """Return the settings of the rules whose rows act after each update."""
-    return [one for one in rules(settings) if find(one.name).after]
+    """Return the settings of those rules whose row has a function to call after each update
+    (`Optimizer.after`)."""
+    return [rule for rule in rules(settings) if find(rule.name).after]

@@ -1,11 +1,11 @@
-"""Rows of other packages, in modules that a Config names in `imports`. Each process of its run
-imports these modules.
+"""Rows of other packages. A Config names their modules in `imports`, and each process of its run
+imports them.
 
-An import runs code, so only the caller of lpkit may request one: by a Config made in Python, by a
-command's flag `--import`, and in the processes that a run starts. A file (a config, a run folder)
-may come from a stranger. It may import only the kit's `lessons.rows`, and name modules that this
-process has already imported. The `imports` of a Config include the modules of its rows, for its
-processes.
+An import runs code, so only the person who calls lpkit may request an import: with a Config that is
+created in Python, or with the flag `--import` of a command. Processes that a run starts import the
+same modules. A file (a config, a run folder) may come from another person. It may only name modules
+of the kit's `lessons.rows`, and modules that this process has already imported. The `imports` of a
+Config also contain the modules of the rows that it names, so that its processes import them.
 """
 
 import re
@@ -25,19 +25,21 @@ TABLES = FAMILIES | {"model.norm": blocks.NORMS, "model.mlp": blocks.MLPS,
                      "parallel.schedule": PIPELINES, "parallel.attention": CONTEXT,
                      "parallel.gathered": GATHERED, "parallel.reduction": REDUCTIONS}
 OWN = {field: frozenset(rows) for field, rows in TABLES.items()}
-BROUGHT: dict[tuple[str, str], tuple[Any, str]] = {}    # rows that `load` added, and their modules
+# {(field, row's name): (row, module)} of the rows that `load` has added
+BROUGHT: dict[tuple[str, str], tuple[Any, str]] = {}
 
 
 def load(imports: Any) -> None:
-    """Import the modules. Raises ConfigError for a module that is missing, fails, or replaces a
-    row; then no table has changed."""
+    """Import the modules `imports`, which add their rows to the tables. Raises ConfigError for a
+    module that is missing, raises an error, or replaces a row. Such a module changes no table."""
     for name in convert(imports, tuple[str, ...], "imports"):
         from lpkit.techniques import lessons  # most runs do not need it
         BROUGHT.update(lessons.bring(name, TABLES))
 
 
 def module_of(field: str, name: str) -> str:
-    """Return the module that added a row; "": the row is the kit's, or its module is unknown."""
+    """Return the module that has added row `name` to the family of Config field `field`. "": the
+    row is the kit's, there is no such row, or its module is not known."""
     if name in OWN[field] or name not in TABLES[field]:
         return ""
     from lpkit.techniques import lessons
@@ -47,22 +49,23 @@ def module_of(field: str, name: str) -> str:
 
 
 def needed(config: Any) -> tuple[str, ...]:
-    """Return the `imports` of a Config and the modules of the rows that it names."""
-    found = [*config.imports]
+    """Return the `imports` of a Config, followed by the modules of the rows that it names."""
+    modules = [*config.imports]
     for field in TABLES:
         rows = attrgetter(field)(config)
         for row in rows if isinstance(rows, tuple) else (rows,):
-            found.append(module_of(field, getattr(row, "name", row)))
-    found += [module_of("optimizer", name) for group in getattr(config.optimizer, "groups", ())
-              for name in re.findall(":optimizer=([^:]+)", group)]
-    return tuple(filter(None, dict.fromkeys(found)))
+            modules.append(module_of(field, getattr(row, "name", row)))
+    modules += [module_of("optimizer", name) for group in getattr(config.optimizer, "groups", ())
+                for name in re.findall(":optimizer=([^:]+)", group)]
+    return tuple(filter(None, dict.fromkeys(modules)))
 
 
 def refuse_unknown(imports: Any) -> None:
-    """Raise ConfigError for a module that is neither the kit's nor already imported."""
+    """Raise ConfigError for a module in `imports` that is neither a module of `lessons.rows` nor
+    already imported in this process."""
     for name in convert(imports, tuple[str, ...], "imports"):
         from lpkit.techniques import lessons
         if name not in sys.modules and not lessons.has(name):
             raise ConfigError(f"imports={shown(name)}: a file imports nothing by itself; if you "
                               f"trust this module, import it first: `import {shown(name)[1:-1]}` "
-                              f"in Python, `--import {shown(name)[1:-1]}` behind a command")
+                              f"in Python, or `--import {shown(name)[1:-1]}` after a command")

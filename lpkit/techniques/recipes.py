@@ -1,15 +1,17 @@
-"""Precision recipes: rows of data. The model and the call stay the same; `precision.recipe=NAME`.
+"""Precision recipes as rows of data: `precision.recipe=NAME` changes how a model computes, without
+a change of the model's code.
 
-A row has the dtype of everything except the products of Linears (by autocast; weights stay
-float32), and the casts of both operands of each of a Linear's three products:
+A recipe has a compute dtype, to which autocast casts (weights stay float32), and the casts of both
+operands of the three matmuls ("products") of a Linear with M tokens, K input features and N output
+features:
 
-    y = x w^T       contracts K, the input features
-    dx = g w        contracts N, the output features
-    dw = g^T x      contracts M, the tokens
+    y = x w^T       (M, K) (K, N)   sum over K
+    dx = g w        (M, N) (N, K)   sum over N; g is the gradient of y
+    dw = g^T x      (N, M) (M, K)   sum over M
 
-An operand is cast with the contracted axis last, so block (1, 128) means 128 elements along the
-sum. A row is a function of its settings. RECIPES has it with default settings; `resolve` makes it
-with others.
+An operand is cast with the axis of the sum as its last axis. So a block of (1, 128) is 128 elements
+that are summed. A recipe is a function of its settings: RECIPES has the recipes with their default
+settings, and `resolve` returns a recipe with other settings.
 """
 
 import re
@@ -31,23 +33,25 @@ HADAMARD = 16         # elements of the contracted axis that a Hadamard transfor
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """The cast of one operand (rows, contracted axis). Fields name rows of FORMATS and SCALES."""
+    """The cast of one operand, a matrix (rows, axis of the sum)."""
 
-    format: str
-    block: tuple[int, int] = (ALL, ALL)   # elements that share a scale
-    scale: str = "float32"
+    format: str                             # a row of FORMATS
+    # elements that share a scale: (along the rows, along the axis of the sum)
+    block: tuple[int, int] = (ALL, ALL)
+    scale: str = "float32"                  # a row of SCALES
     rounding: str = "nearest-even"
-    transform: str = "none"
+    transform: str = "none"                 # "hadamard": applied along the axis of the sum
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """The numbers that rows and contracted axis must be multiples of; 1 for a side of ALL."""
+        """Divisors of the operand's shape: the rows must be a multiple of the first number, and the
+        axis of the sum of the second and the third."""
         return (self.block[0] or 1, self.block[1] or 1, HADAMARD if self.transform != "none" else 1)
 
     @property
     def transposes(self) -> bool:
-        """True if the cast of x.T is the transposed cast of x, so that one cast serves two
-        products."""
+        """True if the cast of a transposed operand is the transposed cast of the operand. Then one
+        cast serves two products, such as w in y and in dx."""
         return self.block[0] == self.block[1] and self.transform == "none"
 
     @property
@@ -56,26 +60,28 @@ class Cast:
 
     @property
     def words(self) -> str:
-        """All fields but the rounding as a string, for operators, which take no objects; `named`
-        reads it."""
+        """All fields except the rounding, as a string. A custom operator of PyTorch takes strings,
+        but not this object; `named` returns the cast again."""
         return f"{self.format} {self.scale} {self.block[0]} {self.block[1]} {self.transform}"
 
 
 @cache
 def named(words: str) -> Cast:
+    """Return the cast that `Cast.words` has written, with the default rounding."""
     format, scale, rows, columns, transform = words.split()
     return Cast(format=format, scale=scale, block=(int(rows), int(columns)), transform=transform)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """A way to get a block's scale from its largest magnitude, by `lpkit.precision.scaled`."""
+    """How the scale of a block is computed from the amax of the block, by `lpkit.precision.scaled`.
+    """
 
-    bytes: int = 4              # bytes of one scale as hardware stores it
-    folds: bool                 # scale times value has at most bf16's 8 significant bits
-    fused: str | None = None    # the kernel's name for it, if one pass finds scale and values
-    levels: int = 1             # 2: there is also a float32 scale for the tensor
-    identity: bool = False      # no scale: overflow becomes infinite, as in the format's arithmetic
+    bytes: int = 4              # bytes of one scale, as hardware stores it
+    folds: bool                 # scale times value is exact in bf16 (at most 8 significant bits)
+    fused: str | None = None    # its name in the kernel that computes scale and cast in one pass
+    levels: int = 1             # 2: the tensor also has a float32 scale
+    identity: bool = False      # there is no scale, so too large values become infinite
 
 
 SCALES = {
@@ -89,34 +95,40 @@ SCALES = {
 MX_BLOCK = (1, 32)      # hardware stores power-of-two scales of this block as E8M0, in one byte
 
 
-# M tokens, K input features, N output features: the sides of each operand, contracted side last.
+# The axes of both operands of each product, the axis of the sum last. M: tokens, K: input features,
+# N: output features.
 SIDES = {"y": ("MK", "NK"), "dx": ("MN", "KN"), "dw": ("NM", "KM")}
 PRODUCTS = {"y": ("x", "w"), "dx": ("g", "w"), "dw": ("g", "x")}     # the operands of each product
 SIDE_WORDS = {"M": "tokens", "K": "input features", "N": "output features"}
 Casts = tuple[Cast | None, Cast | None]
 
 
-# Settings. A row has only the settings that it uses.
+# Settings of recipes. A recipe has only the settings that it uses.
 
 Format8 = Literal["e4m3fn", "e5m2"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaledSettings(Settings):
-    """Multiply the loss by 2^n before backward, so that small gradients survive in float16
-    (Micikevicius et al. 2018)."""
+    """Loss scaling: multiply the loss by a power of two before backward, so that small gradients do
+    not become 0 in float16 (Micikevicius et al. 2018)."""
 
-    loss_scale: Annotated[float, between(2.0**-24, 2.0**64)] = 2.0**16      # at the start
-    growth_steps: Count = 2000      # updates without overflow that double it; overflow halves it
+    loss_scale: Annotated[float, between(2.0**-24, 2.0**64)] = 2.0**16      # of the first update
+    # after this many updates without an overflow, the scale doubles; an overflow halves it
+    growth_steps: Count = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class CastSettings(Settings):
-    # Linears left in 16 bits: first, last, last:8 or last:8/62 of the blocks, head, patterns
+    """Settings of every recipe that casts to 8 or 4 bits."""
+
+    # Linears that stay in 16 bits: "head", the blocks "first", "last", "last:8" or "last:8/62" (a
+    # share of the blocks), or patterns of names
     high_precision_layers: tuple[str, ...] = ("head",)
-    pad: bool = False       # pad with zeros if a shape does not tile; else the shape is refused
+    # if a shape is not a multiple of the blocks: True pads with zeros, False raises an error
+    pad: bool = False
     gradient_rounding: Literal["nearest-even", "stochastic"] = "nearest-even"
-    # transform of the operands of the weight gradient
+    # transform of both operands of dw
     transform: Literal["none", "hadamard"] = "none"
 
 
@@ -129,42 +141,48 @@ class Fp8Settings(CastSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulationSettings(Fp8Settings):
-    """For scales that do not vary inside the sum. Tensor cores may then sum without float32 steps,
-    in about 14 bits on Hopper (DeepSeek-V3, section 3.3.2), which is faster. torchao and
-    Transformer Engine do this for y only. Emulation sums in float32."""
+    """Settings of recipes whose scales are constant along the sum. Tensor cores may then accumulate
+    a whole sum without float32 additions, in about 14 bits on Hopper (DeepSeek-V3, section 3.3.2),
+    which is faster. torchao and Transformer Engine do this for y only. Emulation accumulates in
+    float32."""
 
+    # products that tensor cores may accumulate in this way
     fast_accumulation: tuple[Literal["y", "dx", "dw"], ...] = ("y",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedSettings(AccumulationSettings):
-    """The scale is computed from the amaxes of earlier micro-batches, so a cast needs one pass over
-    its tensor instead of two."""
+    """Delayed scaling: a scale is computed from the amaxes of earlier micro-batches, so a cast
+    reads its tensor once instead of twice."""
 
-    # micro-batches whose amax is remembered; Transformer Engine's default
+    # number of micro-batches whose amax is remembered; 1024 as in Transformer Engine
     history: Annotated[int, between(1, 2**16)] = 1024
     history_rule: Literal["max", "most-recent"] = "max"
-    margin: Annotated[int, between(0, 64)] = 0      # the scale leaves room for a factor of 2^margin
+    # amaxes may grow by a factor of 2^margin before values overflow
+    margin: Annotated[int, between(0, 64)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MxSettings(Fp8Settings):
-    # E8M0 stores no other
+    """Settings of MX recipes."""
+
+    # the format of the scales, E8M0, can store only powers of two
     scale: Literal["power-of-two", "power-of-two-floor"] = "power-of-two"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Row):
-    """A product that is None runs in `compute`, and so does an operand that is None."""
+    """A precision recipe. If a product (y, dx, dw) is None, it runs in the compute dtype, and so
+    does an operand whose cast is None."""
 
-    compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
-    # dtype of the products on hardware that has it, as in the machines' catalogue
+    compute: str | None     # the dtype of autocast, bfloat16 or float16; None: all is float32
+    # dtype in `Machine.flops` of the products, on hardware that multiplies them
     dtype: str
     y: Casts | None = None
     dx: Casts | None = None
     dw: Casts | None = None
-    delayed: DelayedSettings | None = None      # None: scales are from each tensor's own amax
-    fast_accumulation: tuple[str, ...] = ()     # products that tensor cores may sum faster
+    delayed: DelayedSettings | None = None      # None: a scale is computed from its tensor's amax
+    fast_accumulation: tuple[str, ...] = ()     # as in AccumulationSettings
     loss_scaling: LossScaledSettings | None = None
     high_precision_layers: tuple[str, ...] = ()     # Linears that stay in `compute`
     pad: bool = False
@@ -174,29 +192,31 @@ class Recipe(Row):
 
     @cached_property
     def products(self) -> dict[str, Casts]:
-        """The products that cast an operand, with their casts."""
+        """{product: (cast, cast)} of the products that cast at least one operand."""
         pairs = {"y": self.y, "dx": self.dx, "dw": self.dw}
         return {name: casts for name, casts in pairs.items() if casts and any(casts)}
 
     @property
     def one_sided(self) -> str:
-        """The products that cast only one operand. No hardware multiplies these."""
+        """The names of products that cast only one operand, in words. No hardware multiplies them.
+        """
         return " and ".join(name for name, casts in self.products.items() if None in casts)
 
     @cached_property
     def all_casts(self) -> list[Cast]:
-        """The casts of all operands of these products."""
+        """The casts of all operands of `products`."""
         return [cast for pair in self.products.values() for cast in pair if cast is not None]
 
     @cached_property
     def cast_of(self) -> dict[tuple[str, str], Cast | None]:
-        """The cast of each operand, by product and tensor."""
+        """{(product, role): cast}, with None for operands that are not cast."""
         return {(name, role): cast for name, roles in PRODUCTS.items()
                 for role, cast in zip(roles, self.products.get(name, (None, None)))}
 
     @cached_property
     def tile(self) -> int:
-        """The number whose multiples tile every operand; sides are powers of two."""
+        """A number of which M, N and K must be multiples, so that the blocks of every operand fit.
+        """
         return max((max(cast.tile) for cast in self.all_casts), default=1)
 
     @cached_property
@@ -205,7 +225,8 @@ class Recipe(Row):
 
     @property
     def gathers(self) -> bool:
-        """True if both products of a weight use one cast of it, with a byte a value."""
+        """True if both products of a weight (y and dx) can use the same 8-bit cast of it, so that
+        ranks can send the cast instead of the weight (`parallel.gathered`)."""
         both = {casts and casts[1] for casts in (self.y, self.dx)}
         cast = both.pop()
         return (not both and cast is not None and cast.transposes
@@ -214,13 +235,16 @@ class Recipe(Row):
 
     @property
     def history(self) -> int:
-        """The number of remembered amaxes for each of a Linear's three tensors; 0: none."""
+        """The number of remembered amaxes for each role (x, w, g) of a Linear; 0: none."""
         return self.delayed.history if self.delayed else 0
 
 
 def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str:
-    """Return why a Linear with these known sizes (of M, K and N) cannot run; "": it can. Rows of
-    its operands and of its result must be multiples of `alignment` bytes."""
+    """Return why a Linear of these sizes cannot run with the recipe; "": it can.
+
+    sizes:     sizes by axis, "M", "K" or "N"; a missing size is not checked
+    alignment: rows of operands and results must be multiples of this many bytes; 0: no such rule
+    """
     for name, casts in recipe.products.items():
         for i, (cast, sides) in enumerate(zip(casts, SIDES[name])):
             if cast is None:
@@ -239,7 +263,7 @@ def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str
 # Rows.
 
 def _cast_recipe(settings: CastSettings, x: Cast, w: Cast, g: Cast, *, dtype: str) -> Recipe:
-    """Return a recipe from the casts of activations, weights and gradients."""
+    """Return a recipe from the casts of x, w and g. `dtype`: as in Recipe."""
     g = replace(g, rounding=settings.gradient_rounding)
     dw = (replace(g, transform=settings.transform), replace(x, transform=settings.transform))
     return Recipe(compute="bfloat16", dtype=dtype, y=(x, w), dx=(g, w), dw=dw, pad=settings.pad,
@@ -258,7 +282,7 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
 
 def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
     x = Cast(format="e2m1", block=(1, 16), scale=scale)
-    square = replace(x, block=(16, 16))     # square blocks give the same values in y and in dx
+    square = replace(x, block=(16, 16))     # square blocks give w the same values in y and in dx
     return _cast_recipe(settings, x, square, x, dtype="fp4")
 
 
@@ -312,24 +336,25 @@ add("int8", _int8, CastSettings(),
     "Wortsman et al. 2023, https://arxiv.org/abs/2304.13013")
 
 
-# `precision.backend` multiplies; the implementation is a `lpkit.precision.backends.Backend`. With
-# `auto`, the first backend that can and may do it is used.
+# A backend (`precision.backend`) computes the products of a recipe. The implementation is a
+# `lpkit.precision.backends.Backend`. `auto` uses the first of these that can run the recipe.
 BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for name, where, why in (
     ("pytorch", "backends:PYTORCH", "recipes that cast nothing: nn.Linear under autocast"),
     ("scaled_mm", "scaled_mm:SCALED_MM", "torch._scaled_mm and F.scaled_mm: tensor cores of Ada, "
      "Hopper and Blackwell; torch._int_mm for int8"),
-    ("emulated", "scaled:EMULATED", "any device; the numbers of the recipe, without its speed"),
+    ("emulated", "scaled:EMULATED", "any device: the numbers of the recipe without its speed"),
     ("transformer-engine", "libraries:TRANSFORMER_ENGINE",
      "NVIDIA's te.Linear under one te.autocast, when installed"),
     ("torchao", "libraries:TORCHAO", "its Float8Linear and INT8 Linear, when installed"))}
 
-# The names that a Config may use: RECIPES, with rows that are added later, and `auto`.
+# The names that a Config may use: all of RECIPES, with rows that other packages add, and `auto`.
 AUTO = Row(why="bf16 where this machine does it fast, else fp32; the run records why")
 ASKABLE = ChainMap(RECIPES, {"auto": AUTO})
 
 
 def resolve(settings: Settings | str, **changes: object) -> Recipe:
-    """Return the recipe of these settings, or of a name with `changes`. Raises ConfigError."""
+    """Return the recipe with these `settings`. If `settings` is a name, return the recipe of this
+    name with `changes` of its default settings. Raises ConfigError for an unknown name."""
     row = pick(RECIPES, getattr(settings, "name", settings), "precision.recipe")
     if isinstance(settings, str):
         settings = replace(row.settings, **changes)
@@ -344,9 +369,13 @@ ENDS = re.compile(r"(?P<end>first|last)(:(?P<count>[1-9]\d*)(/(?P<of>[1-9]\d*))?
 
 
 def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the part of `blocks` that `pattern` names, in their order. `first` and `last` are one
-    block, `last:4` is four, `last:8/62` is this share of them, rounded (it may be 0). None: the
-    pattern has another form."""
+    """Return the part of `blocks` that `pattern` names: "first" or "last" is one block, "last:4" is
+    four blocks, "last:8/62" is this share of the blocks, rounded (it may be none). Return None for
+    a pattern of another form.
+
+    >>> at_end("last:2", range(6)), at_end("first:2/62", range(6)), at_end("head", range(6))
+    (range(4, 6), range(0, 0), None)
+    """
     if (match := ENDS.fullmatch(pattern)) is None:
         return None
     count = int(match["count"] or 1)
@@ -356,13 +385,17 @@ def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
-    """Return the `names` of Linears, in model order, that `layers` keeps in high precision, by
-    `at_end` of the numbered blocks or by patterns such as `head`, `blocks.0.*`. Raises ConfigError
-    for a pattern that matches nothing."""
+    """Return those `names` of Linears that stay in high precision.
+
+    names:  all Linears, in the order of the model
+    layers: patterns as for `at_end`, or patterns of names such as "head" or "blocks.0.*"
+    Raises ConfigError for a pattern that matches no Linear.
+    """
     names = list(names)
-    numbered = {name: match[0] for name in names if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
+    numbered = {name: match[0] for name in names
+                if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))
-    found = set()
+    kept_names = set()
     for pattern in layers:
         if (stay := at_end(pattern, blocks)) is None:
             hit = {name for name in names if fnmatchcase(name, pattern)}
@@ -371,5 +404,5 @@ def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
         if not hit and "/" not in pattern:      # a share may be 0 blocks of a small model
             raise ConfigError(f"precision.recipe.high_precision_layers={pattern} matches no Linear "
                               f"of this model; {nearest(pattern, ['first', 'last', *names])}")
-        found |= hit
-    return found
+        kept_names |= hit
+    return kept_names

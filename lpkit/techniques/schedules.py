@@ -1,7 +1,8 @@
-"""Learning-rate schedules as rows: f(step, counted from 0) -> multiplier of the peak rate.
+"""Learning-rate schedules as rows. A schedule is a function from a step (counted from 0) to a
+factor, by which the peak learning rate is multiplied.
 
-A schedule starts with a linear warm-up, if it has one. Then its shape runs from progress 0 to
-progress 1 at the last step.
+A schedule starts with a linear warm-up of `warmup_steps`. Afterwards, the progress goes from 0 to 1
+at the last step of the run, and the row's `shape` returns the factor for a progress.
 """
 
 from collections.abc import Callable
@@ -20,21 +21,23 @@ class ScheduleSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecaySettings(ScheduleSettings):
-    final_lr_ratio: Share = 0.1     # the last step's learning rate over the peak's
+    final_lr_ratio: Share = 0.1     # learning rate of the last step, divided by the peak rate
 
 
 def cosine(progress: float, settings: DecaySettings) -> float:
+    """Return a factor that falls from 1 to final_lr_ratio along half a cosine."""
     final = settings.final_lr_ratio
     return final + (1 - final) * 0.5 * (1 + cos(pi * progress))
 
 
 def constant(progress: float, settings: ScheduleSettings) -> float:
+    """Return 1 at any progress."""
     return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule(Row):
-    """`shape(progress, settings)`: the multiplier after the warm-up."""
+    """A row of SCHEDULES. `shape(progress, settings)` returns the factor after the warm-up."""
 
     settings: Settings = ScheduleSettings()
     shape: Callable[[float, Any], float]
@@ -42,14 +45,19 @@ class LearningRateSchedule(Row):
 
 SCHEDULES = {
     "cosine": LearningRateSchedule(
-        why="half a cosine", settings=DecaySettings(), shape=cosine,
+        why="falls along half a cosine", settings=DecaySettings(), shape=cosine,
         source="SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983"),
-    "constant": LearningRateSchedule(why="flat", shape=constant),
+    "constant": LearningRateSchedule(why="constant after the warm-up", shape=constant),
 }
 
 
 def schedule(settings: Settings, steps: int) -> Callable[[int], float]:
-    """Return the function from a step to its multiplier, for a run of `steps`."""
+    """Return the function from a step (0 to steps - 1) to its factor.
+
+    >>> factor = schedule(ScheduleSettings(name="constant", warmup_steps=20), steps=100)
+    >>> [factor(step) for step in (0, 9, 19, 50)]
+    [0.05, 0.5, 1.0, 1.0]
+    """
     shape = SCHEDULES[settings.name].shape
     warmup = min(getattr(settings, "warmup_steps", 0), steps)
 

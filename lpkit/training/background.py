@@ -35,20 +35,23 @@ def default_folder(name: str = "run") -> Path:
 @checked
 def train(config: Config, *, out: Folder | None = None, resume: bool = False,
           observers: Sequence[Observer] = (), control: Control | None = None) -> Run:
-    """Trains to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP). A signal saves a checkpoint and
-    returns a partial Run.
+    """Train until the last step, and return the Run. After a signal (Ctrl-C, SIGTERM, SIGHUP), save
+    a checkpoint and return the partial Run.
 
-    `out` is the run folder, by default a new one under runs/. With `resume`, `config.steps` may be
-    larger than before, to train the run longer. An observer can stop the run through `control`.
-    Raises ConfigError for an invalid combination of settings, and names it.
-    Raises RunFailedError when the run cannot continue (a loss that is not a number, a full disk).
+    out:       the run folder; by default a new folder under runs/
+    resume:    continue the run in `out`. `config.steps` may be larger than before, to train longer
+    observers: each is called with the StepRecord of every step
+    control:   an observer can use it to stop the run
+
+    Raises ConfigError for settings that do not go together.
+    Raises RunFailedError if the run cannot continue (a loss that is not a number, a full disk).
     """
     return _fit(config, Path(out or default_folder()), resume, Observers(observers),
                 control or Control())
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
-    # with several ranks, the first rank may have written to the folder already
+    # With several ranks, rank 0 may have written to the folder already: `loop.fit` checks it there.
     if ranks_from_environment(config)["world"] == 1:
         refuse(config, path, resume)
     from lpkit.training.trainer import train_here
@@ -58,8 +61,8 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
 
 
 def refuse(config: Config, path: Path, resume: bool) -> None:
-    """Raises ConfigError for an unusable run folder or text, at once and without importing torch.
-    """
+    """Raise ConfigError if the run folder or the text of `config` cannot be used. This is called
+    before torch is imported, so that such an error takes no seconds."""
     from lpkit.datasets import prepared, sources  # NumPy, and every command imports this module
 
     Run.at(path).refuse_another(config, resume=resume)
@@ -69,9 +72,9 @@ def refuse(config: Config, path: Path, resume: bool) -> None:
 
 @contextmanager
 def _let_go() -> Iterator[None]:
-    """Clears the variables of the traceback of an error that leaves this block, and keeps its
-    lines. Otherwise whoever keeps the error (a handle, a notebook's `sys.last_exc`) also keeps the
-    model and the tensors of its update."""
+    """If an error leaves this block, clear the local variables in its traceback; the lines of the
+    traceback stay. Otherwise an object that keeps the error (a handle, `sys.last_exc` in a
+    notebook) would also keep the model and its tensors in memory."""
     try:
         yield
     except BaseException as error:
@@ -83,22 +86,24 @@ def _let_go() -> Iterator[None]:
 
 
 class Background:
-    """Work in a background thread. Any thread may wait for it, pause it and stop it."""
+    """Work in a background thread. Any thread may wait for the work, pause it and stop it. A
+    subclass has the method `_do`."""
 
     def __init__(self, name: str, control: Control | None = None):
         self._control = control or Control()
         self._outcome: Future = Future()
-        # set after the callbacks of `_outcome`, so that a waiting notebook sees a figure's last
-        # point
-        self._told = threading.Event()
+        # Set after `_outcome` has called its callbacks, which for example draw the last point of a
+        # figure. So a caller that waits for this event sees the figure complete.
+        self._callbacks_done = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def begin(self) -> Self:
+        """Start the work, and return this object."""
         self._thread.start()
         return self
 
     def _do(self) -> Any:
-        """Does the work and returns its result."""
+        """Do the work and return its result. Called in the background thread."""
         raise NotImplementedError
 
     def _work(self) -> None:
@@ -106,7 +111,7 @@ class Background:
             self._outcome.set_result(self._do())
         except BaseException as error:      # `result` raises it in the thread that waits
             self._outcome.set_exception(error)
-        self._told.set()
+        self._callbacks_done.set()
 
     @property
     def done(self) -> bool:
@@ -117,7 +122,7 @@ class Background:
         return self._outcome.exception() if self.done else None
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once when the work has ended, or at once if it has ended already."""
+        """Call `callback` when the work has ended, or now if it has ended already."""
         self._outcome.add_done_callback(lambda outcome: callback())
 
     @property
@@ -131,32 +136,33 @@ class Background:
         self._control.go_on.set()
 
     def stop(self) -> None:
-        """Stops at the next micro-batch, or in an evaluation at its next batch, and saves a
-        checkpoint."""
+        """Request a stop: the run gives up the current step at its next micro-batch (or an
+        evaluation at its next batch), and saves a checkpoint. Does not wait."""
         self._control.stop()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """`run = await handle`: like `result`, but a notebook's buttons keep working meanwhile."""
+        """Wait for the end and return the result (`run = await handle`). Unlike `result`, it lets
+        the event loop run, so that the buttons of a notebook work."""
         try:
-            while not self._told.is_set():
+            while not self._callbacks_done.is_set():
                 yield from asyncio.sleep(0.05).__await__()
         except (KeyboardInterrupt, asyncio.CancelledError):   # the notebook's interrupt button
             self.stop()
         return self.result()
 
     def result(self) -> Any:
-        """Waits for the end and returns the result. An interrupt stops the work, and the result is
-        then partial."""
+        """Wait for the end and return the result, or raise the error of the work. Ctrl-C stops the
+        work, and the result is then partial."""
         try:
-            self._told.wait()
+            self._callbacks_done.wait()
         except KeyboardInterrupt:
             self.stop()
-            self._told.wait()
+            self._callbacks_done.wait()
         return self._outcome.result()
 
 
 class OneRun(Background):
-    """A run in the background, after `begin`. Its result is the Run."""
+    """A run in the background. It starts when `begin` is called. Its result is the Run."""
 
     def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
                  observers: Iterable[Observer] = (), control: Control | None = None):
@@ -168,8 +174,8 @@ class OneRun(Background):
         super().__init__(f"train {self.title}", control)
 
     def subscribe(self, observer: Observer) -> None:
-        """Calls `observer(record)` after every step, on the thread of the run. An observer that
-        raises is dropped."""
+        """Call `observer(record)` after every step, in the thread of the run. If an observer raises
+        an error, it is not called again."""
         self._observers.add(observer)
 
 
@@ -183,9 +189,9 @@ class Handle(OneRun):
 class Series(Background):
     """Named runs, one after the other, in folders of those names. A figure shows the current run.
 
-    The result is {name: Run} of all runs that began. If a run fails, its Run records the error and
-    the next run begins. Invalid settings end the series. Stop ends the current run, and no other
-    run begins.
+    The result is {name: Run} of all runs that have begun. If a run fails, its Run records the
+    error, and the next run begins. Invalid settings end the series with their error. `stop` ends
+    the current run, and no other run begins.
     """
 
     def __init__(self, configs: Mapping[str, Config], *, out: str | Path | None = None):
@@ -208,11 +214,11 @@ class Series(Background):
                 self.handles[name] = handle = Handle(
                     config, out=folder, observers=self._subscribed, control=self._control)
             try:
-                # begin only when `title` can name the run: an observer may see its first step at
-                # once
+                # Begin only after the handle is in `handles`, from which `title` and `records`
+                # read: an observer may ask for them at the first step.
                 handle.begin().result()
             except Exception:
-                # otherwise its Run records the failure
+                # If the status is "failed", the Run has recorded the error: go on with the next.
                 if Run.at(handle.path).summary.get("status") != "failed":
                     raise
         return {name: Run.at(handle.path) for name, handle in self.handles.items()}
@@ -238,14 +244,15 @@ class Series(Background):
 
 @checked
 def start(config: Config, *, out: Folder | None = None, resume: bool = False) -> Handle:
-    """Begins training in the background and returns the Handle."""
+    """Begin training in the background, and return the Handle at once."""
     return Handle(config, out=out, resume=resume).begin()
 
 
 @checked
 def start_each(configs: Mapping[str, Config], *, out: Folder | None = None) -> Series:
-    """Begins to train all of `configs`, one after the other, each in its folder below `out`.
+    """Begin to train all of `configs`, one after the other, in the background. Return the Series at
+    once. The run folder of a config is `out`/name.
 
-    Raises ConfigError when `configs` is empty, and for a name that cannot be a folder's name.
+    Raises ConfigError if `configs` is empty, or if a name cannot be the name of a folder.
     """
     return Series(configs, out=out).begin()

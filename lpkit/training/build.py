@@ -1,9 +1,9 @@
-"""Turns names in a Config into implementations: `decide` chooses what a run uses on this machine,
-and `build_model` builds the model that it trains.
+"""Turn the names in a Config into implementations. `decide` chooses what a run uses on this machine
+(device, recipe, attention backend, ...), and `build_model` builds the model that the run trains.
 
-`made` initialises the model first, by names and shapes. Then parts that have `reset(init)` set
-their own starting values. Then come the weights of another run (`start`), and at last changes of
-the model.
+The initial weights are set in this order (`made`): the initialisation fills all parameters, by
+their names and shapes; modules with a method `reset(init)` set their own initial values; the
+weights of another run are copied (`start`); the changes of the model (`model.changes`) are applied.
 """
 
 import datetime
@@ -58,18 +58,23 @@ if TYPE_CHECKING:   # imported only by runs on GPUs, and by runs that request a 
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
-    """Chooses the device of this rank; with several ranks, a rank has the GPU of its local number.
-    Raises ConfigError if a GPU was requested and there is none. A GPU that is present but cannot be
-    used is refused even with auto: otherwise a run would silently train on the CPU, and nobody
-    would notice for days."""
+    """Choose the device of this rank. With several ranks on a machine, rank i of the machine uses
+    GPU i.
+
+    asked: "auto", "cpu", "cuda" or "cuda:0"
+    Raises ConfigError if a GPU was requested and there is none. A GPU that exists but cannot be
+    used is an error even with "auto": otherwise a run would train on the CPU, and nobody would
+    notice for days.
+    """
     kind, _, number = asked.partition(":")
     if kind == "cpu":
         return Choice(asked=asked, used=asked, why="requested")
     if local_world > 1 and number:
         raise ConfigError(f"system.device={asked} names one GPU, and {local_world} processes take "
-                          f"one each; use system.device=cuda, and CUDA_VISIBLE_DEVICES to say which")
+                          f"a GPU each; use system.device=cuda, and choose the GPUs with "
+                          f"CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
-    # a PyTorch that cannot use the driver counts no GPU
+    # If PyTorch cannot use the driver, it counts 0 GPUs, although the machine has some (`gpus`).
     if asked == "auto" and not (count or (torch.version.cuda and gpus())):
         return Choice(asked=asked, used="cpu", why="PyTorch sees no GPU")
     index = local_rank or (int(number) if number else None)
@@ -87,7 +92,8 @@ def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choi
 
 
 def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
-    """`before`: the recipe that a resumed run began with. A second race could choose another."""
+    """Choose the recipe. For `auto`, a resumed run uses `before`, the recipe with which it began;
+    a new run uses what is faster on this device, bf16 or fp32."""
     if asked.name in RECIPES:
         return Choice(asked=asked.name, used=asked.name, why="requested")
     if before in RECIPES:
@@ -102,7 +108,7 @@ class Decisions:
     device: torch.device
     recipe: Recipe
     choices: dict[str, Choice]
-    # kernels that a resumed run began with
+    # versions of kernels with which a resumed run began, by kernel
     kernels: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -116,8 +122,12 @@ class Decisions:
 
 def decide(config: Config, *, before: Mapping[str, Any] | None = None,
            ranks: Ranks | None = None) -> Decisions:
-    """Makes all choices of a run. `before`: the environment of a resumed run. The first of `ranks`
-    runs all races, and all ranks use its choices. Raises ConfigError for an invalid config."""
+    """Make all choices of a run. Some choices time alternatives on this machine (races). Rank 0
+    runs all races, and all ranks use its choices.
+
+    before: the environment of a resumed run, whose choices are kept
+    Raises ConfigError for an invalid config.
+    """
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
@@ -131,8 +141,8 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
 
 
 def refuse_sizes(config: Config) -> None:
-    """Raises ConfigError for updates that are too large, or not whole micro-batches of all ranks.
-    """
+    """Raise ConfigError if an update of `config.sizes` has more sequences or tokens than the config
+    allows, or if its sequences are not whole micro-batches on all ranks."""
     whole = config.micro_batch * config.parallel.batch_ranks
     steps = range(config.steps if SIZES[config.sizes.name].at else 1)
     layout = config.parallel
@@ -152,22 +162,22 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     on = choose_device(config.system.device, ranks.local_rank, ranks.local_world)
     device = torch.device(on.used)
     if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)       # Triton launches on the current device
+        torch.cuda.set_device(device)       # Triton launches kernels on the current device
     asked = config.precision.recipe
     begun = {key: choice["used"] for key, choice in (before or {}).get("chosen", {}).items()}
     m, tokens = config.model, config.micro_batch * config.model.T
     threads = hardware.threads_choice(config.system.threads, device, before=begun.get("threads"),
                                       flops=2 * tokens * m.D * m.F, processes=ranks.local_world)
-    # before the race of dtypes, which must use them, too
+    # set before the race between dtypes, which must use the same number of threads
     torch.set_num_threads(int(threads.used))
-    # start backward's own thread first: otherwise PyTorch warns at its first product
+    # Start autograd's backward thread now: otherwise PyTorch prints a warning at its first matmul.
     if device.type == "cuda":
         torch.zeros(1, device=device, requires_grad=True).exp().backward()
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
     layouts.refuse_ungatherable(config, recipe)
-    operations(MicroBatch(model=m))     # refuses changes that cannot be folded in
+    operations(MicroBatch(model=m))     # raises ConfigError for changes that do not go together
     for change in m.changes:
         if why := MODEL_CHANGES[change.name].problem(config, recipe):
             raise ConfigError(f"model.changes={change.name} {why}")
@@ -182,17 +192,18 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
             raise ConfigError(f"system.compile={compiled.asked} compiles whole blocks, and {why}; "
                               f"set system.compile=false")
         compiled = Choice(asked="auto", used=OFF, why=why)
-    for said in running(config):
+    for governor in running(config):
         from lpkit.predict.governed import shares
 
         if compiled.used == compiling.MODEL:
             raise ConfigError(f"system.compile=model compiles all layers into one graph, and "
-                              f"governors={said.name} changes what they run; set system.compile="
-                              f"blocks")
-        sizes = {config.micro_batch * round(share * m.T) for one in shares(config) for share in one}
+                              f"governors={governor.name} changes what they run; set "
+                              f"system.compile=blocks")
+        sizes = {config.micro_batch * round(share * m.T)
+                 for shares_of_tokens in shares(config) for share in shares_of_tokens}
         why = next(filter(None, (untiled(recipe, {"M": size}) for size in sorted(sizes))), "")
         if why and not recipe.pad:
-            raise ConfigError(f"governors={said.name}: {why}; set precision.recipe.pad=true")
+            raise ConfigError(f"governors={governor.name}: {why}; set precision.recipe.pad=true")
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
@@ -225,8 +236,8 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
 
 
 def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
-    """Returns the transform that chooses the kernels of the model and of the loss. Its `choices`
-    are recorded with the run's choices."""
+    """Return the transform that chooses the kernels of the model and of the loss. Its `choices`
+    become part of the run's recorded choices."""
     from lpkit.execution.kernels import Kernels
 
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
@@ -240,9 +251,12 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
 
 def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
                 sharding: Sharding, start: Start | None = None) -> nn.Module:
-    """Builds the model: initialised, changed by its techniques' transforms, on its device. Nobody
-    knows what the transforms named in `config` do to weights, so with them each rank builds the
-    whole model before it is sharded. Each rank rounds activations and gradients with its own noise.
+    """Build the model on its device: initialised, and changed by the transforms of its techniques.
+
+    A rank normally builds only its rows of a sharded model (`sharding.making`). But the transforms
+    that `config.transforms` names may need whole weights, so with them each rank builds the whole
+    model before it is sharded. Stochastic rounding uses another seed on each rank, so that the
+    errors of different ranks are independent.
     """
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
@@ -259,13 +273,15 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
                   *sharding.transforms, *recomputation.transforms, *offload.transforms]
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))
-    splits = [one for one in transforms if one.stage < Stage.STORAGE]
+    splits = [transform for transform in transforms if transform.stage < Stage.STORAGE]
     model = moved(transformed(model, splits), decisions.device)
-    return transformed(model, [one for one in transforms if one.stage >= Stage.STORAGE])
+    return transformed(model, [transform for transform in transforms
+                               if transform.stage >= Stage.STORAGE])
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
-    """Builds the loss of `build_model`'s model, with the loss kernel that was chosen."""
+    """Build the loss of evaluation for the model of `build_model`, with the kernel that was chosen
+    for it."""
     rows, m = rows_of(config), config.memory
     row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
     loss = row.load()(m.cross_entropy, decisions.autocast)
@@ -278,8 +294,8 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
 
 def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss,
                     tokenizer: Mapping[str, Any]) -> Loss:
-    """Builds the loss that updates minimise: the loss of evaluation, unless the config names
-    another objective."""
+    """Build the loss that updates minimise: `next_token`, which is the loss of evaluation, unless
+    `config.objective` names another objective."""
     row = OBJECTIVES[config.objective.name]
     if not row.implementation:
         return next_token
@@ -288,15 +304,17 @@ def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_tok
 
 
 def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
-    """Returns the method of the model that the loss calls; None for the model itself."""
+    """Return the name of the model's method that the loss calls; None: it calls the model itself.
+    """
     compiled = decisions.choices["compile"].used != OFF
     return "hidden" if compiled else rows_of(config)["cross_entropy"].entry
 
 
 def initial_model(config: Config, attend: str, start: Start | None = None,
          ranks: Ranks | None = None) -> nn.Module:
-    """Builds the model's parts, then initialises them, copies the weights that it starts from, and
-    applies its changes, in this order."""
+    """Build the model without its transforms: build its modules, initialise them, copy the weights
+    of `start`, and apply `model.changes`, in this order. `attend`: name of the attention backend.
+    """
     torch.manual_seed(config.seed)
     alone = ranks is None or config.parallel.context == 1
     model = Transformer(config.model, attend=attention.backend(attend, config.model) if alone
@@ -311,28 +329,31 @@ def initial_model(config: Config, attend: str, start: Start | None = None,
 
 
 def among(config: Config, attend: str, ranks: Ranks) -> Attend:
-    """Returns attention over the tokens of all ranks of a context group."""
+    """Return attention over the tokens of all ranks of a context group: a
+    `lpkit.parallel.context.Over` that calls the backend `attend` on this rank."""
     row, rule = CONTEXT[config.parallel.attention], config.model.attention.rule(config.model.T)
-    one = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
-    return partial(row.load()(one, ranks), rule=rule)
+    partial_attend = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
+    return partial(row.load()(partial_attend, ranks), rule=rule)
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """Moves the model to `device`. A fake model is built on its device, and cannot move."""
+    """Move the model to `device`, unless it is there. A model of fake tensors is built on its
+    device, and cannot be moved."""
     if any(t.device.type != device.type for t in (*model.parameters(), *model.buffers())):
         model.to(device)
     return model
 
 
 def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
-    """Applies transforms in the order of their stages, in whatever order they are given."""
+    """Apply the transforms to the model, sorted by their `stage`, and return the model."""
     for transform in sorted(transforms, key=lambda t: t.stage):
         model = transform(model)
     return model
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:
-    """Returns the record of what a run's numbers depend on: versions, device, choices."""
+    """Return what the numbers and the speed of a run depend on, for environment.json: versions,
+    device, choices."""
     device = decisions.device
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,11 +1,16 @@
-"""Saving and resuming: a kill at any moment loses at most the steps since the last checkpoint.
+"""Save and load checkpoints. If a run is killed at any moment, it loses at most the steps since its
+last checkpoint.
 
-A checkpoint is a folder `step-00000100/` with a safetensors file per process, `state.json` and
-`manifest.json` (sizes and SHA-256 of the files, the run, and its own checksum). It is written under
-a temporary name, synced and renamed; only then is its name written to the file `latest`. Loading
-takes the newest folder whose manifest verifies. A damaged folder is moved to `quarantine/` and
-named in a message, never deleted. No pickle is read or written: tensors are safetensors, all else
-is JSON.
+A checkpoint is a folder `step-00000100/` with
+
+    tensors*.safetensors    one file for each process: see `shards`
+    state.json              numbers that are not tensors
+    manifest.json           size and SHA-256 of each file, the run, and a checksum of the manifest
+
+A folder is written under a temporary name, synced to disk and renamed. Then its name is written to
+the file `latest`. Loading takes the newest folder whose files match its manifest. A damaged folder
+is moved to `quarantine/`, and a message names it; it is never deleted. No pickle is read or
+written, because unpickling can run any code.
 
 In a process group, every process calls `save`, `load_latest` and `sweep`, in the same order.
 Process 0 creates, checks, renames and removes folders, and sends the outcome to the others.
@@ -35,7 +40,9 @@ WEIGHTS = ("model/", EVALUATED)     # all tensors of a model, without the state 
 
 
 def evaluated_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the model of a checkpoint as evaluation reads it, by the names of trained weights."""
+    """Return the weights that evaluation uses, by the names of the trained weights ("model/...").
+    Where the optimizer keeps other weights for evaluation ("evaluated/..."), these are returned
+    instead of the trained weights."""
     theirs = {"model/" + name.removeprefix(EVALUATED): t for name, t in tensors.items()
               if name.startswith(EVALUATED)}
     return {name: t for name, t in tensors.items() if name.startswith("model/")} | theirs
@@ -44,30 +51,32 @@ def evaluated_weights(tensors: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     path: Path
-    step: int
+    step: int               # number of updates before it was saved
     tensors: dict[str, Tensor]
     state: dict[str, Any]
-    # by file of the run: number and checksum of the last line that the checkpoint vouches for
+    # {file of the run: (number, checksum) of its last line when the checkpoint was saved}
     lines: dict[str, Any]
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
          keep: int, run: str = "", lines: Mapping[str, Any] | None = None,
          write: Write = shards.save) -> Path:
-    """Writes the checkpoint of `step` under `root`, and returns its folder. The `keep` newest
-    checkpoints stay.
+    """Write the checkpoint of `step` into a new folder in `root`, and return the folder. Remove all
+    but the `keep` newest checkpoints.
 
-    run:   the hash of the run's identity
-    lines: as in Checkpoint, from process 0
-    write: writes tensors into a folder, as the files `shards.file_names`
+    tensors: a process writes its pieces of each `Cut`. All other tensors are the same on all
+             processes, and one process writes each of them
+    state:   what becomes state.json; only process 0's is used
+    run:     the hash of the run's identity
+    lines:   as in Checkpoint; only process 0's is used
+    write:   f(folder, tensors) writes the files that `shards.file_names` returns
 
-    Each process writes its own pieces of a `Cut`. Other tensors are equal on all processes, and one
-    process writes them. `state` is taken from process 0.
-    Raises OSError (a full disk, a read-only folder) without leaving anything visible, and
-    ConfigError for a link where a folder is needed.
+    Raises OSError (a full disk, a read-only folder) and ConfigError (a link where a folder is
+    needed). Then no unfinished checkpoint is left under a valid name.
     """
-    # The order makes a kill at any moment safe: the manifest is written after the files that it
-    # describes, the folder gets its name after the manifest, and old checkpoints go last.
+    # The order of the steps makes a kill at any moment safe. The manifest is written after the
+    # files that it describes. The folder gets its final name after the manifest is written. Old
+    # checkpoints are removed last.
     final = root / f"step-{step:08d}"
     with ExitStack() as unfinished:
         def begin() -> Path:
@@ -93,14 +102,14 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
 
 
 def folders(root: Path) -> list[Path]:
-    """Returns the folders with a checkpoint's name, newest first."""
+    """Return the folders in `root` that are named like checkpoints, newest first."""
     paths = (p for p in root.glob("step-*") if p.is_dir() and not p.is_symlink())
     return sorted(paths, reverse=True)
 
 
 def verify(folder: Path, run: str = "") -> dict[str, Any]:
-    """Returns the manifest of `folder`, if every file matches it. Raises DamagedError otherwise,
-    also for a checkpoint of another run than `run`."""
+    """Return the manifest of the checkpoint `folder`. Raise DamagedError if a file does not match
+    the manifest, or if the checkpoint belongs to another run than `run` (a hash; "": any run)."""
     try:
         files.refuse_links(folder)
         manifest = records.read(folder / MANIFEST)
@@ -115,7 +124,7 @@ def verify(folder: Path, run: str = "") -> dict[str, Any]:
             size = (folder / name).stat().st_size
             if size != want["bytes"]:
                 raise DamagedError(
-                    f"{folder / name} has {size} bytes, its manifest says {want['bytes']}")
+                    f"{folder / name} has {size} bytes; its manifest has {want['bytes']}")
             if files.sha256(folder / name) != want["sha256"]:
                 raise DamagedError(f"{folder / name} does not match its checksum")
     except DamagedError:
@@ -137,14 +146,16 @@ def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
 def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
                 blank: shards.Blank = shards.whole, quarantine: bool = True, lack: str = ""
                 ) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the newest checkpoint of `run` that verifies, and a sentence for each one skipped.
+    """Return the newest checkpoint of `run` whose files match its manifest (None: there is none),
+    and a sentence for each newer checkpoint that was skipped.
 
-    only:       keep only tensors whose names start so
-    blank:      as in `shards.load`; by default tensors are whole, however many processes saved them
-    quarantine: move damaged checkpoints aside
-    lack:       for a reader that does not own the run. It leaves damaged checkpoints in place and
-                prints a sentence for each. Without a good checkpoint it raises ConfigError, which
-                begins with `lack`
+    run:        the hash of the run's identity; "": any run
+    only:       load only tensors whose names start with this
+    blank:      as in `shards.load`; by default all tensors are loaded whole
+    quarantine: move damaged checkpoints to `quarantine/`
+    lack:       set by readers that only use the run's weights, for example to sample. Damaged
+                checkpoints then stay in place, and their sentences are printed. Without a good
+                checkpoint, ConfigError is raised, whose message begins with `lack`
     """
     folder, manifest, problems = by_first(_newest_whole, root, run, quarantine and not lack, lack)
     if folder is None:
@@ -158,9 +169,9 @@ def _newest_whole(root: Path, run: str,
     for folder in folders(root):
         try:
             manifest = verify(folder, run)
-            said = f"lpkit: the weights are those of step {manifest['step']}:"
-            for one in problems if lack else ():
-                print(said, one, file=sys.stderr)
+            heading = f"lpkit: the weights are those of step {manifest['step']}:"
+            for problem in problems if lack else ():
+                print(heading, problem, file=sys.stderr)
             return folder, manifest, problems
         except DamagedError as error:
             problems.append(str(error))
@@ -173,6 +184,6 @@ def _newest_whole(root: Path, run: str,
 
 
 def sweep(root: Path) -> None:
-    """Removes files that a killed save left behind. Only the owner of the run may call it, before
-    it saves."""
+    """Remove temporary files of a `save` that was killed. Only the process that trains the run may
+    call it, before it saves."""
     by_first(files.sweep, root, ".*.tmp")

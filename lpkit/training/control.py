@@ -1,6 +1,7 @@
-"""How a running loop is asked to continue, to wait or to stop. The request comes from a thread (a
-notebook's buttons), from a signal, or, for a rank, from the process that launched it. The loop
-checks before each part of a step.
+"""Requests to a running training loop: to continue, to pause or to stop.
+
+A request comes from a thread (the buttons of a notebook), from a signal, or, for a rank, from the
+process that launched it. The loop reads the request before each micro-batch of a step.
 """
 
 import signal
@@ -16,34 +17,40 @@ GO_ON, PAUSE, STOP = range(3)       # requests to a loop
 
 
 class GivenUp(KeyboardInterrupt):
-    """Raised in a step or an evaluation that is given up because the run was asked to stop."""
+    """Raised to leave a step or an evaluation before its end, because a stop was requested."""
 
 
 class Control:
-    """Requests to a running loop, from a thread or a signal: to stop as soon as nothing is lost, or
-    to wait."""
+    """The requests of threads and signals to one running loop."""
 
     def __init__(self):
-        self.stopped_by = ""        # the source of the request: "stop", or the name of a signal
-        # True while nothing that is in progress will be saved, so that a signal may raise
+        # what requested the stop: "stop" (a call), or the name of a signal; "": no request
+        self.stopped_by = ""
+        # True while a signal may raise GivenUp at any instruction, because no work would be lost
         self.breakable = False
         self.go_on = threading.Event()
         self.go_on.set()
 
     def stop(self, by: str = "stop") -> None:
+        """Request a stop. It also ends a pause."""
         self.stopped_by = self.stopped_by or by
         self.go_on.set()
 
     def signalled(self, by: str) -> None:
+        """Request a stop because signal `by` has arrived. Called in the main thread, so it may
+        interrupt what that thread computes."""
         self.stop(by)
         if self.breakable:
             raise GivenUp
 
     @contextmanager
     def breaking(self, may: bool) -> Iterator[None]:
-        """In this context a signal raises GivenUp, if it `may`. If a destructor is running, Python
-        swallows GivenUp and would print its traceback, which is suppressed here; the run then stops
-        at the next micro-batch."""
+        """Return a context in which a signal raises GivenUp, if `may` is true.
+
+        If the signal arrives while a destructor runs, Python ignores the error and prints its
+        traceback. This context hides the traceback. The run then stops at the next micro-batch,
+        because the request itself is recorded.
+        """
         before = sys.unraisablehook
 
         def lost(what: Any) -> None:
@@ -57,6 +64,7 @@ class Control:
             self.breakable, sys.unraisablehook = False, before
 
     def asked(self) -> int:
+        """Return the current request: GO_ON, PAUSE or STOP."""
         if self.stopped_by:
             return STOP
         return GO_ON if self.go_on.is_set() else PAUSE
@@ -64,9 +72,9 @@ class Control:
 
 @contextmanager
 def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
-    """Calls `stop` on Ctrl-C, SIGTERM and SIGHUP (a closed SSH connection), so that the run stops
-    at the next micro-batch. A second Ctrl-C interrupts at once. Only the main thread receives
-    signals: in another thread use the handle's `stop`."""
+    """Call `stop(name of the signal)` on Ctrl-C, SIGTERM and SIGHUP (a closed SSH connection) in
+    this block. A second Ctrl-C raises KeyboardInterrupt at once. Python delivers signals to the
+    main thread only, so in another thread this context has no effect."""
     def heard(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stop(signal.Signals(number).name)

@@ -1,5 +1,5 @@
-"""Turns the text of a run into batches: tokenizes it, draws sequences by a policy, gives each rank
-its sequences, and copies them to its device ahead of their use."""
+"""Turn the text of a run into batches: tokenize the text, choose sequences by a data policy, give
+each rank its sequences, and copy them to its device before they are needed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ VALIDATION = 1 << 63    # added to the seed, so that validation draws differ fro
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
+    """The text of a run as batches of training data (`data`) and of validation data (`val`)."""
+
     data: DataPolicy
     val: DataPolicy
     tokenizer: dict[str, Any]
@@ -37,9 +39,10 @@ class Corpus:
 
 
 def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
-    """Prepares the text of `config`, unless it is prepared already. Raises ConfigError."""
+    """Return the batches of `config` for this rank. Tokenize the text, unless its tokens are on
+    disk already. Raises ConfigError for a text that cannot be used."""
     files = prepare(config.data, vocab=config.model.vocab)
-    tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
+    tokens = {split: entry["sha256"] for split, entry in files.header["splits"].items()}
     asked, batch = config.data.policy, config.global_batch
     data = _policy(config, asked, files.train, batch, config.seed)
     if scores := config.data.scores:
@@ -54,14 +57,16 @@ def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
 
 
 def _policy(config: Config, asked: Settings, tokens: Any, batch: int, seed: int) -> DataPolicy:
+    """Return the data policy with the settings `asked`, over `tokens`, with `batch` sequences."""
     settings = {key: value for key, value in vars(asked).items() if key != "name"}
     return POLICIES[asked.name].load()(tokens=tokens, batch=batch, context=config.model.context,
                                        seed=seed, **settings)
 
 
 class Share(DataPolicy):
-    """One rank's sequences of each batch of `policy`. A batch has `sequences` sequences, or as many
-    as `sizes` gives for its step."""
+    """This rank's part of each batch of `policy`. A batch has `sequences` sequences for all ranks
+    together, or as many as `sizes(step)` says, which returns (sequences, tokens of each). With
+    context parallelism, the part has only this rank's tokens of each sequence."""
 
     def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
                  sizes: Callable[[int], tuple[int, int]] | None = None):
@@ -84,8 +89,11 @@ class Share(DataPolicy):
 
 
 class Prefetched(DataPolicy):
-    """Makes the batches of `policy` in one thread, one batch ahead. Each batch goes into the pinned
-    memory of `lane`, and from there to `device` while the GPU computes."""
+    """Computes the batches of `policy` in another thread, one batch ahead. Each batch is copied to
+    pinned memory by `lane`, and from there to `device` while the GPU computes.
+
+    initializer: called once in the new thread
+    """
 
     def __init__(self, policy: DataPolicy, device: torch.device, lane: StatePlacement,
                  initializer: Callable[[], None] | None = None):
@@ -103,14 +111,16 @@ class Prefetched(DataPolicy):
         return Batch.of(dict(zip(names, arrived())))
 
     def _make(self, step: int) -> tuple[list[str], Callable[[], list[Tensor]]]:
+        """Return the names of the batch's tensors, and a function that waits for their copies on
+        the device."""
         present = self.policy.batch(step).present
         stored = [self.lane.store(t) for t in present.values()]
         return list(present), self.lane.prefetch(stored, self.device)
 
 
 def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
-    """Returns a policy that makes batches ahead. On a CPU, where there is no transfer to hide, it
-    returns `policy` itself."""
+    """Return `policy` as Prefetched on a GPU. On a CPU there is no copy to hide behind computation:
+    return `policy` itself."""
     if device.type != "cuda":
         return policy
     index = torch.cuda.current_device() if device.index is None else device.index

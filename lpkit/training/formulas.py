@@ -1,8 +1,9 @@
-"""Applies the formulas of `lpkit.predict` to a run: whether it fits, before anything is allocated;
-its MFU, at its end; and, if it ran out of memory, which bytes were held, which were predicted and
-which settings would fit.
+"""Apply the formulas of `lpkit.predict` to a run on this machine.
 
-The loop is given an `Account`, and also trains without one: it knows no formula.
+Before anything is allocated, `refuse_what_cannot_fit` checks that the run fits in memory. At the
+end of the run, an `Account` computes its MFU. If the run was out of memory, the account reports
+which bytes were allocated, which were predicted, and which settings would fit. The loop
+(`lpkit.training.loop`) also trains without an account, and contains no formulas.
 """
 
 import gc
@@ -30,12 +31,12 @@ from lpkit.training.build import Decisions, choose_device
 from lpkit.training.training import Training
 
 REST = "activations and the rest"
-RESERVE_BYTES = 4 << 20     # freed to make room for the report when memory has run out
+RESERVE_BYTES = 4 << 20     # host memory that `report` frees first, so that it can work
 
 
 def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
-    """Predicts an update with `decisions` in the memory that the device has left. On a CPU,
-    `processes` share it. Takes less than 2 ms."""
+    """Predict whether an update with `decisions` fits in the free memory of the device. On a CPU,
+    `processes` share this memory. Takes less than 2 ms."""
     used = {key: choice.used for key, choice in decisions.choices.items()}
     config = config.replace({
         "precision.recipe": used["precision"], "system.attention": used["attention"],
@@ -44,11 +45,11 @@ def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
 
 
 def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
-    """Raises ConfigError, with settings that would fit, if the formulas say that the run does not
-    fit. Nothing has been allocated yet."""
+    """Raise ConfigError if the formulas predict that the run does not fit in memory. The error has
+    settings that would fit. Call it before anything is allocated."""
     if not fit_here(config, decisions, processes).refused:
         return
-    # free the memory of an earlier model that only a reference cycle still holds
+    # A reference cycle may still hold an earlier model of this process: free it, and check again.
     gc.collect()
     asked = fit_here(config, decisions, processes)
     if asked.refused:
@@ -57,8 +58,9 @@ def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int 
 
 
 class Account(RunAccount):
-    """Accounts for the bytes that a training holds, by row, and for its FLOPs. Bytes without a name
-    are counted from the creation of the account on."""
+    """The bytes that a training holds on its device, by row (weights, gradients, ...), and its MFU.
+    Bytes that belong to no row are counted from the creation of the account on: what the process
+    had allocated before is not part of the run."""
 
     def __init__(self, training: Training):
         self.training = training
@@ -66,14 +68,17 @@ class Account(RunAccount):
         self.unnamed_bytes = self._all_bytes() - sum(self._named().values())
 
     def held(self) -> dict[str, int]:
+        """Return the allocated bytes by row. The last row, REST, is all that no other row names."""
         rows = self._named()
         rest = self._all_bytes() - sum(rows.values()) - self.unnamed_bytes
         return {name: nbytes for name, nbytes in {**rows, REST: max(0, rest)}.items() if nbytes}
 
     def _all_bytes(self) -> int:
+        """Return all bytes that this process has allocated on the device; 0 if not known."""
         return hardware.held_bytes(self.training.device) or 0
 
     def _named(self) -> dict[str, int]:
+        """Return the bytes of weights, gradients and optimizer state, as they are now."""
         training, states = self.training, []
         if training.state_placement.in_memory:
             states = [t for state in training.optimizer.state.values() for t in state.values()
@@ -83,14 +88,16 @@ class Account(RunAccount):
                 "gradients": self._bytes(p.grad for p in weights if p.grad is not None)}
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Returns the bytes of tensors on the device. A storage is counted once."""
+        """Return the bytes of those `tensors` that are on the device. Tensors that share a storage
+        are counted once."""
         here = [local(t).untyped_storage() for t in tensors
                 if t.device.type == self.training.device.type]
         return sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Returns the MFU. The peak is the 16-bit peak measured on this machine, whatever the
-        recipe, so that a faster recipe has a higher MFU."""
+        """Return the MFU of the run: FLOP/s that the model needs, divided by the peak of all ranks.
+        The peak is the bf16 (without autocast: float32) matmul speed measured on this machine, for
+        every recipe. So an FP8 recipe that is faster has a higher MFU."""
         training = self.training
         dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
         peak = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
@@ -98,8 +105,8 @@ class Account(RunAccount):
         return flops / (peak * training.ranks.world)
 
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
-        """Returns the report of an out-of-memory error, ready for JSON. Frees the variables of the
-        traceback, and so the activations."""
+        """Return what the summary records of an out-of-memory error, as values for JSON. Free the
+        local variables in the traceback of `error`, and with them the activations."""
         training, self.reserve = self.training, None
         held, peak = self.held(), hardware.peak_bytes(training.device)
         traceback.clear_frames(error.__traceback__)
@@ -113,13 +120,16 @@ class Account(RunAccount):
 
 
 def _tighter(asked: Fit, held_bytes: int) -> Fit:
-    """Returns `asked` with the memory that the run really had, at most its prediction, so that the
-    proposed settings take less than the settings that failed."""
+    """Return the prediction `asked` with less memory on the device: the free bytes plus the
+    `held_bytes` of the run, but at most the predicted peak. The settings that are then proposed
+    need less memory than the settings that failed."""
     there = min(asked.on.memory_bytes + held_bytes, asked.peak_bytes)
     return replace(asked, on=replace(asked.on, memory_bytes=there))
 
 
 def _sentence(asked: Fit, held: dict[str, int]) -> str:
+    """Return the sentence of the error: bytes held, bytes predicted, and settings that would fit.
+    """
     words = ""
     if held:
         words = f"held were {quantity(sum(held.values()), 'bytes')} ({largest(held)}), and "
@@ -134,8 +144,12 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def raise_out_of_memory_as_run_failure(config: Config, what: str,
                                        processes: int = 1) -> Iterator[None]:
-    """Turns an out-of-memory error raised in this block (but not in the training loop) into a
-    RunFailedError. `processes` share the memory of a CPU."""
+    """Turn an out-of-memory error of this block into a RunFailedError with settings that would fit.
+    Errors in the training loop are RunFailedErrors already (`loop.fit`), and pass unchanged.
+
+    what:      the subject of the error's sentence, for example "this run"
+    processes: number of processes that share the memory of a CPU
+    """
     try:
         yield
     except RunFailedError:

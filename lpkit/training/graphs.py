@@ -1,10 +1,11 @@
 """`system.cuda_graphs`: forward and backward of an update as one CUDA graph, so that the GPU does
 not wait for kernel launches.
 
-An FP8 update launches some 6,000 kernels, and the GPU finishes many of them faster than the host
-can launch the next. The first updates therefore run kernel by kernel, and the next one is captured.
-From then on each batch is copied to the memory of the captured batch, and the graph is replayed:
-the same kernels compute the same numbers. Gradients stay in the same memory, too. The optimizer's
+An FP8 update launches about 6,000 kernels, and the GPU finishes many of them before the host has
+launched the next kernel. A CUDA graph records all launches once, and one call repeats them. The
+first WARM_UP updates run without a graph. The next update is captured as a graph. Every later batch
+is copied into the tensors of the captured batch, and the graph is replayed: the same kernels
+compute the same numbers. Gradients are written to the same memory in every update. The optimizer's
 step is not part of the graph.
 """
 
@@ -32,14 +33,14 @@ from lpkit.training.steps import Executor, Phases
 
 ON, OFF = "on", "off"
 NOT_CAPTURED = "no CUDA graph could be captured ({})"
-WARM_UP = 2         # updates that compile kernels and reserve memory before the capture
-# implementations that move saved tensors, or step within backward
+WARM_UP = 2         # updates before the capture, which compile kernels and allocate memory
+# fields of `config.memory` whose other rows move saved tensors, or update weights, during backward
 MOVING = ("activation_offload", "optimizer_step")
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> Choice:
-    """Chooses whether to use CUDA graphs. Raises ConfigError if they were requested and cannot be
-    used."""
+    """Choose whether the run uses a CUDA graph. Raise ConfigError if `system.cuda_graphs` is true
+    and the run cannot use a graph."""
     asked, why = config.system.cuda_graphs, why_not(config, recipe, device, world)
     if asked is True and why:
         raise ConfigError(f"system.cuda_graphs=true: {why}; set system.cuda_graphs=auto, which "
@@ -51,9 +52,9 @@ def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> 
 
 
 def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) -> str:
-    """Returns the reason against CUDA graphs, in one clause; empty if there is none."""
+    """Return why the run cannot use a CUDA graph, in one clause; "": it can."""
     moving = [key for key in asked_memory(config) if key in MOVING]
-    return next((why for found, why in (
+    return next((why for applies, why in (
         (device.type != "cuda", f"a {device.type.upper()} has none"),
         (world > 1, f"messages of {world} ranks are no part of a graph"),
         (recipe.loss_scaling, "the loss's scale is decided by the host, within an update"),
@@ -64,18 +65,22 @@ def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) ->
         (POLICIES[config.data.policy.name].gives_ids, "where documents end differs by batch"),
         (SIZES[config.sizes.name].at, "updates have several sizes"),
         (config.precision.telemetry_every, "telemetry watches updates, kernel by kernel"),
-    ) if found), "")
+    ) if applies), "")
 
 
 class _Recorded(NamedTuple):
-    run: Callable[[], None]
+    """A captured update. The graph reads and writes exactly these tensors."""
+
+    run: Callable[[], None]     # replays the graph
     batch: Batch
     loss: Tensor
     gradients: list[tuple[nn.Parameter, Tensor]]
 
 
 class Graphs(Executor):
-    in_parts = False
+    """Runs forward and backward of an update as a CUDA graph, after WARM_UP updates without it."""
+
+    in_parts = False        # a replay cannot end between two micro-batches
 
     def __init__(self):
         self.seen: float = 0
@@ -85,15 +90,15 @@ class Graphs(Executor):
         return Graphs()
 
     def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
-        """Replays the graph. With `phases`, or with a watcher, it runs kernel by kernel as
-        `Executor` does."""
+        """As `Executor.forward_backward`, by replaying the graph. With `phases` or a watcher, which
+        must be called between kernels, the update runs without the graph."""
         if training.watchers or phases is not nullcontext or self.seen < WARM_UP:
             self.seen += 1
             return super().forward_backward(training, batch, phases=phases)
         if self.recorded is None:
             try:
                 self.recorded = self._recorded(training, batch)
-            # not enough memory, or an operation that waits for the GPU
+            # capture fails if memory is full, or if an operation waits for the GPU
             except RuntimeError as error:
                 why = NOT_CAPTURED.format(str(error).partition("\n")[0])
                 if training.config.system.cuda_graphs is True:
@@ -109,10 +114,11 @@ class Graphs(Executor):
         self.recorded.run()
         for p, gradient in self.recorded.gradients:
             p.grad = gradient
-        # the next replay overwrites the captured loss
+        # a copy, because the next replay overwrites the captured loss
         return self.recorded.loss.clone()
 
     def _recorded(self, training: Any, batch: Batch) -> _Recorded:
+        """Capture forward and backward of an update as a graph."""
         kept = Batch.of({name: t.clone() for name, t in batch.present.items()})
         run, loss = captured(partial(super().forward_backward, training, kept, phases=nullcontext))
         gradients = [(p, p.grad) for p in training.model.parameters() if p.grad is not None]

@@ -1,10 +1,10 @@
-"""Trains on several processes of this machine, started from a notebook or a shell.
+"""Train on several processes of this machine, from a notebook or a shell.
 
-    handle = lpkit.launch(config, processes=2)      await it, as the handle of lpkit.start
+    handle = lpkit.launch(config, processes=2)      `run = await handle` waits for the end
     handle.ranks                                    the last report of each rank
 
-The ranks are new processes (`lpkit.parallel.processes`). The calling process, which may be a
-notebook kernel that holds a GPU, is none of them. Only the ranks write the run folder.
+All ranks are new processes (`lpkit.parallel.processes`). The calling process is not a rank, because
+it may be a notebook's kernel that holds a GPU. Only rank 0 writes the run folder.
 """
 
 import signal
@@ -25,18 +25,17 @@ from lpkit.training.runs import METRICS, Run
 from lpkit.values import Count, Folder, Positive, checked
 
 TRAIN = "lpkit.training.rank:train"
-# ranks in a step notice a stop within a micro-batch; after this time they are not in a step
+# Time that `result` waits for a stop before the first step is reported: see there.
 DEAF_SECONDS = 0.5
 
 
 class Launched(OneRun):
     """A run on several processes.
 
-    ranks: the newest report of each rank: its process id `pid`, step, step_seconds, loss,
-           peak_bytes, communication_share (the share of the step's time in waits for messages;
-           None on GPUs, where streams wait)
-
-    `watched`: the limits and the parent, as for Processes.
+    ranks:   by number of a rank, its newest report: pid (its process id), step, step_seconds, loss,
+             peak_bytes, communication_share (seconds that the host waited for messages, divided by
+             step_seconds; None on GPUs, where the host does not wait)
+    watched: the arguments of Processes after `heard`, for example timeout_seconds and parent
     """
 
     def __init__(self, config: Config, *, out: str | Path | None, resume: bool,
@@ -45,27 +44,28 @@ class Launched(OneRun):
         refuse(config, self.path, resume)
         self._before = self._written()
         self.ranks: dict[int, dict[str, Any]] = {}
-        # set by the first step, or by the end of a run without a step
+        # set by the first report of a step, or by the end of the run
         self._stepped = threading.Event()
         self.on_done(self._stepped.set)
-        told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
-        self._processes = Processes(TRAIN, told, heard=self._hear, **watched)
+        argument = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
+        self._processes = Processes(TRAIN, argument, heard=self._hear, **watched)
 
     def _do(self) -> Run:
         with self._processes:
             self._processes.wait()
         return Run(self.path)
 
-    def _hear(self, rank: int, said: dict[str, Any]) -> None:
-        """Takes a StepRecord, under "record", and a rank's report of itself."""
-        if record := said.pop("record", None):
+    def _hear(self, rank: int, report: dict[str, Any]) -> None:
+        """Take a report of a rank: what `ranks` has, and from rank 0 also a StepRecord "record".
+        """
+        if record := report.pop("record", None):
             self._stepped.set()
             self._observers(StepRecord(**record))
-        if said:
-            self.ranks[rank] = said
+        if report:
+            self.ranks[rank] = report
 
     def _written(self) -> int:
-        """Returns the size of the run's metrics, in bytes."""
+        """Return the bytes of the run's metrics file, which grows with every step."""
         metrics = self.path / METRICS
         return metrics.stat().st_size if metrics.exists() else 0
 
@@ -78,34 +78,37 @@ class Launched(OneRun):
         self._processes.resume()
 
     def stop(self, by: str = "stop") -> None:
-        """Stops as `Background.stop` does."""
+        """As `Background.stop`. `by`: "stop", or the name of the signal that requested it."""
         self._control.stop(by)
         self._processes.stop(by)
 
     def kill(self) -> None:
-        """Ends the run at once, without a checkpoint."""
+        """End the run at once, without a checkpoint."""
         self._processes.kill()
 
     def result(self) -> Run:
-        """Waits for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops the run, and a second one kills
-        it. Ranks that are still importing cannot hear a stop and have nothing to save, so the first
-        one kills a run that has not written a step."""
+        """Wait for the end, and return the Run. The first Ctrl-C (SIGTERM, SIGHUP) stops the run,
+        and a second Ctrl-C kills it. If the run has not written a step, the ranks may still be
+        importing, and would not notice a stop for seconds. They have nothing to save, so in this
+        case the first Ctrl-C kills the run."""
         try:
             try:
                 self._stepped.wait()
                 with signals_stop(self.stop):
-                    self._told.wait()
+                    self._callbacks_done.wait()
             except KeyboardInterrupt as heard:
-                if self._control.stopped_by:        # this is a second one
+                if self._control.stopped_by:        # this is the second Ctrl-C
                     raise
                 self.stop(signal.Signals(*heard.args or [signal.SIGINT]).name)
-                # steps may have been written before the first report arrives
-                if not self._told.wait(DEAF_SECONDS) and self._written() == self._before:
+                # A rank in a step stops within a micro-batch. If the run has not ended after
+                # DEAF_SECONDS and its metrics have not grown, no rank is in a step: kill the run.
+                if (not self._callbacks_done.wait(DEAF_SECONDS)
+                        and self._written() == self._before):
                     raise
-                self._told.wait()
+                self._callbacks_done.wait()
         except BaseException:
             self.kill()
-            self._told.wait()
+            self._callbacks_done.wait()
             raise
         return self._outcome.result()
 
@@ -116,15 +119,18 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
            timeout_seconds: Positive = TIMEOUT_SECONDS,
            progress_seconds: Positive = PROGRESS_SECONDS,
            parent: WarmParent | None = None) -> Launched:
-    """Begins training on `processes` processes of this machine, in the background, and returns the
-    handle.
+    """Begin training on `processes` processes of this machine, in the background, and return the
+    handle at once.
 
-    A config for one device becomes `processes` replicas (parallel.data). If a rank gives no sign of
-    life for `timeout_seconds`, or no rank progresses for `progress_seconds`, the hung ranks are
-    named with their stacks, and all ranks are ended. If you launch often, give every launch the
-    same `parent`: only the first launch then waits for imports.
-    Raises ConfigError for a layout of another number of devices, and for more processes than there
-    are GPUs, or cores.
+    config:           a config for one device becomes `processes` replicas (parallel.data)
+    timeout_seconds:  if a rank's process gives no sign of life for this long, or
+    progress_seconds: if no rank progresses for this long, the run ends with an error that has the
+                      numbers and the stacks of the hung ranks
+    parent:           if you launch often, pass the same WarmParent to every launch: then only the
+                      first launch waits for imports
+
+    Raises ConfigError if the layout has another number of devices, or if the machine has fewer GPUs
+    (without GPUs: cores) than `processes`.
     """
     return Launched(spread(config, processes), out=out, resume=resume, observers=observers,
                     world=processes, timeout_seconds=timeout_seconds,
@@ -132,7 +138,8 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
 
 
 def spread(config: Config, processes: int) -> Config:
-    """Returns `config` for `processes` processes on this machine. Raises ConfigError."""
+    """Return `config` with a layout of `processes` devices. Raises ConfigError if this machine does
+    not have enough GPUs or cores, or if the layout cannot be trained."""
     layouts.refuse_untrainable(config)
     here, what = (gpus(), "GPU") if config.system.device != "cpu" and gpus() else (cores(), "core")
     if processes > here:

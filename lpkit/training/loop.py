@@ -1,5 +1,8 @@
-"""The training loop: update, evaluate, save, and record each step. A GPU never waits for the host:
-the numbers of an update are read after they have arrived."""
+"""The training loop: update the weights, evaluate, save checkpoints, and record each step.
+
+A GPU never waits for the host: the host gives the GPU up to AHEAD more updates before it reads the
+loss of an update, which by then has arrived in host memory.
+"""
 
 import math
 import sys
@@ -31,28 +34,35 @@ from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.steps import Phases
 from lpkit.training.training import Training, Update
 
-RECORD = "record"       # name in a checkpoint of the record of a step whose evaluation was given up
-AHEAD = 2       # the most updates in the device's queue whose numbers the host has not read
-PAUSED_SECONDS = 0.1        # how often a paused run tells the other ranks to keep waiting
+# Key in a checkpoint's state. If a stop has interrupted the evaluation after a step, the checkpoint
+# has the StepRecord of the step under this key, and the resumed run repeats the evaluation.
+RECORD = "record"
+AHEAD = 2       # most updates that the device has been given and whose numbers are not yet read
+PAUSED_SECONDS = 0.1        # a paused run looks for a new request this often
 
 
 def fit(training: Training, path: Path, *, resume: bool = False,
         observers: Sequence[Observer] | Observers = (), control: Control | None = None,
         account: RunAccount | None = None) -> Run:
-    """Trains into the run folder `path` and returns the Run; a stopped Run is partial.
+    """Train into the run folder `path`, and return the Run. It is partial if the run was stopped.
 
-    With an `account`, the summary has the MFU, and after an out-of-memory error the bytes that were
-    held. An observer that raises is dropped and named in the summary, and the run continues.
-    Raises ConfigError when the folder holds another run. Raises RunFailedError when the run cannot
+    resume:    continue the run in `path`
+    observers: each is called with the StepRecord of every step. An observer that raises an error is
+               not called again, the summary has the error, and the run continues
+    control:   the requests to pause or stop
+    account:   with an account, the summary has the MFU, and, if memory has run out, the bytes that
+               were held
+
+    Raises ConfigError if the folder holds another run. Raises RunFailedError if the run cannot
     continue (a loss that is not a number, a full disk, no memory left). Every other error is
-    recorded as the run's error, and raised.
+    recorded in the summary and raised.
     """
     config, control, run = training.config, control or Control(), Run.at(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     if not training.ranks.first:
         return _follow(training, run, observers, account)
     hardware.reset_peak(training.device)
-    # a run that still says "running" after its process ended was killed
+    # If the process is killed, the summary keeps "running", and `Run.summary` reports "killed".
     summary: dict[str, Any] = {"status": "running", "error": None, "out_of_memory": None,
                                "from_step": 0, "damaged": []}
     with _owned(path):
@@ -60,12 +70,12 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         sweep(path)
         energy_before, reached = hardware.energy_joules(training.device), None
         try:
-            found, begun = _begin(training, run, here)
+            saved, begun = _begin(training, run, here)
             summary |= begun
             reached = summary["from_step"]
             with open_own(path / runs.METRICS, "a") as log:
                 chain = records.Chain(path / runs.METRICS, run.mark)
-                for record in _steps(training, run, found, control):
+                for record in _steps(training, run, saved, control):
                     log.write(chain.line(record.to_dict()))
                     log.flush()
                     observers(record)
@@ -73,7 +83,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
                     reached = record.step
             summary["status"] = "complete" if reached == config.steps else "stopped"
         except BaseException as error:
-            # a second Ctrl-C, which did not wait for a checkpoint
+            # KeyboardInterrupt: a second Ctrl-C, which does not wait for a checkpoint
             status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
             summary |= {"status": status, "error": f"{type(error).__name__}: {error}"}
             if account and out_of_memory(error):
@@ -83,22 +93,22 @@ def fit(training: Training, path: Path, *, resume: bool = False,
         finally:
             summary |= {"observer_errors": observers.errors,
                         "stopped_by": control.stopped_by or None}
-            # if there was an error already, it must be raised, not a second one
+            # If the run has failed, its own error must be raised, not an error of this block.
             with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
-                found = runs.results(run)
-                if summary["error"] is None:    # no measurements on a device that may have failed
+                results = runs.results(run)
+                if summary["error"] is None:    # after an error, the device may have failed
                     if account:
-                        summary |= _mfu(account, found["tokens_per_second"], observers.errors)
+                        summary |= _mfu(account, results["tokens_per_second"], observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
                     summary["energy_tokens"] = (config.tokens_after(reached)
                                                 - config.tokens_after(summary["from_step"]))
-                _conclude(run, found | summary, reached, config)
+                _conclude(run, results | summary, reached, config)
     return run
 
 
 def _follow(training: Training, run: Run, observers: Observers, account: RunAccount | None) -> Run:
-    """Trains on a rank other than the first: the same updates, and its part of each checkpoint. It
-    writes nothing else, and stops when the first rank stops. Raises RunFailedError, as `fit`."""
+    """Train on a rank other than rank 0: take the same updates, and write this rank's part of each
+    checkpoint, but no other file. Stop when rank 0 stops. Raises RunFailedError, as `fit` does."""
     hardware.reset_peak(training.device)
     reached = 0
     try:
@@ -110,16 +120,21 @@ def _follow(training: Training, run: Run, observers: Observers, account: RunAcco
             reached = record.step
     except Exception as error:
         if account and out_of_memory(error):
-            said = _without_memory(error, account, reached, run)["error"]
-            raise RunFailedError(said) from error
+            message = _without_memory(error, account, reached, run)["error"]
+            raise RunFailedError(message) from error
         raise
     return run
 
 
 def _begin(training: Training, run: Run, here: dict[str, Any]
            ) -> tuple[Checkpoint | None, dict[str, Any]]:
-    """Goes back to the newest good checkpoint, and records this start. Returns the checkpoint, and
-    for the summary `from_step` and `damaged`, a sentence for each file or line that is skipped."""
+    """Load the newest good checkpoint, if there is one, and record this start of the run in its
+    folder. Lines of the metrics after the checkpoint are removed.
+
+    here: the entry of this start in environment.json
+    Return the checkpoint, and three entries of the summary: `from_step` (its step, or 0), `damaged`
+    (a sentence for each damaged file or line) and `start` (the weights that the run started from).
+    """
     problems = run.problems
     saved, damaged = _restore(training, run)
     start, before = saved.step if saved else 0, run.environments
@@ -129,8 +144,9 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
               f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
     begun = {"from_step": start, "damaged": damaged, "start": training.start.where or None}
     now = here | begun | {"lines": saved.lines if saved else {}}
-    # The order matters if the process is killed between two writes: a summary that vouches for no
-    # file comes first, and the summary that vouches for the new files comes last.
+    # The summary has checksums of the other files ("vouches"). If the process is killed between two
+    # of these writes, no checksum may be wrong. So the first summary has no checksums, and the
+    # summary with the checksums of the new files is written last.
     running = {"status": "running", records.RUN: run.mark}
     records.write(run.path / runs.SUMMARY, running)
     write_atomically(run.path / runs.CONFIG, runs.sealed_yaml(training.config, run.mark))
@@ -143,7 +159,8 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
 
 
 def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Config) -> None:
-    """Writes the summary. If a resumed run could not even begin, its old summary stays."""
+    """Write the summary. `reached`: the last step. If it is None, the run could not even load its
+    checkpoint, and the summary of its earlier start stays."""
     path = run.path / runs.SUMMARY
     if reached is not None:
         summary |= {"steps": reached, "tokens": config.tokens_after(reached)}
@@ -154,17 +171,18 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
 
 def _without_memory(error: BaseException, account: RunAccount, step: int, run: Run
                     ) -> dict[str, Any]:
-    """Returns the entries of the summary of a run that ran out of memory."""
+    """Return the entries `error` and `out_of_memory` for the summary of a run whose memory has run
+    out after `step` updates."""
     report = account.report(error, _last_checkpoint(run))
-    said = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; kept: "
-            f"{report['last_checkpoint'] or 'no checkpoint'}. Other settings need another --out; "
-            f"with more memory, go on with --resume")
-    return {"error": said, "out_of_memory": report}
+    message = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; "
+               f"kept: {report['last_checkpoint'] or 'no checkpoint'}. Other settings need another "
+               f"--out; with more memory, go on with --resume")
+    return {"error": message, "out_of_memory": report}
 
 
 class HostMoment:
-    """The current time by the host's clock, with the methods of a device's event. A CPU computes
-    in order, so all earlier work is done."""
+    """The time at which it is created, by the host's clock. It has the methods of torch.cuda.Event
+    that the loop uses. A CPU has finished all earlier work when it is created."""
 
     def __init__(self):
         self.at = time.perf_counter()
@@ -181,7 +199,8 @@ class HostMoment:
 
 
 def moment(device: torch.device) -> "HostMoment | torch.cuda.Event":
-    """Returns an event at which the device has finished its work so far, on its own clock."""
+    """Return an event that is complete when the device has finished the work that it has been given
+    so far. Times between two events are measured by the device's clock."""
     if device.type != "cuda":
         return HostMoment()
     event = torch.cuda.Event(enable_timing=True)
@@ -190,30 +209,31 @@ def moment(device: torch.device) -> "HostMoment | torch.cuda.Event":
 
 
 class Arriving:
-    """Named numbers on their way to the host. From a GPU they go into pinned memory, so that the
-    host need not wait."""
+    """Named numbers of an update, of which some are tensors on the device. They are copied to the
+    host without waiting for the GPU; `values` waits for them."""
 
     def __init__(self, numbers: Mapping[str, Tensor | float], device: torch.device):
         self.numbers = dict(numbers)
-        there = [name for name, one in numbers.items()
-                 if torch.is_tensor(one) and one.device.type == device.type]
+        there = [name for name, number in numbers.items()
+                 if torch.is_tensor(number) and number.device.type == device.type]
         sent = torch.stack([numbers[name].detach().double() for name in there])
         self.sent = there, sent.to("cpu", non_blocking=True)
         self.at = moment(device)
 
     def values(self) -> dict[str, float]:
-        """Waits for the numbers, and returns them."""
+        """Wait for the numbers, and return them."""
         self.at.synchronize()
         names, sent = self.sent
-        return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}
+        return {name: float(number)
+                for name, number in (self.numbers | dict(zip(names, sent))).items()}
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """An update that the device has been given, and what the host knows of it without waiting."""
+    """An update that the device has been given and may not have finished."""
 
     step: int
-    since: Any      # a moment: the end of the update before
+    since: Any      # a `moment`: the end of the previous update, from which step_seconds counts
     done: Update
     numbers: Arriving
 
@@ -225,7 +245,7 @@ class _Begun:
         return cls(step, since, done, Arriving(numbers, training.device))
 
     def record(self, training: Training) -> StepRecord:
-        """Returns the step's record. Waits for the device if it is not done."""
+        """Return the step's record. Waits until the device has finished the update."""
         extra = self.numbers.values()
         return StepRecord(
             step=self.step, loss=extra.pop("loss"), grad_norm=extra.pop("grad_norm"),
@@ -237,18 +257,21 @@ class _Begun:
 
 def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Control
            ) -> Iterator[StepRecord]:
-    """Updates, evaluates and saves. A step's record is yielded after its numbers have arrived: on a
-    GPU up to AHEAD steps late, but always before the run evaluates, saves, pauses or gives up.
+    """Take all steps after checkpoint `begin`: update, evaluate, save. Yield a record of each step.
 
-    A stop gives up the current step if it has micro-batches left. It also gives up an evaluation,
-    which is repeated when the run is resumed: the checkpoint stores the record that waits for it. A
-    signal also interrupts the first step, which may compile for minutes and has no work to lose.
+    A record is yielded after its numbers have arrived from the device. On a GPU this is up to AHEAD
+    steps later, but always before the run evaluates, saves, pauses or gives up a step.
+
+    If a stop is requested, the current step is given up if it has micro-batches left, and its
+    gradients are discarded. An evaluation is given up, too; the resumed run repeats it, because the
+    checkpoint stores the record of the step (RECORD). The first step may compile for minutes and
+    has no work to lose, so a signal interrupts it at any instruction.
     """
     config, device = training.config, training.device
     waiting: deque[_Begun] = deque()
     saved = start = begin.step if begin else 0
-    # a governor's `begin` cannot be undone, so a step with a `begin` is never given up
-    begins = any(hasattr(one, "begin") for one in training.governors.values())
+    # what a governor's `begin` has changed cannot be undone, so such a step is never given up
+    begins = any(hasattr(governor, "begin") for governor in training.governors.values())
     parts = config.micro_batches > 1 and training.executor.in_parts and not begins
     phases = partial(_heeding, training, control) if parts else nullcontext
 
@@ -271,7 +294,8 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
             except GivenUp:
                 stopping = True
             except BaseException:
-                with suppress(RuntimeError):    # nothing arrives from a device that has failed
+                # Record the earlier steps. RuntimeError: the device has failed, nothing arrives.
+                with suppress(RuntimeError):
                     yield from _arrived(training, waiting, 0)
                 raise
         step -= stopping
@@ -294,9 +318,10 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
 
 
 def _evaluated(record: StepRecord, training: Training, control: Control) -> tuple[StepRecord, bool]:
-    """Returns the record with its evaluation, and whether the evaluation was given up."""
+    """Evaluate, and return (the record with its val_loss, False). If the evaluation was given up
+    because of a stop, return (the record as it was, True)."""
     try:
-        # all ranks must give up at the same point, which a signal cannot ensure
+        # With several ranks, a signal must not raise: all ranks must give up at the same batch.
         with control.breaking(training.ranks.world == 1):
             loss = training.evaluate(phases=partial(_heeding, training, control))
     except GivenUp:
@@ -304,39 +329,45 @@ def _evaluated(record: StepRecord, training: Training, control: Control) -> tupl
     return replace(record, val_loss=loss), False
 
 
-# Not a closure: an error's frames are cleared (`background`), but a closure keeps what it holds.
+# Not a closure over training: after an error, `background` clears the variables of the traceback's
+# frames, but a closure that the traceback holds would keep the model in memory.
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
-    """Asks the first rank before each part whether to give up, so that all ranks do the same."""
+    """Raise GivenUp before a micro-batch or an evaluation's batch, if a stop was requested. Rank 0
+    decides, so that all ranks give up at the same point."""
     if phase in ("forward", "evaluation") and training.ranks.broadcast(control.asked()) == STOP:
         raise GivenUp
     yield
 
 
 def _stopped(training: Training, control: Control) -> bool:
-    """Waits while the run is paused, and returns whether to stop. The first rank decides."""
-    while (said := training.ranks.broadcast(control.asked())) == PAUSE:
+    """Wait while the run is paused, and return whether to stop. Rank 0 decides for all ranks."""
+    while (request := training.ranks.broadcast(control.asked())) == PAUSE:
         control.go_on.wait(PAUSED_SECONDS)
-    return said == STOP
+    return request == STOP
 
 
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
-    """Yields records whose numbers have arrived, and waits until at most `at_most` updates remain.
-    """
+    """Yield the records of updates whose numbers have arrived, oldest first. Wait until at most
+    `at_most` updates are left in `waiting`."""
     while waiting and (len(waiting) > at_most or waiting[0].numbers.at.query()):
         yield waiting.popleft().record(training)
 
 
 def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | None) -> None:
+    """Save a checkpoint of `step`. `unevaluated`: the step's record, if its evaluation was given
+    up."""
     if training.ranks.first:
-        sync(run.path / runs.METRICS)   # on disk first: the checkpoint vouches for these lines
+        # The checkpoint has a checksum of the metrics so far, so they must be on disk first.
+        sync(run.path / runs.METRICS)
     state = training.state_dict()
     tensors = {name: training.sharding.placed(name, value) for name, value in state.items()
                if isinstance(value, (Tensor, Cut))}
     numbers = {name: value for name, value in state.items() if name not in tensors}
-    # each stage has the numbers of its own parameters
+    # in a pipeline, each stage has only the numbers of its own parameters, so all are joined
     if training.sharding.layout.pipeline > 1:
-        numbers = {name: value for one in everybodys(numbers) for name, value in one.items()}
+        numbers = {name: value for numbers_of_rank in everybodys(numbers)
+                   for name, value in numbers_of_rank.items()}
     waits = {RECORD: unevaluated.to_dict()} if unevaluated else {}
     try:
         checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers, **waits},
@@ -350,26 +381,28 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
 
 
 def _restore(training: Training, run: Run) -> tuple[Checkpoint | None, list[str]]:
-    """Loads the newest good checkpoint, if there is one. Also returns a sentence for each damaged
-    checkpoint."""
-    checkpoint.sweep(run.checkpoints)       # no rank reads before the first rank has swept
+    """Load the newest good checkpoint into `training`. Return the checkpoint without its tensors
+    (None: there is none), and a sentence for each damaged checkpoint."""
+    checkpoint.sweep(run.checkpoints)       # all ranks wait here until rank 0 has removed old files
     saved, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                             blank=training.blank)
     if saved is not None:
         training.load_state_dict(saved.tensors | saved.state["optimizer"], source=saved.path)
-        saved = replace(saved, tensors={})      # free the memory of tensors that are loaded
+        saved = replace(saved, tensors={})      # free the loaded tensors
     return saved, damaged
 
 
 def _last_checkpoint(run: Run) -> str | None:
+    """Return the name of the newest checkpoint's folder."""
     kept = checkpoint.folders(run.checkpoints)
     return kept[0].name if kept else None
 
 
 @contextmanager
 def _owned(path: Path) -> Iterator[None]:
-    """Locks the run folder, because two processes must not write one run."""
-    with ExitStack() as held:       # an OSError of the training itself is not an error of the lock
+    """Lock the run folder in this block: two processes must not write the same run."""
+    # ExitStack: only errors of the lock become ConfigErrors, not an OSError of the block.
+    with ExitStack() as held:
         try:
             held.enter_context(locked(path / runs.LOCK, wait=False))
         except BlockingIOError as error:
@@ -382,8 +415,9 @@ def _owned(path: Path) -> Iterator[None]:
 
 
 def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
-    """Claims the folder for this run, or refuses it. Returns what the record says if the run is
-    extended beyond its first number of steps."""
+    """Write the run's identity, config and tokenizer, if the folder holds no run yet. Otherwise
+    check that it holds this run: raise ConfigError if not. Return the entry `extended` for
+    environment.json if `config.steps` was raised; else an empty dict."""
     config, path = training.config, run.path
     extended = run.refuse_another(config, resume=resume)
     _refuse_other_data(run, training)
@@ -398,20 +432,21 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
 
 
 def _refuse_other_data(run: Run, training: Training) -> None:
-    """Raises ConfigError if a resumed run has other weights to start from, or another text, than it
-    began with."""
-    # a run that was killed in its first moments may have only some of these files
+    """Raise ConfigError if a resumed run would get other initial weights (`start`), other tokens or
+    another tokenizer than when it began."""
+    # A run that was killed while it began may have only some of these files: without them and
+    # without a checkpoint, it has not begun.
     if not (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
             or checkpoint.folders(run.checkpoints)):
         return
-    said, source = run.identity, training.config.data.source
+    identity, source = run.identity, training.config.data.source
     training.start.refuse_other(run)
-    if said["tokens"] != training.tokens:
+    if identity["tokens"] != training.tokens:
         raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
-                          f"{said['tokens']}, and data.source={source} now gives "
+                          f"{identity['tokens']}, and data.source={source} now gives "
                           f"{training.tokens}; give back the text that it was begun with, or "
                           f"start a new run with another --out")
-    if said["tokenizer"] != records.digest(training.tokenizer):
+    if identity["tokenizer"] != records.digest(training.tokenizer):
         raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={source} now gives "
                           f"another tokenizer than the one that it was begun with; start a new run "
                           f"with another --out")
@@ -423,6 +458,7 @@ def _finite(record: StepRecord) -> bool:
 
 
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
+    """Raise RunFailedError if the loss or the gradient norm of a step is NaN or infinite."""
     if not _finite(record):
         happened = f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}"
         from lpkit.precision.linear import nonfinite_report  # only runs that cast load this module
@@ -435,8 +471,9 @@ def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
-    """Returns the energy of this call, with evaluation and checkpoints. It is None if the counter
-    wrapped around."""
+    """Return the energy of the device between two readings (joules, source), in watt-hours. It
+    includes evaluations and checkpoints. None if there is no counter, or if it has wrapped around.
+    """
     known = before and after and after[0] >= before[0]
     return {"energy_wh": (after[0] - before[0]) / 3600 if known else None,
             "energy_source": after[1] if known else None}
@@ -444,8 +481,8 @@ def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -
 
 def _mfu(account: RunAccount, tokens_per_second: float | None,
          errors: list[str]) -> dict[str, float]:
-    """Returns the MFU. If it cannot be measured the run is still complete, and `errors` gets the
-    reason."""
+    """Return {"mfu": MFU}. If the peak FLOP/s cannot be measured, append the reason to `errors` and
+    return an empty dict: the run is complete without its MFU."""
     if not tokens_per_second:
         return {}
     try:

@@ -1,9 +1,14 @@
-"""An update of a pipeline: this rank computes its stages of every micro-batch, in the order of the
-schedule.
+"""Forward and backward of an update on one rank of a pipeline: the rank computes its stages of
+every micro-batch, in the order of the schedule.
 
-Several micro-batches are in the pipeline at the same time. So histories of casts advance once per
-update, by the largest amax of all its micro-batches, and each action draws the noise that its
-micro-batch has in one process. The last stage knows the loss, and sends it to all ranks.
+In one process, each micro-batch ends before the next begins. In a pipeline, several are under way
+at the same time. This has three consequences:
+
+- The amax histories of delayed scaling advance once per update, with the largest amax of all
+  micro-batches, instead of once per micro-batch.
+- The counters from which stochastic rounding draws its noise are set before each action, so that a
+  micro-batch gets the same noise as in one process.
+- Only the last stage knows the loss, and sends it to all ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +33,11 @@ from lpkit.training.steps import LEAST_WEIGHT, Executor, Phases, advance
 
 @dataclass(frozen=True)
 class Part:
-    """The model of one stage, as a loss calls it. It reads `x` instead of tokens."""
+    """One stage, with the methods of a model that a loss calls (`hidden`, the call, `head`)."""
 
     model: nn.Module
-    layers: range
-    x: Tensor | None
+    layers: range           # the layers of the stage
+    x: Tensor | None        # input of the stage, (B, T, D); None: stage 0, which embeds the tokens
 
     def hidden(self, tokens: Tensor, **beside: Tensor) -> Tensor:
         return self.model.hidden(tokens, x=self.x, layers=self.layers, **beside)
@@ -45,7 +50,9 @@ class Part:
 
 
 class PipelineExecutor(Executor):
-    # several micro-batches are in the pipeline, so an update cannot stop between them
+    """Runs forward and backward of an update, or a forward for evaluation, on a pipeline's rank."""
+
+    # several micro-batches are under way at a time, so an update cannot end between two of them
     in_parts = False
 
     def __init__(self, config: Config, ranks: Ranks):
@@ -53,11 +60,12 @@ class PipelineExecutor(Executor):
                       config.parallel.interleave)
         self.config, self.ranks, groups = config, ranks, ranks.groups
         self.layers = stage_layers(config.model, config.parallel)
-        made = partial(Pipeline, rank=dist.get_rank(groups["pipeline"]), waits=ranks.waits,
-                       groups=(groups["pipeline"], groups["pipeline down"]))
-        self.updates = made(order(name, p, v, config.micro_batches))
-        self.evaluations = made({rank: [(stage, "F", 0) for stage in
-                                        PIPELINES[name].stages(rank, p, v)] for rank in range(p)})
+        new_pipeline = partial(Pipeline, rank=dist.get_rank(groups["pipeline"]), waits=ranks.waits,
+                               groups=(groups["pipeline"], groups["pipeline down"]))
+        self.updates = new_pipeline(order(name, p, v, config.micro_batches))
+        self.evaluations = new_pipeline({
+            rank: [(stage, "F", 0) for stage in PIPELINES[name].stages(rank, p, v)]
+            for rank in range(p)})
 
     @property
     def plain(self) -> Executor:
@@ -67,13 +75,13 @@ class PipelineExecutor(Executor):
         m, ranks, model = self.config.micro_batches, self.ranks, training.model
         pieces, scaler = batch.chunk(m), training.scaler
         scale = 1.0 if scaler is None else scaler.scale / ranks.layout.replicas
-        share = [1 / m] * m         # weight of each micro-batch's loss in the batch's loss
+        share = [1 / m] * m         # loss of the batch = sum of share[i] * loss of micro-batch i
         if batch.weights is not None:
             whole = ranks.mean(batch.weights.sum()).clamp(min=LEAST_WEIGHT)
             share = [piece.weights.sum() / whole for piece in pieces]
         draws = [(t, t.clone()) for name, t in model.named_buffers() if name.endswith(".draws")]
 
-            # Set the noise counters to this micro-batch: a schedule may interleave micro-batches.
+        # Set the noise counters to the action's micro-batch: a schedule may interleave them.
         def before(action: Action) -> None:
             for counter, begun in draws:
                 counter.copy_(begun + action[2])
@@ -95,8 +103,15 @@ class PipelineExecutor(Executor):
 
     def _run(self, pipeline: Pipeline, training: Any, loss: Callable, pieces: list[Batch],
              share: list, scale: Any = 1.0, before: Callable = lambda action: None) -> Tensor:
-        """Returns a loss whose mean over the ranks is the batch's loss. Only the last stage's ranks
-        know the loss, so they add it once for each stage."""
+        """Run all actions of `pipeline` on the micro-batches `pieces`. Return a number whose mean
+        over all ranks is the loss of the batch.
+
+        loss:   f(model, micro-batch) -> mean loss. Only ranks of the last stage call it. They are 1
+                of p ranks, so their number is p times the loss; all other ranks return 0
+        share:  the weight of each micro-batch's loss
+        scale:  of loss scaling
+        before: called before each action
+        """
         config, last, model = self.config, len(self.layers) - 1, training.model
         B, T = pieces[0].tokens.shape
         like = torch.empty(B, T // config.parallel.tensor, config.model.D, device=training.device,
@@ -112,7 +127,9 @@ class PipelineExecutor(Executor):
             total.add_(nats.detach(), alpha=config.parallel.pipeline)
             return nats * scale
 
-        torch.autocast_increment_nesting()      # all micro-batches share the casts of weights
+        # Autocast caches the 16-bit casts of weights until its outermost context ends. This outer
+        # nesting keeps the cache, so that all micro-batches share the casts.
+        torch.autocast_increment_nesting()
         try:
             pipeline.step(forward, like, before)
         finally:

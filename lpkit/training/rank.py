@@ -1,4 +1,5 @@
-"""The function that each rank of a launched run calls: it trains, and reports its progress."""
+"""`train`: what each rank of a launched run does. It trains, and reports its progress to the
+process that launched it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from lpkit.training.trainer import built
 
 
 class Asked(Control):
-    """Requests to the loop, from the process that launched the ranks."""
+    """The requests that the process which launched the ranks sends to this rank's loop."""
 
     def __init__(self, place: Place):
         super().__init__()
@@ -38,17 +39,17 @@ class Asked(Control):
         return super().asked()
 
 
-def train(place: Place, told: dict[str, Any]) -> None:
-    """Trains one rank. `told` has the config as a dict, the run folder `out`, and `resume`."""
-    # load the same extensions as the process that launched the ranks
-    outside.load(told["config"]["imports"])
-    config = Config.from_dict(told["config"])
+def train(place: Place, job: dict[str, Any]) -> None:
+    """Train as one rank. `job` has `config` (as a dict), the run folder `out`, and `resume`."""
+    # import the same modules of rows as the process that launched the ranks
+    outside.load(job["config"]["imports"])
+    config = Config.from_dict(job["config"])
     place.at(0, MEETING)
     with raise_out_of_memory_as_run_failure(config, "this rank", place.local_world), joined(
             config, local_rank=place.local_rank, **place.among) as ranks:
         ranks.waits.tell = place.waits
         place.at(0, "building")
-        training = built(config, Path(told["out"]), told["resume"], ranks)
+        training = built(config, Path(job["out"]), job["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))
         if training.device.type == "cpu":       # on a GPU the host does not wait for messages
             training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
@@ -61,12 +62,13 @@ def train(place: Place, told: dict[str, Any]) -> None:
                    "communication_share": waited and waited / record.step_seconds}
             place.tell(own | ({"record": record.to_dict()} if ranks.first else {}))
 
-        fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
+        fit(training, Path(job["out"]), resume=job["resume"], observers=Observers([tell]),
             control=Asked(place), account=Account(training))
 
 
 @contextmanager
 def _noted(place: Place, step: int) -> Iterator[None]:
+    """A watcher that records this rank's step and phase for the supervisor (`Place.at`)."""
     place.at(step, "forward and backward")
     yield
     place.at(step, "update")

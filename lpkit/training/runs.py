@@ -1,6 +1,7 @@
-"""A Run is a folder that records a training. This module reads it.
+"""`Run`: the folder that records a training. This module reads the folder; `loop` writes it.
 
-    run.json           the run's identity, written once: all that decides its numbers, and its hash
+    run.json           the run's identity, written once: all that decides its numbers, and a hash of
+                       that
     config.yaml        every setting
     environment.json   versions, device, date and command of each start
     metrics.jsonl      one StepRecord per line
@@ -8,9 +9,9 @@
     tokenizer.json     the tokenizer, so that sampling needs no corpus
     checkpoints/       see `lpkit.training.checkpoint`; each checkpoint names its run
 
-Every file carries a checksum and the mark of its run. The summary also has checksums of the other
-files, and a checkpoint has checksums of the lines up to its step. The readers here verify all of
-them: see `lpkit.records`.
+Every file has a checksum and the mark of its run, which is the first digits of the identity's hash.
+The summary also has checksums of the other files, and a checkpoint has checksums of the lines up to
+its step. All of these are verified when a file is read: see `lpkit.records`.
 """
 
 import hashlib
@@ -38,8 +39,8 @@ SUMMARY, TOKENIZER, CHECKPOINTS = "summary.json", "tokenizer.json", "checkpoints
 LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 
 
-# Settings that may differ when a run is resumed. Steps may be raised. The others change no number,
-# except through the order in which ranks add.
+# Settings that may differ when a run is resumed. `steps` may be raised. The other settings do not
+# change the run's numbers, except that other layouts add numbers in another order.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every",
               "eval_batches", "checkpoint_every", "keep_checkpoints", "precision.telemetry_every",
               "imports", "start.run", "data.scores", "data.special_tokens"}
@@ -48,8 +49,8 @@ OF_RUN = "# The run: "
 
 
 class Observers:
-    """Calls all observers after every step. An observer that raises is dropped, and the summary has
-    its error."""
+    """Calls all observers after every step. An observer that raises an error is not called again;
+    the error is added to `errors`, which the summary records."""
 
     def __init__(self, observers: Iterable[Observer] = ()):
         self._observers = list(observers)
@@ -71,7 +72,7 @@ class Observers:
 @dataclass(frozen=True)
 class Run(Checked):
     """A run in the folder `path`. Raises ConfigError for a folder without a run, and for a folder
-    with links in it, because a link would be read and written elsewhere."""
+    that contains symbolic links: through a link, files outside of the folder would be written."""
 
     path: Place
 
@@ -90,7 +91,7 @@ class Run(Checked):
 
     @classmethod
     def at(cls, path: Path) -> "Run":
-        """Returns the Run of a folder that may not hold a run yet."""
+        """Return the Run of a folder that may not contain a run yet."""
         run = object.__new__(cls)
         object.__setattr__(run, "path", path)
         run._refuse_links()
@@ -101,8 +102,12 @@ class Run(Checked):
         refuse_links(self.checkpoints)
 
     def refuse_another(self, config: Config, *, resume: bool) -> dict[str, Any]:
-        """Raises ConfigError if the folder holds another run, or other files, or if a setting that
-        may not change differs. Returns what the record says of a run that is trained longer."""
+        """Raise ConfigError if `config` cannot be trained in this folder: it contains other files,
+        or a run although `resume` is false, or a run with other settings (except MAY_CHANGE).
+
+        If the run is resumed with more steps, return {"extended": a sentence}, to be recorded in
+        environment.json. Otherwise return an empty dict.
+        """
         if not (self.path / CONFIG).exists():
             if any(self.path.glob("[!.]*")):
                 raise ConfigError(f"{str(self.path)!r} is not empty and holds no run; choose "
@@ -131,7 +136,7 @@ class Run(Checked):
 
     @property
     def config(self) -> Config:
-        """The config. Raises DamagedError when config.yaml is not as it was written."""
+        """The config. Raises DamagedError if config.yaml was changed after the run wrote it."""
         return Config.from_yaml(_unsealed_yaml(self.path / CONFIG))
 
     @property
@@ -144,41 +149,44 @@ class Run(Checked):
             return None
 
     def _record(self, name: str) -> dict[str, Any]:
-        """Reads a record. Raises DamagedError, also for a record of another run."""
-        said, mark = records.read(self.path / name), self.mark
-        if said.pop(records.RUN, None) != mark and mark:
+        """Read the JSON file `name`. Raises DamagedError if it was changed, or belongs to another
+        run."""
+        record, mark = records.read(self.path / name), self.mark
+        if record.pop(records.RUN, None) != mark and mark:
             raise _of_another(self.path / name, "run", self.path)
-        return said
+        return record
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The record of run.json, after checking that config.yaml and tokenizer.json agree with it.
-        Raises DamagedError."""
-        said = records.read(self.path / IDENTITY)
-        here = identify(self.config, tokenizer=self.tokenizer, **{key: said.get(key) for key in (
+        """The content of run.json, after checking that config.yaml and tokenizer.json belong to it.
+        Raises DamagedError if they do not, and ConfigError if the run was trained with another
+        version of the model's code."""
+        record = records.read(self.path / IDENTITY)
+        here = identify(self.config, tokenizer=self.tokenizer, **{key: record.get(key) for key in (
             "tokens", "born", "start", "model_version")})
         if _unsealed_yaml(self.path / CONFIG).rpartition(OF_RUN)[2].strip() != self.mark:
             raise _of_another(self.path / CONFIG, "run", self.path)
         for part, path in (("settings", CONFIG), ("tokenizer", TOKENIZER), ("run", IDENTITY)):
-            if said.get(part) != here[part]:
+            if record.get(part) != here[part]:
                 raise _of_another(self.path / path, part, self.path)
-        if said["model_version"] != nn.VERSION:
+        if record["model_version"] != nn.VERSION:
             raise ConfigError(f"{str(self.path)!r} was trained with version "
-                              f"{said['model_version']} of the model, and this lpkit has version "
+                              f"{record['model_version']} of the model, and this lpkit has version "
                               f"{nn.VERSION}: the same weights are another function; use lpkit "
                               f"{self.environment.get('lpkit')}, which trained it")
-        return said
+        return record
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The result. For a run that is training or was killed, the results so far from its
-        metrics; empty for a folder without a run. Raises DamagedError."""
+        """The content of summary.json. For a run that is training (status "running") or was killed
+        (status "killed"), it is computed from the metrics so far. Empty for a folder without a run.
+        Raises DamagedError."""
         if not (self.path / CONFIG).is_file():
             return {}
-        said = self._record(SUMMARY) if (self.path / SUMMARY).is_file() else {"status": "running"}
-        said.pop("vouches", None)
-        if said["status"] != "running":
-            return said
+        record = self._record(SUMMARY) if (self.path / SUMMARY).is_file() else {"status": "running"}
+        record.pop("vouches", None)
+        if record["status"] != "running":
+            return record
         status = "running" if files.is_locked(self.path / LOCK) else "killed"
         return results(self) | {"status": status}
 
@@ -203,13 +211,14 @@ class Run(Checked):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every recorded step. A damaged line is left out, and named in `problems`."""
+        """One dict for each recorded step. Damaged lines are left out, and named in `problems`."""
         return records.read_lines(self.path / METRICS, self.mark)[0]
 
     def vouches(self, *, ended: bool) -> dict[str, Any]:
-        """Returns the checksums that a summary written now stores, so that the loss of another
-        file, or a file from another moment, is detected. Checkpoints are included only when the run
-        has ended, since a running run replaces them."""
+        """Return checksums of the run's files as they are now, for the summary. With them,
+        `problems` finds a file that is missing, or that comes from another time of the run.
+        Checkpoints are included only if the run has `ended`, because a running run replaces them.
+        """
         paths = [self.path / name for name in (IDENTITY, CONFIG, ENVIRONMENT, TOKENIZER)]
         if ended:
             paths += [*self.path.glob(MANIFESTS), *self.checkpoints.glob(LATEST)]
@@ -219,30 +228,31 @@ class Run(Checked):
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each file or line that is missing, or not as it was written."""
-        found, said, starts = [], {}, []
+        """One sentence for each file or line that is missing, or was changed after it was written.
+        """
+        problems, vouches, starts = [], {}, []
         reads = [lambda: self.identity, lambda: starts.extend(self.environments)]
-        # a run has both or none
+        # a run that has begun has both files
         if (self.path / ENVIRONMENT).exists() or (self.path / SUMMARY).exists():
-            reads.append(lambda: said.update(self._record(SUMMARY).get("vouches", {})))
+            reads.append(lambda: vouches.update(self._record(SUMMARY).get("vouches", {})))
         for read in reads:
             try:
                 read()
             except ConfigError as error:
-                found.append(str(error))
+                problems.append(str(error))
         latest = self.checkpoints / LATEST
-        with suppress(DamagedError):        # a file that is not text names no checkpoint
+        with suppress(DamagedError):        # `latest` is not text
             name = records.text_of(latest).strip()
             if not (self.checkpoints / name).is_dir():
-                found.append(f"{named(latest)} names {named(name)}, which is not there")
-        for name, due in said.get("files", {}).items():
+                problems.append(f"{named(latest)} names {named(name)}, which is not there")
+        for name, due in vouches.get("files", {}).items():
             path = self.path / name
             if not path.is_file():
-                found.append(f"{named(path)} is missing, and {SUMMARY} vouches for it")
+                problems.append(f"{named(path)} is missing, and {SUMMARY} vouches for it")
             elif files.sha256(path) != due:
-                found.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of "
-                             f"them was altered, or is of another moment of the run")
-        heads = [(SUMMARY, said.get("lines", {})),
+                problems.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of "
+                                f"the two was altered, or is from another time of the run")
+        heads = [(SUMMARY, vouches.get("lines", {})),
                  *((ENVIRONMENT, start.get("lines", {})) for start in starts)]
         for path in self.path.glob(MANIFESTS):
             with suppress(ConfigError):
@@ -250,58 +260,62 @@ class Run(Checked):
         names = {METRICS, *(path.name for path in self.path.glob("*.jsonl"))}
         for name in sorted(names.union(*(lines for _, lines in heads))):
             vouched = [(who, *lines[name]) for who, lines in heads if name in lines]
-            found += records.read_lines(self.path / name, self.mark, vouched)[1]
-        return list(dict.fromkeys(found))
+            problems += records.read_lines(self.path / name, self.mark, vouched)[1]
+        return list(dict.fromkeys(problems))
 
     def _repr_html_(self) -> str:
         summary = {}
-        with suppress(DamagedError):        # a damaged file must not hide the run
+        with suppress(DamagedError):        # show what is readable, although a file is damaged
             summary = self.summary or results(self)
         rows = described(results(self) | {"status": "not known"} | summary)
-        return html_table((), [*rows, *(("problem", one) for one in self.problems)])
+        return html_table((), [*rows, *(("problem", problem) for problem in self.problems)])
 
 
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any], *, born: str, start: str,
              model_version: int = nn.VERSION) -> dict[str, Any]:
-    """Returns all that decides the numbers of a run, and its hash under "run".
+    """Return all that decides the numbers of a run, as a dict, with its hash under "run".
 
-    tokens: the SHA-256 of the training tokens, the validation tokens and the scores
-    born:   drawn when the run is created, to tell runs with the same numbers apart
-    start:  the SHA-256 of the weights that it starts from; empty if there are none
+    tokens: SHA-256 of the training tokens, the validation tokens and the scores
+    born:   random digits, drawn when the run is created, so that two runs with the same settings
+            have different hashes
+    start:  SHA-256 of the weights that the run starts from; "": it starts from no other run
     """
-    settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
+    settings = {key: value for key, value in flat(config).items() if key not in MAY_CHANGE}
     facts = records.plain({"settings": settings, "tokens": tokens, "born": born, "start": start,
                            "tokenizer": records.digest(tokenizer), "model_version": model_version})
     return facts | {"run": records.digest(facts)}
 
 
 def _of_another(path: Path, part: str, run: Path) -> DamagedError:
+    """Return the error for a file of another run. `part`: the entry of run.json that differs."""
     return DamagedError(f"{named(path)} belongs to another run than {named(run / IDENTITY)}: their "
                         f"{part} differ{'s' * (part == 'run')}; put the run's own file back")
 
 
 def sealed_yaml(config: Config, mark: str) -> str:
+    """Return the text of config.yaml: the settings, the mark of the run, and a checksum."""
     text = f"{config.to_yaml()}{OF_RUN}{mark}\n"
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def _unsealed_yaml(path: Path) -> str:
+    """Return the text of config.yaml without its checksum. Raises DamagedError if the checksum is
+    wrong."""
     text, seal, due = records.text_of(path).partition(SEAL)
     if not seal or due.strip() != hashlib.sha256(text.encode()).hexdigest():
         raise DamagedError(f"{named(path)} is not what the run wrote: it was cut off or altered. "
-                           f"Undo the change; settings that may change are given with --set, and "
-                           f"others need a run of their own (train a copy of the file with another --out)")
+                           f"Undo the change. Set a setting that may change with --set; for any "
+                           f"other setting, train a copy of the file with another --out")
     return text
 
 
 def results(run: Run) -> dict[str, Any]:
-    """Returns the results that the metrics and the newest start record, without using the device.
-    """
+    """Return the entries of a summary that can be computed from the files of the run."""
     done = [line for line in run.metrics if line["loss"] is not None]
     last = done[-1] if done else {}
     vals = [line["val_loss"] for line in done if "val_loss" in line]
     kept = sorted(path.name for path in run.checkpoints.glob("step-*"))
-    # The first step of a process includes compilation and first memory use; a median ignores it.
+    # The first step of a process is slow: it compiles, and allocates memory. The median ignores it.
     seconds = statistics.median(line["step_seconds"] for line in done) if done else None
     tokens = last["tokens"] / last["step"] if done else 0
     chosen: dict[str, Any] = {}
@@ -319,7 +333,7 @@ def results(run: Run) -> dict[str, Any]:
 
 
 def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns a summary for people: names, and values with their units."""
+    """Return the rows of a summary for printing: (name, value with its unit)."""
     def number(key: str, form: str, unit: str, scale: float = 1) -> str:
         value = summary.get(key)
         return "none" if value is None else f"{value * scale:{form}} {unit}"

@@ -1,9 +1,10 @@
-"""Generates text from a run, one token at a time for each prompt, with a key/value cache.
+"""Generate text with the model of a run, one token at a time for each prompt, with a key/value
+cache.
 
-Prompts are read one by one by the run's own attention backend, each into its row of the cache, so
-that nothing is padded. Then all rows take a step together, each at its own position. If the cache
-is full and positions are rotary, it drops its oldest key for each new one. With learned positions,
-or a table of blocks, a full row starts again from its newer half.
+First the model reads each prompt by itself, into its row of the cache, so that no prompt is padded.
+Then all rows take each step together, each row at its own position. When a row of the cache is
+full: with rotary positions, each new key replaces the oldest key; with learned positions, or
+block-sparse attention, the row is computed again from the newer half of its tokens.
 """
 
 import sys
@@ -33,13 +34,16 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
            temperature: PositiveOrZero = 0.8, top_k: Count | None = 50, seed: Seed = 0,
            device: str = "cpu", cache: str = "same", special_tokens: bool = False
            ) -> str | list[str]:
-    """Returns the prompt and `tokens` more tokens, from the newest good checkpoint of `run`; for
-    several prompts a list. `temperature` 0 is greedy. Otherwise prompt i draws with seed + i, as it
-    would alone. `cache` is a row of `techniques.caches.CACHES`. With `special_tokens`, prompts may
-    spell special tokens. End tokens end texts.
+    """Return the prompt followed by up to `tokens` generated tokens, as text; for a list of
+    prompts, return a list of texts. The weights are from the newest good checkpoint of `run`.
 
-    If the context is full, rotary positions lose the oldest token for each new one. Learned
-    positions and block-sparse attention start again from the newer half. If a prompt is longer than
+    temperature:    0 takes the most probable token. Otherwise tokens are drawn; prompt i uses the
+                    seed `seed` + i, so that its text does not depend on the other prompts
+    top_k:          draw from the k most probable tokens only; None: from all tokens
+    cache:          format of the key/value cache, a row of `techniques.caches.CACHES`
+    special_tokens: special tokens may be written in the prompt
+
+    A text ends early at an end token. If the context is full, see above. If a prompt is longer than
     the context, only its end is read.
 
     Raises ConfigError for a folder without a run or a checkpoint, an empty prompt, or bad settings.
@@ -50,9 +54,9 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
     texts = [prompt] if isinstance(prompt, str) else list(prompt)
-    for one in texts:
-        utf8("prompt", one)
-    prompts = [tokenizer.prompt(one, special_tokens) for one in texts]
+    for text in texts:
+        utf8("prompt", text)
+    prompts = [tokenizer.prompt(text, special_tokens) for text in texts]
     if not prompts:
         raise ConfigError("there is no prompt in the list; give at least one")
     if not all(prompts):
@@ -61,7 +65,7 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
     steps, ended = [], {}
     for step in generate(training, prompts, tokens, temperature, top_k, rngs, cache):
-        ended = {i: len(steps) for i, one in enumerate(step) if one in tokenizer.ends} | ended
+        ended = {i: len(steps) for i, token in enumerate(step) if token in tokenizer.ends} | ended
         steps.append(step)
         if len(ended) == len(prompts):
             break
@@ -71,19 +75,20 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
 
 
 def trained(run: Run, device: str = "cpu") -> Training:
-    """Returns the trained model of `run` in evaluation mode, with its newest good weights. Newer
-    checkpoints that are damaged are named on standard error.
+    """Return a Training with the model of `run` in evaluation mode, with the weights of its newest
+    good checkpoint. Damaged checkpoints and files are named on standard error.
 
     Raises ConfigError for a run without a checkpoint.
     """
-    # also in a trace, if the traced run's objective needs this model
+    # The caller may be a trace, which uses fake tensors (an objective may need this model): the
+    # checkpoint is read with real tensors.
     with unset_fake_temporarily():
         saved, _ = checkpoint.load_latest(
             run.checkpoints, run=run.identity["run"], only=checkpoint.WEIGHTS,
             lack=f"{str(run.path)!r} has no checkpoint to sample from")
     for problem in run.problems:
         print(f"lpkit: {problem}", file=sys.stderr)
-    # sampling uses only one of the memory techniques, the dtype of the parameters
+    # of the memory techniques, only the dtype of the parameters has an effect on sampling
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
                      parallel=Layout(), objective=Config().objective)
     # a single token is too little work for several threads
@@ -95,14 +100,16 @@ def trained(run: Run, device: str = "cpu") -> Training:
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
     training.start.refuse_other(run)
     training.load_model(saved.tensors, source=saved.path)
-    # otherwise a layer also casts for a backward pass, which needs whole blocks of tokens
+    # Without requires_grad_(False), a layer would also cast its input for the backward pass, which
+    # needs whole blocks of tokens.
     training.model.eval().requires_grad_(False)
     return training
 
 
 def cast_once(training: Training) -> Training:
-    """Casts the weights of Linears once, to the dtype to which autocast would cast them for each
-    token: it caches no cast of a tensor without a gradient. The numbers are the same."""
+    """Cast the weights of Linears to the dtype of autocast, in place, and return `training`. The
+    numbers stay the same. Otherwise autocast would cast the weights again for each token, because
+    it caches only casts of tensors that require a gradient."""
     dtype = compute_dtype(training.decisions.recipe)
     for module in training.model.modules() if dtype else ():
         if type(module) in (nn.Linear, WideLinear):
@@ -115,8 +122,13 @@ def cast_once(training: Training) -> Training:
 def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, temperature: float,
              top_k: int | None, rngs: Sequence[torch.Generator],
              format: str = "same") -> Iterator[list[int]]:
-    """Yields a token for each prompt, `count` times. Prompts are read one by one, so that none is
-    padded; then all take a step together."""
+    """Yield a list with the next token of each prompt, `count` times.
+
+    prompts: token ids of each prompt
+    rngs:    a random generator for each prompt
+    format:  format of the key/value cache
+    Other arguments are as in `sample`.
+    """
     config, device = training.config.model, training.device
     dtype = compute_dtype(training.decisions.recipe) or next(training.model.parameters()).dtype
     seen = [list(ids) for ids in prompts]
@@ -131,16 +143,17 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
                     _read(training, seen[b], cache.row(b))
         given = torch.tensor([ids[-1:] for ids in seen], device=device)
         logits = training.logits(given, cache)[:, -1]
-        new = [choose(one, temperature, top_k, rng)
-               for one, rng in zip(logits, rngs, strict=True)]
+        new = [choose(row, temperature, top_k, rng)
+               for row, rng in zip(logits, rngs, strict=True)]
         for ids, token in zip(seen, new, strict=True):
             ids.append(token)
         yield new
 
 
 def _read(training: Training, ids: list[int], cache: Cache) -> None:
-    """Reads all but the last token of a sequence into its row. If the sequence is longer than the
-    context, only its end is read: as much as fits, or half of it if the cache cannot drop keys."""
+    """Compute the keys and values of all but the last token of `ids`, and store them in `cache`,
+    the row of this sequence. If the sequence fills the context (T tokens), only its end is read:
+    the last T tokens, or the last T / 2 if the cache cannot drop its oldest key."""
     cache.clear()
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids
@@ -151,7 +164,7 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:
-    """Draws one token from logits (V,). Raises ConfigError if they are NaN or infinite."""
+    """Return one token, drawn from logits (V,). Raises ConfigError for NaN or infinite logits."""
     if not torch.isfinite(logits).all():
         raise ConfigError("the logits are NaN or infinite; sample a run whose loss is a number")
     if temperature == 0:

@@ -1,9 +1,9 @@
-"""Tries rows on something small before a run begins, to find rows that their interface cannot
-carry.
+"""Refuse techniques of other packages that would silently train other numbers than their authors
+intend. Each is tried on small tensors before a run begins.
 
-A row from outside of the kit may need more than its interface gives. A block may set a weight, and
-the initialisation fills every parameter afterwards. An optimizer may read whole parameters, and
-ZeRO gives it rows. Neither raises an error: both would train other numbers. Here both are refused.
+A module may set initial values of its parameters, but the initialisation fills every parameter
+afterwards. An optimizer may need a whole parameter, but with ZeRO or tensor parallelism it gets
+only a part of it. Neither case raises an error by itself, so both are checked here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "atte
 
 
 def refuse(config: Config) -> None:
-    """Raises ConfigError for a config that would silently train other numbers than it says."""
-    reads = [one.name for one in config.model.changes if getattr(one, "reads_base", False)]
+    """Raise ConfigError if a technique that `config` names would not work as its author intends."""
+    reads = [change.name for change in config.model.changes if getattr(change, "reads_base", False)]
     if reads and config.parallel.stage > 1:
         raise ConfigError(f"model.changes={reads[0]} is initialised from whole weights, "
                           f"and ZeRO {config.parallel.stage} gives each rank rows; set "
@@ -41,8 +41,10 @@ def refuse(config: Config) -> None:
 
 
 def refuse_overwritten(config: Config) -> None:
-    """Refuses a part from outside that sets a parameter which the initialisation then fills. Such a
-    parameter is one number everywhere, or belongs to a module that is not PyTorch's."""
+    """Raise ConfigError if a module of another package sets a parameter, and the initialisation
+    then overwrites it. A parameter counts as set if all of its numbers are equal (as 1 in a norm),
+    or if its module is not from PyTorch, whose modules fill their parameters with random numbers.
+    """
     m = config.model
     named = {field: getattr(getattr(m, field), "name", getattr(m, field)) for field in PARTS}
     parts = [f"model.{field}={name}" for field, name in named.items()
@@ -55,19 +57,20 @@ def refuse_overwritten(config: Config) -> None:
     initialise(model, m.init)
     for name, p in model.named_parameters():
         was, holder = before[name], model.get_submodule(name.rpartition(".")[0])
-        own = not type(holder).__module__.startswith(("torch.", *OWN))
+        foreign = not type(holder).__module__.startswith(("torch.", *OWN))
         same = bool((was == was.flatten()[0]).all())
-        if (own or same) and not torch.equal(was, p):
+        if (foreign or same) and not torch.equal(was, p):
             first = f"{was.flatten()[0].item():.3g}"
             raise ConfigError(
                 f"model.init={m.init.name} fills every parameter, also {name}, which "
                 f"{' or '.join(parts)} sets to {first if same else f'{first}, ...'}; add a row to "
-                f"lpkit.techniques.inits that leaves it as it is, and name that, or "
-                f"give the part a method reset(init), which comes after the initialisation")
+                f"lpkit.techniques.inits that does not change it, and set model.init to it, or "
+                f"give the module a method reset(init), which is called after the initialisation")
 
 
 def refuse_rows(config: Config) -> None:
-    """Refuses an optimizer whose update of a parameter differs from the updates of its rows."""
+    """Raise ConfigError if the layout gives an optimizer only a part of each parameter, and the
+    update of a whole parameter differs from the updates of its parts."""
     layout = config.parallel
     for settings in optimizers.rules(config.optimizer):
         row = optimizers.find(settings.name)
@@ -80,17 +83,18 @@ def refuse_rows(config: Config) -> None:
                                        f"of it", "parallel.tensor=1")
         if layout.stage and not row.takes_parameter:
             _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of it",
-                          "parallel.zero=0, or let its row be told, and its rule ask "
+                          "parallel.zero=0, or set told=True in its row, and let its rule ask "
                           "contracts.Parameter for norms and whole tensors")
 
 
 def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: str) -> None:
-    """Compares an update of halves along `dim` with an update of the whole."""
+    """Raise ConfigError if two updates of a 32 x 32 parameter differ from the same updates of its
+    two halves along `dim`. `parts` and `way_out` are clauses for the error."""
     row = optimizers.find(settings.name)
     rule, draw = row.load(), torch.Generator().manual_seed(0)
     w = torch.randn(32, 32, generator=draw)
     g = torch.randn(32, 32, generator=draw)
-    # halves of different size, so that a norm of the whole differs from a norm of its rows
+    # one half has larger numbers, so that the norm of the whole differs from the norm of a half
     w.narrow(dim, 16, 16).mul_(100)
     g.narrow(dim, 0, 16).mul_(100)
 
@@ -101,17 +105,19 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
             rule(w, g.clone(), slots, settings, update)
         return w
 
-    # a rule with `takes_parameter` asks its Parameter for the other parts, which halves do not have
+    # A rule with `takes_parameter` asks its Parameter for the numbers of other ranks. These halves have no
+    # Parameter, so such a rule is always refused (it is called only for tensor parallelism).
     halves = () if row.takes_parameter else map(updated, w.chunk(2, dim), g.chunk(2, dim))
     near = {"rtol": 1e-6, "atol": 1e-7}
     if row.takes_parameter or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
         raise ConfigError(f"optimizer={settings.name} reads a parameter as a whole, and {parts}, "
-                          f"which it would update otherwise; set {way_out}")
+                          f"for which its update would differ; set {way_out}")
 
 
 def governing(governors: Mapping[str, Governor]) -> dict[str, Choice]:
-    """Returns the warning to record for governors that change weights before an update."""
-    names = ", ".join(name for name, one in governors.items() if not hasattr(one, "end"))
+    """Return a warning, for the run's recorded choices, if a governor has no method `end`. Such a
+    governor changes weights only before an update."""
+    names = ", ".join(name for name, governor in governors.items() if not hasattr(governor, "end"))
     why = ("it changes weights before an update, which changes them again: what is evaluated, "
            "sampled and saved is as the update left it; a governor's `end` comes after it")
     return {"governors": Choice(asked=names, used=names, why=why)} if names else {}

@@ -1,12 +1,14 @@
-"""A run that starts from another run's weights: an adapter, a longer context, a deeper model.
+"""Start a run from the weights of another run (the base run), for example to train adapters, a
+longer context or a deeper model.
 
-    start: {run: runs/base}                                  parameters of the same names
-    start: {run: runs/base, map: [blocks.2:blocks.0]}        names with this prefix come from there
-    start: {run: runs/base, grow: stack}                     by a row of lessons.rows.growth
+    start: {run: runs/base}                              copy parameters of the same names
+    start: {run: runs/base, map: [blocks.2:blocks.0]}    blocks.2.* gets the weights of blocks.0.*
+    start: {run: runs/base, grow: stack}                 grow a smaller model, by a row of
+                                                         lessons.rows.growth
 
-The weights are copied before changes of the model. Their hash is part of the run's identity
-(run.json). Frozen parameters are in no checkpoint: they are read from the base run again, which
-must still exist.
+The weights are copied after the initialisation, and before `model.changes` are applied. Their hash
+is part of the run's identity (run.json). Parameters that stay frozen are not in the checkpoints of
+the new run: they are read from the base run, which must still exist.
 """
 
 import hashlib
@@ -31,40 +33,46 @@ from lpkit.training.runs import Run
 
 @dataclass(kw_only=True)
 class Start:
-    where: str = ""                 # path of the checkpoint
-    # hash of the weights, independent of how they are cut into files
+    """The weights that a run starts from. `Start()`: the run starts from no other run."""
+
+    where: str = ""                 # path of the base run's checkpoint
+    # hash of the weights, the same for any number of files; "": the run starts from no other run
     sha256: str = ""
-    # mapped from the files: they take no memory
+    # the base run's weights by name, mapped from the files, so that they take no memory
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    # prefix of a new name: prefix in the base run
+    # {prefix of a name in this model: prefix of the name in the base run}, from start.map
     places: dict[str, str] = field(default_factory=dict)
-    grown: partial | None = None    # returns larger tensors, from the base run's
-    frozen: set[str] = field(default_factory=set)               # parameters that are not trained
+    # f(tensors): yields pairs of a name and a tensor of this larger model; None: no growth
+    grown: partial | None = None
+    # names in checkpoints of the parameters and buffers that are read from the base run
+    frozen: set[str] = field(default_factory=set)
 
     def copy_into(self, model: nn.Module) -> list[nn.Parameter]:
-        """Fills parameters, and returns the filled ones. Raises ConfigError."""
+        """Copy the weights into `model`, and return the parameters that were filled. Raises
+        ConfigError if the base run lacks a parameter, or has it in another shape."""
         if not self.sha256:
             return []
         due, filled = dict(model.named_parameters()), []
-        made = (self.grown(self.tensors) if self.grown else
-                ((name, self.tensors.get(self._there(name))) for name in due))
+        candidates = (self.grown(self.tensors) if self.grown else
+                      ((name, self.tensors.get(self._there(name))) for name in due))
         with torch.no_grad():
-            for name, found in made:    # one at a time, so that only one grown tensor is in memory
-                if (p := due.get(name)) is None:        # a buffer
+            # the growth yields one tensor at a time, so only one grown tensor is in memory
+            for name, source in candidates:
+                if (p := due.get(name)) is None:        # not a parameter, but a buffer
                     continue
-                if found is None or found.shape != p.shape:
-                    has = "is not there" if found is None else f"is {tuple(found.shape)} there"
+                if source is None or source.shape != p.shape:
+                    has = "is not there" if source is None else f"is {tuple(source.shape)} there"
                     raise ConfigError(f"start.run: {name} is {tuple(p.shape)} here, and "
                                       f"{self._there(name)} {has} ({self.where}); give start.map="
-                                      f"NEW:OLD the name of what it begins from, or the model the "
-                                      f"sizes of that run, or grow that by start.grow")
-                p.copy_(found)
+                                      f"NEW:OLD the name of the weight to copy, or give this model "
+                                      f"the sizes of that run's model, or set start.grow")
+                p.copy_(source)
                 filled.append(p)
         return filled
 
     def keep(self, model: nn.Module, filled: Iterable[nn.Parameter]) -> None:
-        """Records, after the model was changed, which of the `filled` parameters are not trained.
-        """
+        """Record in `frozen` which of the `filled` parameters are not trained. Call it after
+        `model.changes` have been applied, which freeze parameters. Drop the mapped tensors."""
         ours = set(filled)
         self.frozen = {f"model/{name}" for name, p in model.named_parameters()
                        if p in ours and not p.requires_grad}
@@ -73,24 +81,25 @@ class Start:
         self.tensors = {}
 
     def _there(self, name: str) -> str:
+        """Return the name in the base run of the weight that parameter `name` starts from."""
         return next((old + name.removeprefix(new) for new, old in self.places.items()
                      if name.startswith(f"{new}.")), name)
 
     def refuse_other(self, run: Run) -> None:
-        """Raises ConfigError if `run` started from other weights."""
+        """Raise ConfigError if `run`, which is resumed or sampled, started from other weights."""
         if (due := run.identity["start"]) != self.sha256:
             raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
                               f"{due or 'none'}, and {self.where or 'start.run'} has "
                               f"{self.sha256 or 'none'}; give back the run that it was begun from "
-                              f"(start.run names it where it has moved), or start a new run with "
+                              f"(set start.run if its folder has moved), or start a new run with "
                               f"another --out")
 
 
 def refuse_growth(config: Config) -> None:
-    """Raises ConfigError if no run's model can grow into this model."""
+    """Raise ConfigError if `start.grow` cannot grow the model of `start.run` into this model."""
     asked, why = config.start, "set start.run to a run's folder, and leave start.map out"
     row = GROWTH[asked.grow.name]
-    # with fake tensors only bytes are counted
+    # With fake tensors, the caller only counts bytes, and no base run is needed.
     if not row.implementation or isinstance(torch.empty(0), FakeTensor):
         return
     if asked.run and not asked.map:
@@ -100,34 +109,37 @@ def refuse_growth(config: Config) -> None:
 
 
 def read(config: Config, tokenizer: str = "") -> Start:
-    """Reads the weights that a config starts from. `tokenizer`: the digest of this run's tokenizer;
-    empty if it does not matter. Raises ConfigError."""
+    """Return the weights that `config` starts from.
+
+    tokenizer: the digest of this run's tokenizer, which must be the base run's; "": do not check
+    Raises ConfigError if the base run has no good checkpoint, or another tokenizer.
+    """
     asked = config.start
-    # with fake tensors only bytes are counted
+    # With fake tensors, the caller only counts bytes, and no base run is needed.
     if not asked.run or isinstance(torch.empty(0), FakeTensor):
         return Start()
     run = Run.open(Path(asked.run))
     if tokenizer and run.identity["tokenizer"] != tokenizer:
-        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
-                          f"mean something else; set data.tokenizer={asked.run}, which is that run's")
+        raise ConfigError(f"start.run={asked.run} has another tokenizer, so that its tokens mean "
+                          f"something else; set data.tokenizer={asked.run}, which is that run's")
     lack = f"start.run={asked.run} has no checkpoint to begin from"
     saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], lack=lack,
                                       only=checkpoint.WEIGHTS)
-    by_first(lambda: [print(f"lpkit: {one}", file=sys.stderr) for one in run.problems])
-    said = run.summary
-    if said["status"] not in ("running", "killed") and said["last_checkpoint"] != saved.path.name:
+    by_first(lambda: [print(f"lpkit: {problem}", file=sys.stderr) for problem in run.problems])
+    base = run.summary
+    if base["status"] not in ("running", "killed") and base["last_checkpoint"] != saved.path.name:
         raise ConfigError(
-            f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and the "
-            f"newest weights that are whole are of step {saved.step}; make newer ones by "
+            f"start.run={asked.run}: its summary vouches for {base['last_checkpoint']}, and the "
+            f"newest undamaged weights are those of step {saved.step}; train newer weights with "
             f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
-    # the weights that gave the base run's val_loss
+    # the weights with which the base run's val_loss was computed
     weights = checkpoint.evaluated_weights(saved.tensors)
     tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
                                             for name, t in tensors.items()}).encode())
     for t in tensors.values():
         digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
-    places = dict(one.partition(":")[::2] for one in asked.map)
+    places = dict(pair.partition(":")[::2] for pair in asked.map)
     row, both = GROWTH[asked.grow.name], {"small": run.config.model, "large": config.model}
     grown = partial(row.load(), settings=asked.grow, **both) if row.implementation else None
     return Start(where=str(saved.path), sha256=digest.hexdigest(), tensors=tensors, places=places,

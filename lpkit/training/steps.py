@@ -1,4 +1,5 @@
-"""Forward and backward of an update, whole or in micro-batches. The optimizer comes afterwards."""
+"""Forward and backward of an update, in one or several micro-batches, with loss scaling. `training`
+has the step of the optimizer."""
 
 from __future__ import annotations
 
@@ -14,35 +15,40 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.data import SIZES
 
-# smallest weight of a batch to divide by: without weighted tokens the loss is 0, not 0 / 0
+# Smallest sum of weights to divide by. If all tokens of a batch have weight 0, the loss is
+# 0 / LEAST_WEIGHT = 0, not 0 / 0 = NaN.
 LEAST_WEIGHT = 1e-37
 
 
 class LossScaler(nn.Module):
-    """Dynamic loss scaling: the loss is multiplied by `scale`, so that float16 does not lose small
-    gradients. Gradients are divided by it in float32.
+    """Dynamic loss scaling: the loss is multiplied by `scale`, so that small gradients do not
+    become 0 in float16. Afterwards the gradients are divided by `scale` in float32.
 
-    If gradients overflow, they are dropped and the scale is halved. Without gradients there is
-    nothing to clip, and the optimizer leaves parameters and moments as they are. At the scale
-    `least` nothing is dropped, because then the run itself diverges. Schedules count dropped
-    updates, as PyTorch's do. The state is in buffers, for the checkpoint.
+    If a gradient overflows, all gradients of the update are dropped, and the scale is halved. The
+    optimizer then changes no parameter and no moment. After `growth_steps` updates without an
+    overflow, the scale is doubled. At the scale `least`, gradients are never dropped: an overflow
+    then means that the run itself diverges. A dropped update still counts as a step of the
+    learning-rate schedule. The state is in buffers, so that checkpoints include it.
     """
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
         super().__init__()
         self.growth_steps, self.least = growth_steps, least
         self.register_buffer("scale", torch.tensor(float(initial)))
-        self.register_buffer("good_steps", torch.tensor(0))     # since the last overflow or growth
-        # 1: the last update was dropped
+        # updates without overflow since the last change of the scale
+        self.register_buffer("good_steps", torch.tensor(0))
+        # 1 if the last update was dropped, else 0
         self.register_buffer("dropped", torch.tensor(0.0), persistent=False)
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-        """Unscales the gradients of this rank's parameters. All ranks drop them, or none."""
+        """Divide the gradients of this rank's `parameters` by the scale, in place. If a gradient on
+        any rank is not finite, drop the gradients on all ranks. Then adapt the scale."""
         scale, parameters = self.scale.item(), list(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(grads, ranks.layout.replicas / scale)
-        # a finite sum proves that all are finite; an infinite sum may itself have overflowed
+        # If the sum of a gradient is finite, all of its numbers are. If it is not, the sum itself
+        # may have overflowed, so all numbers are checked.
         overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
                           or all(g.isfinite().all() for g in grads))
         dropped = ranks.largest(self.scale.new_tensor(overflowed)).item() and scale > self.least
@@ -50,7 +56,7 @@ class LossScaler(nn.Module):
         if not dropped:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
-                # gradients of 0 never overflow, so without a limit the scale would grow for ever
+                # a limit, because gradients of 0 never overflow
                 self.scale.mul_(2).clamp_(max=2.0**100)
                 self.good_steps.zero_()
             return
@@ -65,30 +71,35 @@ Phases = Callable[[str], AbstractContextManager]
 
 
 class Executor:
-    """Runs forward and backward of this rank's part of an update, on one device. Pipeline stages
-    have another executor (`pipelined`). `in_parts`: an update can be given up between two
-    micro-batches."""
+    """Runs forward and backward of this rank's part of an update. `pipelined` has the executor of
+    pipelines, and `graphs` the executor of CUDA graphs.
+
+    in_parts: an update can be given up between two micro-batches
+    """
 
     in_parts = True
 
     def fresh(self) -> Executor:
-        """Returns an executor for another training."""
+        """Return an executor for a copy of the training, without recorded state."""
         return self
 
     @property
     def plain(self) -> Executor:
-        """Returns an executor that accepts another objective."""
+        """Return an executor without a captured graph, so that the objective can be replaced."""
         return Executor()
 
     def loss(self, training: Any, batch: Batch) -> Tensor:
-        """Returns a loss whose mean over the ranks is the loss of evaluation."""
+        """Return the loss of evaluation for this rank's `batch`. Its mean over all ranks is the
+        loss of the whole batch."""
         return training.loss(training.model, batch)
 
     def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
-        """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
+        """Run forward and backward. Leave the gradients of the batch in the owned parameters, and
+        return the mean loss of all ranks. `batch`: this rank's part of the update's batch."""
         config = training.config
         parts = config.micro_batches
-        if SIZES[config.sizes.name].at:     # micro-batches stay, and their number changes
+        # With a schedule of sizes, micro-batches keep their size, and their number changes.
+        if SIZES[config.sizes.name].at:
             parts = len(batch.tokens) // config.micro_batch
         with training.cached_casts(training.model):
             return accumulate(training.model, training.objective, batch, parts,
@@ -98,26 +109,29 @@ class Executor:
 def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
                scaler: LossScaler | None = None, phases: Phases = nullcontext,
                sharding: Sharding | None = None) -> Tensor:
-    """Runs forward and backward of `parts` micro-batches. Leaves the gradients in the parameters
-    that this rank owns (without `sharding`, in the model), and returns the mean loss of all ranks.
+    """Run forward and backward of `batch` in `parts` micro-batches, and return the mean loss of all
+    ranks.
 
-    The gradient is the whole batch's gradient, and activations take 1 / parts of its memory.
+    The gradients are those of the whole batch. They are left in the parameters that this rank owns
+    (without `sharding`: in the model's parameters). Activations take 1 / parts of the memory that
+    the whole batch would take.
     """
     sharding = sharding or Sharding()
     ranks, losses = sharding.ranks, []
     whole_weight = None if batch.weights is None else (
         ranks.mean(batch.weights.sum()).clamp(min=LEAST_WEIGHT))
     for i, piece in enumerate(batch.chunk(parts)):
-        # weights the micro-batch's mean so that the parts sum to the batch's mean
+        # `loss` returns the mean over the micro-batch. Divided by whole_over_piece, the means of
+        # all micro-batches add up to the mean over the batch (weighted, if tokens have weights).
         with phases("forward"):
             whole_over_piece = (len(batch.tokens) / len(piece.tokens) if whole_weight is None
                                 else whole_weight / piece.weights.sum())
             part = loss(model, piece) / whole_over_piece
         with phases("backward"):
             sharding.backward(last=i == parts - 1)
-            # With several ranks, each micro-batch is a larger part of its rank's batch, and so
-            # would
-            # overflow earlier than on one device: the scale is divided by the number of replicas.
+            # Gradients are averaged over ranks after backward. So before, a micro-batch's gradient
+            # is `replicas` times as large as on one device, and would overflow earlier. Therefore
+            # the scale is divided by the number of replicas, and `unscale` multiplies by it.
             (part if scaler is None else part * (scaler.scale / ranks.layout.replicas)).backward()
             advance(model, ranks.largest if ranks.world > 1 else None)
             if i == parts - 1:
@@ -129,9 +143,12 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
 
 
 def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Advances the histories of casts, after the backward of every micro-batch: calls `advance()`
-    of each part that has it (`linear.ScaledLinear`). `agree` takes the maximum over all ranks in
-    place, so that all ranks have the same histories."""
+    """Add the newest amaxes to the histories of delayed scaling. Call it after the backward of each
+    micro-batch: it calls `advance()` of each module that has this method (`linear.ScaledLinear`).
+
+    agree: replaces a tensor by its maximum over all ranks, in place, so that all ranks have equal
+           histories; None: there is one rank
+    """
     if agree is not None and (amaxes := [
             t for module in model.modules() if hasattr(module, "advance") and module.recipe.delayed
             for t in module.of_roles("amax")]):

@@ -1,10 +1,12 @@
-"""Turns a Config into a Run: decide what this machine uses, refuse what cannot fit, build, train.
+"""Turn a Config into a Run: choose what this machine uses, check that the run fits in memory, build
+the model, and train it.
 
     run = train_here(config, path, resume, observers, control)      trains in this process
-    training = built(config, path, resume, ranks)                   only decides and builds
+    training = built(config, path, resume, ranks)                   only builds
 
-The parts, in the order in which to read them: `build` decides and builds the model, `training` has
-the update, `loop` repeats it, and `formulas` has the predictions. `rank` builds in the same way.
+Read the modules of this package in this order: `build` makes the choices and builds the model,
+`training` has the update, `loop` repeats the update, and `formulas` has the predictions. A rank of
+a launched run (`rank`) uses `built`, too.
 """
 
 from pathlib import Path
@@ -27,18 +29,22 @@ from lpkit.training.training import Training
 
 def train_here(config: Config, path: Path, resume: bool, observers: Observers,
                control: Control) -> Run:
+    """Train into the folder `path` in this process, and return the Run. torchrun may have started
+    this process as one rank of several."""
     with raise_out_of_memory_as_run_failure(config, "this run"), here(config) as ranks:
-        # all ranks use the first rank's path: a default contains the time
+        # all ranks use rank 0's path, because a default path contains the time
         path = Path(ranks.agreed(path))
         training = built(config, path, resume, ranks)
-        # from here on there is something to save; before, a signal ends the process
+        # From here on, a signal stops the run and saves a checkpoint. Before, there is nothing to
+        # save, and a signal ends the process.
         with signals_stop(control.signalled):
             return fit(training, path, resume=resume, observers=observers, control=control,
                        account=Account(training))
 
 
 def built(config: Config, path: Path, resume: bool, ranks: Ranks) -> Training:
-    """Builds the training that will write the run folder `path`, with its telemetry."""
+    """Return the Training of a run, ready for its first update. `path`: the run folder, from which
+    a resumed run reads its choices, and into which telemetry writes."""
     before = Run.at(path).environment if resume else None
     decisions = decide(config, before=before, ranks=ranks)
     refuse_what_cannot_fit(config, decisions, ranks.local_world)

@@ -1,12 +1,12 @@
-"""`Training`: the one object that can take an update.
+"""`Training`: a model with its optimizer, schedule and data, ready to be updated.
 
-    training = Training.build(config)               # model, optimizer, schedule and data of a run
+    training = Training.build(config)               # everything that a run of `config` needs
     training.update(step)                           # the only place where a model is updated
     training.evaluate()                             # mean nats per token of the validation data
     training.load_state_dict(training.state_dict())
 
-The loop, bisection, telemetry, measurements and benchmarks all call `update`, so all of them see
-the same computation as a run.
+The training loop, bisection, telemetry, measurements and benchmarks all call `update`, so all of
+them compute exactly what a run computes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from lpkit.training.steps import Executor, LossScaler, Phases
 
 
 class RandomTokens(DataPolicy):
-    """The same random tokens of one rank at every step, for measurements. They are drawn when they
-    are first needed."""
+    """The same batch of random tokens at every step, for measurements: this rank's (sequences,
+    tokens). The tokens are drawn when `batch` is first called."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
         tokens = config.model.context // config.parallel.context
@@ -70,16 +70,19 @@ class RandomTokens(DataPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The results of an update. Losses stay tensors, so that the host does not wait for the GPU."""
+    """The results of an update. Numbers that the GPU computes stay tensors, so that the host does
+    not wait for them."""
 
-    loss: Tensor            # mean nats per token, before the update
-    grad_norm: Tensor       # before clipping; inf if it overflowed and nothing was updated
-    lr: float
-    extra: dict[str, float | Tensor]
+    loss: Tensor            # mean nats per token of all ranks, before the update
+    grad_norm: Tensor       # before clipping; inf if gradients overflowed and nothing was updated
+    lr: float               # learning rate of the first parameter group
+    extra: dict[str, float | Tensor]        # the step_metrics of the training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
+    """See the beginning of this module."""
+
     config: Config
     decisions: Decisions
     model: nn.Module
@@ -92,15 +95,18 @@ class Training:
     val: DataPolicy
     tokenizer: dict[str, Any]
     tokens: dict[str, str]                  # SHA-256 of the training and the validation tokens
-    start: Start                            # the weights that it starts from
+    start: Start                            # the weights that the run starts from
     state_placement: StatePlacement
     scaler: LossScaler | None
     sharding: Sharding
     # a context around the micro-batches of an update, in which casts of weights are cached
     cached_casts: Callable[[nn.Module], AbstractContextManager]
     governors: dict[str, Governor]
-    acting: list[OptimizerSettings]         # the settings that `optimizers.acting` returns
-    step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
+    # settings of the optimizers that also act after an update (`optimizers.acting`)
+    acting: list[OptimizerSettings]
+    # by name: a function that returns a number of the last update, for StepRecord.extra
+    step_metrics: dict[str, Callable[[], float | Tensor]]
+    # f(step) -> a context around forward and backward of an update
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
     executor: Executor = field(default_factory=Executor)
 
@@ -108,13 +114,14 @@ class Training:
     def build(cls, config: Config, *, before: Mapping[str, Any] | None = None,
               data: DataPolicy | None = None, decisions: Decisions | None = None,
               ranks: Ranks | None = None) -> Training:
-        """Builds a training.
+        """Build the training of `config`.
 
-        before: the environment of a run that is resumed
-        data:   read instead of the config's corpus, also in evaluation
-        ranks:  the ranks that train together; None for this process alone
+        before:    the environment of a run that is resumed, whose choices are kept
+        data:      batches to use instead of the config's text, for updates and for evaluation
+        decisions: the choices for this machine; None: make them
+        ranks:     this process among the ranks that train together; None: it trains by itself
 
-        Raises ConfigError for an invalid combination, before anything is allocated.
+        Raises ConfigError for settings that do not go together, before anything is allocated.
         """
         ranks = ranks or Ranks()
         decisions = decisions or build.decide(config, before=before, ranks=ranks)
@@ -125,8 +132,8 @@ class Training:
             text = corpus(config, ranks, decisions.device)
             data, val, tokenizer, tokens = text.data, text.val, text.tokenizer, text.tokens
         rows, device, m = rows_of(config), decisions.device, config.memory
-        # On a CPU PyTorch's kernels are used, unless the config requests others. A rank that has
-        # only some of the layers cannot try kernels in a whole model.
+        # On a CPU, PyTorch's kernels are used, unless the config requests others. In a pipeline,
+        # kernels are not chosen: they are timed in a whole model, and a rank has only some layers.
         kernels, alone = None, config.parallel.pipeline == 1
         if alone and (device.type == "cuda"
                       or set(by_name(config.system.kernels).values()) != {"auto"}):
@@ -155,7 +162,8 @@ class Training:
                                       decays=decays.get(name)))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
+        governors = {settings.name: GOVERNORS[settings.name].load()(settings)
+                     for settings in config.governors}
         choices = stepper.recorded(optimizer, decisions.choices | seams.governing(governors)
                                    | (kernels.choices if kernels else {}))
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
@@ -189,15 +197,17 @@ class Training:
         return self.sharding.ranks
 
     def batch(self, step: int) -> Batch:
-        """Returns this rank's part of a batch, on its device."""
+        """Return this rank's part of the batch of the update after `step` updates, on the device.
+        """
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
-        """Takes the update that follows `step` updates, without waiting for the GPU.
+        """Take the update that follows `step` updates, without waiting for the GPU. The first
+        update has step 0.
 
-        Governors may change the model before and after the update. A watcher is a context around
-        all forwards and backwards, and changes nothing. `phases(name)` is a context around each
-        "forward", each "backward" and the "optimizer" step, for a clock.
+        Governors may change the model before and after the update. Watchers, contexts around
+        forward and backward, only observe. `phases(name)` returns a context around each "forward",
+        each "backward" and the "optimizer" step, in which for example a clock runs.
         """
         self.ranks.waits.seconds = 0.0
         self._govern("begin", step)
@@ -211,27 +221,28 @@ class Training:
             grad_norm = self.optimizer_step()
             if self.scaler is not None:
                 grad_norm = torch.where(self.scaler.dropped > 0, torch.inf, grad_norm)
-            self.sharding.spread()      # gathers the new weights if each rank updated a part
+            self.sharding.spread()      # give each rank the weights that other ranks have updated
             self._govern("end", step)
-            for one in self.acting:
-                resolve_name(find(one.name).after)(self, one, batch, step)
+            for rule in self.acting:
+                resolve_name(find(rule.name).after)(self, rule, batch, step)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
 
     def _govern(self, moment: str, step: int) -> None:
-        """Calls the method `moment` ("begin" or "end") of each governor that has it."""
+        """Call the method `moment` ("begin" or "end") of each governor that has this method."""
         for governor in self.governors.values():
             if (change := getattr(governor, moment, None)) is not None:
                 change(self, step)
 
     def forward_backward(self, batch: Batch, *, phases: Phases = nullcontext) -> Tensor:
-        """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""
+        """Run forward and backward. Leave the gradients of the batch in the owned parameters, and
+        return the mean loss of all ranks. `batch`: this rank's part of the update's batch."""
         return self.executor.forward_backward(self, batch, phases=phases)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undoes a step that is given up in this context: frees the gradients, and restores what
-        micro-batches advance (histories of casts, random generators)."""
+        """If a step is given up in this block (GivenUp), undo it: free the gradients, and restore
+        what each micro-batch changes (buffers with amax histories, random generators)."""
         buffers = [(t, t.clone()) for t in self.model.buffers()]
         generators = self._generators()
         try:
@@ -246,10 +257,13 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
-        """Returns the mean nats per next (or hidden) token, whatever the objective, of the first
-        `eval_batches` batches of `global_batch` sequences: the weighted sum of losses over the sum
-        of weights, for any number of ranks and micro-batches. `phases` is called with "evaluation"
-        for each micro-batch."""
+        """Return the mean loss of the validation data in nats per predicted token.
+
+        It is the cross-entropy, whatever the objective, of the first `eval_batches` batches of
+        `global_batch` sequences: the sum of the weighted losses of all tokens, divided by the sum
+        of their weights. So it is the same for any number of ranks and micro-batches.
+        `phases("evaluation")` returns a context around each micro-batch.
+        """
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
@@ -271,9 +285,9 @@ class Training:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """In this context the model has the weights that evaluation reads. They differ from the
-        trained weights if the optimizer keeps, for example, an average of them (Defazio et al.
-        2024, https://arxiv.org/abs/2405.15682).
+        """Return a context in which the model has the weights for evaluation. Most optimizers
+        evaluate with the trained weights. A schedule-free optimizer evaluates with an average of
+        them (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
         """
         theirs = self._evaluated()
         trained = {name: self.sharding.owned[name].detach().clone() for name in theirs}
@@ -284,15 +298,16 @@ class Training:
             self._set_owned(trained)
 
     def _evaluated(self) -> dict[str, Tensor]:
-        """Returns the weights that evaluation reads instead of owned parameters, by name. It leaves
-        out parameters that evaluation reads themselves."""
+        """Return the weights that evaluation uses instead of the owned parameters, by name, without
+        parameters for which it uses the trained weights."""
         if not isinstance(self.optimizer, Stepper):
             return {}
-        found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
-        return {name: w for name, w in found.items() if w is not None}
+        evaluated = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
+        return {name: w for name, w in evaluated.items() if w is not None}
 
     @torch.no_grad()
     def _set_owned(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy `weights` into the owned parameters of these names, and send them to all ranks."""
         for name, w in weights.items():
             self.sharding.owned[name].copy_(w)
         if weights:
@@ -300,23 +315,27 @@ class Training:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, *cache: Any) -> Tensor:
-        """Returns logits (B, T, V) in the precision of the run. `cache`: keys and values."""
+        """Return the logits (B, T, V) of tokens (B, T), in the precision of the run. `cache`: a
+        `lpkit.nn.kv_cache.Cache` of the tokens before; it is extended by these tokens."""
         with self.decisions.autocast:
             return self.model(tokens, *cache)
 
     def copy(self) -> Training:
-        """Returns another training with the same weights and state, that reads the same data."""
+        """Return a training with copies of the weights and of all state. It reads the same data.
+        """
         parts = {name: getattr(self, name) for name in
                  ("model", "optimizer", "optimizer_step", "scaler", "governors", "step_metrics")}
-        # in one deepcopy, because the parts share parameters
+        # one deepcopy for all, so that the copies share parameters as the originals do
         return replace(self, **copy.deepcopy(parts), watchers=[], executor=self.executor.fresh())
 
     # ---- the content of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and numbers by their names in a checkpoint."""
+        """Return all tensors and numbers of a checkpoint, by name: "model/NAME", "optimizer/NAME/
+        SLOT", "evaluated/NAME", "governor/...", "state/..." and "rng/...". Tensors of which this
+        rank has a part are Cuts."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)      # state may still be on its way to the host
+            torch.cuda.synchronize(self.device)     # copies of states to the host must be complete
         names = {p: name for name, p in self.sharding.owned.items()}
         state: dict[str, Any] = self._tensors()
         for p, slots in self.optimizer.state.items():
@@ -329,6 +348,7 @@ class Training:
         return state | self._generators()
 
     def _generators(self) -> dict[str, Tensor]:
+        """Return the states of PyTorch's random generators, by their names in a checkpoint."""
         state = {"rng/cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["rng/cuda"] = torch.cuda.get_rng_state(self.device)
@@ -340,12 +360,12 @@ class Training:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
     def _is_cut(self, p: nn.Parameter, slot: str) -> bool:
-        """Returns whether a tensor of the optimizer's state is cut like p."""
+        """Return whether slot `slot` of parameter `p` is divided over the ranks as `p` is."""
         return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
 
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | Cut:
-        """Returns an empty tensor for a checkpoint's tensor of this name; a Cut with this rank's
-        pieces if the tensor is cut."""
+        """Return an uninitialised tensor into which to load the checkpoint's tensor `name`: a Cut
+        with this rank's pieces if this rank has only a part, otherwise a whole tensor."""
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
         owned, like = self.sharding.owned.get(parameter), None
@@ -359,10 +379,10 @@ class Training:
         return torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """Loads a state. Raises RunFailedError if `state` lacks a tensor, or if a shape or dtype
-        differs."""
+        """Load a state from `state_dict` of any layout. `source`: its name in errors. Raises
+        RunFailedError if a tensor is missing or unknown, or has another shape or dtype."""
         parameters = self.sharding.owned
-        if self.sharding.layout.pipeline > 1:       # without the parameters of other stages
+        if self.sharding.layout.pipeline > 1:       # leave out the parameters of other stages
             ours = self._tensors().keys()
             state = {name: t for name, t in state.items() if name in ours
                      or (parts := name.split("/"))[0] not in ("model", "optimizer", "evaluated")
@@ -390,17 +410,20 @@ class Training:
         self._set_generators(state)
 
     def load_model(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
-        """Loads only the weights that evaluation reads, and the buffers, for sampling."""
+        """Load only the weights for evaluation, and the buffers, for sampling."""
         self._load(self._weights(), evaluated_weights(state), source)
 
     def _weights(self) -> dict[str, Tensor | Cut]:
-        """Returns the weights, without frozen weights that are read from another run."""
+        """Return parameters and buffers in the form that a checkpoint stores, without frozen
+        weights that are read from the base run (`start`)."""
         saved = _saved("model", self.model)
         named = self.sharding.shapes
         return {name: self.sharding.saved(key, t) if (key := name.partition("/")[2]) in named else t
                 for name, t in saved.items() if name not in self.start.frozen}
 
     def _tensors(self) -> dict[str, Tensor]:
+        """Return the weights, the state of loss scaling and the state of governors, by their names
+        in a checkpoint."""
         tensors = self._weights()
         if self.scaler is not None:
             tensors |= _saved("state", self.scaler)
@@ -411,8 +434,8 @@ class Training:
     @torch.no_grad()
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object,
               beside: Collection[str] = ()) -> None:
-        """Loads all of `ours`, and refuses names that are left over. `beside`: names that other
-        code loads."""
+        """Copy the tensors of `state` into `ours`, by name. `beside`: further names in `state`,
+        which the caller loads. Raises RunFailedError for any other name in `state`."""
         way_out = "resume with the settings that it was saved with"
         missing = [name for name in ours if name not in state]
         if missing:
@@ -423,8 +446,7 @@ class Training:
                                  f"have, {min(unknown)} first; {way_out}")
         for name, t in ours.items():
             theirs = state[name]
-            # copy_ would broadcast a short history into a longer one, and would round to another
-            # dtype
+            # checked because copy_ would broadcast a shorter history, and round to another dtype
             if (t.shape, t.dtype) != (theirs.shape, theirs.dtype):
                 raise RunFailedError(
                     f"{source} holds {name} as {theirs.dtype} {tuple(theirs.shape)}, and this run "
@@ -435,7 +457,8 @@ class Training:
 
 
 def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and saved buffers; a tied tensor occurs once."""
+    """Return the parameters and the persistent buffers of a module, named `part`/NAME. A tensor
+    with two names, such as a tied embedding, is returned once."""
     wanted = module.state_dict(keep_vars=True).keys()
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {f"{part}/{name}": t for name, t in tensors if name in wanted}
