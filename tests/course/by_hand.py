@@ -199,11 +199,11 @@ class Reader:
                               r"\sum_{\text{passes}}",
              r"\max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
              "`x` (M, K) and `dy` (M, N) read 2 bytes per number, and the cast of\n"
-             "`w` (N, K) reads 4",
-             "One cast for both layouts reads once and writes twice",
-             "If more than 65,536 numbers share a scale", "one pass of\n  0 bytes",
+             "`w` (N, K) reads 4 bytes",
+             "A cast that produces both layouts reads once and writes twice",
+             "If more than 65,536 numbers share a scale", "one pass of 0 bytes",
                               "32 times the length of a block",
-             "Operands take one byte per number, results two")
+             "Operands take one byte per number, and results take two bytes")
     def fp8_linear(self, K: int, N: int) -> float:
         M, recipe = self.q["B"] * self.q["T"], self.recipe()
         passes = []
