@@ -200,11 +200,11 @@ class Reader:
                               r"\sum_{\text{passes}}",
              r"\max\left( \frac{\text{bytes}}{Q}, \; t_{\text{kernel}} \right)",
              "`x` (M, K) and `dy` (M, N) read 2 bytes per number, and the cast of\n"
-             "`w` (N, K) reads 4",
-             "One cast for both layouts reads once and writes twice",
-             "If more than 65,536 numbers share a scale", "one pass of\n  0 bytes",
+             "`w` (N, K) reads 4 bytes",
+             "A cast that produces both layouts reads once and writes twice",
+             "If more than 65,536 numbers share a scale", "one pass of 0 bytes",
                               "32 times the length of a block",
-             "Operands take one byte per number, results two")
+             "Operands take one byte per number, and results take two bytes")
     def fp8_linear(self, K: int, N: int) -> float:
         M, recipe = self.q["B"] * self.q["T"], self.recipe()
         passes = []
@@ -268,11 +268,12 @@ class Reader:
 
     @printed("zero-formula-0", r"\text{reduce-scatter} = \text{all-gather} = \frac{R - 1}{R} \, "
                                r"\text{bytes}")
-    @printed("zero-08", "ZeRO 0 all-reduces the gradients. ZeRO 1\nscatters gradients, updates its "
-                        "part, and gathers the new weights.",
-             "gather them for forward. ZeRO 3 drops each block after its forward and\ngathers the "
-             "block once more for backward")
-    @printed("zero-22", "Every micro-batch sends everything.")
+    @printed("zero-08", "With ZeRO 0, ranks all-reduce the gradients. With ZeRO 1, each rank "
+                        "reduce-scatters the gradients, updates its part of the weights, and "
+                        "all-gathers the new weights.",
+             "they gather the weights for forward. ZeRO 3 frees the weights of each block after its "
+             "forward and gathers them again for backward")
+    @printed("zero-22", "Every micro-batch sends all of these messages.")
     def sent(self) -> float:
         q = self.q
         rounds = 3 * q["micro_batches"] if q["zero"] == 3 else 2

@@ -156,7 +156,7 @@ def cells(number):
 def test_the_recursion_by_hand_is_the_kits():
     there = {"torch": torch, "nn": torch.nn, "layers": 24, "lesson": blocks}
     of = signals.predicted(blocks.small("pre-norm", 24), blocks.tokens())
-    exec(cells("22")["blocks-hand-recursion"], there | {"found": {"pre-norm": (of, of)}})
+    exec(cells("22")["blocks-hand-recursion"], there | {"by_block": {"pre-norm": (of, of)}})
 
 
 def test_what_22_answers_is_its_figure():
@@ -322,9 +322,9 @@ def test_the_sentence_on_the_page_of_claims_is_the_recorded_one():
                           (0.9, 0.9, "cannot tell")])
 def test_noise_does_not_decide_what_22_claims_of_seconds(speed, others, verdict, capsys):
     alike = ([1.0, 1.0], [0.0, 0.99]), ([1.0, 1.0], [0.0, 0.0])
-    found = {name: (SimpleNamespace(variance=v, cosine=c),) * 2
-             for name, (v, c) in zip(("no skip", "no skip, shaped"), alike)}
-    there = {"found": found, "lesson": blocks, "tier": "cpu", "updates": 60,
+    by_block = {name: (SimpleNamespace(variance=v, cosine=c),) * 2
+                for name, (v, c) in zip(("no skip", "no skip, shaped"), alike)}
+    there = {"by_block": by_block, "lesson": blocks, "tier": "cpu", "updates": 60,
              "runs": {"unshaped": ([], 3.0), "sas-p": ([], 2.5)}, "speed": speed,
              "turns": SimpleNamespace(other_cpu_share=others), "disturbance": blocks.disturbance,
              "goal": lambda *_: None, "claim": claims.claim,
