@@ -94,8 +94,8 @@ def _claimed(source: str) -> str:
     for node in body:
         match node:
             case ast.With(items=[ast.withitem(context_expr=ast.Call(
-                    func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
+                    func=ast.Name(id="claim"), args=[ast.Constant(value=str(sentence))]))]) \
                     if any(isinstance(held, ast.Assert) for held in node.body):
-                return said
+                return sentence
     raise ConfigError(f"the cell tagged `claim` that begins with {source[:40]!r} tests nothing; it "
                       f"must be plain Python with an `assert` directly in a `with claim(...):`")

@@ -280,7 +280,7 @@ def mark(case: Case, answers: Answers) -> Score:
         else:
             close = _is_number(value) and abs(question.off(case, value)) <= question.tolerance
             marks[name] = "right" if close else "wrong"
-    return Score(case=case, said=given, marks=marks, why=why)
+    return Score(case=case, answers=given, marks=marks, why=why)
 
 
 def _is_number(value: Any) -> bool:

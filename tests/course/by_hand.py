@@ -271,8 +271,8 @@ class Reader:
     @printed("zero-08", "With ZeRO 0, ranks all-reduce the gradients. With ZeRO 1, each rank "
                         "reduce-scatters the gradients, updates its part of the weights, and "
                         "all-gathers the new weights.",
-             "they gather the weights for forward. ZeRO 3 frees the weights of each block after its "
-             "forward and gathers them again for backward")
+             "they gather the weights for forward. ZeRO 3 frees the weights of each block after "
+             "its forward and gathers them again for backward")
     @printed("zero-22", "Every micro-batch sends all of these messages.")
     def sent(self) -> float:
         q = self.q
