@@ -100,7 +100,7 @@ class SpreadWindows(Windows):
         return numbers * self.stride % self.count * self.T
 
 
-class Documents(Windows):
+class DocumentWindows(Windows):
     """A policy whose batches also have the number of each token's document: `document_ids` (B, T),
     and the `weights` (B, T) of the targets in the loss.
 
@@ -119,11 +119,11 @@ class Documents(Windows):
         return replace(batch, document_ids=ends.cumsum(1) - ends.long(), weights=(~ends).float())
 
 
-class RandomDocuments(Documents, RandomWindows):
+class RandomDocuments(DocumentWindows, RandomWindows):
     pass
 
 
-class SpreadDocuments(Documents, SpreadWindows):
+class SpreadDocuments(DocumentWindows, SpreadWindows):
     pass
 
 

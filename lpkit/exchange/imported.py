@@ -41,7 +41,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ImportPlan:
     """A folder of transformers, as described by its config.json and the headers of its files.
 
     places:    their tensor -> its file
@@ -70,10 +70,10 @@ class Plan:
 
 
 @checked
-def planned(folder: Place, tokenizer: str = "") -> Plan:
-    """Returns the Plan of a folder, without reading weights. `tokenizer`: the name of a tokenizer,
-    such as "bytes", if the folder contains none. Raises ConfigError for a folder without a model,
-    or with a model that this kit does not compute."""
+def planned(folder: Place, tokenizer: str = "") -> ImportPlan:
+    """Returns the ImportPlan of a folder, without reading weights. `tokenizer`: the name of a
+    tokenizer, such as "bytes", if the folder contains none. Raises ConfigError for a folder without
+    a model, or with a model that this kit does not compute."""
     folder = files.expanded(folder)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
@@ -125,9 +125,9 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     param_dtype = "bf16" if kinds == {"BF16"} else "fp32"
     config = Config(model=model).replace({
         "data.tokenizer": of["name"], "memory.param_dtype": param_dtype, "steps": 1})
-    return Plan(folder=folder, family=family, config=config, ours=wanted, tokenizer=of,
-                weights=sum(t.numel() for t in ours.values()),
-                places={name: headers[name][0] for name in shapes})
+    return ImportPlan(folder=folder, family=family, config=config, ours=wanted, tokenizer=of,
+                      weights=sum(t.numel() for t in ours.values()),
+                      places={name: headers[name][0] for name in shapes})
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
@@ -137,9 +137,9 @@ def parameters(model: Any) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
-def bring(plan: Plan, out: Path) -> Run:
-    """Writes the run of a Plan into the folder `out`, and returns it. Raises ConfigError if `out`
-    exists."""
+def bring(plan: ImportPlan, out: Path) -> Run:
+    """Writes the run of an ImportPlan into the folder `out`, and returns it. Raises ConfigError if
+    `out` exists."""
     # parameters that are read together: those of each block, and all others under ""
     groups: dict[str, list[str]] = {}
     for name in plan.ours:

@@ -50,7 +50,7 @@ from lpkit.kernels.jit import jit, tiles, tl, triton
 from lpkit.kernels.kernel import Kernel, Version, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
-    Plan,
+    CastPlan,
     code_of,
     divided,
     drawn,
@@ -505,7 +505,7 @@ class Launch(NamedTuple):
     stats: Tensor
     history: Tensor | None
     noise: Tensor | None
-    to: Plan
+    to: CastPlan
 
     def run(self, function: Any, shape: Mapping[str, int], tops: Tensor | None = None,
             programs: tuple[int, ...] = ()) -> None:

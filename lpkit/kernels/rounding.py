@@ -10,7 +10,7 @@ Magnitudes are compared as integers with the same bits (`magnitude`). Then an in
 than all numbers, and a NaN is larger than an infinity, so a maximum keeps both.
 
 Names: `top` is the bits of an amax, int32. `at` is the index of an element, int64. `words` points
-to the three numbers of `Noise.words`. `TO` is a `Plan`.
+to the three numbers of `Noise.words`. `TO` is a `CastPlan`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lpkit.techniques.recipes import MX_BLOCK, named
 PROGRAMS = 1056
 
 
-class Plan(str):
+class CastPlan(str):
     """All facts about a cast that a kernel needs at compile time, as one constant. It is a string,
     because Triton caches compiled kernels by the text of their constants.
 
@@ -48,7 +48,7 @@ class Plan(str):
     """
 
     def __new__(cls, words: str, rows: bool, columns: bool, swizzled: bool, history: bool,
-                noise: bool) -> Plan:
+                noise: bool) -> CastPlan:
         flags = {"rows": rows, "columns": columns, "swizzled": swizzled, "history": history,
                  "noise": noise}
         self = super().__new__(cls, " ".join((words, *(name for name in flags if flags[name]))))
@@ -68,7 +68,7 @@ class Plan(str):
         return self
 
 
-plan = functools.cache(Plan)
+plan = functools.cache(CastPlan)
 
 
 def words(noise: Noise | None, device: torch.device) -> Tensor | None:

@@ -23,7 +23,7 @@ from typing import Any
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import evidence
-from lpkit.predict.casts import LinearCost, Recipe, as_run, linear_cost
+from lpkit.predict.casts import CastRecipe, LinearCost, as_run, linear_cost
 from lpkit.predict.evidence import MEASURED
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import Memory, memory
@@ -47,7 +47,7 @@ MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 COLUMNS = {"recipe": "{recipe}", "runs": "{status} ({backend})", "step": "{step_seconds:time}",
            "speed": "{speedup:.2f}x", "Linears": "{linear_speedup:.2f}x",
-           # templates for `Plan.to_dict()`
+           # templates for `RecipePrediction.to_dict()`
            "casts": "{cast_share:.0%}", "memory": "{more_bytes:+bytes}"}
 
 
@@ -107,7 +107,7 @@ class StepCost:
         return sum(self.bytes.values())
 
 
-def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recipe: Recipe
+def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recipe: CastRecipe
              ) -> StepCost:
     """Return the cost of two predicted steps: `plain` in the base precision and `cast` under
     `recipe`. `products`: the matmuls of one micro-batch on one rank."""
@@ -129,7 +129,7 @@ def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RecipePrediction:
     """The prediction for one recipe on the machine."""
 
     recipe: str
@@ -169,10 +169,10 @@ class Advice:
     base: str               # the precision that recipes are compared with
     choice: str             # the recipe to use, or `base`
     sentence: str           # the advice and its main reason
-    plans: tuple[Plan, ...]     # the predictions by recipe, best first
+    plans: tuple[RecipePrediction, ...]     # the predictions by recipe, best first
     efficiency: Efficiency
 
-    def __getitem__(self, recipe: str) -> Plan:
+    def __getitem__(self, recipe: str) -> RecipePrediction:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -233,7 +233,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         cost = compared(plain[0], step, products, as_run(config, name, on)[0])
         speedup, source = recorded.get(case_name(name, config), (
             None, by_records(name, products, {} if step.emulated else files)))
-        plans.append(Plan(
+        plans.append(RecipePrediction(
             recipe=name, backend="emulated" if step.emulated else backend,
             status="emulated" if step.emulated else "native", recorded_speedup=speedup,
             why=step.emulated or f"{on.title} has matmuls for these formats", source=source,
@@ -271,7 +271,7 @@ def difference(rows: Mapping[str, float], others: Mapping[str, float]) -> dict[s
     return {name: rows.get(name, 0.0) - others.get(name, 0.0) for name in {**rows, **others}}
 
 
-def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
+def verdict(plans: Sequence[RecipePrediction], on: Machine, base: str) -> tuple[str, str]:
     """Return the choice and the sentence of an Advice. `plans` are sorted: native plans first, and
     the fastest plan first among them."""
     native = [plan for plan in plans if plan.status == "native"]

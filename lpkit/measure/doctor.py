@@ -32,7 +32,7 @@ from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.techniques import FAMILIES
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.outside import OWN
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 
 # time limit of ranks and of compiled casts: less than a check's, so that they can give a reason
 PROCESS_SECONDS = 0.8 * SECONDS
@@ -203,7 +203,7 @@ def techniques() -> list[Check]:
             for field, table in FAMILIES.items() for name, row in table.items()]
 
 
-def _loaded(row: Row, device: torch.device) -> str:
+def _loaded(row: TechniqueRow, device: torch.device) -> str:
     if not row.implementation:
         return "in the row itself"
     row.load()

@@ -113,7 +113,7 @@ def _quality(values: dict[str, Any]) -> Quality:
 # ---- Statistics of one tensor
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class SampledRows:
     """Rows that were drawn from an operand, followed by the group of rows with the operand's
     largest magnitude. The last group is cast, but the statistics do not count it."""
 
@@ -150,7 +150,7 @@ class Drawn:
 
 
 def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
-         generator: torch.Generator | None = None) -> Drawn:
+         generator: torch.Generator | None = None) -> SampledRows:
     """Draw `rows` rows of x (M, K); None: all rows. x is padded with zeros to a multiple of the
     blocks of all `casts`. All rows are drawn, too, if a cast has scales that span all rows."""
     tiles = [cast.tile for cast in casts]
@@ -168,11 +168,11 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
         picked = torch.randperm(groups, generator=generator)[:wanted].sort().values.to(x.device)
         picked = torch.cat((picked, tops.nan_to_num(0, 0).argmax()[None]))
         x, count = x.unflatten(0, (-1, group))[picked].flatten(0, 1), wanted * group
-    return Drawn(x=x.float(), rows=count, total_rows=total, amax=tops.amax(),
-                 nonfinite=amaxes.nonfinite)
+    return SampledRows(x=x.float(), rows=count, total_rows=total, amax=tops.amax(),
+                       nonfinite=amaxes.nonfinite)
 
 
-def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
+def measure(drawn: SampledRows, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     """Return the 12 numbers from which `quality` computes a Quality, as a float64 tensor on the
     device of x, so that the host need not wait for each number. `amax`: the largest magnitude that
     sets the scale, as in `quantise`; None: the largest magnitude of x. The code below has tensors
@@ -396,7 +396,7 @@ class Telemetry:
             others={key: qualities[alike[key]] for key in self._others if qualities})
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
-                 drawn: Drawn) -> Tensor | None:
+                 drawn: SampledRows) -> Tensor | None:
         """Return the amax that sets the scale under delayed scaling: from the layer's own history,
         or from earlier Samples if the layer has none. Return None if the recipe has no delayed
         scaling for this role."""

@@ -37,7 +37,7 @@ def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return nearest(blocks, (book[:-1] + book[1:]) / 2)
 
 
-class Product(torch.autograd.Function):
+class QuantisedProduct(torch.autograd.Function):
     """y = x @ w.T + bias, for x (..., in) in the compute dtype and a frozen w. A custom Function,
     because autograd would save the decoded w; backward decodes w again."""
 
@@ -97,7 +97,7 @@ class QuantisedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:     # (..., in) -> (..., out)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return Product.apply(x.to(dtype), self.bias, self)
+        return QuantisedProduct.apply(x.to(dtype), self.bias, self)
 
 
 def values(fmt: Format) -> Tensor:

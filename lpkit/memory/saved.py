@@ -186,10 +186,11 @@ def _of_weight(t: Tensor) -> bool:
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-# Functions f(device) -> Place. The rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD` name them.
+# Functions f(device) -> ActivationStorage. The rows of
+# `lpkit.techniques.memory.ACTIVATION_OFFLOAD` name them.
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ActivationStorage:
     """Where activations are stored. transforms: of the model; empty: activations stay. `used` and
     `why` are recorded in the run; empty: the row's name and reason."""
 
@@ -198,13 +199,13 @@ class Place:
     why: str = ""
 
 
-def on_device(device: torch.device) -> Place:
-    return Place()
+def on_device(device: torch.device) -> ActivationStorage:
+    return ActivationStorage()
 
 
-def on_host(device: torch.device) -> Place:
+def on_host(device: torch.device) -> ActivationStorage:
     if device.type == "cuda":
-        return Place(transforms=(SavedTensorOffloader(OnHost, host=Host(device)),))
-    return Place(transforms=(SavedTensorOffloader(CpuCopy),), used="cpu", why=(
+        return ActivationStorage(transforms=(SavedTensorOffloader(OnHost, host=Host(device)),))
+    return ActivationStorage(transforms=(SavedTensorOffloader(CpuCopy),), used="cpu", why=(
         "copied: the device is the CPU, so the copies are in the same memory as the originals, and "
         "this shows which bytes move, but frees none"))

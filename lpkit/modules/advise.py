@@ -12,7 +12,7 @@ from torch import nn
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import advice
-from lpkit.measure.advice import BASES, Advice, Plan
+from lpkit.measure.advice import BASES, Advice, RecipePrediction
 from lpkit.modules.predict import predict
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
@@ -51,7 +51,7 @@ def advise_model(model: nn.Module, batch: Any, machine: str | Machine = "h200", 
             continue        # no Linear of the model has sizes that fit the tiles of this recipe
         cost = advice.compared(plain.step, cast.step, cast.work.products, cast.casts)
         more = advice.difference(cast.footprint.rows, plain.footprint.rows)
-        plans.append(Plan(
+        plans.append(RecipePrediction(
             recipe=name, backend=cast.converted.backend, why=cast.converted.why,
             status="emulated" if cast.step.emulated else "native", cost=replace(cost, bytes=more)))
     if not plans:

@@ -46,7 +46,7 @@ MULTIPLY_NOTHING = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """A row of the Report: a module that has a parameter of two or more dimensions."""
 
     name: str
@@ -64,11 +64,11 @@ class Report:
     recipe: str
     backend: str
     why: str                    # the reason for this backend
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     # name of a cast -> version of its kernel; empty on a CPU
     kernels: Mapping[str, str] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ModuleRow:
         return {row.name: row for row in self.rows}[name]
 
     def named(self, status: str) -> list[str]:
@@ -290,7 +290,7 @@ def recipe_of(recipe: str | Recipe, pad: bool = False) -> tuple[str, Recipe]:
 
 
 def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep: Iterable[str] = (),
-              seed: int = 0) -> tuple[Row, ...]:
+              seed: int = 0) -> tuple[ModuleRow, ...]:
     """Convert `model` in place and return the rows of the report. name: the name of the recipe. by:
     the backend that computes the matmuls; each module gets a copy. Raises ConfigError as `convert`
     does."""
@@ -315,7 +315,7 @@ def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep:
 
 
 def _rows(model: nn.Module, matrices_by_name: Mapping[str, tuple[nn.Module, Tensor]],
-          recipe: Recipe, keep: Iterable[str], alignment: int) -> list[Row]:
+          recipe: Recipe, keep: Iterable[str], alignment: int) -> list[ModuleRow]:
     """Decide for each module whether it is converted, and return the rows of the report.
 
     matrices_by_name: name -> (module, weight), as `matrices` yields them
@@ -341,7 +341,7 @@ def _rows(model: nn.Module, matrices_by_name: Mapping[str, tuple[nn.Module, Tens
                    else "the recipe keeps it")
         elif not recipe.pad and (problem := untiled(recipe, sizes, alignment)):
             status, why = LEFT, f"{problem}; pad=True pads them"
-        rows.append(Row(name, type(module).__name__, shape, status, why))
+        rows.append(ModuleRow(name, type(module).__name__, shape, status, why))
     return rows
 
 

@@ -26,10 +26,10 @@ from lpkit.exchange import families
 from lpkit.measure.trace import fake_step, fake_world
 from lpkit.measure.tracking import Footprint, short
 from lpkit.modules.convert import CONVERTED, Converted, Report
-from lpkit.modules.step import Asked, Seen, Step, blocks_of, in_block
+from lpkit.modules.step import Asked, ForwardOperations, Step, blocks_of, in_block
 from lpkit.predict import cards, evidence
 from lpkit.predict.attention import of_sizes
-from lpkit.predict.casts import Recipe, casts_of, where_run
+from lpkit.predict.casts import CastRecipe, casts_of, where_run
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
@@ -55,7 +55,7 @@ FROM_MODEL = "as the model is"      # the precision of a prediction without a re
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Prediction:
+class ModelPrediction:
     """The predicted training step of a model on `layout.devices` devices. Bytes and batch are those
     of one device."""
 
@@ -72,7 +72,7 @@ class Prediction:
     optimizer: str
     converted: Report | None
     work: RankWork              # the operations from which the seconds are predicted
-    casts: Recipe | None        # the casts of the recipe, as this machine runs them
+    casts: CastRecipe | None        # the casts of the recipe, as this machine runs them
     formula_bytes: int | None   # peak bytes by the formulas of `lpkit predict`; None: unknown model
     model: str                  # name of the model's class
 
@@ -149,9 +149,9 @@ class Prediction:
 def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
             machine: str | Machine = "h200", devices: Count = 1, shard: Count | None = None,
             precision: Text | None = None, loss: object = None, stack: Text | None = None,
-            keep: object = (), pad: bool = False) -> Prediction:
+            keep: object = (), pad: bool = False) -> ModelPrediction:
     """Predict the memory and the seconds of a training step of `model` with one `batch` per device.
-    Return a Prediction. The model does not change.
+    Return a ModelPrediction. The model does not change.
 
     batch      arguments of the model: a mapping, a tuple or one value. Only the shapes and dtypes
                of tensors count. Tensors and model may be on the meta device
@@ -237,10 +237,10 @@ class _OneKernel(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str,
-            formula_bytes: int | None) -> Prediction:
-    """Returns the Prediction of a step. seen: the recorded operations; footprint: the traced bytes;
-    on: the machine; formula_bytes: from `_closed_form`."""
+def _priced(step: Step, seen: ForwardOperations, footprint: Footprint, on: Machine,
+            layout: Layout, stack: str, formula_bytes: int | None) -> ModelPrediction:
+    """Returns the ModelPrediction of a step. seen: the recorded operations; footprint: the traced
+    bytes; on: the machine; formula_bytes: from `_closed_form`."""
     report, recipe, emulated = step.report, None, ""
     # modules that the recipe does not convert
     left = {row.name for row in report.rows if row.status != CONVERTED} if report else set()
@@ -275,14 +275,14 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
         work, on, layout, PRECISIONS[step.priced_as], _work(step.updater, name),
         model_flops=seen.flops(backward=True), precision=step.precision or "fp32", recipe=recipe,
         emulated=emulated, stack=stack)
-    return Prediction(
+    return ModelPrediction(
         footprint=footprint, step=time, machine=on, layout=layout, parameters=count,
         trained_parameters=trained, forward_flops=seen.flops(backward=False), optimizer=name,
         precision=step.precision or FROM_MODEL, converted=report, work=work, casts=recipe,
         model=type(step.model).__name__, formula_bytes=formula_bytes)
 
 
-def _products(seen: Seen, heads: Collection[str], left: Collection[str]
+def _products(seen: ForwardOperations, heads: Collection[str], left: Collection[str]
               ) -> tuple[tuple[Product, ...], Counter[str]]:
     """Returns (matmuls, calls without the recipe). Linears of the same role and sizes in all blocks
     become one Product with their total number of calls. The Counter has, for each Product's name,

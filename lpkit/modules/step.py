@@ -75,7 +75,7 @@ class Step:
         if precision is not None:
             self.around = autocast(RECIPES[precision], torch.device("cpu"))
 
-    def recorded(self) -> Seen:
+    def recorded(self) -> ForwardOperations:
         """Runs a forward and a backward pass, and returns the operations of the forward pass,
         without the casts of a recipe."""
         self.model.train()
@@ -221,7 +221,7 @@ def without_memory(model: nn.Module, batch: Any, device: str
 # ---- matmuls and memory traffic of a forward pass
 
 @dataclass
-class Seen:
+class ForwardOperations:
     """The operations of a model's forward pass, and how often each was called.
 
     products:   matmuls (M, K) times (K, N), by (module, M, N, K, is the weight trained)
@@ -242,7 +242,7 @@ class Seen:
         backward pass has two matmuls for each matmul of the forward pass (the gradients of both
         operands), or one if the weight is frozen.
 
-        >>> seen = Seen(products=Counter({("mlp", 8, 4, 2, True): 1}))
+        >>> seen = ForwardOperations(products=Counter({("mlp", 8, 4, 2, True): 1}))
         >>> seen.flops(backward=False), seen.flops(backward=True)
         (128, 384)
         """
@@ -257,7 +257,7 @@ class Recorder(Tracker):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.seen, self.by_name = Seen(), dict(self.model.named_modules())
+        self.seen, self.by_name = ForwardOperations(), dict(self.model.named_modules())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = super().__torch_dispatch__(func, types, args, kwargs)

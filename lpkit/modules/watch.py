@@ -29,7 +29,7 @@ from lpkit.errors import ConfigError, shown
 from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.measure.tracking import Footprint, Tracker, allocator_counts
 from lpkit.modules.convert import Converted, head_names
-from lpkit.modules.predict import Prediction
+from lpkit.modules.predict import ModelPrediction
 from lpkit.modules.step import blocks_of
 from lpkit.predict import cards
 from lpkit.predict.compare import Comparison
@@ -153,14 +153,14 @@ class Watch:
                               f"ended; train on")
         return self.footprint
 
-    def reconcile(self, predicted: Prediction) -> Comparison:
+    def reconcile(self, predicted: ModelPrediction) -> Comparison:
         """Return a comparison of the predicted and the measured bytes at the peak, row by row.
         Raises ConfigError before the second update has ended."""
         rows = [{**footprint.rows, "peak": footprint.peak_bytes}
                 for footprint in (predicted.footprint, self._seen())]
         return Comparison.of_rows(*rows, unit="bytes", where=self.where)
 
-    def card(self, path: str, predicted: Prediction | None = None) -> list[str]:
+    def card(self, path: str, predicted: ModelPrediction | None = None) -> list[str]:
         """Write the measurements, and the prediction if given, to PATH.json, and as a picture to
         PATH.svg (`lpkit.predict.cards`). Return both paths. Raises ConfigError before the second
         update has ended, and for a prediction of another model."""

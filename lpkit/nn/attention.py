@@ -99,7 +99,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                                           enable_gqa=grouped)
 
 
-class Softmax(nn.Module):
+class SoftmaxAttention(nn.Module):
     """The parameters of a softmax kind of attention. Calling it returns the scores of the sinks
     (H,), or None if the kind has no sinks."""
 

@@ -82,7 +82,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
 
 
 @dataclass(frozen=True)
-class Rule:
+class ParameterRule:
     """The rule of a parameter: its row and settings, the function that updates the parameter, and
     the single kernel that does the same, or None."""
 
@@ -116,7 +116,7 @@ class Stepper(torch.optim.Optimizer):
         # Functions (g, slots, settings) by settings. If there are any, `step` calls them instead of
         # rules, and changes no weight (for rules that estimate curvature between updates).
         self.instead: Mapping[OptimizerSettings, Callable[..., None]] = {}
-        self.rule_of: dict[nn.Parameter, Rule] = {}
+        self.rule_of: dict[nn.Parameter, ParameterRule] = {}
         self.choices: dict[str, Choice] = {}
         for of in dict.fromkeys(group["settings"] for group in self.param_groups):
             row = optimizers.find(of.name)
@@ -128,7 +128,7 @@ class Stepper(torch.optim.Optimizer):
                 choose = resolve_name(row.one_pass)
                 fast, choices = choose(of.name, kernels, its, by_first)
                 self.choices |= choices
-            rule = Rule(row, of, resolve_name(row.kernel or row.implementation), fast)
+            rule = ParameterRule(row, of, resolve_name(row.kernel or row.implementation), fast)
             self.rule_of |= dict.fromkeys(its, rule)
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ class Stepper(torch.optim.Optimizer):
         function = resolve_name(rule.row.evaluated)
         return function(p.detach().float(), slots, rule.settings).to(p.dtype)
 
-    def _decoded(self, tensors: list[Tensor], rule: Rule) -> list[Tensor]:
+    def _decoded(self, tensors: list[Tensor], rule: ParameterRule) -> list[Tensor]:
         """Return the slots in float32, from their stored tensors."""
         return [self.codec.decode(part, signed=slot.signed)
                 for part, slot in zip(self._by_slot(tensors), rule.row.slots)]

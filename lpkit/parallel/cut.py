@@ -20,7 +20,7 @@ from torch import Tensor
 Offsets = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     offsets: Offsets        # index of the piece's first number in the whole tensor
     data: Tensor            # the piece: a view of this rank's tensor
 
@@ -68,7 +68,7 @@ class Cut:
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     owners: tuple[int, ...]
 
     @property
@@ -78,7 +78,8 @@ class Cut:
 
     def empty(self, dtype: torch.dtype) -> Cut:
         """Return a Cut with pieces at the same offsets, and uninitialised data of `dtype`."""
-        pieces = (Piece(offsets, torch.empty(t.shape, dtype=dtype)) for offsets, t in self.pieces)
+        pieces = (TensorPiece(offsets, torch.empty(t.shape, dtype=dtype))
+                  for offsets, t in self.pieces)
         return replace(self, dtype=dtype, pieces=tuple(pieces))
 
     def copy_(self, source: Tensor | Cut) -> None:
@@ -94,7 +95,8 @@ class Cut:
         """Return the whole tensor on every rank, bit for bit. All ranks must call it."""
         whole = torch.zeros(self.shape, dtype=self.dtype)
         if dist.get_rank() == self.owners[0]:
-            replace(self, pieces=tuple(Piece(at, _there(whole, at, t)) for at, t in self.pieces)
+            replace(self, pieces=tuple(TensorPiece(at, _there(whole, at, t))
+                                       for at, t in self.pieces)
                     ).copy_(self)
         # A sum over ranks: for each number, one rank adds its bytes and all other ranks add zeros.
         # Bytes are summed, not floats, because -0.0 + 0.0 = 0.0, and a NaN could change its bits.
@@ -107,7 +109,8 @@ def _there(whole: Tensor, offsets: Offsets, like: Tensor) -> Tensor:
     return whole[tuple(slice(at, at + size) for at, size in zip(offsets, like.shape))]
 
 
-def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None) -> tuple[Piece, ...]:
+def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None
+           ) -> tuple[TensorPiece, ...]:
     """Return the pieces of which `t` consists, with their offsets in the whole tensor.
 
     `split` cut a part of shape `shape` from the whole tensor (None: the part is the whole tensor).
@@ -127,5 +130,5 @@ def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None) -> tup
             begin, end = max(at, first), min(at + length, first + len(t))
             piece, offsets[0] = t[begin - first:max(begin, end) - first], place + begin - at
         if piece.numel():
-            cut_pieces.append(Piece(tuple(offsets), piece))
+            cut_pieces.append(TensorPiece(tuple(offsets), piece))
     return tuple(cut_pieces)

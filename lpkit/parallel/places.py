@@ -101,7 +101,7 @@ def sky(job: Job) -> str:
         "run": job.torchrun("~/lpkit-venv/bin/torchrun", where)})
 
 
-class Place(NamedTuple):
+class Scheduler(NamedTuple):
     """A place where a job can be started."""
 
     text: Callable[[Job], str]      # returns the text of the job's file
@@ -112,8 +112,8 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "here": Place(here, "sh", ("bash",), "runs", sees=True),
-    "slurm": Place(slurm, "sbatch", ("sbatch",), "runs", sees=True),
-    "k8s": Place(kubernetes, "k8s.yaml", ("kubectl", "apply", "-f")),
-    "sky": Place(sky, "sky.yaml", ("sky", "jobs", "launch", "--yes")),
+    "here": Scheduler(here, "sh", ("bash",), "runs", sees=True),
+    "slurm": Scheduler(slurm, "sbatch", ("sbatch",), "runs", sees=True),
+    "k8s": Scheduler(kubernetes, "k8s.yaml", ("kubectl", "apply", "-f")),
+    "sky": Scheduler(sky, "sky.yaml", ("sky", "jobs", "launch", "--yes")),
 }

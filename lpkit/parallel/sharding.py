@@ -38,7 +38,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Governor, Parameter, Transform
-from lpkit.parallel.cut import Cut, Piece, Split, pieces
+from lpkit.parallel.cut import Cut, Split, TensorPiece, pieces
 from lpkit.parallel.ranks import Ranks, all_gather, wait_for
 from lpkit.techniques.layouts import GROUPS, REDUCTIONS, STAGES, Layout
 
@@ -196,9 +196,9 @@ class Sharding:
         """
         if self.layout.pipeline == 1 or isinstance(t, Cut):
             return t
-        return Cut(shape=t.shape, dtype=t.dtype, pieces=(Piece((0,) * t.ndim, t),),
-                   owners=tuple(self.layout.peers(self._owner(name.split("/")[1]),
-                                                  GROUPS["stage"])))
+        return Cut(shape=t.shape, dtype=t.dtype, pieces=(TensorPiece((0,) * t.ndim, t),),
+                         owners=tuple(self.layout.peers(self._owner(name.split("/")[1]),
+                                                        GROUPS["stage"])))
 
     def part(self, name: str, whole: Tensor | Cut) -> Tensor:
         """Inverse of `whole`: return the rows that this rank owns, from a checkpoint's tensor. A

@@ -20,7 +20,7 @@ from lpkit.precision.scaled_mm import saturates, too_old
 from lpkit.techniques.recipes import RECIPES, Recipe
 
 
-class Row(NamedTuple):
+class LibraryRow(NamedTuple):
     """A library's Linear for one recipe. `make`: builds it from an nn.Linear; `capability`: the
     lowest compute capability of a GPU that it needs."""
 
@@ -41,7 +41,7 @@ class Library(Backend):
     exact = False
     package: str
     devices: tuple[str, ...]
-    rows: Mapping[str, Row]
+    rows: Mapping[str, LibraryRow]
 
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
         if name not in self.rows:
@@ -164,15 +164,15 @@ def _transformer_engine(row: str, linear: nn.Linear, recipe: Recipe) -> nn.Modul
 
 
 TRANSFORMER_ENGINE = TransformerEngine(package="transformer_engine", devices=("cuda",), rows={
-    "fp8-tensorwise": Row(partial(_transformer_engine, "Float8CurrentScaling"), (8, 9)),
-    "fp8-delayed": Row(partial(_transformer_engine, "DelayedScaling"), (8, 9)),
-    "fp8-blockwise-pow2": Row(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),
-    "mxfp8": Row(partial(_transformer_engine, "MXFP8BlockScaling"), (10, 0)),
-    "nvfp4-published": Row(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
+    "fp8-tensorwise": LibraryRow(partial(_transformer_engine, "Float8CurrentScaling"), (8, 9)),
+    "fp8-delayed": LibraryRow(partial(_transformer_engine, "DelayedScaling"), (8, 9)),
+    "fp8-blockwise-pow2": LibraryRow(partial(_transformer_engine, "Float8BlockScaling"), (9, 0)),
+    "mxfp8": LibraryRow(partial(_transformer_engine, "MXFP8BlockScaling"), (10, 0)),
+    "nvfp4-published": LibraryRow(partial(_transformer_engine, "NVFP4BlockScaling"), (10, 0)),
 })
 # torchao also runs on a CPU, where it calls the same torch._scaled_mm
 TORCHAO = Library(package="torchao", devices=("cpu", "cuda"), rows={
-    "fp8-tensorwise": Row(partial(_torchao_float8, "tensorwise"), (8, 9)),
-    "fp8-rowwise": Row(partial(_torchao_float8, "rowwise"), (8, 9)),
-    "int8": Row(_torchao_int8, (7, 5)),
+    "fp8-tensorwise": LibraryRow(partial(_torchao_float8, "tensorwise"), (8, 9)),
+    "fp8-rowwise": LibraryRow(partial(_torchao_float8, "rowwise"), (8, 9)),
+    "int8": LibraryRow(_torchao_int8, (7, 5)),
 })

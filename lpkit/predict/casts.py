@@ -50,7 +50,7 @@ NOISY_CAST_TRAFFIC = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class CastRecipe:
     """A precision recipe as the formulas need it."""
 
     name: str
@@ -89,14 +89,15 @@ class Recipe:
 
 
 
-TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
-                    casts=dict.fromkeys(PRODUCTS, (Cast(format="e4m3fn"),) * 2))
+TENSORWISE = CastRecipe(name="fp8-tensorwise", dtype="fp8",
+                        casts=dict.fromkeys(PRODUCTS, (Cast(format="e4m3fn"),) * 2))
 
 
 @functools.cache
-def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
-    """Return the Recipe of the row `name` on hardware that multiplies its dtype, for the model `m`.
-    Raises ConfigError if the row keeps a layer in 16 bits that matches no Linear of the model."""
+def on_hardware(name: str, row: Row, m: ModelConfig) -> CastRecipe:
+    """Return the CastRecipe of the row `name` on hardware that multiplies its dtype, for the model
+    `m`. Raises ConfigError if the row keeps a layer in 16 bits that matches no Linear of the
+    model."""
     linears = [op.name for op in of(m).linears]
     names = {f"blocks.{i}.{linear}": linear for i in range(m.L) for linear in linears}
     names["head"] = "head"
@@ -104,18 +105,19 @@ def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
     return casts_of(name, row, Counter(names[full] for full in stay))
 
 
-def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> Recipe:
-    """Return the Recipe of a row on hardware that multiplies its dtype. `stay` has, for each name
-    of a Linear, how many of its calls the recipe keeps in 16 bits."""
+def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> CastRecipe:
+    """Return the CastRecipe of a row on hardware that multiplies its dtype. `stay` has, for each
+    name of a Linear, how many of its calls the recipe keeps in 16 bits."""
     fine = any(cast.block != (ALL, ALL) and scale_bytes(cast) == FP32 for cast in row.all_casts)
-    return Recipe(name=name, dtype=row.dtype, casts=row.products, kept=stay, history=row.history,
+    return CastRecipe(name=name, dtype=row.dtype, casts=row.products, kept=stay,
+                      history=row.history,
                   product_share=FINE_SHARE.get(row.dtype, 1.0) if fine else 1.0,
                   result_bytes=RESULT_BYTES.get(row.dtype, BF16))
 
 
-def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
-    """Return the Recipe of the row `name` as a run of `config` on the machine `on` uses it, and the
-    reason why the run emulates it ("": hardware multiplies its dtype)."""
+def as_run(config: Config, name: str, on: Machine) -> tuple[CastRecipe, str]:
+    """Return the CastRecipe of the row `name` as a run of `config` on the machine `on` uses it, and
+    the reason why the run emulates it ("": hardware multiplies its dtype)."""
     row = row_of(config, name)
     return where_run(on_hardware(name, row, config.model), row, on, backend_of(config, name, on))
 
@@ -128,7 +130,7 @@ def backend_of(config: Config, name: str, on: Machine) -> str:
     return config.precision.backend
 
 
-def where_run(recipe: Recipe, row: Row, on: Machine, backend: str) -> tuple[Recipe, str]:
+def where_run(recipe: CastRecipe, row: Row, on: Machine, backend: str) -> tuple[CastRecipe, str]:
     """Return the `recipe` of a `row` as the machine `on` runs it, and the reason why it is emulated
     ("": it is not). Raises ConfigError if the machine lacks the dtype that the backend needs."""
     why = why_emulated(row, on, backend)
@@ -159,7 +161,7 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
     return "" if status == "native" else why
 
 
-def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
+def in_emulation(recipe: CastRecipe, row: Row, base: str) -> CastRecipe:
     """Return the recipe as `backends.Emulated` runs it.
 
     The emulation stores values in 16 bits (`base`) and multiplies the scales into the values if
@@ -181,7 +183,7 @@ class Pass:
     bytes: float    # bytes that the kernel reads and writes
 
 
-def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
+def cast_passes(recipe: CastRecipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
     """Return every kernel that casts x (M, K), w (N, K) and g (M, N), in forward and backward.
 
     If one scale covers more elements than a kernel can hold on the chip, or if scales have a second
@@ -205,8 +207,8 @@ def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coalesced: int,
-           both: bool = False) -> Iterator[Pass]:
+def _casts(recipe: CastRecipe, tensor: str, cast: Cast, size: tuple[int, int], coalesced: int,
+               both: bool = False) -> Iterator[Pass]:
     """Yield the kernels that cast a tensor to one layout of `size` (rows, columns), or to both
     layouts. `coalesced`: rows of the layout that a kernel has to read together."""
     read = math.prod(size) * READ[tensor]
@@ -256,7 +258,8 @@ def plain_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, dtype
             for name, shape in p.shapes.items()}
 
 
-def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Efficiency = ASSUMED, *,
+def linear_cost(p: Product, recipe: CastRecipe, machine: Machine,
+                efficiency: Efficiency = ASSUMED, *,
                 base: str = "bf16", itemsize: int = BF16, calls: int | None = None) -> LinearCost:
     """Return the cost of a Linear of the size of `p`, with the casts of `recipe` and in the `base`
     dtype, whose numbers have `itemsize` bytes. `calls`: None: `p.calls`."""
@@ -287,7 +290,8 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
         cast_seconds=sum(kernel(each.bytes * recipe.cast_factor) for each in passes))
 
 
-def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, recipe: Recipe | None,
+def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *,
+                   recipe: CastRecipe | None,
                    base: str, itemsize: int) -> tuple[float, float]:
     """Return the seconds of one call of a Linear in forward and in backward, on average over the
     layers that the recipe casts and the layers that it keeps in 16 bits. A third of the seconds of

@@ -1,6 +1,6 @@
 """A training step on one device of a layout: its part of the model, and how its tensors are cut.
 
-    step = Step(...)                            # the same on all devices
+    step = DeviceStep(...)                            # the same on all devices
     Device(step, embeds=True, heads=False)      # the first stage of a pipeline
 
 `lpkit.predict.walk` follows the memory of one micro-batch on a Device. `lpkit.predict.ledger` adds
@@ -49,7 +49,7 @@ PACKED = {2: 16, 4: 12}
 Padded = Mapping[str, tuple[int, int, int]]
 
 
-class Step:
+class DeviceStep:
     """The part of a memory prediction that is equal on all devices of a layout: dtypes, casts, the
     operations of a micro-batch. Raises ConfigError if the settings do not go together."""
 
@@ -122,8 +122,8 @@ class Device:
     the loss if `heads`. `added`: backward adds to gradients of earlier micro-batches, which are
     already allocated; None: so if there are several micro-batches."""
 
-    def __init__(self, step: Step, embeds: bool, heads: bool, layers: int | None = None,
-                 added: bool | None = None):
+    def __init__(self, step: DeviceStep, embeds: bool, heads: bool, layers: int | None = None,
+                       added: bool | None = None):
         s, ops, layout = step.s, step.ops, step.layout
         self.step, self.s, self.ops, self.padded = step, s, ops, step.padded
         self.m = m = s.model

@@ -18,7 +18,7 @@ MOST_STEPS = 1024       # steps of a run at which governors are evaluated, evenl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen(ModelConfig):
+class GovernedModel(ModelConfig):
     """A ModelConfig whose layers see only a part of the tokens, or do not all run."""
 
     # shares of the tokens that layers see, in the form that `Op.seeing` takes
@@ -55,6 +55,6 @@ def _governed(config: Config, most: bool) -> Config:
         parts = mean - apart, mean + apart
     same = {f.name: getattr(model, f.name) for f in fields(model)}
     parts = () if set(parts) == {1.0} else parts
-    model = Seen(**same, shares=parts, running=run) if parts or run < 1 else model
+    model = GovernedModel(**same, shares=parts, running=run) if parts or run < 1 else model
     return replace(config, model=model,
                    governors=tuple(row for row in config.governors if row not in skipping))

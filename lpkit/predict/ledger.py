@@ -32,7 +32,7 @@ from typing import NamedTuple
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
-from lpkit.predict.device import Device, Step
+from lpkit.predict.device import Device, DeviceStep
 from lpkit.predict.governed import governed
 from lpkit.predict.messages import buckets
 from lpkit.predict.params import (
@@ -46,7 +46,7 @@ from lpkit.predict.recipes import PRECISIONS, Precision
 from lpkit.predict.updates import Work, describe_state, elementwise, whole_update_bytes
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
-from lpkit.techniques.adapters import Adapter
+from lpkit.techniques.adapters import AdapterRow
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.layouts import REDUCTIONS, Layout
@@ -81,7 +81,7 @@ COMPILED = "lpkit.execution.compiled"
 ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 
-class Row(NamedTuple):
+class MemoryRow(NamedTuple):
     """The bytes of one purpose, with the formula in words and its source."""
 
     name: str
@@ -100,7 +100,7 @@ class Memory:
     """The predicted bytes of one device in a step. In a pipeline, this is the device that holds
     most."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
     memory_bytes: int | None    # memory of the device; None: unknown
     # a sentence: what the formula leaves out, its measured error, and a better tool; "": no doubt
     doubt: str = ""
@@ -153,7 +153,7 @@ class Memory:
 def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
                  devices: int = 1, trained: float = 1.0,
-                 work: Work | None = None) -> tuple[Row, ...]:
+                 work: Work | None = None) -> tuple[MemoryRow, ...]:
     """Return the rows of weights, master weights, optimizer state and gradients of one device, for
     a model of `count` parameters.
 
@@ -173,12 +173,13 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
         raise ConfigError(f"devices must be 1 or more, got {devices}")
 
     def row(name: str, itemsize: float, stage: int, moments: Iterable[str], why: str,
-            whole: float = 0.0) -> Row:
+            whole: float = 0.0) -> MemoryRow:
         shards = devices if zero >= stage else 1
         sharded = f", over {devices} devices" if shards > 1 else ""
         sharded += f", and {whole:g} on each" if whole else ""
         numbers = count if stage == 3 else count * trained
-        return Row(name, dict.fromkeys(moments, itemsize * numbers / shards + whole * numbers),
+        return MemoryRow(name, dict.fromkeys(moments,
+                                             itemsize * numbers / shards + whole * numbers),
                    f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
 
     if moment_format == "float32":
@@ -215,7 +216,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         if devices is not None:
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
     on, config = machines.find(machine), governed(config, most=True)
-    step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
+    step = DeviceStep(config, on, layout, precision=precision, optimizer=optimizer,
+                      recompute=recompute,
                 attention=attention)
     doubt = _doubt(step)
     # the errors of a Doubt were measured on one device
@@ -229,7 +231,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
                key=lambda rank: rank.peak_bytes)
 
 
-def _ranks(step: Step, doubt: str) -> Iterator[tuple]:
+def _ranks(step: DeviceStep, doubt: str) -> Iterator[tuple]:
     """Yield arguments of `_held` for each rank of a pipeline that may hold most. If a rank has
     several stages, yield once for each stage that can be in backward at the peak."""
     layout, own = step.layout, step.own_pipeline
@@ -294,7 +296,7 @@ ADAPTED = Doubt("short-lived tensors of adapters in low precision are not counte
 LOW_HEAD = Doubt("a head in low precision is counted as a 16-bit head, chunk by chunk", -25, 0)
 
 
-def _doubt(step: Step) -> "Doubt | str":
+def _doubt(step: DeviceStep) -> "Doubt | str":
     """Return the part of this step's memory that the formula only estimates; "" if the formula
     follows each tensor."""
     config, p = step.config, step.p
@@ -306,7 +308,7 @@ def _doubt(step: Step) -> "Doubt | str":
     if config.model.shares:
         return Doubt("each layer is counted with the average number of tokens", -18, 3)
     if changed := [row.name for row in config.model.changes
-                   if not isinstance(MODEL_CHANGES[row.name], Adapter)]:
+                   if not isinstance(MODEL_CHANGES[row.name], AdapterRow)]:
         return Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules")
     if OBJECTIVES[config.objective.name].implementation:
         return Doubt(f"bytes of objective={config.objective.name} are an estimate of its row")
@@ -408,7 +410,8 @@ def _held(device: Device, d: Walk, doubt: str, waits: Sequence[State] = (),
             sent = min(gradients.bytes, 2 * REDUCTIONS[step.layout.reduction].bucket_bytes)
             sent += sum(at[walk.LOW].values()) / len(at[walk.LOW]) if d.caches_casts else 0.0
             _live(at, [State(walk.MESSAGES, max(0.0, sent - updating), UPDATE)])
-    rows += [Row(name, at[name], *words) for name, words in _words(d, gradients, under_way).items()
+    rows += [MemoryRow(name, at[name], *words)
+             for name, words in _words(d, gradients, under_way).items()
              if any(at.get(name, {}).values())]
     apart, unused = {}, 0.0
     if step.on.kind == "gpu" and d.sharded:     # see `Memory.reserved_bytes`
@@ -521,7 +524,7 @@ def _casts(d: Device, layers: int) -> Iterator[State]:
     yield State("amax histories", cast * len(linears) * amaxes * FP32)
 
 
-def _words(d: Walk, gradients: Row, under_way: float) -> dict[str, tuple[str, str]]:
+def _words(d: Walk, gradients: MemoryRow, under_way: float) -> dict[str, tuple[str, str]]:
     """Return (formula in words, source) of each row, in the order in which the rows are printed."""
     step, layout, repeated = d.step, d.step.layout, d.step.repeated
     micro = f"micro-batch of {d.s.batch} x {d.m.T:,} tokens, recompute={step.recompute}"

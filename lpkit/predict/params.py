@@ -7,7 +7,7 @@ import functools
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.updates import Work, elementwise, work
 from lpkit.techniques.blocks import Operations, operations
-from lpkit.techniques.memory import RECOMPUTE, Recompute
+from lpkit.techniques.memory import RECOMPUTE, RecomputeRow
 from lpkit.techniques.operation import MicroBatch, Op, fused
 from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings, find
 from lpkit.techniques.row import Settings, chosen
@@ -74,7 +74,7 @@ def optimizer_settings(config: Config, name: str | None = None) -> OptimizerSett
     return chosen(OPTIMIZERS, name, "optimizer")
 
 
-def recompute_of(config: Config, name: str | None = None) -> tuple[Recompute, Settings]:
+def recompute_of(config: Config, name: str | None = None) -> tuple[RecomputeRow, Settings]:
     """Return the row `name` of RECOMPUTE and its settings: the config's settings if this is its row
     (or None), else the defaults of the row."""
     settings = config.memory.recompute

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence, flops
-from lpkit.predict.casts import Recipe, as_run, linear_seconds
+from lpkit.predict.casts import CastRecipe, as_run, linear_seconds
 from lpkit.predict.device import on_device
 from lpkit.predict.evidence import Spread
 from lpkit.predict.governed import governed
@@ -67,7 +67,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import CROSS_ENTROPY, RECOMPUTE, Recompute
+from lpkit.techniques.memory import CROSS_ENTROPY, RECOMPUTE, RecomputeRow
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op, fused
 from lpkit.techniques.optimizers import find, rules
@@ -246,7 +246,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
               precision: str | None = None, optimizer: str | None = None,
               recompute: str | None = None, efficiency: Efficiency | None = None,
               stack: str | None = None,
-              calibration: float | None = None, recipe: Recipe | None = None) -> StepTime:
+              calibration: float | None = None, recipe: CastRecipe | None = None) -> StepTime:
     """Predict the seconds of one update of `config`.
 
     layout       None: the config's `parallel`
@@ -325,7 +325,7 @@ def _step(rows: list[TimeRow], on: Machine, layout: Layout, p: Precision, effici
 
 
 def _flat(config: Config, peak: float, efficiency: Efficiency,
-          recompute: Recompute) -> list[TimeRow]:
+          recompute: RecomputeRow) -> list[TimeRow]:
     """Return the rows of a step at one rate: the share `efficiency.flat` of `peak` FLOP/s. Model
     FLOPs take this time, and so do recomputed FLOPs, which MFU does not count."""
     rate, m, batch = peak * efficiency.flat, config.model, config.global_batch
@@ -400,7 +400,7 @@ class _Rank:
     """
 
     def __init__(self, work: RankWork, on: Machine, layout: Layout, p: Precision,
-                 efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
+                 efficiency: Efficiency, recipe: CastRecipe | None, pieces: int, recompute: Settings,
                  gathered: tuple[float, float, float], chunks: float = 0.0):
         split = layout.tensor * layout.context
         self.work, self.layout, self.p, self.efficiency = work, layout, p, efficiency
@@ -665,7 +665,7 @@ class _Rank:
 
 
 def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update: Work, *,
-              model_flops: float, precision: str, recipe: Recipe | None, emulated: str,
+              model_flops: float, precision: str, recipe: CastRecipe | None, emulated: str,
               efficiency: Efficiency | None = None, stack: str = DEFAULT,
               recompute: str = "none", pieces: int = 1, sequences: int = 1) -> StepTime:
     """Predict one update of `pieces` micro-batches of `work` on each rank, for a model that is not

@@ -41,7 +41,7 @@ import copy
 import math
 from collections.abc import Mapping
 
-from lpkit.predict.device import Device, Step
+from lpkit.predict.device import Device, DeviceStep
 from lpkit.predict.recipes import Low
 from lpkit.techniques.operation import FP32, TOKEN_ID, Op
 
@@ -58,7 +58,7 @@ Change = tuple[float, str, float]
 NO_MOMENT = -math.inf
 
 
-class Block:
+class BlockActivations:
     """The bytes of one block of the model.
 
     saved           bytes that its operations save in forward, by operation
@@ -86,8 +86,8 @@ class Walk(Device):
     steps   for each kind of block, the list of Changes in its backward
     """
 
-    def __init__(self, step: Step, embeds: bool, heads: bool, layers: int | None = None,
-                 added: bool | None = None):
+    def __init__(self, step: DeviceStep, embeds: bool, heads: bool, layers: int | None = None,
+                       added: bool | None = None):
         super().__init__(step, embeds, heads, layers, added)
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW, MESSAGES)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
@@ -95,8 +95,9 @@ class Walk(Device):
         self.steps: dict[tuple[int, bool], list[Change]] = {}
         self.row = ACTIVATIONS      # the row of saved tensors; AGAIN in a block that runs again
         kept, rerun = self.kept, self.rerun
-        as_it_is = Block(self, kept.plain, rerun.plain, None)
-        self.inner = Block(self, kept.block, rerun.block, self.low) if self.low else as_it_is
+        as_it_is = BlockActivations(self, kept.plain, rerun.plain, None)
+        self.inner = (BlockActivations(self, kept.block, rerun.block, self.low) if self.low
+                      else as_it_is)
         self.blocks = [self.inner] * self.layers
         for number in self.stay:
             self.blocks[number] = as_it_is
@@ -393,7 +394,7 @@ class Walk(Device):
             waiting = self.waiting_table if tied else 0.0
             self.mark(table + self.updating(self.ops.embed, self.table) - waiting)
 
-    def block(self, block: Block, recompute: bool) -> list[Change]:
+    def block(self, block: BlockActivations, recompute: bool) -> list[Change]:
         """Return the Changes of one block's backward. TEMPORARIES has the gradient of the residual
         stream when the block's backward begins, and when it ends."""
         steps: list[Change] = []

@@ -100,7 +100,7 @@ TERMS, FILES = "lpkit.predict.adapters:", "lpkit.exchange.adapted:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter(Kind):
+class AdapterRow(Kind):
     """A row of MODEL_CHANGES whose bytes the memory formula predicts tensor by tensor.
 
     theirs: the entries of peft's adapter_config.json that mean this row
@@ -114,7 +114,7 @@ class Adapter(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Adapter):
+class LowRank(AdapterRow):
     """A product of two thin matrices is added to each target. All such rows have the same format of
     files."""
 
@@ -131,7 +131,7 @@ ADAPTERS: dict[str, Kind] = {
         why="adds a product of two thin matrices to each frozen matrix", settings=LoraSettings(),
         source="Hu et al. 2021, arXiv:2106.09685", theirs={"peft_type": "LORA"}),
     # stores the weights that the adapters before it in `model.changes` have frozen
-    "quantised-base": Adapter(
+    "quantised-base": AdapterRow(
         operations=TERMS + "in_codes", why="stores the frozen matrices of blocks as codes and "
         "scales, and decodes them again for each product",
         source="Dettmers et al. 2023, arXiv:2305.14314",

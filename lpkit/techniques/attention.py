@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lpkit.errors import ConfigError
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.values import Count, CountOrZero, Positive
 
 
@@ -201,7 +201,7 @@ class Documents(Softmax):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionKind(Row):
+class AttentionKind(TechniqueRow):
     """A kind of attention. Its `settings` have `rule(context)`, which returns the Rule of a softmax
     kind, or None for another kind.
 
@@ -218,7 +218,7 @@ class AttentionKind(Row):
     reads_ids       the kind reads the ids of documents, which come with each batch
     """
 
-    implementation: str = "lpkit.nn.attention:Softmax"
+    implementation: str = "lpkit.nn.attention:SoftmaxAttention"
     operations: Mapping[str, str] = field(default_factory=dict)
     products: str = ""
     cache: str = "lpkit.nn.kv_cache:KeysValues"

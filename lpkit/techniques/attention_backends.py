@@ -49,7 +49,7 @@ class Attending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backend(Kind):
+class AttentionBackend(Kind):
     """A row of ATTENTION.
 
     why_not: f(Attending) -> why it cannot do a task of a softmax kind, in one clause, with a
@@ -215,37 +215,38 @@ def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tu
 
 MASKS = ("window", "global_tokens", "blocks", "documents")
 FLASH_2 = "Dao 2023, https://arxiv.org/abs/2307.08691"
-ATTENTION: dict[str, Backend] = {
-    "plain": Backend(why="the definition", operations=OPERATIONS + "plain", drops=True,
-                     implementation="lpkit.nn.attention:plain",
-                     partial="lpkit.nn.attention:plain_partial"),
-    "tiled": Backend(why="FlashAttention's tiles of queries and keys, in readable PyTorch",
-                     operations=OPERATIONS + "tiled",
-                     implementation="lpkit.kernels.tiled_attention:tiled",
-                     partial="lpkit.kernels.tiled_attention:tiled_partial",
-                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
-    "blocked": Backend(why="blocks of queries, in the dtype of q, k and v",
-                       operations=OPERATIONS + "blocked",
-                       implementation="lpkit.kernels.blocked_attention:blocked"),
-    "blocked-wide": Backend(why="blocks of queries, always multiplied in float32",
-                            operations=OPERATIONS + "blocked_wide", assumed=False,
-                            implementation="lpkit.kernels.blocked_attention:blocked_wide"),
-    "sdpa": Backend(why="PyTorch's fused kernels", operations=OPERATIONS + "sdpa",
-                    implementation="lpkit.nn.attention:sdpa",
-                    why_not=Limits(rule=("causal", *MASKS, "query_start", "key_start"),
-                                   gpu_alone="", dtypes=DTYPES, instead="plain"),
-                    source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
+ATTENTION: dict[str, AttentionBackend] = {
+    "plain": AttentionBackend(why="the definition", operations=OPERATIONS + "plain", drops=True,
+                              implementation="lpkit.nn.attention:plain",
+                              partial="lpkit.nn.attention:plain_partial"),
+    "tiled": AttentionBackend(why="FlashAttention's tiles of queries and keys, in readable PyTorch",
+                              operations=OPERATIONS + "tiled",
+                              implementation="lpkit.kernels.tiled_attention:tiled",
+                              partial="lpkit.kernels.tiled_attention:tiled_partial",
+                              source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
+    "blocked": AttentionBackend(why="blocks of queries, in the dtype of q, k and v",
+                                operations=OPERATIONS + "blocked",
+                                implementation="lpkit.kernels.blocked_attention:blocked"),
+    "blocked-wide": AttentionBackend(why="blocks of queries, always multiplied in float32",
+                                     operations=OPERATIONS + "blocked_wide", assumed=False,
+                                     implementation="lpkit.kernels.blocked_attention:blocked_wide"),
+    "sdpa": AttentionBackend(why="PyTorch's fused kernels", operations=OPERATIONS + "sdpa",
+                             implementation="lpkit.nn.attention:sdpa",
+                             why_not=Limits(rule=("causal", *MASKS, "query_start", "key_start"),
+                                            gpu_alone="", dtypes=DTYPES, instead="plain"),
+                             source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
     # it needs 96 KB of shared memory; before compute capability 8.0, a program has only 64 KB
-    "triton": Backend(why="the kit's own FlashAttention kernel, for every softmax kind",
-                      operations=OPERATIONS + "flash",
-                      implementation="lpkit.kernels.flash_attention:flash_attention",
-                      why_not=Limits(rule=(*MASKS, "soft_cap", "sinks"), dtypes=DTYPES,
-                                     gpu_alone="needs a GPU, or TRITON_INTERPRET=1",
-                                     interpreted=True, widest=FLASH_WIDTH, capability=(8, 0),
-                                     instead="plain"), source=FLASH_2),
+    "triton": AttentionBackend(why="the kit's own FlashAttention kernel, for every softmax kind",
+                               operations=OPERATIONS + "flash",
+                               implementation="lpkit.kernels.flash_attention:flash_attention",
+                               why_not=Limits(rule=(*MASKS, "soft_cap", "sinks"), dtypes=DTYPES,
+                                              gpu_alone="needs a GPU, or TRITON_INTERPRET=1",
+                                              interpreted=True, widest=FLASH_WIDTH,
+                                              capability=(8, 0), instead="plain"),
+                               source=FLASH_2),
 }
 # kernels that scaled_dot_product_attention does not choose by itself
-ATTENTION |= {name: Backend(
+ATTENTION |= {name: AttentionBackend(
     why=why, why_not=limits, source=source, operations=OPERATIONS + "sdpa", assumed=False,
     implementation=f"lpkit.nn.library_attention:{name.replace('-', '_')}")
     for name, why, source, limits in (

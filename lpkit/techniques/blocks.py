@@ -179,7 +179,7 @@ MLPS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block(Kind):
+class BlockRow(Kind):
     """A row of BLOCKS.
 
     refuses: f(model) -> why a model cannot have this block, and the way out; "": it can
@@ -191,13 +191,15 @@ class Block(Kind):
 
 
 BLOCKS: dict[str, Kind] = {
-    "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP; their "
-                      "results are added to the residual stream",
-                      implementation="lpkit.nn.transformer:Block",
-                      source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
-    "parallel": Block(operations=parallel, implementation="lpkit.nn.transformer:Parallel",
-                      why="attention and MLP read the same norm; their results are both added",
-                      source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 2"),
+    "pre-norm": BlockRow(operations=pre_norm,
+                         why="a norm before attention and before the MLP; their "
+                         "results are added to the residual stream",
+                         implementation="lpkit.nn.transformer:Block",
+                         source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
+    "parallel": BlockRow(operations=parallel, implementation="lpkit.nn.transformer:Parallel",
+                         why="attention and MLP read the same norm; their results are both added",
+                         source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, "
+                                "section 2"),
 }
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheFormat(Row):
+class CacheFormat(TechniqueRow):
     """A format in which keys and values are stored. The implementation is a subclass of
     `lpkit.nn.kv_cache.Stored`."""
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Governor(Row):
+class GovernorRow(TechniqueRow):
     """A governor with which an update runs only a part of the model.
 
     `shares(settings, layers, steps, seed, step)` returns, for each layer, the share of the tokens
@@ -27,7 +27,7 @@ class Governor(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Growth(Row):
+class Growth(TechniqueRow):
     """A way to grow a small model into a large model (`start.grow`).
 
     The implementation is f(tensors, small, large, settings): the tensors of the small model by
@@ -38,20 +38,20 @@ class Growth(Row):
     problem: Callable[[Settings, Any, Any], str] = lambda settings, small, large: ""
 
 
-MODEL_TRANSFORMS: dict[str, Row] = {}
-GOVERNORS: dict[str, Row] = {}
+MODEL_TRANSFORMS: dict[str, TechniqueRow] = {}
+GOVERNORS: dict[str, TechniqueRow] = {}
 GROWTH: dict[str, Growth] = {
     "none": Growth(why="no growth: copies weights of the same name, or by start.map")}
 # f(training, run folder, every=precision.telemetry_every): observes updates, and changes nothing
-TELEMETRY = Row(why="records what number formats do to the tensors of a run",
-                implementation="lpkit.measure.telemetry:attach")
+TELEMETRY = TechniqueRow(why="records what number formats do to the tensors of a run",
+                         implementation="lpkit.measure.telemetry:attach")
 
 
 def running(config: Any) -> list[Settings]:
     """Return the settings of the governors in `config` that decide how much of the model an update
-    runs: those whose row is a Governor."""
+    runs: those whose row is a GovernorRow."""
     return [governor for governor in config.governors
-            if isinstance(GOVERNORS[governor.name], Governor)]
+            if isinstance(GOVERNORS[governor.name], GovernorRow)]
 
 
 def why_not(config: Any) -> str:

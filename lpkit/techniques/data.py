@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.row import Row, Settings, chosen
+from lpkit.techniques.row import Settings, TechniqueRow, chosen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(Row):
+class Policy(TechniqueRow):
     """A row of POLICIES.
 
     gives_ids:  a batch has the id of each token's document
@@ -45,7 +45,7 @@ POLICIES: dict[str, Policy] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes(Row):
+class Sizes(TechniqueRow):
     """A row of SIZES: the size of each update.
 
     `at(step, settings, sequences, context)` returns (sequences, tokens of each) of the update after

@@ -3,11 +3,11 @@ row's implementation is a `lpkit.kernels.kernel.Kernel`: the definition, the oth
 test that a version computes the same numbers."""
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 
 VERSIONS = ("auto", "reference", "pytorch", "compile", "triton")
 
-KERNELS: dict[str, Row] = {name: Row(
+KERNELS: dict[str, TechniqueRow] = {name: TechniqueRow(
     why=why, source=f"https://{source}", implementation=f"lpkit.{where}")
     for name, where, source, why in (
         ("rms-norm", "kernels.norm:RMS_NORM", "arxiv.org/abs/1910.07467",

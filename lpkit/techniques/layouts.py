@@ -33,7 +33,7 @@ from lpkit.techniques.changes import running
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES, Recipe
-from lpkit.techniques.row import Row, pick_row
+from lpkit.techniques.row import TechniqueRow, pick_row
 from lpkit.values import Checked, Count
 
 AXES = ("data", "shard", "tensor", "pipeline", "context")
@@ -42,19 +42,20 @@ FASTEST_FIRST = ("tensor", "context", "shard", "data", "pipeline")
 
 # What ZeRO divides over ranks, by stage. The implementation is a class of `sharding.Sharding`.
 STAGES = {
-    0: Row(why="no sharding: every rank has all states, and gradients are averaged",
-           implementation="lpkit.parallel.replicas:Replicas"),
-    1: Row(why="each rank has the optimizer state of a part of every parameter, and updates it",
-           implementation="lpkit.parallel.replicas:ShardedOptimizer"),
-    2: Row(why="FSDP2; whole weights exist from forward to the end of backward",
-           implementation="lpkit.parallel.fully_sharded:FullySharded"),
-    3: Row(why="FSDP2; the whole weights of a block exist only while it runs",
-           implementation="lpkit.parallel.fully_sharded:FullySharded"),
+    0: TechniqueRow(why="no sharding: every rank has all states, and gradients are averaged",
+                    implementation="lpkit.parallel.replicas:Replicas"),
+    1: TechniqueRow(why="each rank has the optimizer state of a part of every parameter, and "
+                        "updates it",
+                    implementation="lpkit.parallel.replicas:ShardedOptimizer"),
+    2: TechniqueRow(why="FSDP2; whole weights exist from forward to the end of backward",
+                    implementation="lpkit.parallel.fully_sharded:FullySharded"),
+    3: TechniqueRow(why="FSDP2; the whole weights of a block exist only while it runs",
+                    implementation="lpkit.parallel.fully_sharded:FullySharded"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction(Row):
+class Reduction(TechniqueRow):
     """A way to send gradients with ZeRO 0 and 1.
 
     bucket_bytes: most bytes of one message; a larger parameter is a message of its own
@@ -83,7 +84,7 @@ REDUCTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered(Row):
+class Gathered(TechniqueRow):
     """The form in which weights are gathered with ZeRO 2 and 3.
 
     mixed: all weights are sent in the dtype in which the recipe computes
@@ -103,7 +104,7 @@ GATHERED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextAttention(Row):
+class ContextAttention(TechniqueRow):
     """A way to compute attention if each rank of a context group has a part of each sequence.
 
     The implementation is f(attend, Ranks) -> contracts.Attend, as `lpkit.parallel.context.Ring`.

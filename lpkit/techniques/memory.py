@@ -31,7 +31,7 @@ class EveryBlock(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute(Technique):
+class RecomputeRow(Technique):
     """A row of RECOMPUTE.
 
     repeats:         what runs again in backward: some of "products" (matmuls), "attention",
@@ -80,20 +80,20 @@ class Recompute(Technique):
 WHOLE_BLOCK = frozenset({"products", "attention", "pointwise", "tensor"})
 
 RECOMPUTE = {
-    "none": Recompute(why="nothing runs again: all saved tensors are kept",
-                      implementation="lpkit.memory.recompute:nothing"),
-    "core-attention": Recompute(
+    "none": RecomputeRow(why="nothing runs again: all saved tensors are kept",
+                         implementation="lpkit.memory.recompute:nothing"),
+    "core-attention": RecomputeRow(
         why="q, k and v are kept, and attention runs again in backward",
         source="Korthikanti et al. 2022, arXiv:2205.05198, who call it selective",
         repeats=frozenset({"attention"}), attention_alone=True,
         implementation="lpkit.memory.recompute:core_attention"),
-    "selective": Recompute(
+    "selective": RecomputeRow(
         why="results of weight products and of fused attention are kept; cheap operations run "
         "again", source="https://pytorch.org/blog/activation-checkpointing-techniques/",
         settings=EveryBlock(),
         repeats=frozenset({"pointwise", "unfused attention"}), keeps_results=True,
         every=attrgetter("every"), implementation="lpkit.memory.recompute:selective"),
-    "block": Recompute(
+    "block": RecomputeRow(
         why="a block keeps only its input, and runs again in backward",
         source="Chen et al. 2016, arXiv:1604.06174", settings=EveryBlock(), repeats=WHOLE_BLOCK,
         every=attrgetter("every"), implementation="lpkit.memory.recompute:block"),

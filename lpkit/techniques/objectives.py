@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lpkit.techniques.operation import MicroBatch, Op
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective(Row):
+class Objective(TechniqueRow):
     """A row of OBJECTIVES.
 
     `operations(s, settings)` returns the forward operations of an objective for micro-batch `s`, in

@@ -20,7 +20,7 @@ from typing import Any
 
 from lpkit import values
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques.row import Row, Settings, Technique, chosen, pick_row
+from lpkit.techniques.row import Settings, Technique, TechniqueRow, chosen, pick_row
 from lpkit.values import Positive, PositiveOrZero, Rate
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
@@ -103,7 +103,7 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer(Row):
+class Optimizer(TechniqueRow):
     """A row of OPTIMIZERS. `implementation` is the rule: f(w, g, slots, settings, update), which
     changes the float32 tensors w and slots in place. `update` counts from 1.
 

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 
 Action = tuple[int, str, int]           # stage, kind, micro-batch
 Order = dict[int, list[Action]]         # the actions of each rank, in order
@@ -30,7 +30,7 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineSchedule(Row):
+class PipelineSchedule(TechniqueRow):
     """A row of PIPELINES. `implementation` is the name of PyTorch's class.
 
     places      a row of PLACES

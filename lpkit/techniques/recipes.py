@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.values import Count, between
 
 ALL = 0               # a block side that spans the whole axis
@@ -171,7 +171,7 @@ class MxSettings(Fp8Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Row):
+class Recipe(TechniqueRow):
     """A precision recipe. If a product (y, dx, dw) is None, it runs in the compute dtype, and so
     does an operand whose cast is None."""
 
@@ -338,7 +338,8 @@ add("int8", _int8, CastSettings(),
 
 # A backend (`precision.backend`) computes the products of a recipe. The implementation is a
 # `lpkit.precision.backends.Backend`. `auto` uses the first of these that can run the recipe.
-BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for name, where, why in (
+BACKENDS = {name: TechniqueRow(why=why, implementation=f"lpkit.precision.{where}")
+            for name, where, why in (
     ("pytorch", "backends:PYTORCH", "recipes that cast nothing: nn.Linear under autocast"),
     ("scaled_mm", "scaled_mm:SCALED_MM", "torch._scaled_mm and F.scaled_mm: tensor cores of Ada, "
      "Hopper and Blackwell; torch._int_mm for int8"),
@@ -348,7 +349,7 @@ BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for na
     ("torchao", "libraries:TORCHAO", "its Float8Linear and INT8 Linear, when installed"))}
 
 # The names that a Config may use: all of RECIPES, with rows that other packages add, and `auto`.
-AUTO = Row(why="bf16 where this machine does it fast, else fp32; the run records why")
+AUTO = TechniqueRow(why="bf16 where this machine does it fast, else fp32; the run records why")
 ASKABLE = ChainMap(RECIPES, {"auto": AUTO})
 
 

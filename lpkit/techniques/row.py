@@ -1,4 +1,4 @@
-"""`Row`: what is known about one technique without running it.
+"""`TechniqueRow`: what is known about one technique without running it.
 
 A family is a dict of rows by name. A row has the technique's settings with their defaults (a frozen
 dataclass that checks its values), its source, and the name of its implementation, which is imported
@@ -35,7 +35,7 @@ class Settings(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TechniqueRow:
     """One technique. `implementation` is "package.module:name" of a function or class; the comment
     of the family says how it is called."""
 
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Technique(Row):
+class Technique(TechniqueRow):
     """A row that may not go with all other techniques. `problem(config, recipe)` returns why the
     row does not go with the rest of `config`, and the way out; "": it does."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
 
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.values import CountOrZero, Share
 
 
@@ -36,7 +36,7 @@ def constant(progress: float, settings: ScheduleSettings) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningRateSchedule(Row):
+class LearningRateSchedule(TechniqueRow):
     """A row of SCHEDULES. `shape(progress, settings)` returns the factor after the warm-up."""
 
     settings: Settings = ScheduleSettings()

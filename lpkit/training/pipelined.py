@@ -32,7 +32,7 @@ from lpkit.training.steps import LEAST_WEIGHT, Executor, Phases, advance
 
 
 @dataclass(frozen=True)
-class Part:
+class StageModel:
     """One stage, with the methods of a model that a loss calls (`hidden`, the call, `head`)."""
 
     model: nn.Module
@@ -119,7 +119,7 @@ class PipelineExecutor(Executor):
         total = torch.zeros((), device=training.device)
 
         def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
-            piece, part = pieces[micro], Part(model, self.layers[stage], x)
+            piece, part = pieces[micro], StageModel(model, self.layers[stage], x)
             if stage < last:
                 with training.decisions.autocast:
                     return part.hidden(piece.tokens, **piece.beside)

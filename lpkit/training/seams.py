@@ -83,8 +83,8 @@ def refuse_rows(config: Config) -> None:
                                        f"of it", "parallel.tensor=1")
         if layout.stage and not row.takes_parameter:
             _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of it",
-                          "parallel.zero=0, or set takes_parameter=True in its row, and let its rule ask "
-                          "contracts.Parameter for norms and whole tensors")
+                          "parallel.zero=0, or set takes_parameter=True in its row, and let its "
+                          "rule ask contracts.Parameter for norms and whole tensors")
 
 
 def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: str) -> None:
@@ -105,8 +105,8 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
             rule(w, g.clone(), slots, settings, update)
         return w
 
-    # A rule with `takes_parameter` asks its Parameter for the numbers of other ranks. These halves have no
-    # Parameter, so such a rule is always refused (it is called only for tensor parallelism).
+    # A rule with `takes_parameter` asks its Parameter for the numbers of other ranks. These halves
+    # have no Parameter, so such a rule is always refused (only tensor parallelism calls it).
     halves = () if row.takes_parameter else map(updated, w.chunk(2, dim), g.chunk(2, dim))
     near = {"rtol": 1e-6, "atol": 1e-7}
     if row.takes_parameter or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):

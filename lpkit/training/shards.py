@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lpkit.errors import packed, unpacked
 from lpkit.files import sync
-from lpkit.parallel.cut import Cut, Offsets, Piece
+from lpkit.parallel.cut import Cut, Offsets, TensorPiece
 from lpkit.parallel.ranks import distributed, everybodys
 
 # "NAME", "NAME//piece-1", "NAME//piece-2", ...: keys of the pieces of one tensor in the same file
@@ -102,13 +102,13 @@ def _together(what: str, work: Callable, *args: Any) -> None:
             raise OSError(f"{what}{where}: {cause}") from raised or cause
 
 
-def _pieces(t: Tensor | Cut) -> tuple[Sequence[Piece], tuple[int, ...]]:
+def _pieces(t: Tensor | Cut) -> tuple[Sequence[TensorPiece], tuple[int, ...]]:
     """Return this process's pieces of a tensor, and the ranks that have the same pieces. A plain
     tensor is one piece that all ranks have."""
     if isinstance(t, Cut):
         return t.pieces, t.owners
     everybody = tuple(range(dist.get_world_size() if distributed() else 1))
-    return [Piece((0,) * t.ndim, t.detach())], everybody
+    return [TensorPiece((0,) * t.ndim, t.detach())], everybody
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:

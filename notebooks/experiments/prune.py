@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.values import between
 
 
@@ -50,5 +50,5 @@ class Prune:
         self.masks = dict(state)
 
 
-GOVERNORS["prune"] = Row(implementation=f"{__name__}:Prune", settings=Share(),
-                         why="the smallest weights are zero")
+GOVERNORS["prune"] = TechniqueRow(implementation=f"{__name__}:Prune", settings=Share(),
+                                  why="the smallest weights are zero")

@@ -24,7 +24,7 @@ from lpkit.measure.advice import (
 )
 from lpkit.predict import casts as predict_casts
 from lpkit.predict import evidence
-from lpkit.predict.casts import Recipe, cast_passes, linear_cost, on_hardware
+from lpkit.predict.casts import CastRecipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.flops import Product
 from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
@@ -35,9 +35,9 @@ from lpkit.techniques.recipes import ALL, RECIPES, Cast
 from tests.precision.step_cost import step_cost
 
 TENSOR, ROW = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0)))
-TENSORWISE, ROWWISE = (Recipe(name=name, dtype="fp8",
-                              casts=dict.fromkeys(("y", "dx", "dw"), (recipe, recipe)))
-                              for name, recipe in (("tensor", TENSOR), ("row", ROW)))
+TENSORWISE, ROWWISE = (CastRecipe(name=name, dtype="fp8",
+                                  casts=dict.fromkeys(("y", "dx", "dw"), (recipe, recipe)))
+                                  for name, recipe in (("tensor", TENSOR), ("row", ROW)))
 PLAIN = Efficiency(products={"bf16": 1.0, "fp8": 1.0}, attention=1, bandwidth=1, casts=1,
                    kernel_seconds=0, fused=1, source="")
 SIMPLE = Machine(name="simple", title="Simple", memory_bytes=10**12, bytes_per_second=1e12,
@@ -153,7 +153,7 @@ def published() -> Comparison:
         product = Product(name="Linear", M=M, N=N, K=K, calls=1)
         return linear_cost(product, tensorwise, META_H100).speedup
 
-    def step(config: Config, recipe: Recipe) -> float:
+    def step(config: Config, recipe: CastRecipe) -> float:
         on = CATALOGUE["h100"]
         return step_cost(config, recipe, on, evidence.efficiency(on)).speedup
 

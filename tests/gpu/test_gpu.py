@@ -10,7 +10,7 @@ from lessons.rows import adapters as adapters
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
-from lpkit.techniques.adapters import Adapter
+from lpkit.techniques.adapters import AdapterRow
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
@@ -94,7 +94,7 @@ ROWS = {**{f"optimizer={name}": {"optimizer": name} for name in OPTIMIZERS},
         **{f"model.changes={name}": {"model.changes": [{"name": name}],
                                      "model.position": "rope" if hasattr(row.settings, "places")
                                      else "learned"}
-           for name, row in MODEL_CHANGES.items() if isinstance(row, Adapter)
+           for name, row in MODEL_CHANGES.items() if isinstance(row, AdapterRow)
            and name != "quantised-base"}}
 
 

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from lessons.rows import adapters as adapters
 from lpkit.errors import ConfigError
 from lpkit.exchange.adapted import bring_adapter, rebuilt
-from lpkit.exchange.imported import Plan, bring, planned
+from lpkit.exchange.imported import ImportPlan, bring, planned
 from lpkit.training import build, checkpoint
 from lpkit.training.runs import Run
 
@@ -263,7 +263,7 @@ def of_run(run: Run) -> torch.Tensor:
             tokens())
 
 
-def of_plan(plan: Plan) -> torch.Tensor:
+def of_plan(plan: ImportPlan) -> torch.Tensor:
     """The same of what `bring` would write."""
     model, read = build.initial_model(plan.config, "plain"), plan.read([*plan.ours])
     with torch.no_grad():

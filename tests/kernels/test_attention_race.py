@@ -23,7 +23,7 @@ from lpkit.measure import trace
 from lpkit.nn.attention import CAUSAL, plain, sdpa
 from lpkit.predict import predict
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import ATTENTION, Attending, Backend
+from lpkit.techniques.attention_backends import ATTENTION, Attending, AttentionBackend
 from lpkit.techniques.machines import Machine
 from lpkit.training import build
 
@@ -123,8 +123,8 @@ def planted(monkeypatch, tmp_path):
     """A wrong backend that would win, in the table."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(ATTENTION, "planted",
-                        Backend(operations=ATTENTION["sdpa"].operations,
-                                implementation=f"{__name__}:zeros_", assumed=False))
+                        AttentionBackend(operations=ATTENTION["sdpa"].operations,
+                                         implementation=f"{__name__}:zeros_", assumed=False))
     for name in ("ON_A_CPU", "IN_16_BITS"):
         monkeypatch.setattr(attention, name, (*getattr(attention, name), "planted"))
 

@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError
 from lpkit.measure.trace import _Chunks, fake_step, fake_world, predict_trace, reconcile
 from lpkit.predict import memory, parameter_count
 from lpkit.techniques.layouts import Layout
-from lpkit.techniques.memory import RECOMPUTE, Recompute
+from lpkit.techniques.memory import RECOMPUTE, RecomputeRow
 from tests.bench import ledger
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4,
@@ -144,8 +144,8 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="device cannot be 'tpu'; did you mean 'cpu'"):
         predict_trace(SMALL, device="tpu")
     monkeypatch.setitem(RECOMPUTE, "budget",
-                        Recompute(settings=RECOMPUTE["budget"].settings,
-                                  needs_compile="whose graph it divides"))
+                        RecomputeRow(settings=RECOMPUTE["budget"].settings,
+                                     needs_compile="whose graph it divides"))
     for watch in (predict_trace, measure.memory):
         with pytest.raises(ConfigError,
                            match=r"memory\.recompute=budget needs torch\.compile, and a "

@@ -27,7 +27,7 @@ from lpkit.predict.ledger import USABLE_MEMORY_SHARE
 from lpkit.presets import preset
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.memory import rows_of
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 from lpkit.training import checkpoint
 from lpkit.training.background import train
 from lpkit.training.build import decide
@@ -134,7 +134,7 @@ def test_what_the_ledger_does_not_know_counts_as_nothing(monkeypatch):
                              "optimizer state": 8 * count}
     assert ("at least" in compiled.sentence(1)
             and "not counting activations, which torch.compile fuses" in compiled.sentence(1))
-    monkeypatch.setitem(GOVERNORS, "toy", Row())
+    monkeypatch.setitem(GOVERNORS, "toy", TechniqueRow())
     governed = fit(SMALL.replace({"governors": "toy"}), room(1))
     assert (governed.rows == {"weights": 4 * count}
             and "what its transforms and governors make of it" in governed.sentence(1))

@@ -2,14 +2,14 @@
 
 from lpkit.config import Config
 from lpkit.measure.advice import StepCost, compared
-from lpkit.predict.casts import Recipe
+from lpkit.predict.casts import CastRecipe
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.time import rank_products, step_time
 from lpkit.techniques.machines import Machine
 
 
-def step_cost(config: Config, recipe: Recipe, machine: Machine,
-              efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
+def step_cost(config: Config, recipe: CastRecipe, machine: Machine,
+                  efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
     """Compares an update on one `machine` under casts that are no row of RECIPES with one in
     `base`. Raises ConfigError when the machine lacks the recipe's dtype."""
     how = {"precision": base, "efficiency": efficiency}

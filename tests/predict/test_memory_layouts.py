@@ -11,7 +11,7 @@ import lessons.rows.pipelines  # noqa: F401  adds rows
 from lessons.published import runs
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence, memory, model_states, parameter_count, predict
-from lpkit.predict.device import Device, Step
+from lpkit.predict.device import Device, DeviceStep
 from lpkit.predict.ledger import IN_BACKWARD, LOSS, UPDATE
 from lpkit.predict.params import parameters
 from lpkit.predict.time import step_time
@@ -258,9 +258,9 @@ def test_stages_by_work_are_dealt_as_nanotron_deals_them():
         for stages in (2, 3, 4, 8):
             config = preset(name).replace({"system.stack": "nanotron", "global_batch": 16,
                 "grad_accum_steps": 16})
-            step = Step(config, CATALOGUE["h100"], Layout(pipeline=stages), precision=None,
-                        optimizer=None, recompute=None,
-                        attention=None)
+            step = DeviceStep(config, CATALOGUE["h100"], Layout(pipeline=stages), precision=None,
+                              optimizer=None, recompute=None,
+                              attention=None)
             first, *_, last = dealt(m.L, head, stages)
             assert (Device(step, True, False).layers == first
                     and Device(step, False, True).layers == max(1, last)), (name, stages)

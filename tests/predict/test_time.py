@@ -18,7 +18,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.advice import advise
 from lpkit.predict import evidence
-from lpkit.predict.casts import Recipe, on_hardware
+from lpkit.predict.casts import CastRecipe, on_hardware
 from lpkit.predict.flops import forward_flops, products, training_flops
 from lpkit.predict.links import Link, link
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
@@ -140,7 +140,7 @@ def test_a_stack_says_what_its_norms_move_and_who_repeats_them(tensor):
 
 def test_one_device_is_the_sum_that_advise_makes():
     step, cost = step_time(SMALL, H100, precision="bf16"), step_cost(SMALL,
-        Recipe(name="bf16", dtype="bf16"), H100)
+        CastRecipe(name="bf16", dtype="bf16"), H100)
     assert cost.rest_seconds == {row.name: row.seconds for row in step.rows}
     assert step.step_seconds == cost.base_step_seconds == cost.step_seconds and cost.speedup == 1
     low = step_cost(SMALL, on_hardware("fp8-tensorwise", RECIPES["fp8-tensorwise"], SMALL.model),

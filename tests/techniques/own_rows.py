@@ -11,7 +11,7 @@ import experiments.prune  # noqa: F401  a row of governors
 from lpkit.nn.transformer import Attention
 from lpkit.techniques import blocks, changes
 from lpkit.techniques.operation import Kind
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 
 
 class Bare(nn.Module):
@@ -145,4 +145,4 @@ blocks.MODEL_CHANGES["drop-tokens"] = Kind(operations=dropped_operations,
 blocks.MODEL_CHANGES["sparse"] = Kind(operations=sparse_operations,
     implementation=f"{__name__}:mask_weights", settings=Sparse())
 blocks.BLOCKS["bare"] = Kind(operations=bare, implementation=f"{__name__}:Bare")
-changes.GOVERNORS["drop-a-layer"] = Row(implementation=f"{__name__}:LayerDrop")
+changes.GOVERNORS["drop-a-layer"] = TechniqueRow(implementation=f"{__name__}:LayerDrop")

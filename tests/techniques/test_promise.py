@@ -64,7 +64,7 @@ from lpkit.techniques import (
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.layouts import Layout
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.runs import SEAL, Run
@@ -196,25 +196,26 @@ TOYS = {    # family: the table, its row, what a Config says
     "schedule": (schedules.SCHEDULES, schedules.LearningRateSchedule(settings=Low(),
         shape=staircase),
                  {"schedule": "toy", "schedule.low": 0.5}),
-    "init": (inits.INITS, Row(implementation=HERE + "small_init"), {"model.init": "toy"}),
+    "init": (inits.INITS, TechniqueRow(implementation=HERE + "small_init"), {"model.init": "toy"}),
     "block": (blocks.BLOCKS, operation.Kind(operations=parallel_operations,
         implementation=HERE + "Parallel"),
               {"model.block": "toy"}),
     "attention": (attention_backends.ATTENTION,
-                  attention_backends.Backend(operations="lpkit.predict.attention:plain",
-                                             implementation=HERE + "attend_plainly"),
+                  attention_backends.AttentionBackend(operations="lpkit.predict.attention:plain",
+                                                      implementation=HERE + "attend_plainly"),
                   {"system.attention": "toy"}),
     "recipe": (recipes.RECIPES, None, {"precision.recipe": "toy"}),
-    "memory": (techniques.RECOMPUTE, techniques.Recompute(
+    "memory": (techniques.RECOMPUTE, techniques.RecomputeRow(
         implementation=HERE + "first_blocks", settings=FirstHalf(),
         repeats=frozenset({"products", "attention", "pointwise"}),
         every=lambda settings: 2, why="every second block"),
         {"memory.recompute": "toy", "memory.recompute.blocks": 2}),
     "data": (data.POLICIES, data.Policy(implementation=HERE + "Again"), {"data.policy": "toy"}),
     "transform": (changes.MODEL_TRANSFORMS,
-                  Row(implementation=HERE + "scale_head", settings=Scale()),
+                  TechniqueRow(implementation=HERE + "scale_head", settings=Scale()),
                   {"transforms": [{"name": "toy", "by": 0.25}]}),
-    "governor": (changes.GOVERNORS, Row(implementation=HERE + "Shrink"), {"governors": "toy"}),
+    "governor": (changes.GOVERNORS, TechniqueRow(implementation=HERE + "Shrink"),
+                 {"governors": "toy"}),
 }
 TOYS["sizes"] = data.SIZES, toys.SIZES["ramp"], {"sizes": "toy", "grad_accum_steps": 2}
 TOYS["objective"] = objectives.OBJECTIVES, toys.OBJECTIVES["z-loss"], {"objective": "toy"}

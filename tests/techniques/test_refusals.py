@@ -46,7 +46,7 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES, resolve
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.training import build, seams
 from tests.bench.drawn import ORDER
 
@@ -302,14 +302,15 @@ def outside(monkeypatch):
     row = blocks.BLOCKS["pre-norm"]
     for name, made in (("scaled", "Scaled"), ("zero-queries", "ZeroQueries"), ("plainly", "Plain")):
         monkeypatch.setitem(blocks.BLOCKS, name, replace(row, implementation=HERE + made))
-    monkeypatch.setitem(inits.INITS, "leaves-beta", Row(implementation=HERE + "leaves_beta"))
+    monkeypatch.setitem(inits.INITS, "leaves-beta",
+                        TechniqueRow(implementation=HERE + "leaves_beta"))
     for name in ("scaled", "sign"):
         monkeypatch.setitem(optimizers.OPTIMIZERS, name, optimizers.Optimizer(
             settings=optimizers.OptimizerSettings(lr=1e-3), slots=(), implementation=HERE + name,
             why="a toy"))
-    monkeypatch.setitem(changes.GOVERNORS, "prune", Row(implementation=HERE + "Prune"))
+    monkeypatch.setitem(changes.GOVERNORS, "prune", TechniqueRow(implementation=HERE + "Prune"))
     monkeypatch.setitem(changes.MODEL_TRANSFORMS, "half",
-                        Row(implementation=HERE + "half", settings=Settings()))
+                        TechniqueRow(implementation=HERE + "half", settings=Settings()))
 
 
 @pytest.mark.parametrize("init, block, parameter, value",

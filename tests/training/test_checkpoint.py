@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lpkit import records
-from lpkit.parallel.cut import Cut, Piece
+from lpkit.parallel.cut import Cut, TensorPiece
 from lpkit.parallel.processes import Processes
 from lpkit.training import checkpoint, shards
 from lpkit.training.checkpoint import DamagedError
@@ -242,8 +242,8 @@ def cut(t):
     """PyTorch says where the rows lie."""
     _, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     rows = t.detach().to_local()
-    return Cut(t.shape, t.dtype, (Piece(tuple(offsets), rows),) if rows.numel() else (),
-               (dist.get_rank(),))
+    return Cut(t.shape, t.dtype, (TensorPiece(tuple(offsets), rows),) if rows.numel() else (),
+                     (dist.get_rank(),))
 
 
 def whole(tensors):

@@ -23,7 +23,7 @@ from lpkit.contracts import Stage, Transform
 from lpkit.techniques import changes, data, optimizers, recipes
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings, TechniqueRow
 from lpkit.training import loop
 from lpkit.training.background import train
 from lpkit.training.runs import RunFailedError
@@ -57,7 +57,7 @@ class Seen(Transform):
         return {}
 
 
-TOY = Row(implementation=f"{__name__}:Seen")
+TOY = TechniqueRow(implementation=f"{__name__}:Seen")
 FITS = {    # what else a row wants
     "masked": {"model.attention": "bidirectional", "model.vocab": 257},
     "in-backward": {"optimizer.clip": 0},

@@ -16,7 +16,7 @@ import lpkit
 from lpkit.config import Config
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 from lpkit.training import checkpoint
 from lpkit.training.background import start, train
 from lpkit.training.control import Control
@@ -111,7 +111,7 @@ class Fades:
 def test_a_step_is_given_up_between_micro_batches(tiny, tmp_path, monkeypatch, changes):
     """Histories of casts, draws of roundings and what a governor has at its end are those of the
     step before, and so is all that comes."""
-    monkeypatch.setitem(GOVERNORS, "fades", Row(implementation=f"{__name__}:Fades"))
+    monkeypatch.setitem(GOVERNORS, "fades", TechniqueRow(implementation=f"{__name__}:Fades"))
     tiny = tiny.replace(changes)
     whole = train(tiny, out=tmp_path / "whole")
     # in step 5: an evaluation came after 3

@@ -21,7 +21,7 @@ from lpkit.contracts import Batch, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.memory.loss import chunked_cross_entropy, full_cross_entropy
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 from lpkit.training import checkpoint, sampling
 from lpkit.training.background import Series, start_each, train
 from lpkit.training.loop import fit
@@ -184,7 +184,7 @@ class Shrink:
 
 def test_a_governor_changes_the_run_and_resumes_with_it(tiny, tmp_path, monkeypatch):
     plain = train(tiny, out=tmp_path / "plain")
-    monkeypatch.setitem(GOVERNORS, "shrink", Row(implementation=f"{__name__}:Shrink"))
+    monkeypatch.setitem(GOVERNORS, "shrink", TechniqueRow(implementation=f"{__name__}:Shrink"))
     governed = tiny.replace({"governors": "shrink"})
     whole_run = train(governed, out=tmp_path / "whole")
     parts = in_parts(governed, tmp_path / "parts", 3)

@@ -12,7 +12,7 @@ from lpkit.techniques.memory import (
     RECOMPUTE,
     WHOLE_BLOCK,
     Offload,
-    Recompute,
+    RecomputeRow,
 )
 from lpkit.techniques.row import Settings
 from lpkit.values import Share
@@ -36,7 +36,7 @@ class Budget(Settings):
     budget: Share = 0.5     # share of the activations that torch.compile may keep
 
 
-RECOMPUTE["budget"] = Recompute(
+RECOMPUTE["budget"] = RecomputeRow(
     why="torch.compile chooses what to compute again",
     source="https://pytorch.org/blog/activation-checkpointing-techniques/", settings=Budget(),
     repeats=WHOLE_BLOCK, kept_share=attrgetter("budget"), needs_compile="whose graph it divides",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lessons.rows.activations import GROUP, Budget
 from lpkit.memory.recompute import Recomputation
-from lpkit.memory.saved import Away, Place, SavedTensorOffloader
+from lpkit.memory.saved import ActivationStorage, Away, SavedTensorOffloader
 
 
 class Quantized(Away):
@@ -56,8 +56,8 @@ class Quantized(Away):
         return values.view(-1)[:self.shape.numel()].to(self.dtype).view(self.shape)
 
 
-def place(bits: int, device: torch.device) -> Place:
-    return Place(transforms=(SavedTensorOffloader(Quantized, bits=bits),))
+def place(bits: int, device: torch.device) -> ActivationStorage:
+    return ActivationStorage(transforms=(SavedTensorOffloader(Quantized, bits=bits),))
 
 
 int8, int4, int2 = partial(place, 8), partial(place, 4), partial(place, 2)

@@ -15,7 +15,7 @@ from lpkit.errors import ConfigError
 from lpkit.predict.adapters import beside, frozen, low_rank
 from lpkit.predict.attention import qkv_numbers
 from lpkit.techniques.adapters import (
-    Adapter,
+    AdapterRow,
     AdapterSettings,
     LoraSettings,
     LowRank,
@@ -274,7 +274,7 @@ def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operat
 # ---- Rows
 
 MODEL_CHANGES |= {
-    "bottleneck": Adapter(
+    "bottleneck": AdapterRow(
         operations=bottleneck, why="two small layers behind each part of a block, the rest frozen",
         source="Houlsby et al. 2019, arXiv:1902.00751", settings=BottleneckSettings(),
         implementation=TORCH + "add_bottlenecks"),
@@ -282,7 +282,7 @@ MODEL_CHANGES |= {
         operations=dora, why="LoRA in the direction of each row, whose length is learned apart",
         source="Liu et al. 2024, arXiv:2402.09353", settings=DoraSettings(),
         implementation=TORCH + "add_dora", theirs={"peft_type": "LORA", "use_dora": True}),
-    "ia3": Adapter(
+    "ia3": AdapterRow(
         operations=vectors, why="keys, values and the MLP's inner numbers times learned vectors, "
         "the rest frozen", source="Liu et al. 2022, arXiv:2205.05638",
         implementation=TORCH + "add_scales",
@@ -291,14 +291,14 @@ MODEL_CHANGES |= {
         why="LoRA that begins as the largest singular directions of the matrix",
         source="Meng et al. 2024, arXiv:2404.02948", settings=PissaSettings(),
         implementation=TORCH + "add_pissa"),
-    "prefix": Adapter(
+    "prefix": AdapterRow(
         operations=prefix, why="learned keys and values before those of each layer, the model "
         "frozen",
         source="Li and Liang 2021, arXiv:2101.00190, without the MLP that makes them in training",
         settings=VirtualSettings(), implementation=TORCH + "add_prefix",
         theirs={"peft_type": "PREFIX_TUNING"}, saves=TORCH + "save_places",
         brings=TORCH + "bring_places"),
-    "prompt": Adapter(
+    "prompt": AdapterRow(
         operations=prompt, why="learned vectors before the embeddings of the text, the model "
         "frozen",
         source="Lester et al. 2021, arXiv:2104.08691", settings=PromptSettings(),

@@ -18,7 +18,7 @@ from lpkit.techniques.blocks import (
     BLOCKS,
     MODEL_CHANGES,
     NORMS,
-    Block,
+    BlockRow,
     Operations,
     pre_norm,
     reading_one,
@@ -35,7 +35,7 @@ TORCH = "lessons.rows.blocks_torch:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchesRow(Block):
+class BranchesRow(BlockRow):
     """A block as a variation of pre-norm.
 
     gain        initial factor of each branch's output; None: no factor

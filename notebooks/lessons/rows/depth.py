@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 from lpkit.techniques.blocks import BLOCKS
-from lpkit.techniques.changes import GOVERNORS, Governor
+from lpkit.techniques.changes import GOVERNORS, GovernorRow
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings
 from lpkit.values import Count, CountOrZero, InnerShare, Positive, Rate, check
@@ -39,7 +39,7 @@ def hashed(*numbers: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth(Governor):
+class Depth(GovernorRow):
     """`keeps(settings, layers, steps, step)`: by layer, the probability of keeping it, by which the
     layer's output is divided. `alike`: all layers see the same tokens."""
 

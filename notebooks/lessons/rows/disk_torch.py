@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lpkit.contracts import StatePlacement
 from lpkit.errors import ConfigError
-from lpkit.memory.saved import Away, Place, SavedTensorOffloader
+from lpkit.memory.saved import ActivationStorage, Away, SavedTensorOffloader
 
 PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
@@ -249,10 +249,10 @@ class OnDisk(Away):
         return self.file.read(self.slot).view(self.dtype).view(self.shape).to(self.device)
 
 
-def activations_on_disk(device: torch.device) -> Place:
+def activations_on_disk(device: torch.device) -> ActivationStorage:
     file = Slots()
     how = "through the page cache: this filesystem has no O_DIRECT"
     if file.direct:
         how = "past the page cache (O_DIRECT)"
-    return Place(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
-                 why=f"{how}, in {Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")
+    return ActivationStorage(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
+                             why=f"{how}, in {Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")

@@ -11,7 +11,7 @@ from typing import Any
 
 from lpkit.predict.attention import attention_op, qkv_bytes, qkv_numbers
 from lpkit.techniques.attention import KINDS, AttentionKind
-from lpkit.techniques.attention_backends import ATTENTION, Backend
+from lpkit.techniques.attention_backends import ATTENTION, AttentionBackend
 from lpkit.techniques.operation import FP32, Hold, MicroBatch, Op, Pairs, linear
 from lpkit.techniques.row import Settings
 from lpkit.values import Count, Seed
@@ -178,7 +178,7 @@ KINDS["delta"] = AttentionKind(
     products=HERE + "delta_gates",
     source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "
            "https://arxiv.org/abs/2406.06484")
-ATTENTION["chunked"] = Backend(
+ATTENTION["chunked"] = AttentionBackend(
     why="chunks of tokens and a state between them, for kinds without softmax",
     operations=HERE + "linear_chunks",
     why_not=lambda asked: "computes only kinds without softmax; plain can")

@@ -115,7 +115,8 @@ def adafactor(w: Tensor, g: Tensor, slots: Slots, settings: AdafactorSettings, u
 
 OPTIMIZERS["adafactor"] = Optimizer(
     why="Adam's step, by sums over rows and columns of a matrix's squares",
-    source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(), takes_parameter=True,
+    source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(),
+    takes_parameter=True,
     slots=tuple(Slot(name=name, signed=False, shape=shape) for name, shape in (
         ("rows", lambda p, s: p[:1] if len(p) == 2 else (0,)),
         ("columns", lambda p, s: p[1:] if len(p) == 2 else (0,)),

@@ -16,7 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lessons.rows.reductions import BLOCK, is_matrix, top_count
 from lpkit.errors import ConfigError
-from lpkit.parallel.cut import Cut, Piece
+from lpkit.parallel.cut import Cut, TensorPiece
 from lpkit.parallel.ranks import all_gather, wait_for
 from lpkit.parallel.replicas import Finish, Replicas
 
@@ -200,7 +200,8 @@ class Averaged(Replicas):
     def as_row(self, t: Tensor) -> Cut:
         """Return a tensor of this rank as one row of a tensor over all ranks."""
         at = (self.ranks.rank, *[0] * t.ndim)
-        return Cut(torch.Size((self.ranks.world, *t.shape)), t.dtype, (Piece(at, t[None]),), at[:1])
+        return Cut(torch.Size((self.ranks.world, *t.shape)), t.dtype,
+                   (TensorPiece(at, t[None]),), at[:1])
 
     def own_row(self, rows: Tensor | Cut) -> Tensor:
         return rows.pieces[0].data[0] if isinstance(rows, Cut) else rows[self.ranks.rank]
@@ -255,7 +256,7 @@ class OwnWeights(Averaged):
     def placed(self, name: str, t: Tensor | Cut) -> Tensor | Cut:
         if isinstance(t, Cut) or not name.startswith("model/"):
             return t
-        return Cut(t.shape, t.dtype, (Piece((0,) * t.ndim, t.detach()),), (0,))
+        return Cut(t.shape, t.dtype, (TensorPiece((0,) * t.ndim, t.detach()),), (0,))
 
 
 # ---- functions that the rows name

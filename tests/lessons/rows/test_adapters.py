@@ -27,7 +27,7 @@ from lpkit.nn.transformer import cross_entropy
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
-from lpkit.techniques.adapters import Adapter as Row
+from lpkit.techniques.adapters import AdapterRow as Row
 from lpkit.techniques.adapters import adapted
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.training import build

@@ -289,9 +289,9 @@ def test_t_fixup_has_the_published_deviations():
 
 
 def test_an_init_from_outside_begins_shaped():
-    from lpkit.techniques.row import Row
+    from lpkit.techniques.row import TechniqueRow
 
-    INITS["own"] = Row(implementation="lpkit.nn.init:fan_in")
+    INITS["own"] = TechniqueRow(implementation="lpkit.nn.init:fan_in")
     try:
         h = torch.randn(1, 24, 64, dtype=torch.float64)
         assert torch.allclose(begun("sas", "own").blocks[0].attention(h, None, None, 0), h,

@@ -30,7 +30,7 @@ from lpkit.predict.governed import governed
 from lpkit.predict.ledger import memory
 from lpkit.predict.time import step_time
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import TechniqueRow
 from lpkit.training.build import decide
 from lpkit.training.training import RandomTokens, Training
 from tests.training.resuming import in_parts
@@ -188,7 +188,7 @@ def test_bytes_of_dropped_tokens_and_of_a_governor_that_says_nothing(monkeypatch
             in held.doubt)
     assert traced.peak_bytes < 0.9 * lpkit.predict_trace(
         config.replace({"governors": []})).peak_bytes
-    monkeypatch.setitem(GOVERNORS, "mine", Row(implementation=f"{__name__}:Nothing"))
+    monkeypatch.setitem(GOVERNORS, "mine", TechniqueRow(implementation=f"{__name__}:Nothing"))
     assert "no formula covers mine" in memory(SMALL.replace({"governors": "mine"}),
         room("cpu")).doubt
     both = of("token-drop").replace({"governors": ["mine", "token-drop"]})
