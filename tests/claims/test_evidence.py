@@ -339,8 +339,9 @@ def test_the_page_says_what_there_is():
     options, the records that predictions read, and the formats that a GPU multiplies in
     hardware."""
     page = PAGE.read_text()
-    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
-    assert rows == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (\d?) ?\|", page, re.M)
+    assert rows == [(name, str(piece.seconds), str(piece.call or ""))
+                    for name, piece in evidence.PIECES.items()]
     extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"][
         "optional-dependencies"]
     assert {*re.findall(r"pip install -e '\.\[(\w+)\]'", page)} == extras.keys() - {"accelerate",
