@@ -20,7 +20,7 @@ from tests.bench import overhead
 ROOT = Path(__file__).parents[2]
 RECORDED = max((json.loads(path.read_text())
                 for path in (ROOT / "data/measured").glob("decisions-*.json")),
-    key=lambda one: one["date"])
+    key=lambda record: record["date"])
 
 
 @pytest.fixture(scope="module")
@@ -35,38 +35,38 @@ def kept(losses, rule, sequences, real=0, **how):
 def seen(losses, verdicts, **how):
     """What a rule is shown that keeps as `verdicts` say, decision by decision: three runs of each
     arm, and a pilot of the first."""
-    told, verdict = [], iter(verdicts)
+    shown, verdict = [], iter(verdicts)
 
     def rule(first, other):
-        told.append((first.pilot(), first.seeds(3), other(3)))
+        shown.append((first.pilot(), first.seeds(3), other(3)))
         return next(verdict, False)
 
-    return bench.sequence(0, losses, rule, **how), told
+    return bench.sequence(0, losses, rule, **how), shown
 
 
 # what is drawn
 
 def test_an_arm_keeps_its_runs_and_shares_none_with_the_other(losses):
-    done, told = seen(losses, [False, False, True, False])
-    pilots, first, other = zip(*told)
+    done, shown = seen(losses, [False, False, True, False])
+    pilots, first, other = zip(*shown)
     assert first[0] == first[1] == first[2] and pilots[0] == pilots[1] == pilots[2]
     assert first[3] == first[4] == other[2], (
         "what was kept is to be beaten, by the runs that it won by")
     assert pilots[3] == pilots[4] != pilots[2]
     assert len(set(map(tuple, other))) == len(other) == bench.DECISIONS
-    for one in told:
-        assert len({loss for part in one for loss in part}) == bench.PILOT + 6, "a run twice"
-        assert {loss for part in one for loss in part} <= set(losses)
+    for decision in shown:
+        assert len({loss for part in decision for loss in part}) == bench.PILOT + 6, "a run twice"
+        assert {loss for part in decision for loss in part} <= set(losses)
     assert done.kept == [False, False, True, *[False] * 47]
     assert (done.runs == 50 * 3 + bench.PILOT + 3
             + bench.PILOT), "of both incumbents the pilot, of the first its seeds, too"
 
 
 def test_arms_that_run_anew_share_no_run_with_the_decision_before(losses):
-    done, told = seen(losses, [False, True], anew=True)
-    assert (len({tuple(first) for _, first, _ in told}) == bench.DECISIONS
+    done, shown = seen(losses, [False, True], anew=True)
+    assert (len({tuple(first) for _, first, _ in shown}) == bench.DECISIONS
             and done.runs == 50 * (bench.PILOT + 6))
-    assert told[2][1] != told[1][2]
+    assert shown[2][1] != shown[1][2]
 
 
 def test_planted_gains_are_where_they_are_said_to_be():
@@ -87,7 +87,7 @@ def test_planted_gains_are_where_they_are_said_to_be():
 
 def test_one_run_beside_the_best_so_far_keeps_one_in_k(losses):
     """The k-th run is the lowest of k once in k times."""
-    counts = [one.count(real=False) for one in kept(losses, bench.by_means(losses), 400)]
+    counts = [sequence.count(real=False) for sequence in kept(losses, bench.by_means(losses), 400)]
     expected, variance = sum(1 / k for k in range(2, 52)), sum(1 / k - 1 / k**2
         for k in range(2, 52))
     assert abs(statistics.fmean(counts) - expected) < 4 * math.sqrt(variance / 400)
@@ -95,7 +95,7 @@ def test_one_run_beside_the_best_so_far_keeps_one_in_k(losses):
 
 def test_comparing_means_of_new_runs_keeps_half(losses):
     many = kept(losses, bench.by_means(losses, 3), 100, anew=True)
-    share = statistics.fmean(one.count(real=False) for one in many) / bench.DECISIONS
+    share = statistics.fmean(sequence.count(real=False) for sequence in many) / bench.DECISIONS
     assert abs(share - 0.5) < 4 * math.sqrt(0.25 / 5000)
 
 
@@ -104,17 +104,17 @@ def test_the_referee_keeps_few_of_what_does_nothing(losses):
     decisions share no runs."""
     rule = bench.by_referee(losses)
     for how in ({}, {"anew": True}):
-        assert sum(one.count(real=False) for one in kept(losses, rule, 2, **how)) <= 5
+        assert sum(sequence.count(real=False) for sequence in kept(losses, rule, 2, **how)) <= 5
     many = kept(losses, rule, 40, anew=True)
-    share = statistics.fmean(one.count(real=False) for one in many) / bench.DECISIONS
+    share = statistics.fmean(sequence.count(real=False) for sequence in many) / bench.DECISIONS
     assert 0.012 < share < 0.036, "0.025, three standard errors either way"
 
 
 def test_the_referee_finds_gains_by_sigma_and_effect(losses):
     """By the noncentral t: 1% found 80% of the time by 22 pairs is 1.5% found 99% of the time."""
     many = kept(losses, bench.by_referee_with_sigma(losses), 20, 10)
-    assert sum(one.count(real=True) for one in many) / 200 > 0.93
-    assert sum(one.count(real=False) for one in many) / 800 < 0.04
+    assert sum(sequence.count(real=True) for sequence in many) / 200 > 0.93
+    assert sum(sequence.count(real=False) for sequence in many) / 800 < 0.04
 
 
 def test_an_interval_by_hand():
@@ -124,18 +124,19 @@ def test_an_interval_by_hand():
 
 
 def test_what_is_told_of_sequences():
-    def one(places, gains=()):
+    def sequence(places, gains=()):
         return bench.Sequence([0.015 * (k in gains) for k in range(50)],
                               [k in places for k in range(50)], runs=100)
 
-    nothing = [one({0, 9, 10}), one({1, 2, 3}), one(()), one({49})]
-    found = bench.told(nothing, [one({0, 1, 2}, {0, 1, 5}), one({0}, {0, 1, 5})])
-    assert found["kept"][0] == 7 / 4 and found["of_first_10"] == 5 / 4 and found["middle"] == [0, 3]
-    assert found["pairs_above"] == 1 / 2, "3 + 3 are more than 5 of 100, 0 + 1 are not"
-    assert (found["runs_a_decision"] == 2 and found["gains_kept"][0] == 1.5
-            and found["nothing_kept_beside_gains"][0] == 0.5)
-    nulls, _, beside, missed = bench._results("the referee", nothing, [one({0, 1, 2}, {0, 1, 5})],
-        {})
+    nothing = [sequence({0, 9, 10}), sequence({1, 2, 3}), sequence(()), sequence({49})]
+    summary = bench.summary_of(nothing, [sequence({0, 1, 2}, {0, 1, 5}), sequence({0}, {0, 1, 5})])
+    assert summary["kept"][0] == 7 / 4 and summary["of_first_10"] == 5 / 4
+    assert summary["middle"] == [0, 3]
+    assert summary["pairs_above"] == 1 / 2, "3 + 3 are more than 5 of 100, 0 + 1 are not"
+    assert (summary["runs_a_decision"] == 2 and summary["gains_kept"][0] == 1.5
+            and summary["nothing_kept_beside_gains"][0] == 0.5)
+    nulls, _, beside, missed = bench._results(
+        "the referee", nothing, [sequence({0, 1, 2}, {0, 1, 5})], {})
     assert ((nulls.ratio, beside.ratio, missed.ratio) == (6 / 100, 1 / 47, 1 / 3) and not nulls.met
             and beside.met and not missed.met)
 
@@ -146,34 +147,36 @@ def test_the_command_carries_runs_on_as_the_bench_does():
     def names(other):
         claim = protocol.Claim(**overhead.CLAIM
                                | {"arms": {"adamw": {"optimizer": "adamw"}, "other": other}})
-        made = {}
+        by_name = {}
 
         def finished(what, configs):
-            found = [{"name": runs.records.digest(config.to_dict()),
-                      "val_loss": random.Random(config.seed).gauss(3, 0.01), "seconds": 1,
-                      "step_seconds": 1, "energy_wh": None} for config in configs]
-            made.update((one["name"], (config.optimizer.name, config.optimizer.beta2, config.seed))
-                        for one, config in zip(found, configs))
-            return found
+            records = [{"name": runs.records.digest(config.to_dict()),
+                        "val_loss": random.Random(config.seed).gauss(3, 0.01), "seconds": 1,
+                        "step_seconds": 1, "energy_wh": None} for config in configs]
+            by_name.update((record["name"], (config.optimizer.name, config.optimizer.beta2,
+                                             config.seed))
+                           for record, config in zip(records, configs))
+            return records
 
         settle.Settling(claim, finished, lambda line: None).settle(null=False)
-        return made
+        return by_name
 
-    one, two = names({"optimizer": "lion"}), names({"optimizer": "adamw", "optimizer.beta2": 0.99})
-    shared = {made for name, made in one.items() if name in two}
+    first = names({"optimizer": "lion"})
+    second = names({"optimizer": "adamw", "optimizer.beta2": 0.99})
+    shared = {run for name, run in first.items() if name in second}
     assert len(shared) == 3 + 1 + 3 and {what[:2] for what in shared} == {("adamw", 0.95)}
 
 
 def test_the_page_says_what_was_recorded():
     page = (ROOT / "docs" / "claim.md").read_text()
-    found = {name: one for name, one in RECORDED["found"].items()
-             if not ("sigma" in name and bench.ANEW in name)}
-    assert len(found) == 2 * len(bench.RULES) - 1
-    for name, one in found.items():
-        (nothing, low, high), gains, beside = one["kept"], one["gains_kept"][0], one[
+    rows = {name: row for name, row in RECORDED["found"].items()
+            if not ("sigma" in name and bench.ANEW in name)}
+    assert len(rows) == 2 * len(bench.RULES) - 1
+    for name, row in rows.items():
+        (nothing, low, high), gains, beside = row["kept"], row["gains_kept"][0], row[
             "nothing_kept_beside_gains"][0]
         assert (f"| {nothing:.2f} ({low:.2f} to {high:.2f}) | {gains:.1f} | {beside:.1f} | "
-                f"{one['runs_a_decision']:.0f} |") in page, (name)
+                f"{row['runs_a_decision']:.0f} |") in page, (name)
     cases = {case["case"]: case["ratio"] for case in RECORDED["cases"]}
     first = [100 * cases[f"the referee, {how}: 2 sequences, what does nothing is kept"]
              for how in (bench.CARRIED, bench.ANEW)]
@@ -196,14 +199,14 @@ def test_where_seconds_go_by_hand():
         end += 2.0 if k == 0 else 1.6
         ends.append({"ended": end, "seconds": 2.0 if k == 0 else 1.5, "step_seconds": 0.25,
                      "config": {"steps": 4}})
-    found = overhead.accounted(ends, end + 0.4, 1)
-    assert found["parts"] == pytest.approx({
+    timing = overhead.accounted(ends, end + 0.4, 1)
+    assert timing["parts"] == pytest.approx({
         overhead.COMPARED: 6, overhead.CHOSEN: 4, "in runs, beside their steps": 5, "in the first "
            "run of a worker, more than in others": 0.5,
         "until workers have begun": 2, "workers that wait": 0.9, "the verdict, and the end": 0.4})
-    assert found["wall"] == pytest.approx(18.8) == pytest.approx(sum(found["parts"].values()))
-    assert (found[overhead.STEPS], found[overhead.IN_ORDER], found[overhead.COMPARED]) == (10, 10,
-        6)
+    assert timing["wall"] == pytest.approx(18.8) == pytest.approx(sum(timing["parts"].values()))
+    assert (timing[overhead.STEPS], timing[overhead.IN_ORDER], timing[overhead.COMPARED]) == (
+        10, 10, 6)
     two = overhead.accounted(ends, end + 0.4, 2)
     assert (two[overhead.STEPS] == 5 and two[overhead.IN_ORDER] == 2 + 1
             + 3), "a worker waits for the third of the pilot, and for tuning"
@@ -217,12 +220,12 @@ def test_a_claim_of_ten_runs_is_measured(monkeypatch):
              "global_batch": 4, "eval_batches": 2}
     results = overhead.run(1, overhead.CLAIM | {"settings": overhead.CLAIM["settings"] | small,
         "budget": {"steps": 12}})
-    assert [(one.peer, one.target) for one in results] == [(overhead.STEPS, 1.03),
+    assert [(result.peer, result.target) for result in results] == [(overhead.STEPS, 1.03),
         (overhead.COMPARED, None)]
     whole, compared = results
     assert 1 < whole.ratio < compared.ratio and not whole.met
-    [found] = whole.provenance["claims"]["1"]
-    assert sum(found["parts"].values()) == pytest.approx(found["wall"])
-    assert found["parts"]["until workers have begun"] > 0
-    assert (found["parts"][overhead.COMPARED] + found["parts"][overhead.CHOSEN]
-            == pytest.approx(found[overhead.STEPS]))
+    [timing] = whole.provenance["claims"]["1"]
+    assert sum(timing["parts"].values()) == pytest.approx(timing["wall"])
+    assert timing["parts"]["until workers have begun"] > 0
+    assert (timing["parts"][overhead.COMPARED] + timing["parts"][overhead.CHOSEN]
+            == pytest.approx(timing[overhead.STEPS]))
