@@ -121,26 +121,26 @@ def test_power_is_what_is_said(n, level):
 @pytest.mark.parametrize("sigma, pilot", [(0.005, 5), (0.03, 5), (0.01, 10)])
 def test_power_with_a_pilots_sigma(sigma, pilot):
     """By simulation: pilots, the pairs that they ask for, and their test."""
-    rng, found, tries = random.Random(1), 0, 1500
+    rng, detected, tries = random.Random(1), 0, 1500
     for _ in range(tries):
         sd = statistics.stdev(rng.gauss(0, sigma) for _ in range(pilot))
         n = referee.needed(0.015, sd, 0.05, pilot - 1)
-        found += referee.look([1.0] * n, [0.985 * math.exp(rng.gauss(0, sigma)) for _ in range(n)],
-                              0.05).word == "better"
-    assert found / tries > 0.78     # 80%, two standard errors below
+        detected += referee.look([1.0] * n, [0.985 * math.exp(rng.gauss(0, sigma))
+                                             for _ in range(n)], 0.05).word == "better"
+    assert detected / tries > 0.78     # 80%, two standard errors below
 
 
 def test_a_look_by_hand():
     """Log gains 1, 2 and 3%: mean 2%, sd 1%, t = 2 sqrt(3) with 2 degrees of freedom, whose p is 1
     - t / sqrt(t^2 + 2)."""
-    found = referee.look([math.exp(g) for g in (0.01, 0.02, 0.03)], [1.0] * 3, 0.05)
+    verdict = referee.look([math.exp(g) for g in (0.01, 0.02, 0.03)], [1.0] * 3, 0.05)
     t = 2 * math.sqrt(3)
-    assert found.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
-    assert found.gain == pytest.approx(1 - math.exp(-0.02))
+    assert verdict.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
+    assert verdict.gain == pytest.approx(1 - math.exp(-0.02))
     half = 4.302653 * 0.01 / math.sqrt(3)
-    assert found.interval == pytest.approx((1 - math.exp(-0.02 + half),
+    assert verdict.interval == pytest.approx((1 - math.exp(-0.02 + half),
         1 - math.exp(-0.02 - half)), rel=1e-5)
-    assert found.word == "no difference"
+    assert verdict.word == "no difference"
     assert (referee.look([2.0] * 3, [1.0] * 3, 0.05).word == "better"
             and referee.look([1.0] * 3, [1.0] * 3, 0.05).p == 1)
 
@@ -149,8 +149,9 @@ def test_an_interval_leaves_zero_out_where_p_is_small_and_only_there():
     rng = random.Random(0)
     for _ in range(500):
         level = rng.choice(referee.levels(3))
-        found = referee.look([math.exp(rng.gauss(0.01, 0.01)) for _ in range(6)], [1.0] * 6, level)
-        assert (found.p <= 0.05) == (found.interval[0] > 0 or found.interval[1] < 0)
+        verdict = referee.look([math.exp(rng.gauss(0.01, 0.01)) for _ in range(6)],
+                               [1.0] * 6, level)
+        assert (verdict.p <= 0.05) == (verdict.interval[0] > 0 or verdict.interval[1] < 0)
 
 
 def test_looks_end_at_a_difference():
@@ -195,8 +196,8 @@ WRONG = [
     ({"arms": {"a": {}, "b": {"seed": 3}}}, "b sets seed, which the claim's seeds decides"),
     ({"arms": {"a": {}, "b": 3}}, "b must be a mapping of settings, got 3"),
     *(({"arms": {"a": {}, "b": {key: value}}, "differ": [key]}, f"a and b are evaluated on other "
-        f"text, where losses do not compare; make {said}")
-      for key, value, said in (
+        f"text, where losses do not compare; make {setting}")
+      for key, value, setting in (
          ("model.context", 8, "model.context"), ("global_batch", 8, "eval_batches * global_batch"),
          ("eval_batches", 4, "eval_batches * global_batch"), ("data.source", "x", "data.source"),
          ("data.tokenizer", "bpe", "data.tokenizer and model.vocab"),
@@ -224,9 +225,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("changes, said", WRONG,
-                         ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
-def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys,
+@pytest.mark.parametrize("changes, message", WRONG,
+                         ids=[f"{next(iter(changes))}-{i}" for i, (changes, _) in enumerate(WRONG)])
+def test_a_file_is_refused_in_one_sentence_before_any_run(changes, message, tmp_path, capsys,
         monkeypatch):
     monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     if isinstance(changes.get("arms"), dict) and "a" in changes["arms"]:     # on the preset itself
@@ -234,7 +235,7 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_pat
     assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
                      "--json"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
+    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and message in err, err
     assert not (tmp_path / "out").exists()
 
 
@@ -242,14 +243,14 @@ def test_a_file_imports_nothing_by_itself(tmp_path, monkeypatch, capsys):
     """As docs/own_technique.md promises of files: who trusts a module says so."""
     (tmp_path / "strangers_rows.py").write_text("raise SystemError('it ran')")
     monkeypatch.syspath_prepend(tmp_path)
-    said = "imports='strangers_rows': a file imports nothing by itself"
+    message = "imports='strangers_rows': a file imports nothing by itself"
     for changes in ({"settings": TINY["settings"] | {"imports": ["strangers_rows"]}},
                     {"settings": TINY["settings"] | {"imports": "strangers_rows"}},
                     {"arms": {"a": {}, "b": {"imports": ["strangers_rows"]}}},
                     {"tuning": TINY["tuning"] | {"imports": [["strangers_rows"], []]}}):
         assert cli.main(["claim", str(written(tmp_path, **changes)), "--out",
                          str(tmp_path / "out")]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert "strangers_rows" not in sys.modules
 
 
@@ -263,9 +264,9 @@ def test_no_claim_at_all(text, tmp_path, capsys):
 
 
 def test_flops_give_each_arm_its_own_steps():
-    made = claim(arms={"narrow": {}, "wide": {"model.width": 64}}, differ=["model.width"],
-                 budget={"flops": 1e9})
-    narrow, wide = made.config("narrow"), made.config("wide")
+    flops_claim = claim(arms={"narrow": {}, "wide": {"model.width": 64}}, differ=["model.width"],
+                        budget={"flops": 1e9})
+    narrow, wide = flops_claim.config("narrow"), flops_claim.config("wide")
     assert narrow.steps > 2 * wide.steps > 2
     assert claim().config("lion").steps == 4
 
@@ -299,7 +300,7 @@ def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
 def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0, joules=None):
     """`losses(config)`; says what was run, too. `seconds`, `joules`: of a step, by the optimizer's
     name."""
-    asked, said = [], []
+    asked, lines = [], []
 
     def finished(what, configs):
         asked.append((what, len(configs)))
@@ -309,7 +310,8 @@ def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0, joules=No
                  "step_joules": joules and joules(config.optimizer.name),
                  "error": None if losses(config) else "loss=nan"} for config in configs]
 
-    return settle.Settling(claim(**changes or {}), finished, said.append).settle(null), asked, said
+    settling = settle.Settling(claim(**changes or {}), finished, lines.append)
+    return settling.settle(null), asked, lines
 
 
 def noisy(config):
@@ -322,27 +324,28 @@ SEES = {"effect": 0.02, "seeds": 10, "pilot": 5}
 
 
 def test_a_gain_that_is_there_is_seen():
-    found, asked, said = settled(noisy, SEES)
-    [verdict] = found["verdicts"]
+    result, asked, lines = settled(noisy, SEES)
+    [verdict] = result["verdicts"]
     assert (verdict["verdict"] == "better" and verdict["interval"][0] < 0.02
             < verdict["interval"][1] and verdict["p"] < 0.05)
     assert verdict["equal_seconds"] == {"ratio": 1.0, "steps": 4, "survives": True}
-    assert found["tuned"]["lion"] == {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.0}
-    assert asked[:2] == [("pilot", 5), ("tuning", 4)] and found["tuning"]["runs"] == 4
-    assert found["runs"] == 5 + 4 + 2 * verdict["seeds"] and found["seconds"] == 2 * found["runs"]
+    assert result["tuned"]["lion"] == {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.0}
+    assert asked[:2] == [("pilot", 5), ("tuning", 4)] and result["tuning"]["runs"] == 4
+    assert result["runs"] == 5 + 4 + 2 * verdict["seeds"]
+    assert result["seconds"] == 2 * result["runs"]
     assert (verdict["sentence"].startswith("lion is better than adamw")
             and verdict["sentence"].count(". ") == 0)
-    assert "seeds per arm detect" in said[0]
+    assert "seeds per arm detect" in lines[0]
 
 
 def test_the_edge_of_the_grid_is_a_doubt():
     """YAML reads 1e-4 as text and 1.0e-4 as a number."""
     rates = {"optimizer.lr": ["1e-4", 3e-4, "1e-3"], "optimizer.weight_decay": [0, "0.1"]}
-    found, _, _ = settled(noisy, SEES | {"tuning": rates})
-    assert found["tuned"]["lion"]["optimizer.lr"] == 1e-3
-    assert found["doubts"] == [f"the best optimizer.lr of {arm} is the smallest or largest value; "
-                               f"more values may change the verdict"
-                              for arm in ("adamw", "lion")]
+    result, _, _ = settled(noisy, SEES | {"tuning": rates})
+    assert result["tuned"]["lion"]["optimizer.lr"] == 1e-3
+    assert result["doubts"] == [f"the best optimizer.lr of {arm} is the smallest or largest value; "
+                                f"more values may change the verdict"
+                               for arm in ("adamw", "lion")]
     assert not settled(noisy, SEES | {"tuning": rates | {"optimizer.lr": [3e-4, "1e-3", 3e-3]}})[0][
         "doubts"]
 
@@ -351,11 +354,11 @@ def test_a_slower_arm_must_win_at_equal_seconds():
     def slow(config):
         return noisy(config) * (1.5 if config.steps < 4 else 1)
 
-    found, asked, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
-    equal = found["verdicts"][0]["equal_seconds"]
+    result, asked, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    equal = result["verdicts"][0]["equal_seconds"]
     assert (equal["steps"] == 2 and not equal["survives"] and equal["gain"] < -0.4
             and asked[-1][0] == "lion in 2 steps")
-    assert "at equal seconds that is not seen (2 steps" in found["sentence"]
+    assert "at equal seconds that is not seen (2 steps" in result["sentence"]
     wide = {"arms": {"narrow": {"model.width": 16}, "wide": {"optimizer": "lion"}},
             "differ": ["model.width", "optimizer"], "budget": {"flops": 1e9}}
     equal = settled(noisy, SEES | wide, seconds=lambda name: {"lion": 2.5}.get(name,
@@ -379,8 +382,8 @@ def test_equal_flops():
         gain = 0.97 if config.optimizer.name == "muon" and config.steps == 40 else 1
         return gain * noisy(config)
 
-    found, asked, _ = settled(losses, SEES | arms)
-    [verdict] = found["verdicts"]
+    result, asked, _ = settled(losses, SEES | arms)
+    [verdict] = result["verdicts"]
     assert (verdict["verdict"] == "better" and verdict["step_flops"] == cost
             and verdict["equal_seconds"]["survives"])
     equal = verdict["equal_flops"]
@@ -403,18 +406,18 @@ def test_equal_flops():
 
 def test_three_kinds_of_budget_give_each_arm_its_own_steps():
     slow = {"lion": 0.5}
-    found, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}},
-                              seconds=lambda name: slow.get(name, 0.25))
-    [verdict] = found["verdicts"]
+    result, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}},
+                               seconds=lambda name: slow.get(name, 0.25))
+    [verdict] = result["verdicts"]
     assert asked[0] == ("what a step costs", 6) and verdict["steps"] == {"adamw": 40, "lion": 20}
     assert verdict["equal_seconds"]["ratio"] == 1 and verdict["equal_flops"]["ratio"] == 0.5
     assert "20 steps and 40, " in verdict["sentence"]
-    found, asked, _ = settled(noisy, SEES | {"budget": {"joules": 10}},
-                              joules=lambda name: slow.get(name, 0.25))
-    assert found["verdicts"][0]["steps"] == {"adamw": 40, "lion": 20}
+    result, asked, _ = settled(noisy, SEES | {"budget": {"joules": 10}},
+                               joules=lambda name: slow.get(name, 0.25))
+    assert result["verdicts"][0]["steps"] == {"adamw": 40, "lion": 20}
     assert asked[:6] == [("what a step costs", 1)] * 6, "a meter counts what runs beside a run"
-    found, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}}, null=True)
-    assert asked[0] == ("what a step costs", 3) and found["verdicts"][0]["steps"] == {"adamw": 10,
+    result, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}}, null=True)
+    assert asked[0] == ("what a step costs", 3) and result["verdicts"][0]["steps"] == {"adamw": 10,
         "adamw again": 10}
 
 
@@ -423,7 +426,7 @@ def test_what_is_tuned_and_slows_a_step_has_steps_of_its_own():
     their own."""
     rounds = iter(range(100))
     grid = {**TINY["tuning"], "model.mlp_width": [64, 128]}
-    made = claim(tuning=grid, budget={"seconds": 10})
+    seconds_claim = claim(tuning=grid, budget={"seconds": 10})
     by_width = {64: 0.2, 128: 0.4}
     seen = []
 
@@ -433,8 +436,8 @@ def test_what_is_tuned_and_slows_a_step_has_steps_of_its_own():
                  "energy_wh": None, "error": None,
                  "step_seconds": by_width.get(config.model.mlp_width, 0.5)} for config in configs]
 
-    settle.Settling(made, finished, lambda line: None).settle(null=False)
-    metered = [one for one in seen if one[0] == "what a step costs"]
+    settle.Settling(seconds_claim, finished, lambda line: None).settle(null=False)
+    metered = [call for call in seen if call[0] == "what a step costs"]
     assert (len(metered) == 3 * 2 * 3 and {steps for _, _, steps in metered}
             == {protocol.METERED_STEPS}), "as it is, and both widths"
     assert {(width, steps) for what, width, steps in seen if what == "tuning"} == {(64, 50),
@@ -449,7 +452,7 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
                              r"not tell \(it finds no meter: .*\); "
                                           r"give budget: \{seconds: 30\}"):
         settled(lambda config: asked.append(config) or 2.0, {"budget": {"joules": 500}})
-    assert len({id(one) for one in asked}) == 1, "by one short run"
+    assert len({id(config) for config in asked}) == 1, "by one short run"
     with pytest.raises(ConfigError,
                        match=r"budget.seconds=0.1 must be a step of lion or more \(0.5 seconds\)"):
         settled(noisy, {"budget": {"seconds": 0.1}},
@@ -459,11 +462,11 @@ def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
 
 
 def test_an_arm_against_itself_has_other_seeds():
-    found, asked, _ = settled(noisy, SEES, null=True)
-    [verdict] = found["verdicts"]
+    result, asked, _ = settled(noisy, SEES, null=True)
+    [verdict] = result["verdicts"]
     assert (verdict["arm"] == "adamw again" and verdict["verdict"] == "no difference"
             and verdict["gain"] != 0)
-    assert ("No difference between adamw again and adamw was seen" in found["sentence"]
+    assert ("No difference between adamw again and adamw was seen" in result["sentence"]
             and asked[1] == ("tuning", 2))
 
 
@@ -476,9 +479,9 @@ def test_a_budget_that_cannot_see_is_told_after_the_pilot():
 
 
 def test_an_arm_that_diverges():
-    found, _, _ = settled(lambda config: None if config.optimizer.lr == 1e-2 else noisy(config),
-                          SEES)
-    assert found["tuned"]["adamw"]["optimizer.lr"] == 1e-3
+    result, _, _ = settled(lambda config: None if config.optimizer.lr == 1e-2 else noisy(config),
+                           SEES)
+    assert result["tuned"]["adamw"]["optimizer.lr"] == 1e-3
     with pytest.raises(ConfigError, match="lion diverged at every point of tuning"):
         settled(lambda config: None if config.optimizer.name == "lion" else noisy(config), SEES)
     with pytest.raises(RunFailedError, match=r"lion diverged in . of . runs"):
@@ -488,8 +491,8 @@ def test_an_arm_that_diverges():
 
 def test_three_arms_share_the_error():
     arms = {**TINY["arms"], "again": {"optimizer": "adamw", "optimizer.beta2": 0.99}}
-    found, _, _ = settled(noisy, SEES | {"arms": arms})
-    assert [one["arm"] for one in found["verdicts"]] == ["lion", "again"]
+    result, _, _ = settled(noisy, SEES | {"arms": arms})
+    assert [verdict["arm"] for verdict in result["verdicts"]] == ["lion", "again"]
     assert claim(arms=arms).level == pytest.approx(claim().level / 2)
 
 
@@ -497,19 +500,19 @@ def test_three_arms_share_the_error():
 
 def filed(folder, losses=noisy, **changes):
     """Settles a claim of made-up losses and writes its verdict, as the command does."""
-    found, _, _ = settled(losses, SEES | changes)
+    result, _, _ = settled(losses, SEES | changes)
     path = folder / "lion.verdict"
-    runs.records.write(path, found | {"command": "lpkit claim lion.yaml"})
-    return path, found
+    runs.records.write(path, result | {"command": "lpkit claim lion.yaml"})
+    return path, result
 
 
 def test_a_verdict_is_replayed_from_its_file_alone(tmp_path):
-    path, found = filed(tmp_path)
+    path, result = filed(tmp_path)
     again = lesson.replayed(path)
-    assert again["sentence"] == found["sentence"] and again["command"] == "lpkit claim lion.yaml"
+    assert again["sentence"] == result["sentence"] and again["command"] == "lpkit claim lion.yaml"
     [verdict] = again["verdicts"]
     assert (settle.sentence(protocol.Claim(**again["claim"]), verdict, again["tuning"]["runs"])
-            == found["sentence"])
+            == result["sentence"])
     assert protocol.Claim(**again["claim"]) == claim(**SEES), "and by whoever has not its file"
     path.write_text(path.read_text().replace('"better"', '"worse"'))
     with pytest.raises(ConfigError, match="does not match its checksum"):
@@ -525,14 +528,14 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
     def slow(config):
         return noisy(config) * (1.5 if config.steps < 4 else 1)
 
-    found, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
-    [verdict] = found["verdicts"]
-    spec = lesson.verdict_figure(json.loads(json.dumps(found)))
+    result, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    [verdict] = result["verdicts"]
+    spec = lesson.verdict_figure(json.loads(json.dumps(result)))
     pairs, gains, *_ = spec["data"]
     assert gains["x"] == [100 * verdict["gain"], 100 * verdict["equal_seconds"]["gain"]]
     assert gains["y"] == ["lion beside adamw", "lion, equal seconds<br>(2 steps)"]
-    for i, one in enumerate((verdict, verdict["equal_seconds"])):
-        low, high = one["interval"]
+    for i, comparison in enumerate((verdict, verdict["equal_seconds"])):
+        low, high = comparison["interval"]
         assert gains["x"][i] + gains["error_x"]["array"][i] == pytest.approx(100 * high)
         assert gains["x"][i] - gains["error_x"]["arrayminus"][i] == pytest.approx(100 * low)
     assert (len(pairs["x"]) == verdict["seeds"] and statistics.fmean(pairs["x"])
@@ -540,8 +543,8 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
     boxes = [shape for shape in spec["layout"]["shapes"] if shape["type"] == "rect"]
     assert (spec["layout"]["yaxis"]["categoryarray"] == gains["y"]
             and [shape["y0"] for shape in boxes] == [-0.4, 0.6]), "its place is its row"
-    assert [shape["x1"] for shape in boxes] == [100 * one["could_see"]
-        for one in (verdict, verdict["equal_seconds"])]
+    assert [shape["x1"] for shape in boxes] == [100 * comparison["could_see"]
+        for comparison in (verdict, verdict["equal_seconds"])]
     lines = {shape["x0"] for shape in spec["layout"]["shapes"] if shape["type"] == "line"}
     assert lines == {0, 2, -2}, "the effect of interest"
     go.Figure(json.loads(json.dumps(spec, allow_nan=False)))
@@ -549,27 +552,27 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
 
 def test_a_gain_in_the_figure_is_that_of_the_arm_named_first():
     """Lion is worse and its steps are quick: AdamW runs again, in fewer steps."""
-    found, _, _ = settled(lambda config: noisy(config)
-                          * (1.06 if config.optimizer.name == "lion" else 1), SEES,
-                          seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
-    gains = lesson.verdict_figure(found)["data"][1]
+    result, _, _ = settled(lambda config: noisy(config)
+                           * (1.06 if config.optimizer.name == "lion" else 1), SEES,
+                           seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
+    gains = lesson.verdict_figure(result)["data"][1]
     assert (gains["y"] == ["lion beside adamw", "adamw, equal seconds<br>(2 steps)"]
             and gains["x"][0] < 0 < gains["x"][1])
 
 
 def test_the_recorded_verdict_is_of_its_file():
-    found, file = lesson.replayed(lesson.LION), ROOT / "docs" / "claims" / "lion.yaml"
-    assert (protocol.Claim(**found["claim"]) == protocol.read(file)
-            and found["command"] == "lpkit claim docs/claims/lion.yaml")
-    assert found["verdicts"][0]["verdict"] == "worse"
+    result, file = lesson.replayed(lesson.LION), ROOT / "docs" / "claims" / "lion.yaml"
+    assert (protocol.Claim(**result["claim"]) == protocol.read(file)
+            and result["command"] == "lpkit claim docs/claims/lion.yaml")
+    assert result["verdicts"][0]["verdict"] == "worse"
 
 
 # runs
 
 def test_a_name_changes_with_what_changes_numbers():
-    one = claim().config("adamw")
-    names = {runs.name_of(config) for config in (one, one.replace({"seed": 1}),
-        one.replace({"data.val_fraction": 0.2}), claim().config("lion"))}
+    adamw = claim().config("adamw")
+    names = {runs.name_of(config) for config in (adamw, adamw.replace({"seed": 1}),
+        adamw.replace({"data.val_fraction": 0.2}), claim().config("lion"))}
     assert len(names) == 4 and runs.name_of(claim().config("adamw")) in names
 
 
@@ -607,25 +610,27 @@ def special(make):
 
 
 def exchanged(a, b):
-    one, two = a.read_bytes(), b.read_bytes()
-    a.write_bytes(two), b.write_bytes(one)
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second), b.write_bytes(first)
 
 
 ALTERED = {
     "exchanged": exchanged,
-    "another's losses": resealed(lambda one, two: two | {"name": one["name"],
-        "config": one["config"], "val_loss": 3.0}),
-    "another's config": resealed(lambda one, two: one | {"config": two["config"]}),
-    "a loss": resealed(lambda one, two: one | {"val_loss": one["val_loss"] * 0.9}),
-    "no loss": resealed(lambda one, two: one | {"val_loss": None}),
-    "an error": resealed(lambda one, two: one | {"error": "loss=nan"}),
-    "a short curve": resealed(lambda one, two: one | {"evaluations": one["evaluations"][1:]}),
-    "a curve in another order": resealed(lambda one, two: one
-        | {"evaluations": [*one["evaluations"][1::-1], *one["evaluations"][2:]]}),
-    "no curve": resealed(lambda one, two: one | {"evaluations": 3}),
-    "seconds": resealed(lambda one, two: one | {"seconds": "2"}),
-    "a device": resealed(lambda one, two: one | {"device": []}),
-    "no key": resealed(lambda one, two: {key: one[key] for key in one if key != "step_seconds"}),
+    "another's losses": resealed(lambda record, other: other | {"name": record["name"],
+        "config": record["config"], "val_loss": 3.0}),
+    "another's config": resealed(lambda record, other: record | {"config": other["config"]}),
+    "a loss": resealed(lambda record, other: record | {"val_loss": record["val_loss"] * 0.9}),
+    "no loss": resealed(lambda record, other: record | {"val_loss": None}),
+    "an error": resealed(lambda record, other: record | {"error": "loss=nan"}),
+    "a short curve": resealed(lambda record, other: record
+        | {"evaluations": record["evaluations"][1:]}),
+    "a curve in another order": resealed(lambda record, other: record
+        | {"evaluations": [*record["evaluations"][1::-1], *record["evaluations"][2:]]}),
+    "no curve": resealed(lambda record, other: record | {"evaluations": 3}),
+    "seconds": resealed(lambda record, other: record | {"seconds": "2"}),
+    "a device": resealed(lambda record, other: record | {"device": []}),
+    "no key": resealed(lambda record, other: {
+        key: record[key] for key in record if key != "step_seconds"}),
     "a digit": lambda a, b: a.write_text(a.read_text().replace('"val_loss": ', '"val_loss": 1')),
     "empty": lambda a, b: a.write_text(""),
     "NaN": lambda a, b: a.write_text('{"val_loss": NaN, "sha256": "0"}'),
@@ -641,19 +646,19 @@ def test_a_record_that_is_not_of_its_run_is_set_aside_and_made_again(how, tmp_pa
         monkeypatch):
     monkeypatch.setattr(runs, "LOOK_SECONDS", 1e-3)
     whole = settled_in(tmp_path)
-    a, b = (tmp_path / f"{one['name']}.json" for one in whole[:2])
+    a, b = (tmp_path / f"{record['name']}.json" for record in whole[:2])
     ALTERED[how](a, b)
     aside = tmp_path / "damaged"
     theirs = [path for path in (a, b) if how == "exchanged" or path == a]
     kept = {path: path.read_bytes() for path in theirs if path.is_file() and how != "huge"}
     assert settled_in(tmp_path) == whole
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(theirs) and all(line.startswith(f"lpkit: {path} ") and line.endswith(
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(theirs) and all(line.startswith(f"lpkit: {path} ") and line.endswith(
         " is damaged, or not the record of its run; it is moved to damaged/, and the run is made "
-        "again") for line, path in zip(said, theirs)), (said)
+        "again") for line, path in zip(lines, theirs)), (lines)
     assert (all((aside / path.name).read_bytes() == content for path, content in kept.items())
             and os.path.lexists(aside / a.name))
-    assert (settled_in(tmp_path, lambda *told: pytest.fail("a run")) == whole
+    assert (settled_in(tmp_path, lambda *args: pytest.fail("a run")) == whole
             and capsys.readouterr().err == "")
     ALTERED["empty"](a, b)
     assert settled_in(tmp_path) == whole and {path.name for path in aside.iterdir()} >= {a.name,
@@ -663,8 +668,8 @@ def test_a_record_that_is_not_of_its_run_is_set_aside_and_made_again(how, tmp_pa
 def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "LOOK_SECONDS", 1e-3)
 
-    def altered(where, *told):
-        done = attacked.made_up(where, *told)
+    def altered(where, *args):
+        done = attacked.made_up(where, *args)
         Path(f"{where}.json").write_text("{}")
         return done
 
@@ -712,15 +717,15 @@ def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, begun, tmp_path, c
     else:
         a.with_suffix(".stop").write_text("2")      # of a command that was killed
     with runs.Workers(tmp_path / "out", runs.processes.Children(), 1, attacked._in_here) as workers:
-        found = workers.finished(configs)
-    for one, metrics in zip(found, whole):
-        assert (one["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics]
-                and one["val_loss"] == metrics[-1]["val_loss"])
-    said = capsys.readouterr().err
+        records = workers.finished(configs)
+    for record, metrics in zip(records, whole):
+        assert (record["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics]
+                and record["val_loss"] == metrics[-1]["val_loss"])
+    errors = capsys.readouterr().err
     due = {"exchanged": 2, "config": 1, "evaluation": 1, "another's evaluations": 1}.get(how, 0)
-    assert (said.count("\n") == said.count("moved to damaged/")
-            + said.count("; the run was made again") == due
-            and len([*(tmp_path / "out").glob("damaged/*")]) == due), said
+    assert (errors.count("\n") == errors.count("moved to damaged/")
+            + errors.count("; the run was made again") == due
+            and len([*(tmp_path / "out").glob("damaged/*")]) == due), errors
 
 
 def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
@@ -730,15 +735,15 @@ def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
     failed.set_exception(RunFailedError(f"Traceback (most recent call last):\n  File x, line "
                                         f"3\n{sentence}\n"))
     with pytest.raises(RunFailedError) as error:
-        settled_in(tmp_path, lambda *told: failed)
+        settled_in(tmp_path, lambda *args: failed)
     assert str(error.value).endswith(f"Their errors: {sentence}")
 
 
 def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
     name = "lion\x1b[31m\nlpkit: better"
-    found, _, _ = settled(noisy, SEES | {"arms": {"adamw": {"optimizer": "adamw"},
+    result, _, _ = settled(noisy, SEES | {"arms": {"adamw": {"optimizer": "adamw"},
         name: {"optimizer": "lion"}}})
-    shown = command.text(found)
+    shown = command.text(result)
     assert ("\x1b" not in shown and r"lion\x1b[31m\nlpkit: better is better than adamw" in shown
             and "\nlpkit" not in shown)
     runs.processes.tell(f"{name} against adamw: 1 of 3 runs")
@@ -753,7 +758,7 @@ def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_pa
     words = ["claim", str(path), "--out", str(out), "--processes", "1", "--json"]
 
     def records():
-        return {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")}
+        return {file.name: file.stat().st_mtime_ns for file in out.glob("*.json")}
 
     before = {}
     for number, most in ((signal.SIGTERM, 3), (signal.SIGKILL, 8)):     # of 6 and more
@@ -772,27 +777,28 @@ def test_a_killed_claim_goes_on_with_the_same_steps_and_does_no_run_twice(tmp_pa
         assert before.items() <= records().items(), "a run was done twice"
         before = records()
     assert cli.main(words) == 0
-    found, after = json.loads(capsys.readouterr().out), records()
+    result, after = json.loads(capsys.readouterr().out), records()
     assert before.items() <= after.items(), "a run was done twice"
-    assert len(after) == found["runs"] and not [one for one in out.iterdir() if one.is_dir()]
-    [verdict] = found["verdicts"]
+    assert len(after) == result["runs"] and not [file for file in out.iterdir() if file.is_dir()]
+    [verdict] = result["verdicts"]
     assert verdict["verdict"] in ("better", "worse", "no difference")
-    assert found["sentence"].endswith(".")
-    made = [runs.records.read(out / name) for name in after]
+    assert result["sentence"].endswith(".")
+    run_records = [runs.records.read(out / name) for name in after]
     rates = {"adamw": [], "lion": []}
-    for one in made:
-        if one["config"]["seed"] >= settle.METERED_SEED:
-            optimizer = one["config"]["optimizer"]
+    for record in run_records:
+        if record["config"]["seed"] >= settle.METERED_SEED:
+            optimizer = record["config"]["optimizer"]
             name = optimizer if isinstance(optimizer, str) else optimizer["name"]
-            rates[name].append(one["step_seconds"])
+            rates[name].append(record["step_seconds"])
     assert {arm: len(each) for arm, each in rates.items()} == {"adamw": 3, "lion": 3}
     assert verdict["steps"] == {arm: int(0.05 / statistics.median(each))
                                 for arm, each in rates.items()}
-    fewer = [one["steps"] for one in (verdict["equal_seconds"], verdict["equal_flops"]) if one]
-    assert {one["config"]["steps"] for one in made} <= {
+    fewer = [comparison["steps"] for comparison in (verdict["equal_seconds"],
+                                                    verdict["equal_flops"]) if comparison]
+    assert {record["config"]["steps"] for record in run_records} <= {
         protocol.METERED_STEPS, *verdict["steps"].values(), *fewer}
     assert cli.main(words) == 0
-    assert json.loads(capsys.readouterr().out) == found and records() == after
+    assert json.loads(capsys.readouterr().out) == result and records() == after
 
 
 @contextlib.contextmanager
@@ -803,8 +809,8 @@ def killer(workers, victim, most=1):
 
     def kill():
         while not over.wait(0.01) and len(killed) < most:
-            for one in workers.workers[:1]:
-                target = victim(one.keeper.pid)
+            for worker in workers.workers[:1]:
+                target = victim(worker.keeper.pid)
                 if target and target not in killed:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(target, signal.SIGKILL)
@@ -821,7 +827,7 @@ def killer(workers, victim, most=1):
 
 def worker_of(keeper):
     with contextlib.suppress(psutil.NoSuchProcess):
-        return next((one.pid for one in psutil.Process(keeper).children()), None)
+        return next((child.pid for child in psutil.Process(keeper).children()), None)
 
 
 @pytest.mark.slow
@@ -845,24 +851,24 @@ def test_a_run_whose_worker_or_keeper_is_killed_is_started_again(tmp_path):
             with killer(workers, once_begun(config, who)) as killed:
                 workers.finished([config])
             assert len(killed) == 1
-        [one] = workers.workers
-        psutil.Process(worker_of(one.keeper.pid)).kill()
-        one.keeper.wait()
+        [worker] = workers.workers
+        psutil.Process(worker_of(worker.keeper.pid)).kill()
+        worker.keeper.wait()
         half = out / ".0123.json.abcdefgh.tmp"      # one that is killed while it writes leaves it
         half.touch()
-        found = workers.finished([first, of_worker, of_keeper, late])
-        assert [each["restarts"] for each in found] == [0, 1, 1, 0]
-        assert workers.workers != [one] and not half.exists()
+        records = workers.finished([first, of_worker, of_keeper, late])
+        assert [each["restarts"] for each in records] == [0, 1, 1, 0]
+        assert workers.workers != [worker] and not half.exists()
         assert not [path for path in out.iterdir() if path.is_dir()]
         begun, lock = len(children._started), out / runs.name_of(locked) / ".lock"
-        said = (r"^1 of 1 runs did not finish; repeat the command to continue. Their errors: "
-                r"lpkit.errors.ConfigError: another process is ")
-        with files.locked(lock), pytest.raises(RunFailedError, match=said):
+        message = (r"^1 of 1 runs did not finish; repeat the command to continue. Their errors: "
+                   r"lpkit.errors.ConfigError: another process is ")
+        with files.locked(lock), pytest.raises(RunFailedError, match=message):
             workers.finished([locked])
         assert len(children._started) == begun and lock.exists()
     with runs.Workers(tmp_path, children, 1, attacked._in_here) as workers:
         plain = workers.finished([of_worker, of_keeper])
-    assert [each["val_loss"] for each in plain] == [each["val_loss"] for each in found[1:3]]
+    assert [each["val_loss"] for each in plain] == [each["val_loss"] for each in records[1:3]]
 
 
 @pytest.mark.slow
@@ -882,9 +888,9 @@ def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path, monkey
     monkeypatch.setattr(hardware, "energy_joules", lambda device: (next(readings), "a meter"))
     config = claim(budget={"joules": 1}).config("adamw").replace({"steps": 5})
     runs.make(str(tmp_path / "run"), config.imports, config.to_dict(), 1)
-    found = runs.records.read(tmp_path / "run.json")
-    assert found["energy_wh"] == pytest.approx(20 / 3600)
-    assert found["step_joules"] == pytest.approx(20 / 5) and found["restarts"] == 1
+    record = runs.records.read(tmp_path / "run.json")
+    assert record["energy_wh"] == pytest.approx(20 / 3600)
+    assert record["step_joules"] == pytest.approx(20 / 5) and record["restarts"] == 1
 
 
 def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tmp_path):
@@ -894,8 +900,8 @@ def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tm
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           capture_output=True, text=True, check=True).stdout.strip()
     config = claim().config("adamw")
-    told = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict(), 0])
-    os.write(writer, f"{gone}\n{told}\n".encode())
+    job = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict(), 0])
+    os.write(writer, f"{gone}\n{job}\n".encode())
     os.close(writer)
     ended = subprocess.run([sys.executable, "-c",
                             f"from lpkit.claims.runs import work; work({reader})"],

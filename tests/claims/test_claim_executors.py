@@ -45,10 +45,10 @@ def name(request):
 
 def untimed(value):
     """All but what a clock says, as text."""
-    def kept(one):
-        if isinstance(one, dict):
-            return {key: kept(each) for key, each in one.items() if key not in TIMED}
-        return [kept(each) for each in one] if isinstance(one, list) else one
+    def kept(part):
+        if isinstance(part, dict):
+            return {key: kept(each) for key, each in part.items() if key not in TIMED}
+        return [kept(each) for each in part] if isinstance(part, list) else part
 
     return json.dumps(kept(value))
 
@@ -81,24 +81,24 @@ def test_others_give_the_verdict_that_workers_give(name, tmp_path, request):
     assert ours["verdicts"][0]["equal_seconds"] is None, "seconds decide nothing here"
     assert untimed(ours) == untimed(theirs)
     assert (tmp_path / "theirs" / name).is_dir() == (name == "submitit")
-    kept = [{one.name: untimed(records.read(one)) for one in who.glob("*.*")
-             if one.suffix in (".json", ".verdict")} for who in (folder, tmp_path / "theirs")]
+    kept = [{file.name: untimed(records.read(file)) for file in who.glob("*.*")
+             if file.suffix in (".json", ".verdict")} for who in (folder, tmp_path / "theirs")]
     assert kept[0] == kept[1] and len(kept[0]) == ours["runs"] + 1
     asked = theirs["claim"]
     assert not {"executor", "job"} & asked.keys() and protocol.Claim(**asked) == protocol.read(path)
-    left = [one for one in (tmp_path / "theirs").iterdir() if one.suffix in (".lock", ".stop")
-            or (one.is_dir() and one.name != name)]
-    assert [one.name for one in left] in ([], [".lock"])
+    left = [file for file in (tmp_path / "theirs").iterdir() if file.suffix in (".lock", ".stop")
+            or (file.is_dir() and file.name != name)]
+    assert [file.name for file in left] in ([], [".lock"])
 
 
 def children(*words):
     """Processes below this one in whose command line one of `words` is."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    processes = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if any(word in " ".join(one.cmdline()) for word in words):
-                found.append(one)
-    return found
+            if any(word in " ".join(process.cmdline()) for word in words):
+                processes.append(process)
+    return processes
 
 
 @contextlib.contextmanager
@@ -123,21 +123,22 @@ def test_a_run_whose_job_is_killed_is_started_again(name, tmp_path):
     def kill():
         while not over.wait(0.01) and not killed:
             if any(path.stat().st_size for path in out.glob("*/metrics.jsonl")):
-                for one in children("ray::alone", "submitit.core._submit"):
-                    one.kill()
-                    killed.append(one.pid)
+                for process in children("ray::alone", "submitit.core._submit"):
+                    process.kill()
+                    killed.append(process.pid)
 
-    with jobs(name, out) as made, runs.Workers(out, runs.processes.Children(), 1, *made) as workers:
+    with jobs(name, out) as hooks, \
+            runs.Workers(out, runs.processes.Children(), 1, *hooks) as workers:
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            [found] = workers.finished([config])
+            [record] = workers.finished([config])
         finally:
             over.set()
             killer.join()
-    assert len(killed) == 1 and found["restarts"] == 1
+    assert len(killed) == 1 and record["restarts"] == 1
     whole = lpkit.train(config, out=tmp_path / "whole").summary
-    assert found["val_loss"] == whole["val_loss"]
+    assert record["val_loss"] == whole["val_loss"]
 
 
 @pytest.mark.slow
@@ -147,7 +148,7 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
     tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
     with jobs(name, tmp_path) as (submit, lost), \
             runs.Workers(tmp_path, runs.processes.Children(), 1,
-                         lambda *told: begun.append(told) or submit(*told), lost) as workers, \
+                         lambda *args: begun.append(args) or submit(*args), lost) as workers, \
             pytest.raises(RunFailedError, match=r"Their errors: .*rror"):
         workers.finished([config])
     assert len(begun) == 1
@@ -155,7 +156,7 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
 
 # what is refused
 
-@pytest.mark.parametrize("more, changes, said", [
+@pytest.mark.parametrize("more, changes, message", [
     (["--executor", "submtit"], {}, "executor cannot be 'submtit'; did you mean 'submitit'?"),
     (["--executor", "slurm"], {},
      "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
@@ -168,20 +169,21 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
                                                        "one run"),
     ([], {"settings": TINY["settings"] | {"parallel.data": 3}}, "global_batch=4 sequences does not "
         "split over data=3")])
-def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_path, capsys,
+def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, message, tmp_path, capsys,
         monkeypatch):
     monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
                      *more]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and said in err, err
+    assert out == "" and err.count("\n") == 1 and message in err, err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("absent, told", [("submitit", "file"), ("ray", "option")])
-def test_what_is_not_installed_is_named_with_its_extra(absent, told, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("absent, given_in", [("submitit", "file"), ("ray", "option")])
+def test_what_is_not_installed_is_named_with_its_extra(absent, given_in, tmp_path, capsys,
+        monkeypatch):
     monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
-    path, more = ((written(tmp_path, executor=absent), []) if told == "file"
+    path, more = ((written(tmp_path, executor=absent), []) if given_in == "file"
                   else (written(tmp_path), ["--executor", absent]))
     assert cli.main(["claim", str(path), "--out", str(tmp_path / "out"), *more]) == 2
     err = capsys.readouterr().err
@@ -203,9 +205,9 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
     def settle_with(budget):
         def finished(what, configs):
-            return [{"name": runs.name_of(one), "val_loss": 2 + one.seed % 7 / 1e3, "seconds": 1.0,
-                     "energy_wh": None, "step_seconds": 0.5,
-                     "error": None, "device": next(where)} for one in configs]
+            return [{"name": runs.name_of(config), "val_loss": 2 + config.seed % 7 / 1e3,
+                     "seconds": 1.0, "energy_wh": None, "step_seconds": 0.5,
+                     "error": None, "device": next(where)} for config in configs]
 
         return settle.Settling(claim(budget=budget), finished, lambda line: None).settle(False)
 
@@ -238,9 +240,9 @@ def test_ranks_that_a_judge_stops_end_on_the_way(workers):
             self.stop_after = evaluations[0][0] if evaluations else None
 
     config = claim(settings=TWO, budget={"steps": 2000}).config("adamw").replace({"eval_every": 5})
-    [found] = workers.finished([config], judges=[Judge()])
-    assert found["val_loss"] is None and found["error"] is None
-    assert 5 <= found["stopped_after"] < 2000
+    [record] = workers.finished([config], judges=[Judge()])
+    assert record["val_loss"] is None and record["error"] is None
+    assert 5 <= record["stopped_after"] < 2000
 
 
 @pytest.mark.slow
@@ -248,8 +250,8 @@ def test_ranks_that_a_judge_stops_end_on_the_way(workers):
 def test_ranks_that_diverge_are_a_result(workers):
     config = claim(settings=TWO).config("adamw",
         {"optimizer.lr": 1e30}).replace({"optimizer.clip": 0, "steps": 20})
-    [found] = workers.finished([config])
-    assert found["val_loss"] is None and "loss" in found["error"]
+    [record] = workers.finished([config])
+    assert record["val_loss"] is None and "loss" in record["error"]
 
 
 @pytest.mark.slow
@@ -270,14 +272,14 @@ def test_a_run_of_two_ranks_is_what_launch_makes(workers, tmp_path):
     thread = threading.Thread(target=killer)
     thread.start()
     try:
-        [found] = workers.finished([config])
+        [record] = workers.finished([config])
     finally:
         over.set()
         thread.join()
-    assert found["restarts"] == 1 and len(gone) >= 2
+    assert record["restarts"] == 1 and len(gone) >= 2
     assert not psutil.wait_procs(gone, timeout=10)[1]
     whole = lpkit.launch(config, processes=2, out=tmp_path / "whole").result().summary
-    assert (found["val_loss"], found["device"]) == (
+    assert (record["val_loss"], record["device"]) == (
         whole["val_loss"], lpkit.Run(tmp_path / "whole").environment["device"])
 
 

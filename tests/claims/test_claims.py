@@ -51,30 +51,31 @@ def test_the_page_is_up_to_date():
             == pages.rows()), "python -m tests.pages claims"
 
 
-def told(claimed, unit, *kit, measured=()):
+def verdict_of(claimed, unit, *kit, measured=()):
     row = dict.fromkeys(("name", "says", "source", "conditions", "why", "shown"), "x")
-    made = Claim(**row, unit=unit, claimed=claimed, verdict=UNTESTED)
-    made.__dict__["numbers"] = Numbers(kit=dict(enumerate(kit)), measured=dict(enumerate(measured)))
-    return made.follows
+    claim = Claim(**row, unit=unit, claimed=claimed, verdict=UNTESTED)
+    claim.__dict__["numbers"] = Numbers(kit=dict(enumerate(kit)),
+                                        measured=dict(enumerate(measured)))
+    return claim.follows
 
 
-@pytest.mark.parametrize("found, verdict", [
-    (told(2.0, "times", 1.81), CONFIRMED), (told(2.0, "times", 1.79), SMALLER),
-    (told(2.0, "times", 1.19, 0.5), REFUTED),
-    (told(2.0, "times", 64), CONFIRMED), (told(2.0, "times", 2.0, 1.0), SMALLER),
-    (told(2.0, "times", 2.0, measured=[1.0]), SMALLER),
-    (told(0.5, "less", 0.41), CONFIRMED), (told(0.5, "less", -0.1), REFUTED),
-    (told(0.5, "less", -0.1, 0.2), SMALLER),
-    (told(0.2, "more", 0.24), CONFIRMED), (told(0.2, "more", 0.33), SMALLER),
-    (told(0.2, "more", 1.1), REFUTED),
-    (told(0.2, "more", -0.1), CONFIRMED),       # it was to cost something, and costs nothing
-    (told(None, "times", 2.0), UNTESTED), (told(2.0, "times"), UNTESTED),
-    (told(1.0, "cases", 1.0), CONFIRMED), (told(1.0, "cases", 0.99), REFUTED),
-    (told(1.0, "cases", 1.0, measured=[0.5]), REFUTED),
-    (told(140e9, "bytes", 141e9), CONFIRMED), (told(2.0, "FLOPs", 6.0), SMALLER),
-    (told(2.0, "FLOPs", 12.0), REFUTED)])
-def test_the_rule(found, verdict):
-    assert found == verdict
+@pytest.mark.parametrize("result, verdict", [
+    (verdict_of(2.0, "times", 1.81), CONFIRMED), (verdict_of(2.0, "times", 1.79), SMALLER),
+    (verdict_of(2.0, "times", 1.19, 0.5), REFUTED),
+    (verdict_of(2.0, "times", 64), CONFIRMED), (verdict_of(2.0, "times", 2.0, 1.0), SMALLER),
+    (verdict_of(2.0, "times", 2.0, measured=[1.0]), SMALLER),
+    (verdict_of(0.5, "less", 0.41), CONFIRMED), (verdict_of(0.5, "less", -0.1), REFUTED),
+    (verdict_of(0.5, "less", -0.1, 0.2), SMALLER),
+    (verdict_of(0.2, "more", 0.24), CONFIRMED), (verdict_of(0.2, "more", 0.33), SMALLER),
+    (verdict_of(0.2, "more", 1.1), REFUTED),
+    (verdict_of(0.2, "more", -0.1), CONFIRMED),       # it was to cost something, and costs nothing
+    (verdict_of(None, "times", 2.0), UNTESTED), (verdict_of(2.0, "times"), UNTESTED),
+    (verdict_of(1.0, "cases", 1.0), CONFIRMED), (verdict_of(1.0, "cases", 0.99), REFUTED),
+    (verdict_of(1.0, "cases", 1.0, measured=[0.5]), REFUTED),
+    (verdict_of(140e9, "bytes", 141e9), CONFIRMED), (verdict_of(2.0, "FLOPs", 6.0), SMALLER),
+    (verdict_of(2.0, "FLOPs", 12.0), REFUTED)])
+def test_the_rule(result, verdict):
+    assert result == verdict
 
 
 @pytest.mark.parametrize("name", [name for name, claim in CLAIMS.items()
@@ -145,9 +146,9 @@ def test_activations_in_two_bits_by_hand(numbers):
     """32 bits become 2 and a scale and a zero of 4 bytes each for 256 numbers; statistics stay, so
     it is a little less."""
     bits = 2 + 2 * 32 / 256
-    found = numbers["activations-12x"].kit
-    assert (0.8 * 32 / bits < found["fp32"] < 32 / bits
-            and 16 / bits < found["bf16"] < found["fp32"]), "a part of bf16's is float32"
+    kit = numbers["activations-12x"].kit
+    assert (0.8 * 32 / bits < kit["fp32"] < 32 / bits
+            and 16 / bits < kit["bf16"] < kit["fp32"]), "a part of bf16's is float32"
 
 
 def test_bytes_of_seven_billion_are_those_of_a_table(numbers):
@@ -205,10 +206,10 @@ def test_caches_and_windows_by_hand(numbers):
 def test_an_addition_and_a_norm_by_hand(numbers):
     """Two read, one written; one read, one written. Under autocast the addend has 16 bits, and a
     cast reads and writes the norm's result."""
-    found = numbers["fused-add-norm-50"]
-    assert found.kit == pytest.approx({"float32": 1 / 5, "16 bits": 1 / 5,
+    saved = numbers["fused-add-norm-50"]
+    assert saved.kit == pytest.approx({"float32": 1 / 5, "16 bits": 1 / 5,
         "bf16 autocast": 4 / (10 + 8 + 6)})
-    assert (found.elsewhere["bf16 autocast, its cast fused too"]
+    assert (saved.elsewhere["bf16 autocast, its cast fused too"]
             == pytest.approx(1 - (4 + 2 + 4 + 2) / 24))
 
 
@@ -244,10 +245,10 @@ def test_counter_examples_are_there(numbers):
 
 
 def test_measured_peaks_are_those_that_were_recorded(numbers):
-    found = [json.loads(path.read_text())["table"]
-             for path in (ROOT / "data" / "measured").glob("ledger-*.json")]
+    tables = [json.loads(path.read_text())["table"]
+              for path in (ROOT / "data" / "measured").glob("ledger-*.json")]
     ratios = []
-    for table in found:
+    for table in tables:
         peaks = {row["name"]: row["measured_bytes"] for row in table}
         pairs = [(f"{style}, bf16, as it is", f"{style}, fp32, as it is")
                  for style in ("gpt2", "llama")]
@@ -274,9 +275,9 @@ def test_bert_and_its_children_are_as_large_as_published(numbers):
 
 def test_flops_of_large_runs_by_hand(numbers):
     """3.14e23 of 175 billion weights and 300 billion tokens; attention over pairs adds a little."""
-    found = numbers["gpt-3-flops"]
-    assert (found.elsewhere["6 a parameter and token"] == pytest.approx(3.14e23, rel=2e-3)
-            and 1.02 < found.kit["with all pairs"] / 3.14e23 < 1.04)
+    flops = numbers["gpt-3-flops"]
+    assert (flops.elsewhere["6 a parameter and token"] == pytest.approx(3.14e23, rel=2e-3)
+            and 1.02 < flops.kit["with all pairs"] / 3.14e23 < 1.04)
     assert (numbers["gpt-4-flops"].kit["25,000 A100s, 100 days at 32%"]
             == pytest.approx(25_000 * 312e12 * 0.32 * 100 * 86_400))
     tokens = 1e6 * 256 * (0.9 * 128 + 0.1 * 512)
@@ -293,17 +294,18 @@ def test_skipped_zeros_by_another_route():
 
 def test_attention_alone_cubes_what_is_left(numbers):
     """Dong et al. 2021; a causal mask does not."""
-    found = numbers["skipless-rank-collapse"]
-    assert all(2.8 < power < 3.4 for power in found.kit.values()) and found.elsewhere["causal"] < 2
+    powers = numbers["skipless-rank-collapse"]
+    assert all(2.8 < power < 3.4 for power in powers.kit.values())
+    assert powers.elsewhere["causal"] < 2
 
 
 def test_importance_is_the_record_over_the_cost_of_scores(numbers):
     """The formula is within 10% of what was measured, so that either gives the verdict."""
-    found = numbers["importance-sampling"]
-    for case, value in found.kit.items():
-        assert value == pytest.approx(found.measured[case], rel=0.1)
-        assert found.elsewhere[f"{case}, scores for nothing"] == pytest.approx(
-            found.measured[case] * 4 / 3)
+    gains = numbers["importance-sampling"]
+    for case, value in gains.kit.items():
+        assert value == pytest.approx(gains.measured[case], rel=0.1)
+        assert gains.elsewhere[f"{case}, scores for nothing"] == pytest.approx(
+            gains.measured[case] * 4 / 3)
 
 
 # The file, the page and the command.
@@ -322,11 +324,11 @@ def test_rows_are_whole(numbers):
 def test_lora_leaves_the_weights(numbers):
     """Of 2 bytes a weight, 2 of its gradient and 8 of its moments 2 stay, where activations are
     few; of 4, 4 and 8 at least 4."""
-    found = numbers["lora-3x"]
-    assert (found.elsewhere["GPT-3 175B, weights in 16 bits and blocks recomputed"]
+    ratios = numbers["lora-3x"]
+    assert (ratios.elsewhere["GPT-3 175B, weights in 16 bits and blocks recomputed"]
             == pytest.approx((2 + 2 + 8) / 2, rel=0.03))
-    assert (max(found.kit, key=found.kit.get) == "GPT-3 175B"
-            and all(1 < times < (4 + 4 + 8) / 4 for times in found.kit.values()))
+    assert (max(ratios.kit, key=ratios.kit.get) == "GPT-3 175B"
+            and all(1 < times < (4 + 4 + 8) / 4 for times in ratios.kit.values()))
 
 
 @pytest.mark.parametrize("shown", sorted({claim.shown for claim in CLAIMS.values()}))
@@ -352,9 +354,9 @@ def test_the_command(capsys, monkeypatch):
     assert ([row["name"] for row in rows] == list(CLAIMS)
             and all(isinstance(row["kit"], dict) for row in rows))
     assert cli.main(["claims", "lion-lighter"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     claim = CLAIMS["lion-lighter"]
-    assert all(" ".join(words.split()) in " ".join(said.split())
+    assert all(" ".join(words.split()) in " ".join(printed.split())
                for words in (claim.says, claim.source, claim.why, claim.verdict))
     assert cli.main(["claims", "lion-lighter", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == next(row for row in pages.rows()

@@ -122,13 +122,13 @@ def test_a_case_that_began_late_is_no_error(tmp_path, monkeypatch):
 def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
     """An update, a recipe and a kernel, through the command, twice: the second time there is
     nothing left to do."""
-    def one(piece, case, on):
+    def only(piece, case, on):
         return {case: piece(on)[case]}
 
     some = {"recipes": "fp8-delayed", "steps": "eager", "kernels": "rotary"}
     pieces = {name: evidence.PIECES[name] for name in some}
     monkeypatch.setattr(evidence, "PIECES",
-                        {name: replace(piece, commands=partial(one, piece.commands, some[name]))
+                        {name: replace(piece, commands=partial(only, piece.commands, some[name]))
                                              for name, piece in pieces.items()})
     words = ["bench", "evidence", "--out", str(tmp_path), "--json"]
     assert cli.main(words) == 0
@@ -139,9 +139,9 @@ def test_rehearsed_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert not [line["error"] for line in lines.values() if "error" in line]
     assert [case["ratio"] for case in result["cases"]] == [1, 1, 1]
     for name in ("recipes", "steps"):
-        said = lines[name]["said"]
-        assert (said["status"] == "complete" and said["tokens_per_second"] > 0
-                and said["chosen"]["compile"]["used"] == "off")
+        summary = lines[name]["said"]
+        assert (summary["status"] == "complete" and summary["tokens_per_second"] > 0
+                and summary["chosen"]["compile"]["used"] == "off")
     assert lines["kernels"]["said"]["name"] == "kernels"
     facts = json.loads((tmp_path / "provenance.json").read_text())
     assert (facts["versions"]["torch"] and "commit" in facts
@@ -158,14 +158,14 @@ def test_all_of_it_fits_into_half_an_hour_and_is_commands_that_exist(monkeypatch
     assert evidence.PIECES["launch"].by_name, "it starts ranks on CPUs"
     for on in map(torch.device, ("cpu", "cuda")):
         monkeypatch.setattr(evidence, "runs_here", lambda on: ["fp8-tensorwise"])
-        found = {name: piece.commands(on) for name, piece in evidence.PIECES.items()}
-        tests = [*found["tests"]]
+        by_piece = {name: piece.commands(on) for name, piece in evidence.PIECES.items()}
+        tests = [*by_piece["tests"]]
         assert tests[:4] == ["test_kernels", "test_cast_operand", "test_flash_attention",
                              "test_gpu"]
         assert {"test_memory", "test_cast_gather"} <= {*tests[4:]}
-        assert {"bf16", "mxfp8", "fp8-delayed"} <= found["recipes"].keys()
-        assert {"rms-norm", "cast-mx", "linear-cross-entropy"} <= found["kernels"].keys()
-        for words in (words for commands in found.values() for words in commands.values()):
+        assert {"bf16", "mxfp8", "fp8-delayed"} <= by_piece["recipes"].keys()
+        assert {"rms-norm", "cast-mx", "linear-cross-entropy"} <= by_piece["kernels"].keys()
+        for words in (words for commands in by_piece.values() for words in commands.values()):
             if words[:2] == ("-m", "lpkit"):
                 parser = argparse.ArgumentParser()
                 parser.add_argument("--json", action="store_true")
@@ -182,10 +182,11 @@ def test_all_of_it_fits_into_half_an_hour_and_is_commands_that_exist(monkeypatch
 @pytest.fixture
 def ran(monkeypatch):
     """Commands that would have run."""
-    found = []
-    monkeypatch.setattr(evidence, "_ended", lambda words, *_: found.append(words) or {"said": {}})
+    commands = []
+    monkeypatch.setattr(evidence, "_ended",
+                        lambda words, *_: commands.append(words) or {"said": {}})
     monkeypatch.setattr(evidence, "runs_here", lambda on: [])
-    return found
+    return commands
 
 
 def test_pieces_by_name_run_alone_and_as_given(ran, tmp_path):
@@ -214,16 +215,16 @@ def test_a_launch_on_gpus_is_among_all(ran, tmp_path, monkeypatch):
         evidence.run(out=tmp_path, pieces="fsdp2")
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     (["evidence", "--pieces", "smok,linear"], "there is no piece of the evidence 'smok'; did you "
                                               "mean 'smoke'?"),
     (["evidence", "--pieces", ""], "there is no piece of the evidence ''; choose one of"),
     (["ledger", "--pieces", "smoke"], "--pieces is for evidence or reliability or your-model or "
                                       "course alone"),
 ])
-def test_an_unknown_piece_is_one_sentence(words, said, ran, tmp_path, capsys):
+def test_an_unknown_piece_is_one_sentence(words, message, ran, tmp_path, capsys):
     assert cli.main(["bench", *words, "--out", str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err and not ran and not [*tmp_path.iterdir()]
+    assert message in capsys.readouterr().err and not ran and not [*tmp_path.iterdir()]
 
 
 def test_a_child_finds_this_checkout_first_and_then_what_was_named(tmp_path, monkeypatch):
@@ -244,7 +245,7 @@ def test_a_child_finds_this_checkout_first_and_then_what_was_named(tmp_path, mon
 
 
 def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_path):
-    def said(name, device, met=True, **case):
+    def entry(name, device, met=True, **case):
         return {"case": case["case"], "said": {"name": name, "device": device, "met": met,
             "date": "2026-01-01", "cases": [case]}}
 
@@ -252,9 +253,9 @@ def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_pat
               "peer_median": 0.0105}
     gpu = "NVIDIA H200"
     lines = {
-        "linear": [said("fp8-linear", gpu, **linear)],
-        "kernels": [said("kernels", gpu, case="a"), said("kernels", gpu, met=False, case="b"),
-                    said("kernels", "a CPU", case="c"),
+        "linear": [entry("fp8-linear", gpu, **linear)],
+        "kernels": [entry("kernels", gpu, case="a"), entry("kernels", gpu, met=False, case="b"),
+                    entry("kernels", "a CPU", case="c"),
                     {"case": "d", "error": "RuntimeError: no", "said": "half"}],
         "doctor": [{"case": "doctor", "said": {"device": gpu}}],
         "tests": [{"case": "test_gpu", "said": "8 passed"}]}
@@ -266,10 +267,10 @@ def test_what_benches_of_a_gpu_say_becomes_records_that_predictions_read(tmp_pat
     assert records.keys() == {"fp8-linear-nvidia-h200.json", "kernels-nvidia-h200.json"}
     kernels = records["kernels-nvidia-h200.json"]
     assert [case["case"] for case in kernels["cases"]] == ["a", "b"] and not kernels["met"]
-    found, without = (efficiency(CATALOGUE["h200"], folder=folder)
-                      for folder in (tmp_path / "measured", tmp_path))
-    assert ("fp8-linear-nvidia-h200.json" in found.source
-            and found.products["fp8"] != without.products["fp8"])
+    measured, without = (efficiency(CATALOGUE["h200"], folder=folder)
+                         for folder in (tmp_path / "measured", tmp_path))
+    assert ("fp8-linear-nvidia-h200.json" in measured.source
+            and measured.products["fp8"] != without.products["fp8"])
 
 
 # ---- the page
@@ -282,8 +283,8 @@ def test_the_page_says_what_there_is():
     submitit and ray, docs/teach.md room), options, what predictions read, and what a GPU multiplies
     itself."""
     page = PAGE.read_text()
-    said = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
-    assert said == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
+    assert rows == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
     extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"][
         "optional-dependencies"]
     assert {*re.findall(r"pip install -e '\.\[(\w+)\]'", page)} == extras.keys() - {"accelerate",
@@ -305,15 +306,15 @@ def test_every_measured_number_of_the_page_is_made_from_a_record():
     everywhere; its ceilings and its table of CUDA graphs had no record."""
     text = PAGE.read_text()
     assert text == gpu.page(), "python -m tests.pages gpu"
-    made = text[text.index(gpu.BEGIN):text.index(gpu.END)]
-    prose = text.replace(made, "")
+    generated = text[text.index(gpu.BEGIN):text.index(gpu.END)]
+    prose = text.replace(generated, "")
     assert not re.findall(r"\d (?:ms|us|TB/s|TFLOP/s|GB)\b|\d times|\d% ", prose)
-    assert "| rms-norm | forward | 0.64 to 0.95 |" in made, "0.645, 0.927, 0.950"
-    assert "| cast-tensor | forward | 0.32 to 0.73 |" in made
-    assert "int8 0.61 to 1.13 times as fast as bf16, and faster at 3 of 12 shapes" in made
+    assert "| rms-norm | forward | 0.64 to 0.95 |" in generated, "0.645, 0.927, 0.950"
+    assert "| cast-tensor | forward | 0.32 to 0.73 |" in generated
+    assert "int8 0.61 to 1.13 times as fast as bf16, and faster at 3 of 12 shapes" in generated
     for path in MEASURED.glob("*-nvidia-h200*.json"):
         commit = json.loads(path.read_text())["commit"]
-        assert f"| {commit}{' (with uncommitted changes)' * commit.endswith('+')} |" in made
+        assert f"| {commit}{' (with uncommitted changes)' * commit.endswith('+')} |" in generated
 
 
 # ---- the smoke
@@ -328,9 +329,9 @@ def some(monkeypatch):
 
 def test_each_recipe_learns_what_bf16_learns(some, capsys):
     assert smoke.main(["--seconds", "100"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = found["recipes"]
-    assert [*rows] == [*SOME] and found["problems"] == []
+    result = json.loads(capsys.readouterr().out)
+    rows = result["recipes"]
+    assert [*rows] == [*SOME] and result["problems"] == []
     for row in rows.values():
         assert len(row["losses"]) == smoke.STEPS and row["seconds"] > 0 and row["backend"]
         assert (row["losses"][0] == pytest.approx(math.log(512), rel=0.1)
@@ -351,12 +352,12 @@ def test_a_recipe_that_fails_or_learns_something_else_is_named(some, monkeypatch
 
     monkeypatch.setattr(Training, "build", build)
     assert smoke.main([]) == 1
-    told = capsys.readouterr()
-    rows = json.loads(told.out)["recipes"]
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)["recipes"]
     assert (rows["fp16"]["error"] == "RuntimeError: CUDA error: an illegal instruction"
             and "distance" not in rows["fp16"])
     assert len(rows["fp8-tensorwise"]["losses"]) == smoke.STEPS, "the others run"
-    first, second = told.err.strip().splitlines()[-2:]
+    first, second = captured.err.strip().splitlines()[-2:]
     assert first == "fp16: RuntimeError: CUDA error: an illegal instruction"
     assert (second.startswith("fp8-tensorwise: after 7 updates its loss is ")
             and second.endswith("% from bf16's"))
@@ -371,10 +372,10 @@ def test_a_loss_that_is_no_number_is_an_error_and_the_rest_is_said(some, monkeyp
             return type("Update", (), {"loss": torch.tensor(6.0 if step < 2 else math.nan)})
 
     monkeypatch.setattr(Training, "build", lambda config, **how: Sick)
-    found = smoke.run("cpu")
-    json.dumps(found, allow_nan=False)
-    assert (found["recipes"]["bf16"]["error"] == "ArithmeticError: its loss before update 3 is nan"
-            and found["recipes"]["bf16"]["losses"] == [6, 6])
+    result = smoke.run("cpu")
+    json.dumps(result, allow_nan=False)
+    assert (result["recipes"]["bf16"]["error"] == "ArithmeticError: its loss before update 3 is nan"
+            and result["recipes"]["bf16"]["losses"] == [6, 6])
     assert smoke.run("cpu", 0)["problems"] == [f"{name}: not begun: 0 s were over" for name in SOME]
 
 

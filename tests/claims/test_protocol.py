@@ -24,7 +24,7 @@ from tests.pages import claim_numbers, claims
 RECORD, FOUND = protocol.recorded()
 
 
-@pytest.mark.parametrize("expects, verdict, gain, low, said", [
+@pytest.mark.parametrize("expects, verdict, gain, low, expected", [
     ("better", "better", 0.03, 0.01, "confirmed"), ("better", "better", 0.01, 0.001, "smaller"),
     ("better", "no difference", 0.01, -0.01, "not seen"),
     ("better", "worse", -0.01, -0.03, "refuted"),
@@ -32,9 +32,9 @@ RECORD, FOUND = protocol.recorded()
     ("no worse", "no difference", -0.01, -0.019, "confirmed"),
     ("no worse", "no difference", -0.01, -0.021, "not seen"),
     ("no worse", "worse", -0.001, -0.002, "refuted")])
-def test_a_verdict_follows_from_what_was_found(expects, verdict, gain, low, said):
+def test_a_verdict_follows_from_what_was_found(expects, verdict, gain, low, expected):
     assert protocol.word(expects, {"verdict": verdict, "gain": gain, "interval": [low, 1.0]},
-                         0.02) == said
+                         0.02) == expected
 
 
 def test_each_sentence_has_a_file_that_can_be_settled_and_a_reason():
@@ -52,19 +52,19 @@ def test_each_sentence_has_a_file_that_can_be_settled_and_a_reason():
 
 
 def test_the_page_has_enough_that_held_and_enough_that_did_not():
-    said = [protocol.word(row["expects"], FOUND[name]["verdicts"][0], 0.02)
-            for name, row in protocol.published().items()]
-    assert said.count("confirmed") >= 3 and len(said) - said.count("confirmed") >= 3
+    words = [protocol.word(row["expects"], FOUND[name]["verdicts"][0], 0.02)
+             for name, row in protocol.published().items()]
+    assert words.count("confirmed") >= 3 and len(words) - words.count("confirmed") >= 3
     page = "\n".join(claims._by_protocol())
-    for name, one in FOUND.items():
-        assert f"| `{name}` | " in page and f"{one['verdicts'][0]['gain']:+.2%}" in page
+    for name, claim in FOUND.items():
+        assert f"| `{name}` | " in page and f"{claim['verdicts'][0]['gain']:+.2%}" in page
 
 
 def test_searches_are_judged_by_a_paired_test_on_what_was_recorded():
     """Against scipy-free arithmetic: the mean log ratio of the best of 20 trials, and its t."""
     record = max((json.loads(path.read_text())
                   for path in claim_numbers.MEASURED.glob("tpe-random-*.json")),
-        key=lambda one: one["date"])
+        key=lambda record: record["date"])
     gains = [math.log(min(other) / min(mine)) for mine, other in zip(record["losses"]["tpe"],
         record["losses"]["random"], strict=True)]
     [verdict] = protocol.searched()["verdicts"]
@@ -106,8 +106,8 @@ def test_gelu_by_table_is_gelu_where_lines_meet_and_near_it_between(gelu_by_tabl
 def test_equal_flops_of_what_was_recorded_before_they_were_asked():
     """SOAP lost to AdamW, which has fewer; a Muon that won would have to run again."""
     for name, survives in (("soap", True), ("rope", True), ("large-batch", True), ("muon", None)):
-        found = FOUND[name]
-        assert protocol.at_equal_flops(name, found["verdicts"][0], found["tuned"]) is survives
+        claim = FOUND[name]
+        assert protocol.at_equal_flops(name, claim["verdicts"][0], claim["tuned"]) is survives
     won = FOUND["muon"]["verdicts"][0] | {"verdict": "better"}
     assert protocol.at_equal_flops("muon", won, FOUND["muon"]["tuned"]) is None
     assert protocol.at_equal_flops("muon", won | {"gain": -0.1, "verdict": "worse"},

@@ -112,15 +112,15 @@ def test_what_leaves_the_text_as_it_is_may_be_searched(key, choices):
                           "search": {key: {"choices": choices}}})
 
 
-@pytest.mark.parametrize("changes, said", WRONG,
-                         ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
-def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys,
+@pytest.mark.parametrize("changes, message", WRONG,
+                         ids=[f"{next(iter(changes))}-{i}" for i, (changes, _) in enumerate(WRONG)])
+def test_a_file_is_refused_in_one_sentence_before_any_run(changes, message, tmp_path, capsys,
         monkeypatch):
     monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     assert cli.main(["sweep", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
                      "--json"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
+    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and message in err, err
     assert not (tmp_path / "out").exists()
 
 
@@ -176,17 +176,17 @@ def searched(folder, loss=bowl, most=None, **changes):
     process is killed."""
     folder.mkdir(exist_ok=True)
     finished, ran = recorded(folder, lambda configs, judges: [
-        {"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x", "evaluations": []}
-        for one in configs], most)
+        {"val_loss": loss(config), "seconds": 1.0, "error": None, "name": "x", "evaluations": []}
+        for config in configs], most)
     return sweep.settle(sweep.Sweep(**TINY | changes), folder / "few", finished), ran
 
 
 def test_random_values_are_log_uniform_within_bounds(tmp_path):
-    found, ran = searched(tmp_path, sampler="random", trials=400, search={
+    result, ran = searched(tmp_path, sampler="random", trials=400, search={
         "optimizer.lr": LOG, "optimizer.weight_decay": {"low": 0.1, "high": 0.3},
         "schedule.warmup_steps": {"low": 1, "high": 3},
         "optimizer": {"choices": ["adamw", "lion"]}})
-    assert len(ran) == len(found["trials"]) == 400
+    assert len(ran) == len(result["trials"]) == 400
 
     def off(values):
         """The Kolmogorov-Smirnov distance to the uniform distribution on (0, 1)."""
@@ -194,31 +194,33 @@ def test_random_values_are_log_uniform_within_bounds(tmp_path):
         assert 0 <= values[0] and values[-1] <= 1
         return max(max(abs(v - i / 400), abs(v - (i + 1) / 400)) for i, v in enumerate(values))
 
-    settings = [one["settings"] for one in found["trials"]]
-    rates = [one["optimizer.lr"] for one in settings]
+    settings = [trial["settings"] for trial in result["trials"]]
+    rates = [setting["optimizer.lr"] for setting in settings]
     assert (off([(math.log10(rate) + 5) / 4 for rate in rates]) < 1.63
             / 20), "the 1% bound of n = 400"
     assert off([rate / 0.1 for rate in rates]) > 0.5, "of a log range, not uniform in itself"
-    assert off([(one["optimizer.weight_decay"] - 0.1) / 0.2 for one in settings]) < 1.63 / 20
+    assert off([(setting["optimizer.weight_decay"] - 0.1) / 0.2
+                for setting in settings]) < 1.63 / 20
     for key, values in (("schedule.warmup_steps", (1, 2, 3)), ("optimizer", ("adamw", "lion"))):
-        drawn = [one[key] for one in settings]
+        drawn = [setting[key] for setting in settings]
         assert set(drawn) == set(values) and min(map(drawn.count, values)) > 0.8 * 400 / len(values)
-    for config, one in zip(ran, settings):
+    for config, setting in zip(ran, settings):
         assert (config.optimizer.name, config.optimizer.lr, config.schedule.warmup_steps) == (
-            one["optimizer"], one["optimizer.lr"], one["schedule.warmup_steps"])
+            setting["optimizer"], setting["optimizer.lr"], setting["schedule.warmup_steps"])
         assert config.system.threads == 1 and config.model.width == 32
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
 def test_a_sampler_that_looks_at_losses_finds_the_least(sampler, tmp_path):
-    found, _ = searched(tmp_path, sampler=sampler, trials=40,
-                        search={"optimizer.lr": LOG, "optimizer.weight_decay": {"low": 0,
+    result, _ = searched(tmp_path, sampler=sampler, trials=40,
+                         search={"optimizer.lr": LOG, "optimizer.weight_decay": {"low": 0,
                             "high": 1}})
-    assert found["best"]["val_loss"] == min(one["val_loss"] for one in found["trials"]) < 2.05
-    late = [one["val_loss"] for one in found["trials"][20:]]
+    assert result["best"]["val_loss"] == min(trial["val_loss"] for trial in result["trials"]) < 2.05
+    late = [trial["val_loss"] for trial in result["trials"][20:]]
     drawn, _ = searched(tmp_path, sampler="random", trials=40, search={"optimizer.lr": LOG})
-    assert sum(late) / 20 < sum(one["val_loss"] for one in drawn["trials"][20:]) / 20
-    assert found["importance"]["optimizer.lr"] > 0.5 > found["importance"]["optimizer.weight_decay"]
+    assert sum(late) / 20 < sum(trial["val_loss"] for trial in drawn["trials"][20:]) / 20
+    assert (result["importance"]["optimizer.lr"] > 0.5
+            > result["importance"]["optimizer.weight_decay"])
     assert searched(tmp_path, sampler=sampler, trials=19)[0]["importance"] is None
 
 
@@ -235,8 +237,8 @@ def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
             == len(json.loads((tmp_path / "made.json").read_text())) == 17)
     with cut.open("a") as file:
         file.write('{"trial": 17, "settings"')      # torn by the kill
-    found, again = searched(tmp_path, sampler=sampler, trials=22)
-    assert (found["trials"] == whole["trials"][:22]
+    result, again = searched(tmp_path, sampler=sampler, trials=22)
+    assert (result["trials"] == whole["trials"][:22]
             and again == ran[17:22]), "told anew, it suggests the same"
     assert searched(tmp_path, sampler=sampler, trials=25) == (whole | {"journal": str(cut)},
         ran[22:])
@@ -255,13 +257,14 @@ def test_trials_side_by_side_do_not_hear_of_each_other(sampler, tmp_path):
     domains = {"optimizer": optuna.distributions.CategoricalDistribution(["adamw", "lion"]),
                "optimizer.lr": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True)}
     for first in range(0, 25, 3):
-        for one, line in [(study.ask(domains), line) for line in whole["trials"][first:first + 3]]:
-            assert one.params == line["settings"]
-            study.tell(one, line["val_loss"])
+        for trial, line in [(study.ask(domains), line)
+                            for line in whole["trials"][first:first + 3]]:
+            assert trial.params == line["settings"]
+            study.tell(trial, line["val_loss"])
     with pytest.raises(KeyboardInterrupt):
         searched(tmp_path, sampler=sampler, trials=25, at_once=3, most=6)
-    found, again = searched(tmp_path, sampler=sampler, trials=14, at_once=3)
-    assert found["trials"] == whole["trials"][:14] and again == ran[6:14]
+    result, again = searched(tmp_path, sampler=sampler, trials=14, at_once=3)
+    assert result["trials"] == whole["trials"][:14] and again == ran[6:14]
     assert searched(tmp_path, sampler=sampler, trials=25, at_once=3)[0]["trials"] == whole["trials"]
     assert searched(tmp_path / "one", sampler=sampler, trials=25)[0]["trials"] != whole["trials"]
 
@@ -306,29 +309,29 @@ def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
     """Every rate above 1e-3, half of the range, diverges, and the others are alike: trials that
     were left out would draw on from there."""
     flat = lambda config: None if config.optimizer.lr > 1e-3 else 2.0
-    found, _ = searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG})
-    lost = [one["val_loss"] is None for one in found["trials"]]
+    result, _ = searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG})
+    lost = [trial["val_loss"] is None for trial in result["trials"]]
     assert (0 < sum(lost[:20]) and sum(lost[20:]) <= 6
-            and found["best"]["settings"]["optimizer.lr"] <= 1e-3)
-    assert found["importance"] is None, "of trials that are alike"
-    assert searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG}) == (found, [])
-    shown = command.text(found)
-    assert shown.splitlines()[1].split()[:2] == [str(found["best"]["trial"]),
-        f"{found['best']['val_loss']:.5g}"]
+            and result["best"]["settings"]["optimizer.lr"] <= 1e-3)
+    assert result["importance"] is None, "of trials that are alike"
+    assert searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG}) == (result, [])
+    shown = command.text(result)
+    assert shown.splitlines()[1].split()[:2] == [str(result["best"]["trial"]),
+        f"{result['best']['val_loss']:.5g}"]
     with pytest.raises(RunFailedError, match="none of 4 trials has a number"):
         searched(tmp_path, lambda config: None)
 
 
 def test_settings_that_do_not_go_together_are_a_trial_without_a_run(tmp_path):
-    found, ran = searched(tmp_path, sampler="random", trials=12,
-                          search={"model.width": {"low": 32, "high": 40}})
-    odd = [one for one in found["trials"] if one["val_loss"] is None]
-    widths = {one["settings"]["model.width"] for one in found["trials"]
-              if one["val_loss"] is not None}
-    assert (odd and {one.model.width for one in ran} == widths and len(ran) == len(widths)
-            and all("model.width" in one["error"] for one in odd))
+    result, ran = searched(tmp_path, sampler="random", trials=12,
+                           search={"model.width": {"low": 32, "high": 40}})
+    odd = [trial for trial in result["trials"] if trial["val_loss"] is None]
+    widths = {trial["settings"]["model.width"] for trial in result["trials"]
+              if trial["val_loss"] is not None}
+    assert (odd and {config.model.width for config in ran} == widths and len(ran) == len(widths)
+            and all("model.width" in trial["error"] for trial in odd))
     assert searched(tmp_path, sampler="random", trials=12,
-                    search={"model.width": {"low": 32, "high": 40}}) == (found, [])
+                    search={"model.width": {"low": 32, "high": 40}}) == (result, [])
 
 
 # pruning, with curves that are made up
@@ -352,19 +355,20 @@ def pruned(folder, most=None, lag=0, seed=0, **changes):
     order = random.Random(seed)
 
     def make(configs, judges):
-        found, going = [{"evaluations": [], "seconds": 1.0, "error": None, "name": "x",
-                         "val_loss": None} for _ in configs], [*range(len(configs))]
+        records, going = [{"evaluations": [], "seconds": 1.0, "error": None, "name": "x",
+                           "val_loss": None} for _ in configs], [*range(len(configs))]
         while going:
             i = order.choice(going)
-            one, due, judge = found[i], curve(configs[i]), judges[i]
-            one["evaluations"].append(due[len(one["evaluations"])])
-            judge(one["evaluations"])
-            if one["evaluations"] == due:
-                one["val_loss"] = due[-1][1]
+            record, due, judge = records[i], curve(configs[i]), judges[i]
+            record["evaluations"].append(due[len(record["evaluations"])])
+            judge(record["evaluations"])
+            if record["evaluations"] == due:
+                record["val_loss"] = due[-1][1]
                 going.remove(i)
-            elif judge.stop_after and one["evaluations"][-1][0] >= judge.stop_after + lag * EVERY:
+            elif judge.stop_after and (
+                    record["evaluations"][-1][0] >= judge.stop_after + lag * EVERY):
                 going.remove(i)
-        return found
+        return records
 
     folder.mkdir(exist_ok=True)
     finished, ran = recorded(folder, make, most)
@@ -378,38 +382,39 @@ PRUNED = ("trial", "settings", "val_loss", "pruned", "evaluations")
 def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
     """A loop over optuna alone gives the same trials. Side by side it is shown those that had ended
     before."""
-    found, _ = pruned(tmp_path, pruner=pruner, at_once=at_once, trials=30)
-    cut = [one for one in found["trials"] if one["pruned"]]
-    assert (5 <= len(cut) <= 27 and found["best"]["val_loss"]
-            == min(one["val_loss"] for one in found["trials"] if not one["pruned"]))
-    assert len({one["pruned"]["step"] for one in cut}) > 1, "not all after the first evaluation"
+    result, _ = pruned(tmp_path, pruner=pruner, at_once=at_once, trials=30)
+    cut = [trial for trial in result["trials"] if trial["pruned"]]
+    assert (5 <= len(cut) <= 27 and result["best"]["val_loss"]
+            == min(trial["val_loss"] for trial in result["trials"] if not trial["pruned"]))
+    assert len({trial["pruned"]["step"] for trial in cut}) > 1, "not all after the first evaluation"
     pruners = {"median": optuna.pruners.MedianPruner(),
                "asha": optuna.pruners.SuccessiveHalvingPruner(min_resource=EVERY)}
-    told = sweep.Sweep(**TINY | CURVES)
+    spec = sweep.Sweep(**TINY | CURVES)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=3,
         constant_liar=at_once > 1), pruner=pruners[pruner])
     domains = {"optimizer": optuna.distributions.CategoricalDistribution(["adamw", "lion"]),
                "optimizer.lr": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True)}
     for first in range(0, 30, at_once):
         asked, ends = [study.ask(domains) for _ in range(at_once)], []
-        for one in asked:       # each with no other beside it in the study
+        for trial in asked:       # each with no other beside it in the study
             alone = optuna.create_study(sampler=optuna.samplers.RandomSampler(),
                                         pruner=pruners[pruner])
             alone.add_trials([old for old in study.trials if old.state.is_finished()])
             shadow, end = alone.ask(), None
-            for step, loss in curve(told.config(one.params)):
+            for step, loss in curve(spec.config(trial.params)):
                 shadow.report(loss, step)
-                one.report(loss, step)
+                trial.report(loss, step)
                 if step < STEPS and shadow.should_prune():
                     end = {"step": step, "val_loss": loss}
                     break
             for key, value in alone.trials[-1].system_attrs.items():
-                one.storage.set_trial_system_attr(one._trial_id, key, value)
-            ends.append((one, loss, end))
-        for (one, loss, end), line in zip(ends, found["trials"][first:]):
-            assert (line["pruned"] == end and line["settings"] == one.params
+                trial.storage.set_trial_system_attr(trial._trial_id, key, value)
+            ends.append((trial, loss, end))
+        for (trial, loss, end), line in zip(ends, result["trials"][first:]):
+            assert (line["pruned"] == end and line["settings"] == trial.params
                     and line["val_loss"] == (None if end else loss))
-            study.tell(one, None if end else loss, optuna.trial.TrialState.PRUNED if end else None)
+            study.tell(trial, None if end else loss,
+                       optuna.trial.TrialState.PRUNED if end else None)
 
 
 @pytest.mark.parametrize("pruner, at_once", [("median", 3), ("asha", 1)])
@@ -418,15 +423,15 @@ def test_a_pruned_sweep_that_goes_on_is_the_unbroken_one(pruner, at_once, tmp_pa
     to end."""
     ways = {"pruner": pruner, "at_once": at_once}
     whole, _ = pruned(tmp_path / "whole", trials=24, **ways)
-    assert any(one["pruned"] for one in whole["trials"])
+    assert any(trial["pruned"] for trial in whole["trials"])
     for most in (6, 12):
         with pytest.raises(KeyboardInterrupt):
             pruned(tmp_path / "cut", most=most, seed=most, lag=most % 5, trials=24, **ways)
-    found, again = pruned(tmp_path / "cut", seed=3, lag=9, trials=24, **ways)
-    assert ([{key: one[key] for key in PRUNED} for one in found["trials"]]
-            == [{key: one[key] for key in PRUNED} for one in whole["trials"]])
-    assert len(again) < 24 and found["best"] == whole["best"]
-    assert pruned(tmp_path / "cut", trials=24, **ways) == (found, []), "read back from its journal"
+    result, again = pruned(tmp_path / "cut", seed=3, lag=9, trials=24, **ways)
+    assert ([{key: trial[key] for key in PRUNED} for trial in result["trials"]]
+            == [{key: trial[key] for key in PRUNED} for trial in whole["trials"]])
+    assert len(again) < 24 and result["best"] == whole["best"]
+    assert pruned(tmp_path / "cut", trials=24, **ways) == (result, []), "read back from its journal"
 
 
 @pytest.mark.parametrize("pruner", ["MedianPruner", "SuccessiveHalvingPruner"])
@@ -449,22 +454,23 @@ def test_a_trial_whose_loss_is_no_number_is_left_to_end_by_itself(pruner):
 
 
 def test_what_is_pruned_is_shown_as_such(tmp_path, capsys):
-    found, _ = pruned(tmp_path, trials=12)
-    lines, cut = command.text(found).splitlines(), [one for one in found["trials"] if one["pruned"]]
+    result, _ = pruned(tmp_path, trials=12)
+    lines = command.text(result).splitlines()
+    cut = [trial for trial in result["trials"] if trial["pruned"]]
     assert (lines[0].split()[:3] == ["trial", "val_loss", "pruned"]
             and lines[1].split()[2] == "None" and len(cut) > 3)
     assert [str(cut[0]["trial"]), "None", str(cut[0]["pruned"]["step"])] in [line.split()[:3]
         for line in lines]
     show = command.bar(12)
     for n in (4, 12):
-        show(found["trials"][:n])
-    best = min(one["val_loss"] for one in found["trials"] if not one["pruned"])
-    assert "12/12" in (said := capsys.readouterr().err) and f"best {best:.4g}" in said
+        show(result["trials"][:n])
+    best = min(trial["val_loss"] for trial in result["trials"] if not trial["pruned"])
+    assert "12/12" in (printed := capsys.readouterr().err) and f"best {best:.4g}" in printed
 
 
 def test_a_journal_is_of_one_search_and_one_code(tmp_path, monkeypatch):
     first = searched(tmp_path)[0]["journal"]
-    names = {first, *(searched(tmp_path, **one)[0]["journal"] for one in (
+    names = {first, *(searched(tmp_path, **changes)[0]["journal"] for changes in (
         {"sampler": "random"}, {"pruner": "asha", "settings": SMALL | {"eval_every": 1}},
         {"settings": SMALL | {"steps": 4}}, {"search": {"optimizer.lr": LOG}}))}
     monkeypatch.setattr(runs, "code", lambda: "other")
@@ -475,7 +481,7 @@ def test_a_journal_is_of_one_search_and_one_code(tmp_path, monkeypatch):
 # real runs
 
 def lines(out):
-    return [one for path in out.glob("few-*.jsonl") for one in path.read_text().splitlines()]
+    return [line for path in out.glob("few-*.jsonl") for line in path.read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -497,36 +503,37 @@ def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(tmp_path, capsys):
     before = lines(out)
     assert 2 <= len(before) < 4
     assert cli.main([*words, str(out)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     (tmp_path / "whole").mkdir()
     with runs.Workers(tmp_path / "whole", runs.processes.Children(), 2, _in_here) as workers:
         unbroken = sweep.settle(protocol.read(path, sweep.Sweep, sweep.NEEDED),
                                 tmp_path / "whole" / "few", lambda what, configs, judges:
                                 workers.finished(configs, judges=judges))
-    cut, whole = ([{key: one[key] for key in (*PRUNED, "name")} for one in each["trials"]]
-                  for each in (found, json.loads(json.dumps(unbroken))))
-    assert cut == whole and len(whole) == 4 and any(one["pruned"] for one in whole)
-    assert found["best"]["val_loss"] == min(one["val_loss"] for one in whole if not one["pruned"])
+    cut, whole = ([{key: trial[key] for key in (*PRUNED, "name")} for trial in each["trials"]]
+                  for each in (result, json.loads(json.dumps(unbroken))))
+    assert cut == whole and len(whole) == 4 and any(trial["pruned"] for trial in whole)
+    assert result["best"]["val_loss"] == min(
+        trial["val_loss"] for trial in whole if not trial["pruned"])
     assert lines(out)[:len(before)] == before, "a trial was done twice"
-    assert len(lines(out)) == 4 and not [one for one in out.iterdir() if one.is_dir()]
-    for one in found["trials"]:
-        record = records.read(out / f"{one['name']}.json")
-        assert record["config"]["optimizer"]["lr"] == one["settings"]["optimizer.lr"]
-        if one["pruned"]:
-            assert record["evaluations"][:len(one["evaluations"])] == one["evaluations"]
-            assert (one["pruned"]["step"] <= record["stopped_after"]
+    assert len(lines(out)) == 4 and not [path for path in out.iterdir() if path.is_dir()]
+    for trial in result["trials"]:
+        record = records.read(out / f"{trial['name']}.json")
+        assert record["config"]["optimizer"]["lr"] == trial["settings"]["optimizer.lr"]
+        if trial["pruned"]:
+            assert record["evaluations"][:len(trial["evaluations"])] == trial["evaluations"]
+            assert (trial["pruned"]["step"] <= record["stopped_after"]
                     < 300), "it was stopped on the way"
         else:
-            assert record["val_loss"] == one["val_loss"] and record["stopped_after"] is None
+            assert record["val_loss"] == trial["val_loss"] and record["stopped_after"] is None
 
 
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path, capsys):
-    told = read_yaml(EXAMPLE)
-    small = written(tmp_path, **told | {"settings": told["settings"] | SMALL, "trials": 2})
+    example = read_yaml(EXAMPLE)
+    small = written(tmp_path, **example | {"settings": example["settings"] | SMALL, "trials": 2})
     assert cli.main(["sweep", str(small), "--out", str(tmp_path / "out")]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
-    assert (head.split() == ["trial", "val_loss", "pruned", *told["search"]] and len(rows) == 2
+    assert (head.split() == ["trial", "val_loss", "pruned", *example["search"]] and len(rows) == 2
             and last.startswith("the best of 2 trials; all took "))
 
 
@@ -535,8 +542,8 @@ def test_the_page_says_every_key_of_a_file_and_of_the_object(tmp_path):
         / "commands.md").read_text().partition("**`sweep`**")[2].partition("\n\n")[0]
     assert protocol.read(EXAMPLE, sweep.Sweep, sweep.NEEDED).trials == 20
     assert not [key for key in sweep.Sweep.__dataclass_fields__ if f"`{key}`" not in page]
-    found, _ = searched(tmp_path)
-    assert not [key for key in {**found, **found["best"]} if f"`{key}`" not in keys]
+    result, _ = searched(tmp_path)
+    assert not [key for key in {**result, **result["best"]} if f"`{key}`" not in keys]
 
 
 def test_one_command_at_a_time_in_a_folder(tmp_path, capsys):

@@ -56,7 +56,7 @@ def started(folder, *more):
 def trials(process):
     out, err = process.communicate()
     assert process.returncode == 0, err
-    return [{key: one[key] for key in SAID} for one in json.loads(out)["trials"]]
+    return [{key: trial[key] for key in SAID} for trial in json.loads(out)["trials"]]
 
 
 def test_the_file_and_the_table_have_the_same_executors():
@@ -80,7 +80,7 @@ def test_others_make_the_trials_that_workers_make_also_after_a_kill(name, tmp_pa
     for folder in ("theirs", "ours"):
         (tmp_path / folder).mkdir()
     whole = trials(started(tmp_path / "ours"))
-    assert any(one["pruned"] for one in whole)
+    assert any(trial["pruned"] for trial in whole)
     process, out = started(tmp_path / "theirs", "--executor", name), tmp_path / "theirs" / "out"
     while not list(out.glob("*/metrics.jsonl")):
         assert process.poll() is None, process.communicate()
@@ -88,14 +88,14 @@ def test_others_make_the_trials_that_workers_make_also_after_a_kill(name, tmp_pa
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    found = trials(started(tmp_path / "theirs", "--executor", name))
-    assert found == whole
+    resumed = trials(started(tmp_path / "theirs", "--executor", name))
+    assert resumed == whole
     assert not psutil.wait_procs(children, timeout=30)[1], "nothing goes on for ever"
     assert not [path for path in out.iterdir() if (path.is_dir() and path.name != name)
                 or path.suffix in (".lock", ".stop")]
     for pipe in (process.stdout, process.stderr):       # jobs that outlived it held them
         pipe.close()
-    assert ({records.read(out / f"{one['name']}.json")["name"] for one in found}
+    assert ({records.read(out / f"{trial['name']}.json")["name"] for trial in resumed}
             == {path.stem for path in out.glob("*.json")})
 
 

@@ -21,7 +21,7 @@ from tests.pages.claims import claims
 
 ROOT = Path(__file__).parents[2]
 LINES = list(chain.from_iterable(tour.techniques().values()))
-NAMES = [one.name for one in LINES]
+NAMES = [line.name for line in LINES]
 VERDICTS = {"confirmed", "smaller", "refuted", "not seen", "not testable here", "holds",
             "cannot tell", "met", "short by"}
 
@@ -30,18 +30,18 @@ def test_the_page_is_up_to_date():
     assert (ROOT / "docs" / "tour.md").read_text() == tour.page(), "python -m tests.pages tour"
 
 
-@pytest.mark.parametrize("one", LINES, ids=NAMES)
-def test_no_cell_is_empty_and_all_names_exist(one):
+@pytest.mark.parametrize("line", LINES, ids=NAMES)
+def test_no_cell_is_empty_and_all_names_exist(line):
     """`cells` raises for a notebook, a record, a claim or a sentence that is not there."""
-    row = tour.cells(one)
+    row = tour.cells(line)
     assert len(row) == len(tour.HEADS) and all(cell.strip() for cell in row), row
     word = re.sub(r"short by.*", "short by", row[-1])
     assert word in VERDICTS, row
-    assert one.rows or one.command or one.missing, "a row, a command, or why there is none"
-    for name in one.rows:
+    assert line.rows or line.command or line.missing, "a row, a command, or why there is none"
+    for name in line.rows:
         field, value = tour.named(name)
-        outside = "experiments" in one.notebook and f'["{value}"] =' in (
-            ROOT / "notebooks" / one.notebook).read_text()
+        outside = "experiments" in line.notebook and f'["{value}"] =' in (
+            ROOT / "notebooks" / line.notebook).read_text()
         assert outside or (field, value) in tour.imports(), name
 
 
@@ -59,13 +59,13 @@ def test_rows_that_other_modules_added_are_not_listed(monkeypatch):
 
 def test_every_row_claim_and_sentence_has_a_line():
     assert len(set(NAMES)) == len(NAMES) >= 119
-    shown = {tour.named(row) for one in LINES for row in one.rows}
+    shown = {tour.named(row) for line in LINES for row in line.rows}
     assert tour.imports().keys() <= shown, sorted(tour.imports().keys() - shown)
-    assert {one.claim for one in LINES} - {""} == claims().keys()
-    assert {one.protocol for one in LINES} - {""} == protocol.published().keys()
+    assert {line.claim for line in LINES} - {""} == claims().keys()
+    assert {line.protocol for line in LINES} - {""} == protocol.published().keys()
 
 
-@pytest.mark.parametrize("command", sorted({one.command for one in LINES} - {""}))
+@pytest.mark.parametrize("command", sorted({line.command for line in LINES} - {""}))
 def test_a_command_exists(command, capsys):
     """Those that only print run; of benches the name is checked, of claims and sweeps the file."""
     program, *words = shlex.split(command)
@@ -85,9 +85,9 @@ def test_a_command_exists(command, capsys):
     ({"claim": "lion-lightr"}, KeyError), ({"record": "blocks: none"}, KeyError),
     ({"protocol": "leon"}, KeyError)])
 def test_a_name_that_is_not_there_is_refused(wrong, error):
-    [one] = [one for one in LINES if one.name == "AdamW and Adam"]
+    [line] = [line for line in LINES if line.name == "AdamW and Adam"]
     with pytest.raises(error):
-        tour.cells(replace(one, **wrong))
+        tour.cells(replace(line, **wrong))
 
 
 def test_predictions_are_those_of_the_closed_forms():
