@@ -67,16 +67,16 @@ def besides(run: Mapping[str, str]) -> int:
 
 def run(rounds: int = 1) -> list[Result]:
     """Formulas do not vary: `rounds` is not used."""
-    found = [{**one, "source": PAGES[one["source"]],
-              "predicted_gigabytes": predicted(one).peak_bytes / 1e9,
-              "besides_gigabytes": besides(one) / 1e9} for one in published()]
+    rows = [{**run, "source": PAGES[run["source"]],
+             "predicted_gigabytes": predicted(run).peak_bytes / 1e9,
+             "besides_gigabytes": besides(run) / 1e9} for run in published()]
     case = partial(paired, "adapter-peaks", better="lower", unit="relative error", packages=(),
                    device=DEVICE,
-                   peer_name="median of the published peak", target=TARGET, facts={"table": found})
+                   peer_name="median of the published peak", target=TARGET, facts={"table": rows})
     results = []
-    for name, runs in {"LoRA": [one for one in found if not one["base"]],
-                       "QLoRA": [one for one in found if one["base"]]}.items():
-        off = [abs((one["predicted_gigabytes"] + one["besides_gigabytes"]) / float(one["gigabytes"])
-                   - 1) for one in runs]
+    for name, runs in {"LoRA": [row for row in rows if not row["base"]],
+                       "QLoRA": [row for row in rows if row["base"]]}.items():
+        off = [abs((row["predicted_gigabytes"] + row["besides_gigabytes"]) / float(row["gigabytes"])
+                   - 1) for row in runs]
         results.append(case(ours=off, peer=[1.0] * len(off), case=f"{name}, {len(off)} runs"))
     return results

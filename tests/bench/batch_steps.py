@@ -75,9 +75,10 @@ def widths(rounds: int = 2) -> list[Result]:
             for case, loss in zip(cases, losses)]
     results = []
     for how in width.PARAMETRISATIONS:
-        found = width.transfer(runs, how)
+        transfer = width.transfer(runs, how)
         results.append(paired(
-            "width-rates", ours=[found.moved], peer=[found.own], peer_name="its own best rate",
+            "width-rates", ours=[transfer.moved], peer=[transfer.own],
+            peer_name="its own best rate",
             case=f"{how}: width {width.WIDTHS[-1]} at the best rate of width {width.WIDTHS[0]}",
             better="lower", unit="nats per token", facts={"runs": runs}))
     return results
@@ -90,11 +91,11 @@ def searches(rounds: int = SEARCHES) -> list[Result]:
     cases = [(sampler, seed) for sampler in COMPARED for seed in seeds]
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         losses = dict(zip(cases, pool.map(_search, *zip(*cases))))
-    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in COMPARED}
-    return [paired("tpe-random", ours=[min(one[:n]) for one in found["tpe"]],
-                   peer=[min(one[:n]) for one in found["random"]], peer_name="at random",
+    by_sampler = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in COMPARED}
+    return [paired("tpe-random", ours=[min(search[:n]) for search in by_sampler["tpe"]],
+                   peer=[min(search[:n]) for search in by_sampler["random"]], peer_name="at random",
                    better="lower", case=f"the best of {n} trials", unit="nats per token",
-                   packages=("torch", "optuna"), facts={"losses": found})
+                   packages=("torch", "optuna"), facts={"losses": by_sampler})
             for n in (10, 15, 20)]
 
 

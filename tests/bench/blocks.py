@@ -27,9 +27,9 @@ TARGETS = {("sas-p", "6 x 384"): 1.08}
 
 def run(rounds: int) -> list[Result]:
     gpu = torch.cuda.is_available()
-    return [one for size, changes in (ON_A_GPU if gpu else SIZES).items()
+    return [result for size, changes in (ON_A_GPU if gpu else SIZES).items()
             for recipe in ("fp32", "bf16")
-            for one in _of(size, changes, recipe, rounds, "cuda" if gpu else "cpu")]
+            for result in _of(size, changes, recipe, rounds, "cuda" if gpu else "cpu")]
 
 
 def _of(size: str, changes: dict, recipe: str, rounds: int, device: str) -> list[Result]:

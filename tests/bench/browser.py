@@ -35,7 +35,7 @@ def chromium(*, width: int = 1200, height: int = 1000) -> Iterator:
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *said: object) -> None:
+    def log_message(self, *args: object) -> None:
         pass
 
 

@@ -43,10 +43,10 @@ def run(rounds: int = 9) -> list[Result]:
 
 def _share(pool: dict, looks: int, gain: float) -> Result:
     rng, losses = random.Random(0), pool["losses"]["adamw"]
-    found = [drawn(rng, losses, gain, looks) for _ in range(CLAIMS)]
-    wrong = [verdict.word != ("better" if gain else "no difference") for verdict, _ in found]
+    outcomes = [drawn(rng, losses, gain, looks) for _ in range(CLAIMS)]
+    wrong = [verdict.word != ("better" if gain else "no difference") for verdict, _ in outcomes]
     asked, used = (statistics.fmean(column) for column in zip(
-        *((n, verdict.seeds) for verdict, n in found)))
+        *((n, verdict.seeds) for verdict, n in outcomes)))
     what = f"a gain of {gain:.1%} is missed" if gain else "nothing is called a difference"
     return _result(f"looks: {looks}, seeds asked for {asked:.1f}, used {used:.1f}: {what}", wrong,
                    MISSED if gain else FALSE if looks > 1 else None, pool)
@@ -104,9 +104,9 @@ def record(seconds: float) -> None:
         if time.monotonic() > end:
             break
         shutil.rmtree(folder, ignore_errors=True)
-        found = train(config(arm, seed), out=folder).summary
-        pool["losses"].setdefault(arm, []).append(found["val_loss"])
-        pool["step_seconds"].setdefault(arm, []).append(round(found["step_seconds"], 6))
+        summary = train(config(arm, seed), out=folder).summary
+        pool["losses"].setdefault(arm, []).append(summary["val_loss"])
+        pool["step_seconds"].setdefault(arm, []).append(round(summary["step_seconds"], 6))
         if count % 10 == 0:
             _write(pool, provenance())
     _write(pool, provenance())

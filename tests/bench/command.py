@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--all runs every benchmark; leave out {args.names[0]}, or leave out "
                           f"--all")
     names = [name for name in BENCHES if name != "evidence"] if args.all else args.names
-    rows, told = [pick(BENCHES, name, "benchmark") for name in names], {}
+    rows, options = [pick(BENCHES, name, "benchmark") for name in names], {}
     if args.rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
@@ -59,15 +59,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if " ".join(names) not in what.split(" or ") or (isinstance(given, int) and given < 1):
                 raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
                                   f"with {', '.join(names) or 'none'}")
-            told[key] = given
+            options[key] = given
     if not names:
         return {"known": {name: why for name, (_, why) in BENCHES.items()}}
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)     # before minutes of work
         if names == ["evidence"]:
-            told["out"] = args.out      # it writes as it goes
+            options["out"] = args.out      # it writes as it goes
     summary = pkgutil.resolve_name("tests.bench.harness:summary")       # imports torch
-    benches = [partial(pkgutil.resolve_name(f"tests.bench.{where}"), **told) for where, _ in rows]
+    benches = [partial(pkgutil.resolve_name(f"tests.bench.{where}"), **options)
+               for where, _ in rows]
     done, left_out = [], {}
     for name, bench in zip(names, benches, strict=True):
         print(f"bench {name} ...", file=sys.stderr)
@@ -117,8 +118,8 @@ def _amount(value: float, unit: str) -> str:
 
 def keep(folder: Path, bench: dict[str, Any]) -> None:
     """A limited processor has a record of its own beside the whole one's."""
-    told = " ".join([bench["device"], *bench.get("limits", [])])
-    device = re.sub(r"[^a-z0-9]+", "-", told.lower()).strip("-")
+    label = " ".join([bench["device"], *bench.get("limits", [])])
+    device = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{bench['name']}-{device}.json",

@@ -89,8 +89,8 @@ def _judged() -> float:
     began = time.perf_counter()
     wrong = [name for name, exercise in EXERCISES.items() if name not in PUZZLES
              and exercise.judged(exercise.answer).status != "right"]
-    found = puzzles.run([(name, puzzle.solution) for name, puzzle in PUZZLES.items()])
-    wrong += [name for name, one in zip(PUZZLES, found) if one["status"] != "right"]
+    verdicts = puzzles.run([(name, puzzle.solution) for name, puzzle in PUZZLES.items()])
+    wrong += [name for name, verdict in zip(PUZZLES, verdicts) if verdict["status"] != "right"]
     if wrong:
         raise RuntimeError(f"the answer of {wrong[0]} does not stand its own cases")
     return time.perf_counter() - began

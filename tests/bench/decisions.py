@@ -103,8 +103,8 @@ class Sequence:
     runs: int = 0
 
     def count(self, real: bool, kept: bool = True) -> int:
-        return sum(bool(gain) == real and one == kept
-                   for gain, one in zip(self.gains, self.kept, strict=True))
+        return sum(bool(gain) == real and was_kept == kept
+                   for gain, was_kept in zip(self.gains, self.kept, strict=True))
 
 
 def sequence(seed: int, losses: list[float], rule: Rule, real: int = 0, *, anew: bool = False
@@ -140,31 +140,32 @@ def run(rounds: int = 9) -> list[Result]:
     facts: dict[str, Any] = {"sequences": SEQUENCES, "decisions": DECISIONS, "runs": len(losses),
                              "looks": LOOKS, "breakdown": rows, "found": {}}
     results = []
-    for name, made in RULES.items():
+    for name, rule_for in RULES.items():
         for how in (CARRIED, ANEW):
-            nothing, mixed = ([sequence(seed, losses, made(losses), real, anew=how == ANEW)
+            nothing, mixed = ([sequence(seed, losses, rule_for(losses), real, anew=how == ANEW)
                                for seed in range(SEQUENCES)] for real in (0, REAL))
-            facts["found"][f"{name}, {how}"] = found = told(nothing, mixed)
-            rows.append((name, how, _mean(found["kept"]), "{} to {}".format(*found["middle"]),
-                         f"{found['of_first_10']:.2f}", f"{found['runs_a_decision']:.1f}",
-                         _mean(found["gains_kept"]), _mean(found["nothing_kept_beside_gains"])))
+            facts["found"][f"{name}, {how}"] = summary = summary_of(nothing, mixed)
+            rows.append((name, how, _mean(summary["kept"]), "{} to {}".format(*summary["middle"]),
+                         f"{summary['of_first_10']:.2f}", f"{summary['runs_a_decision']:.1f}",
+                         _mean(summary["gains_kept"]), _mean(summary["nothing_kept_beside_gains"])))
             results += _results(f"{name}, {how}", nothing, mixed, facts)
     return results
 
 
-def told(nothing: list[Sequence], mixed: list[Sequence]) -> dict[str, Any]:
+def summary_of(nothing: list[Sequence], mixed: list[Sequence]) -> dict[str, Any]:
     """Says what a sequence keeps: means with their 95% interval. `middle`: where 95 of 100
     sequences lie.
     `pairs_above`: the share of FIRST sequences that together keep more than the share FALSE."""
-    counts = [one.count(real=False) for one in nothing]
+    counts = [sequence.count(real=False) for sequence in nothing]
     pairs = [sum(counts[i:i + FIRST]) for i in range(0, len(counts), FIRST)]
     cut = int(0.025 * len(counts))
     return {"kept": interval(counts), "middle": [sorted(counts)[i] for i in (cut, -1 - cut)],
-            "of_first_10": statistics.fmean(sum(one.kept[:10]) for one in nothing),
+            "of_first_10": statistics.fmean(sum(sequence.kept[:10]) for sequence in nothing),
             "pairs_above": statistics.fmean(pair > FALSE * FIRST * DECISIONS for pair in pairs),
-            "runs_a_decision": statistics.fmean(one.runs for one in nothing) / DECISIONS,
-            "gains_kept": interval([one.count(real=True) for one in mixed]),
-            "nothing_kept_beside_gains": interval([one.count(real=False) for one in mixed])}
+            "runs_a_decision": statistics.fmean(sequence.runs for sequence in nothing) / DECISIONS,
+            "gains_kept": interval([sequence.count(real=True) for sequence in mixed]),
+            "nothing_kept_beside_gains": interval(
+                [sequence.count(real=False) for sequence in mixed])}
 
 
 def interval(counts: Iterable[int]) -> tuple[float, float, float]:
@@ -175,14 +176,16 @@ def interval(counts: Iterable[int]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def _mean(found: tuple[float, float, float]) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*found)
+def _mean(estimate: tuple[float, float, float]) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*estimate)
 
 
 def _results(what: str, nothing: list[Sequence], mixed: list[Sequence], facts: dict[str, Any]
              ) -> list[Result]:
-    def result(case: str, found: list[Sequence], target: float, *, real: bool = False) -> Result:
-        wrong, right = (sum(one.count(real, kept) for one in found) for kept in (not real, real))
+    def result(case: str, sequences: list[Sequence], target: float, *,
+               real: bool = False) -> Result:
+        wrong, right = (sum(sequence.count(real, kept) for sequence in sequences)
+                        for kept in (not real, real))
         return paired(NAME, ours=[wrong / (wrong + right)], peer=[1.0], peer_name="such changes",
                       case=f"{what}: {case}", better="lower", unit="of the changes", facts=facts,
                       target=target if what.startswith(REFEREE) else None)

@@ -57,15 +57,15 @@ VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are n
 
 def configs(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
     """`count` of them that run on a CPU, always the same ones for a seed."""
-    draw, found = random.Random(seed), 0
-    while found < count:
+    draw, valid = random.Random(seed), 0
+    while valid < count:
         try:
             config = Config().replace(_changes(draw))
             Training.build(config, data=RandomTokens(config))
         except ConfigError:
             continue
-        found += 1
-        yield f"drawn {found}", config
+        valid += 1
+        yield f"drawn {valid}", config
 
 
 def _changes(draw: random.Random) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _changes(draw: random.Random) -> dict[str, Any]:
         changes["model.vocab"] = min(changes["model.vocab"], 512)
     for f in fields(MemoryConfig):
         # few bits last, whichever module came first: draws depend on the order
-        rows = sorted(f.metadata["table"].items(), key=lambda one: one[0].startswith("int"))
+        rows = sorted(f.metadata["table"].items(), key=lambda pair: pair[0].startswith("int"))
         table = {name: row for name, row in rows if not getattr(row, "needs_compile", "")}
         if draw.random() < 1 / 3:
             changes |= _row(draw, f"memory.{f.name}", table)
@@ -113,16 +113,16 @@ def _changes(draw: random.Random) -> dict[str, Any]:
 def layouts(count: int, seed: int = 0) -> Iterator[tuple[str, Config]]:
     """`count` configs of ranks that split the model, tensor and pipeline, alone and together, with
     and without shards, always the same ones for a seed; a rank has a third of the techniques."""
-    draw, found = random.Random(seed), 0
-    while found < count:
+    draw, valid = random.Random(seed), 0
+    while valid < count:
         try:
             config = Config().replace(_laid_out(draw))
             check(config, config.parallel)
             refuse_untrainable(config)
         except ConfigError:
             continue
-        found += 1
-        yield f"layout {found}", config
+        valid += 1
+        yield f"layout {valid}", config
 
 
 def traced(config: Config) -> Footprint:
@@ -132,7 +132,7 @@ def traced(config: Config) -> Footprint:
     stage = layout.devices // layout.pipeline
     return max((predict_trace(config, layout.devices, layout=layout, rank=rank)
                 for rank in sorted({0, stage % layout.devices, layout.devices - stage})),
-               key=lambda found: found.peak_bytes)
+               key=lambda trace: trace.peak_bytes)
 
 
 def _laid_out(draw: random.Random) -> dict[str, Any]:
@@ -178,19 +178,19 @@ def main(kind: str, count: int, seed: int = 0) -> bool:
     off, wrong = [], 0
     for name, config in {"layouts": layouts, "configs": configs}[kind](count, seed):
         try:
-            found = traced(config)
+            trace = traced(config)
         except ConfigError:     # a recipe or a technique that the formula takes, and a run does not
             continue
-        said = memory(config, room("cpu"), attention=found.chosen["attention"].used)
-        error = said.peak_bytes / found.peak_bytes - 1
-        bounds = re.search(r"was (-?\d+)% too low to (-?\d+)% too high", said.doubt)
+        predicted = memory(config, room("cpu"), attention=trace.chosen["attention"].used)
+        error = predicted.peak_bytes / trace.peak_bytes - 1
+        bounds = re.search(r"was (-?\d+)% too low to (-?\d+)% too high", predicted.doubt)
         low, high = (-int(bounds[1]), int(bounds[2])) if bounds else (-5, 5)
-        broken = (bounds or not said.doubt) and not low - 0.5 <= 100 * error <= high + 0.5
+        broken = (bounds or not predicted.doubt) and not low - 0.5 <= 100 * error <= high + 0.5
         off.append(abs(error))
         wrong += bool(broken)
         print(f"{name}: {error:+.1%}{' WRONG' if broken else ''}, {config.parallel}, "
-              f"{said.peak_moment} ({found.phase} {found.module}), {said.doubt or 'no doubt'}",
-              flush=True)
+              f"{predicted.peak_moment} ({trace.phase} {trace.module}), "
+              f"{predicted.doubt or 'no doubt'}", flush=True)
     print(f"{len(off)} {kind}: median {median(off):.1%}, most {max(off):.1%}, {wrong} wrong")
     return not wrong
 

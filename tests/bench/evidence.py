@@ -89,23 +89,23 @@ def _tests(on: torch.device) -> Commands:
     """The kernels', which compute on a GPU where there is one, and the GPU's own; none where this
     is no checkout. By several processes where pytest-xdist is there: most of it is compilation. A
     CPU's interpreter takes minutes for the kernels': there they are only found."""
-    found = {path.stem: path for path in sorted(TESTS.rglob("test_*.py"))}
-    marked = [name for name, path in found.items()
+    paths = {path.stem: path for path in sorted(TESTS.rglob("test_*.py"))}
+    marked = [name for name, path in paths.items()
               if re.search(r"^pytestmark.*mark\.gpu|^@pytest\.mark\.gpu|"
                            r"pytest\.mark\.gpu,\s+pytest", path.read_text(), re.M)]
-    which = {name: ("-m", "not slow") for name in KERNEL_TESTS if name in found}
+    which = {name: ("-m", "not slow") for name in KERNEL_TESTS if name in paths}
     which |= dict.fromkeys(sorted(marked, key=lambda name: name != "test_gpu"), ("-m", "gpu"))
     only = (("--collect-only",) if on.type == "cpu" else
             ("-n", str(min(8, cores()))) if find_spec("xdist") else ())
     return {name: ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p",
-                   "no:benchmark", *only, *words, str(found[name]))
+                   "no:benchmark", *only, *words, str(paths[name]))
             for name, words in which.items()}
 
 
 def _train(*settings: str) -> tuple[str, ...]:
     """Returns the command of a run. A setting replaces an earlier one of its key: the command line
     refuses two values."""
-    last = dict(one.split("=", 1) for one in (*TRAIN, *settings))
+    last = dict(setting.split("=", 1) for setting in (*TRAIN, *settings))
     return _lpkit("train", "gpt2-124m", *(f"{key}={value}" for key, value in last.items()))
 
 
@@ -229,10 +229,10 @@ def _piece(name: str, cases: Commands, budget: float, end: float, folder: Path) 
         if case in done or left < LEAST_SECONDS:
             continue
         print(f"evidence: {name}, {case}, {left:.0f} s at most ...", file=sys.stderr)
-        found = _ended(words, left, folder)
+        result = _ended(words, left, folder)
         took = time.monotonic() - start
         if took < left or left >= budget / 2:
-            line = json.dumps({"case": case, **found, "took": took})
+            line = json.dumps({"case": case, **result, "took": took})
             append_lines(folder / f"{name}.jsonl", [f"{line}\n"])
 
 
@@ -244,7 +244,7 @@ def _ended(words: tuple[str, ...], seconds: float, folder: Path) -> Found:
                            stderr=subprocess.PIPE, start_new_session=True, errors="replace",
                            env=_environment(folder)) as child):
         try:
-            said, problem = (text.strip() for text in child.communicate(timeout=seconds))
+            output, problem = (text.strip() for text in child.communicate(timeout=seconds))
         except BaseException as error:
             os.killpg(child.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
@@ -253,10 +253,10 @@ def _ended(words: tuple[str, ...], seconds: float, folder: Path) -> Found:
                         "error": f"not done after {seconds:.0f} s: "
                                  f"{_ends(problem) or 'nothing was said'}"}
             raise
-    found: Found = {"said": _object(said)}
+    result: Found = {"said": _object(output)}
     if child.returncode:
-        found |= {"error": _ends(problem) or "nothing was said", "exit_code": child.returncode}
-    return found
+        result |= {"error": _ends(problem) or "nothing was said", "exit_code": child.returncode}
+    return result
 
 
 def _ends(problem: str) -> str:
@@ -264,12 +264,12 @@ def _ends(problem: str) -> str:
     return problem if len(problem) <= 3000 else f"{problem[:1500]}\n...\n{problem[-1500:]}"
 
 
-def _object(said: str) -> Any:
+def _object(text: str) -> Any:
     """Of JSON; of anything else the end of the text."""
     try:
-        return json.loads(said)
+        return json.loads(text)
     except ValueError:
-        return said[-MOST_SAID:]
+        return text[-MOST_SAID:]
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -302,9 +302,9 @@ def unpack(wheels: Path, folder: Path) -> None:
 def _record(folder: Path, name: str, gpu: str | None) -> None:
     """What benches of this GPU said, as `lpkit bench NAME --out` keeps it; of one bench in several
     cases a single record."""
-    said = [line["said"] for line in _lines(folder, name).values() if "error" not in line]
-    records = [one for one in said if isinstance(one, dict) and "cases" in one
-               and gpu is not None and one["device"] == gpu]
+    outputs = [line["said"] for line in _lines(folder, name).values() if "error" not in line]
+    records = [output for output in outputs if isinstance(output, dict) and "cases" in output
+               and gpu is not None and output["device"] == gpu]
     if records:
         worst = min(records, key=lambda record: record["met"])
         # a case's facts by size or recipe, such as losses

@@ -137,8 +137,9 @@ def ratios(some: Iterable[Run], numbers: Numbers
     """Of each run its source, machine and precision; its kind and its stack; published seconds over
     the formula's."""
     for run in some:
-        made = step(run, numbers=numbers)
-        yield ((run.source.name, run.machine, made.precision), (made.kind, made.stack),
+        predicted = step(run, numbers=numbers)
+        yield ((run.source.name, run.machine, predicted.precision),
+               (predicted.kind, predicted.stack),
                run.published_seconds / seconds(run, numbers=numbers))
 
 
@@ -146,15 +147,16 @@ def practised(numbers: Numbers, every: bool = False
               ) -> Iterator[tuple[tuple[str, ...], tuple[str, str], float]]:
     """As `ratios`, of practitioners' runs: those that are held out, and of kinds without any those
     that are fitted; or `every` one."""
-    found = []
+    pairs = []
     for row in practitioners.rows():
         if row.published:
-            made = row.step(numbers)
-            found.append(((row.source, row.machine) in PRACTISED,
-                          ((row.source, row.machine, made.precision), (made.kind, made.stack),
-                           row.published_seconds / made.step_seconds)))
-    held = {one[1][0] for fitted, one in found if not fitted}
-    yield from (one for fitted, one in found if every or not fitted or one[1][0] not in held)
+            predicted = row.step(numbers)
+            pairs.append(((row.source, row.machine) in PRACTISED,
+                          ((row.source, row.machine, predicted.precision),
+                           (predicted.kind, predicted.stack),
+                           row.published_seconds / predicted.step_seconds)))
+    held = {ratio[1][0] for fitted, ratio in pairs if not fitted}
+    yield from (ratio for fitted, ratio in pairs if every or not fitted or ratio[1][0] not in held)
 
 
 def practised_by_others(numbers: Numbers) -> list[bool]:
@@ -164,21 +166,22 @@ def practised_by_others(numbers: Numbers) -> list[bool]:
     ranges: dict[tuple[str, ...], dict] = {}
     for same, *_ in each:
         if same[:2] not in ranges:
-            ranges[same[:2]] = _ranges([*held, *(one for one in each if one[0][:2] != same[:2])])
-    found = []
+            ranges[same[:2]] = _ranges(
+                [*held, *(ratio for ratio in each if ratio[0][:2] != same[:2])])
+    inside = []
     for same, kind, off in each:
         _, known = evidence.range_of(ranges[same[:2]], *kind)
-        found.append(known["low"] <= off <= known["high"])
-    return found
+        inside.append(known["low"] <= off <= known["high"])
+    return inside
 
 
 def kinds(some: Iterable[Run], numbers: Numbers) -> dict[str, dict[str, dict[str, float]]]:
     """The ranges by "kinds" and "calibrated"."""
-    found = [*ratios(some, numbers), *practised(numbers)]
-    after = after_one((same, off) for same, _, off in found)
-    return {"kinds": _ranges(found),
+    all_ratios = [*ratios(some, numbers), *practised(numbers)]
+    after = after_one((same, off) for same, _, off in all_ratios)
+    return {"kinds": _ranges(all_ratios),
             "calibrated": _ranges((same, kind, off) for (same, kind, _), off
-                                  in zip(found, after) if off is not None)}
+                                  in zip(all_ratios, after) if off is not None)}
 
 
 def after_one(each: Iterable[tuple[Hashable, float]]) -> Iterator[float | None]:
@@ -202,13 +205,13 @@ def _ranges(each: Iterable[tuple[tuple[str, ...], tuple[str, str], float]]
 
 def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
     """1 for each run that is outside the range which the other sources of its kind give, else 0."""
-    found, each = [], [*ratios(some, numbers)]
-    for name, own in itertools.groupby(each, lambda one: one[0][0]):
-        others = _ranges(one for one in each if one[0][0] != name)
+    misses, each = [], [*ratios(some, numbers)]
+    for name, own in itertools.groupby(each, lambda ratio: ratio[0][0]):
+        others = _ranges(ratio for ratio in each if ratio[0][0] != name)
         for _, kind, off in own:
             _, known = evidence.range_of(others, *kind)
-            found.append(float(not known["low"] <= off <= known["high"]))
-    return found
+            misses.append(float(not known["low"] <= off <= known["high"]))
+    return misses
 
 
 def _range(by_source: dict[str, list[float]]) -> dict[str, float]:
@@ -217,8 +220,8 @@ def _range(by_source: dict[str, list[float]]) -> dict[str, float]:
     ways = [[(off, 1.0) for off, _ in each], [(off, 1 / count) for off, count in each]]
     # the predicted time is in its own range; few sources know little of the next one
     wider = FEW ** max(0, LEAST_SOURCES - len(by_source))
-    low = min(1.0, *(_quantile(one, NINE_OF_TEN[0]) for one in ways)) / wider
-    high = max(1.0, *(_quantile(one, NINE_OF_TEN[1]) for one in ways)) * wider
+    low = min(1.0, *(_quantile(way, NINE_OF_TEN[0]) for way in ways)) / wider
+    high = max(1.0, *(_quantile(way, NINE_OF_TEN[1]) for way in ways)) * wider
     return {"low": float(f"{low:.3g}"), "high": float(f"{high:.3g}"), "runs": len(each),
             "sources": len(by_source)}
 
@@ -232,7 +235,7 @@ def _quantile(each: Sequence[tuple[float, float]], share: float) -> float:
     return each[-1][0]
 
 
-def made() -> dict:
+def record() -> dict:
     all_open, held_out = taken(False), ranged()
     some = list(cases())
     numbers, most = fit(some, BEGIN), defaultdict(int)
@@ -244,5 +247,5 @@ def made() -> dict:
 
 
 if __name__ == "__main__":
-    text = json.dumps(made(), indent=1)
-    print(re.sub(r"\[[\d\s,]+\]", lambda found: json.dumps(json.loads(found[0])), text))
+    text = json.dumps(record(), indent=1)
+    print(re.sub(r"\[[\d\s,]+\]", lambda match: json.dumps(json.loads(match[0])), text))

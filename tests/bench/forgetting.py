@@ -29,10 +29,11 @@ def run(rounds: int, updates: tuple[int, int] = (BASE_UPDATES, UPDATES),
                                out=Path(folder) / str(seed))
             studies.append(lesson.go_on(base, ranks, updates[1]))
     peer = [study.best(0) for study in studies]
-    at = {f"{one.name} at {one.lr:g}": [study.at(one.rank, one.lr) for study in studies]
-          for one in studies[0].went}
-    points = {case: {"forgotten": [study.forgot(one) for study, one in zip(studies, ones)],
-                     "learned": [study.manual - one.learned for study, one in zip(studies, ones)]}
+    at = {f"{point.name} at {point.lr:g}": [study.at(point.rank, point.lr) for study in studies]
+          for point in studies[0].went}
+    points = {case: {"forgotten": [study.forgot(point) for study, point in zip(studies, ones)],
+                     "learned": [study.manual - point.learned
+                                 for study, point in zip(studies, ones)]}
         for case, ones in at.items()}
     return [paired("forgetting", case=case, better="lower", unit="nats", peer_name=PEER,
                    ours=points[case]["forgotten"],

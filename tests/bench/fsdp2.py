@@ -87,9 +87,9 @@ def _accelerator(training: Training) -> Any:
     return accelerator
 
 
-def rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and losses of each contender, by name, and what the kit chose, of the config told."""
-    config = Config.from_dict(told["config"])
+def rank(place: Place, given: dict[str, Any]) -> dict[str, Any]:
+    """Seconds and losses of each contender, by name, and what the kit chose, of a config."""
+    config = Config.from_dict(given["config"])
     os.environ |= {"RANK": str(place.rank), "LOCAL_RANK": str(place.local_rank),
                    "WORLD_SIZE": str(place.world), "LOCAL_WORLD_SIZE": str(place.local_world),
                    # else accelerate sets the number of threads for all
@@ -99,7 +99,7 @@ def rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
         ours = Training.build(config, ranks=ranks)
         threads = torch.get_num_threads()
         peers = {name: Peer(ours, compiled=compiled)
-                 for name, compiled in told["peers"].items()}
+                 for name, compiled in given["peers"].items()}
         torch.set_num_threads(threads)
         seconds, losses = steps_in_turns({"ours": ours, **peers}, config.steps)
         chosen = {name: choice.used for name, choice in ours.decisions.choices.items()}
@@ -121,15 +121,16 @@ def run(rounds: int = ROUNDS) -> list[Result]:
         base = base.replace({**size, "global_batch": world * size["global_batch"]})
     for case, settings in (ON_GPUS if here else ON_CPUS).items():
         config = base.replace(settings)
-        told = {"config": config.to_dict(), "peers": peers}
-        with Processes(f"{__name__}:rank", told, world=world) as ranks:
-            found = ranks.wait()[0]
-        last = check(found["losses"], config)
-        results += [paired("fsdp2", ours=found["seconds"]["ours"], peer=found["seconds"][name],
+        given = {"config": config.to_dict(), "peers": peers}
+        with Processes(f"{__name__}:rank", given, world=world) as ranks:
+            measured = ranks.wait()[0]
+        last = check(measured["losses"], config)
+        results += [paired("fsdp2", ours=measured["seconds"]["ours"],
+                           peer=measured["seconds"][name],
                            case=f"{case}, {world} ranks", peer_name=name, target=TARGET,
                            packages=("torch", "accelerate"),
                            device=torch.cuda.get_device_name() if here else None,
-                           facts={"losses": last, "chosen": found["chosen"], "steps": steps,
+                           facts={"losses": last, "chosen": measured["chosen"], "steps": steps,
                                   "tokens_per_step": config.tokens_per_step})
                     for name in peers]
     return results

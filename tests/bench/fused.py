@@ -70,9 +70,9 @@ def fused(rounds: int = ROUNDS, *, kernel: str | None = None) -> list[Result]:
     if not results:
         raise ConfigError(f"{kernel} is timed on a GPU; on a CPU use lpkit bench attention-cpu")
     left_out: dict[tuple[str, str], dict] = {}
-    for one in results:
-        for peer, why in one.provenance.get("missing", {}).items():
-            left_out.setdefault((peer, why), {})[one.provenance["kernel"]] = None
+    for result in results:
+        for peer, why in result.provenance.get("missing", {}).items():
+            left_out.setdefault((peer, why), {})[result.provenance["kernel"]] = None
     ceilings += [(f"{peer} left out", f"{why} ({', '.join(of_these)})")
                  for (peer, why), of_these in left_out.items()]
     return results
@@ -90,8 +90,8 @@ def _timed(name: str, kernel: Kernel, seed: int,
         x = torch.randn(shape, generator=rng, device=device).bfloat16()
         for case, (_, *others) in PROOFS[name].typical().items():
             yield f", {case}" if case else "", (x, *(
-                torch.tensor(HISTORY, device=device) if torch.is_tensor(one) else one
-                for one in others))
+                torch.tensor(HISTORY, device=device) if torch.is_tensor(argument) else argument
+                for argument in others))
 
 
 def of(name: str, kernel: Kernel, device: torch.device, rounds: int, facts: dict) -> list[Result]:
@@ -118,14 +118,15 @@ def of(name: str, kernel: Kernel, device: torch.device, rounds: int, facts: dict
 
         if name not in ALONE:
             forward = {COPY: _copy(PROOFS[name].moved_bytes(*over[0]), device),
-                       **{key: partial(_forward, one) for key, one in contenders.items()}}
+                       **{key: partial(_forward, contender)
+                          for key, contender in contenders.items()}}
             results += race(ours=partial(_forward, call), peers=forward, case=f"{case}, forward",
                             target=targets(forward, FORWARD_TARGETS), **described)
         if kernel.gradients:
             want = kernel.definition(*over[0])
             weights = weights_of(want if isinstance(want, tuple) else (want,))
-            both = {key: partial(_both, kernel, one, weights)
-                    for key, one in {**contenders, ours: call}.items()}
+            both = {key: partial(_both, kernel, contender, weights)
+                    for key, contender in {**contenders, ours: call}.items()}
             peaks = _peaks(both, over[0], device) if name in ALONE else {}
             first = both.pop(ours)
             if name in ALONE:

@@ -25,17 +25,17 @@ BASE = Config().replace({
 def run(rounds: int) -> list[Result]:
     training = Training.build(BASE)
     pool = Training.build(BASE.replace({"global_batch": POOL, "seed": 7})).batch(0)
-    found, done = {}, 0
+    variances, done = {}, 0
     for after in AFTER:
         for step in range(done, after):
             training.update(step)
         done = after
-        found[after] = ratios(*gradients(training, pool))
+        variances[after] = ratios(*gradients(training, pool))
     return [paired("importance", case=f"after {after} updates", ours=[formula], peer=[measured],
                    peer_name="400 batches that were drawn so", better="lower",
-                   unit="of the variance", facts={"by_loss": {str(at): one[2]
-                                                              for at, one in found.items()}})
-            for after, (formula, measured, _) in found.items()]
+                   unit="of the variance", facts={"by_loss": {str(at): shares[2]
+                                                              for at, shares in variances.items()}})
+            for after, (formula, measured, _) in variances.items()]
 
 
 def gradients(training: Training, pool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,15 +81,15 @@ FAULTS: dict[str, Callable[[Place], Any]] = {
 }
 
 
-def rank(place: Place, told: dict[str, Any]) -> int:
-    """Reduce `told["steps"]` times; rank 1 meets `told["fault"]` at STEP."""
+def rank(place: Place, given: dict[str, Any]) -> int:
+    """Reduce `given["steps"]` times; rank 1 meets `given["fault"]` at STEP."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
-    for step in range(1, told.get("steps", 1000) + 1):
+    for step in range(1, given.get("steps", 1000) + 1):
         place.at(step, "forward")
-        if place.rank == 1 and step == STEP and "fault" in told:
+        if place.rank == 1 and step == STEP and "fault" in given:
             place.tell({"fault_at": time.monotonic()})
-            FAULTS[told["fault"]](place)
+            FAULTS[given["fault"]](place)
         place.at(step, "reduce")
         x = torch.ones(1000)
         dist.all_reduce(x)
@@ -104,7 +104,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                        "gave no sign of life", timeout_seconds=TIMEOUT_SECONDS)]
     starts = [[_first_step(begin) for begin in (ONE, TWO)] for _ in range(rounds)]
     alone, ours = zip(*starts)
-    late = [two - one for one, two in zip(alone, ours, strict=True)]
+    late = [of_two - of_one for of_one, of_two in zip(alone, ours, strict=True)]
     place = Place()
     noted = timeit.timeit(lambda: place.at(1, "forward"), number=NOTES) / NOTES
     return [*results, paired(
@@ -134,7 +134,7 @@ def _trial(fault: str, **limits: float) -> tuple[str, float, list[str]]:
     error, mark = "none", secrets.token_hex()
     with patch.dict(os.environ, {MARK: mark}), WarmParent() as parent, Processes(
             f"{__name__}:rank", {"fault": fault}, world=2, parent=parent,
-            heard=lambda _, said: begun.append(said.get("fault_at", 0)), **limits) as ranks:
+            heard=lambda _, message: begun.append(message.get("fault_at", 0)), **limits) as ranks:
         try:
             ranks.wait()
         except RunFailedError as raised:
@@ -154,10 +154,10 @@ def _first_step(begin: str) -> float:
         begun = time.monotonic()
         with subprocess.Popen([sys.executable, "-c", START.format(begin=begin), f"{place}/run"],
                               stdout=subprocess.PIPE, text=True) as process:
-            said, seconds = process.stdout.readline(), time.monotonic() - begun
+            line, seconds = process.stdout.readline(), time.monotonic() - begun
             process.stdout.read()
-    if said.strip() != "1":
-        raise ConfigError(f"a run did not begin, and said {said!r}; what went wrong is above")
+    if line.strip() != "1":
+        raise ConfigError(f"a run did not begin, and said {line!r}; what went wrong is above")
     return seconds
 
 

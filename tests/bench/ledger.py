@@ -167,9 +167,9 @@ def run(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
 def drawn_claims(cases: Sequence[dict[str, Any]]
                  ) -> Iterator[tuple[str, list[float], float | None]]:
     """Of those that the formula follows to the end, and of those where it names the trace."""
-    for what, ones in (("", [one for one in cases if not one["doubt"]]),
-                       (" that name the trace", [one for one in cases if one["doubt"]])):
-        off = sorted(abs(one["formula_bytes"] / one["measured_bytes"] - 1) for one in ones)
+    for what, ones in (("", [case for case in cases if not case["doubt"]]),
+                       (" that name the trace", [case for case in cases if case["doubt"]])):
+        off = sorted(abs(case["formula_bytes"] / case["measured_bytes"] - 1) for case in ones)
         if not off:
             continue
         words = f"closed form, {len(off)} drawn configs{what}"
@@ -255,7 +255,7 @@ def page() -> str:
               markdown_table(heads, by_layout), "",
               "The figure of the Ultra-Scale Playbook does not state whether its bytes are "
               "allocated or reserved. Compared with predicted allocated bytes:", "",
-              markdown_table(heads, peaks.table(said=False)[1:]), "",
+              markdown_table(heads, peaks.table(stated=False)[1:]), "",
               markdown_table(("run", "layout", "published", "formula", "off", "where"),
                              map(_peak, peaks.peaks())), ""]
     return head + "\n".join(lines)

@@ -62,16 +62,16 @@ def steps(rounds: int) -> list[Result]:
 def losses(seeds: int, seconds: float = SECONDS) -> list[Result]:
     """Nats of a hidden token after equal seconds, at both shares; `updates` say what they
     bought."""
-    rates = {name: min(RATES, key=lambda lr, one=config: after(one, lr, 0,
-        seconds / 3)[0][one.data.policy.share]) for name, config in CONFIGS.items()}
-    found = {name: [after(config, rates[name], 1 + seed, seconds) for seed in range(seeds)]
-             for name, config in CONFIGS.items()}
+    rates = {name: min(RATES, key=lambda lr, config=config: after(config, lr, 0,
+        seconds / 3)[0][config.data.policy.share]) for name, config in CONFIGS.items()}
+    runs = {name: [after(config, rates[name], 1 + seed, seconds) for seed in range(seeds)]
+            for name, config in CONFIGS.items()}
     return [paired("masked", case=f"nats after {seconds:g} s, {share:.0%} hidden, {name}",
                    better="lower", unit="nats", peer_name="bert, 15%",
-                   ours=[nats[share] for nats, _ in found[name]],
-                   peer=[nats[share] for nats, _ in found["bert, 15%"]],
-                   facts={"lr": rates[name], "updates": [median(count for _, count in found[one])
-                       for one in (name, "bert, 15%")]})
+                   ours=[nats[share] for nats, _ in runs[name]],
+                   peer=[nats[share] for nats, _ in runs["bert, 15%"]],
+                   facts={"lr": rates[name], "updates": [median(count for _, count in runs[arm])
+                       for arm in (name, "bert, 15%")]})
             for share in HIDDEN for name in ("autoencoder", "bert, 75%")]
 
 

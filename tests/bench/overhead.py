@@ -55,13 +55,13 @@ CLAIM = {
 
 def run(rounds: int = MOST_ROUNDS, claim: dict[str, Any] = CLAIM) -> list[Result]:
     """One worker, and two where there are as many cores. The facts have each claim's parts."""
-    alone, found = _alone(claim), {}
+    alone, timings = _alone(claim), {}
     for _ in range(min(rounds, MOST_ROUNDS)):
         for at_once in sorted({1, min(2, cores())}):
-            found.setdefault(at_once, []).append(_settled(claim, at_once))
+            timings.setdefault(at_once, []).append(_settled(claim, at_once))
     rows = [("workers", "seconds that they were held", "s", "of the steps")]
-    for at_once, each in found.items():
-        parts = _middle([one["parts"] for one in each])
+    for at_once, each in timings.items():
+        parts = _middle([timing["parts"] for timing in each])
         steps = parts[COMPARED] + parts[CHOSEN]
         rows += [(str(at_once), part, f"{seconds:.2f}", f"{seconds / steps:.1%}")
                  for part, seconds in parts.items()]
@@ -71,11 +71,12 @@ def run(rounds: int = MOST_ROUNDS, claim: dict[str, Any] = CLAIM) -> list[Result
     rows += [("a run alone", part, f"{seconds:.2f}", f"{seconds / alone[STEPS]:.1%}")
              for part, seconds in alone.items()]
     facts = {"claim": claim, "phases": PHASES, "breakdown": rows,
-             "claims": {str(at_once): each for at_once, each in found.items()}}
-    return [paired(NAME, ours=[one["wall"] for one in each], peer=[one[peer] for one in each],
-                   peer_name=peer, better="lower", target=target, facts=facts, case=f"{RUNS} runs "
+             "claims": {str(at_once): each for at_once, each in timings.items()}}
+    return [paired(NAME, ours=[timing["wall"] for timing in each],
+                   peer=[timing[peer] for timing in each], peer_name=peer, better="lower",
+                   target=target, facts=facts, case=f"{RUNS} runs "
                    f"of {each[0][STEPS] * at_once / RUNS:.1f} s of steps, {at_once} at once")
-            for at_once, each in found.items()
+            for at_once, each in timings.items()
             for peer, target in ((STEPS, TARGET), (IN_ORDER, TARGET), (COMPARED, None))
             if at_once > 1 or peer != IN_ORDER]
 
@@ -95,12 +96,12 @@ def _settled(claim: dict[str, Any], at_once: int) -> dict[str, Any]:
         if done.returncode:
             raise ConfigError(f"lpkit claim broke off with exit code {done.returncode}; what it "
                               f"said is above")
-        if (made := json.loads(done.stdout)["runs"]) != RUNS:
-            raise ConfigError(f"a claim that should make {RUNS} runs made {made}: its null was "
+        if (count := json.loads(done.stdout)["runs"]) != RUNS:
+            raise ConfigError(f"a claim that should make {RUNS} runs made {count}: its null was "
                               f"told "
                               f"apart; choose other settings")
         runs = sorted(({"ended": path.stat().st_mtime - began, **json.loads(path.read_text())}
-                       for path in out.glob("*.json")), key=lambda one: one["ended"])
+                       for path in out.glob("*.json")), key=lambda run: run["ended"])
     return accounted(runs, wall, at_once)
 
 
@@ -108,17 +109,17 @@ def accounted(runs: Sequence[dict[str, Any]], wall: float, at_once: int) -> dict
     """Where the seconds went that `at_once` workers were held for `wall` seconds. `runs` in the
     order of their ends, each with `ended`, `seconds`, `step_seconds` and its config's steps. The
     parts add up to at_once * wall."""
-    steps = [one["step_seconds"] * one["config"]["steps"] for one in runs]
+    steps = [run["step_seconds"] * run["config"]["steps"] for run in runs]
     edges = [0, PHASES["pilot"], PHASES["pilot"] + PHASES["tuning"], len(runs)]
     phases = [steps[a:b] for a, b in itertools.pairwise(edges)]
     # the first run of a worker imports what makes runs
-    begun = sorted((one["ended"] - one["seconds"], one["seconds"] - own)
-                   for one, own in zip(runs, steps, strict=True))
+    begun = sorted((run["ended"] - run["seconds"], run["seconds"] - own)
+                   for run, own in zip(runs, steps, strict=True))
     usual = statistics.median(beside for _, beside in begun[at_once:])
     first = sum(beside - usual for _, beside in begun[:at_once])
-    held, busy = at_once * wall, sum(one["seconds"] for one in runs)
+    held, busy = at_once * wall, sum(run["seconds"] for run in runs)
     starts = sum(moment for moment, _ in begun[:at_once])
-    end = at_once * (wall - max(one["ended"] for one in runs))
+    end = at_once * (wall - max(run["ended"] for run in runs))
     parts = {COMPARED: sum(phases[2]), CHOSEN: sum(phases[0]) + sum(phases[1]),
              "in runs, beside their steps": busy - sum(steps) - first,
              "in the first run of a worker, more than in others": first,
@@ -133,15 +134,15 @@ def makespan(seconds: Sequence[float], workers: int) -> float:
     """Returns when the last of these runs ends, if a worker takes the next as soon as it is
     free."""
     free = [0.0] * workers
-    for one in seconds:
-        free[free.index(min(free))] += one
+    for duration in seconds:
+        free[free.index(min(free))] += duration
     return max(free)
 
 
 def _alone(claim: dict[str, Any]) -> dict[str, float]:
     """Parts of one run of the claim, made here and alone; the first of a process is thrown away."""
-    made = Claim(**claim)
-    config = made.config(next(iter(made.arms)))
+    parsed = Claim(**claim)
+    config = parsed.config(next(iter(parsed.arms)))
     _one(config.replace({"steps": 3}))
     return _one(config)
 
@@ -149,22 +150,22 @@ def _alone(claim: dict[str, Any]) -> dict[str, float]:
 def _one(config: Config) -> dict[str, float]:
     """Steps at their median, as in a claim. The last record comes when all is evaluated and
     saved."""
-    told: list[tuple[float, float]] = []
+    records: list[tuple[float, float]] = []
     training = Training.build(config)
     training.evaluate()     # and once more, when its memory has been touched
     [[evaluation]] = interleaved_seconds([training.evaluate], rounds=1, warm_up=0)
     with TemporaryDirectory() as name:
         path, began = Path(name) / "run", time.time()
         train(config, out=path, observers=[
-            lambda record: told.append((time.time() - began, record.step_seconds))])
+            lambda record: records.append((time.time() - began, record.step_seconds))])
         seconds = time.time() - began
-    each = [step for _, step in told]
-    steps, before = statistics.median(each) * len(each), told[0][0] - each[0]
-    saving = told[-1][0] - told[-2][0] - each[-1] - evaluation
+    each = [step for _, step in records]
+    steps, before = statistics.median(each) * len(each), records[0][0] - each[0]
+    saving = records[-1][0] - records[-2][0] - each[-1] - evaluation
     return {STEPS: steps, "data, model and folder": before, "evaluation": evaluation,
             "checkpoint": saving, "steps above their median": sum(each) - steps,
             "records and the rest": seconds - sum(each) - before - evaluation - saving}
 
 
-def _middle(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(one[key] for one in found) for key in found[0]}
+def _middle(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}

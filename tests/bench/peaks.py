@@ -43,43 +43,43 @@ def held(run: Run) -> Memory:
     how, config = run.how, run.config
     if run.stack in KEPT_IN_16_BITS:
         how["precision"] = "bf16"
-    found = memory(config.replace({"system.stack": run.stack_row}), run.machine, layout=run.layout,
-                   **how)
+    predicted = memory(config.replace({"system.stack": run.stack_row}), run.machine,
+                       layout=run.layout, **how)
     s = MicroBatch(model=config.model, batch=run.micro_batch or 1, kind="gpu", compute_bytes=2)
     cut = run.layout.tensor * run.layout.context
     if run.recompute == "selective-op":
-        found = _without_every_second(found, s, cut)
+        predicted = _without_every_second(predicted, s, cut)
     if (run.source.name, run.machine) in LOSS_COMPILED:
         logits = s.tokens * s.model.V / cut * s.compute_bytes
         float32 = 2 * logits
-        at = next(row.at for row in found.rows if row.name == "temporaries")
-        found = _changed(found, {"logits and loss": {LOSS: logits},
-                                 "logits' gradients": {LOSS: logits},
-                                 "temporaries": {HEAD: at[HEAD] - float32}})
-        found = replace(found, unused_bytes=0.0)
+        at = next(row.at for row in predicted.rows if row.name == "temporaries")
+        predicted = _changed(predicted, {"logits and loss": {LOSS: logits},
+                                         "logits' gradients": {LOSS: logits},
+                                         "temporaries": {HEAD: at[HEAD] - float32}})
+        predicted = replace(predicted, unused_bytes=0.0)
     if run.stack in MEGATRON:
-        masters = next(row for row in found.rows if row.name == "master weights")
-        found = replace(found, rows=(*found.rows, masters._replace(
+        masters = next(row for row in predicted.rows if row.name == "master weights")
+        predicted = replace(predicted, rows=(*predicted.rows, masters._replace(
             name="float32 gradients", at={UPDATE: masters.bytes})))
-    return found
+    return predicted
 
 
-def _without_every_second(found: Memory, s: MicroBatch, cut: float) -> Memory:
+def _without_every_second(predicted: Memory, s: MicroBatch, cut: float) -> Memory:
     """torchtitan's "selective op" keeps the first, third, ... product of a block: of wq, wk, wv,
     wo, w1, w3, w2 those of wq, wv, w1 and w2 (torchtitan, parallelize_llama.py, `_custom_policy`).
     "selective" keeps all."""
     m = s.model
     left_out = s.tokens / cut * s.compute_bytes * (m.G * m.E + m.D + m.F)       # wk, wo, w3
     less = {LOSS: m.L * left_out, HEAD: m.L * left_out, LAST: (m.L - 1) * left_out}
-    row = next(row for row in found.rows if row.name == "activations")
-    return _changed(found, {"activations": {moment: row.at[moment] - nbytes
-                                            for moment, nbytes in less.items()}})
+    row = next(row for row in predicted.rows if row.name == "activations")
+    return _changed(predicted, {"activations": {moment: row.at[moment] - nbytes
+                                                for moment, nbytes in less.items()}})
 
 
-def _changed(found: Memory, at: dict[str, dict[str, float]]) -> Memory:
+def _changed(predicted: Memory, at: dict[str, dict[str, float]]) -> Memory:
     """With other bytes in some rows."""
-    return replace(found, rows=tuple(row._replace(at={**row.at, **at.get(row.name, {})})
-                                     for row in found.rows))
+    return replace(predicted, rows=tuple(row._replace(at={**row.at, **at.get(row.name, {})})
+                                         for row in predicted.rows))
 
 
 def kind(run: Run) -> str:
@@ -97,12 +97,12 @@ def memory_row(run: Run) -> Row:
     as `held`, and for a run without a published peak."""
     if run.memory is None:
         raise ConfigError("not stated: the peak of memory")
-    found = held(run)
-    said = found.reserved_bytes
+    predicted = held(run)
+    reserved = predicted.reserved_bytes
     if run.stack in MEGATRON:
-        said = max(said, RESERVED_SHARE * found.peak_bytes) + KERNELS_BYTES
+        reserved = max(reserved, RESERVED_SHARE * predicted.peak_bytes) + KERNELS_BYTES
     return Row(name=run.name, unit="bytes", measured=run.memory * GIB,
-               formula=said,
+               formula=reserved,
                where=f"{run.source.title}, {run.at}, {kind(run)}, {run.machine}, {run.precision}")
 
 
@@ -115,8 +115,8 @@ def unsaid() -> Iterator[tuple[Run, Row]]:
     """Yields the runs of the Ultra-Scale Playbook. It does not say whether its bytes are allocated
     or reserved; beside them are those that are allocated."""
     for run in runs("ultrascale"):
-        if said := re.search(r"GPU memory ([\d.]+) GB", run.note):
-            yield run, Row(name=run.name, unit="bytes", measured=float(said[1]) * GIB,
+        if match := re.search(r"GPU memory ([\d.]+) GB", run.note):
+            yield run, Row(name=run.name, unit="bytes", measured=float(match[1]) * GIB,
                            formula=held(run).peak_bytes, where=run.at)
 
 
@@ -125,17 +125,17 @@ def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
     return _medians(taken(runs(*names), memory_row))
 
 
-def _medians(found: Iterator[tuple[Run, Row]]) -> dict[str, tuple[int, float, float]]:
+def _medians(pairs: Iterator[tuple[Run, Row]]) -> dict[str, tuple[int, float, float]]:
     errors: dict[str, list[float]] = {}
-    for run, row in found:
+    for run, row in pairs:
         errors.setdefault(kind(run), []).append(row.error)
     return {name: (len(off), median(off), median(map(abs, off)))
             for name, off in sorted(errors.items())}
 
 
-def table(said: bool = True) -> list[list[str]]:
+def table(stated: bool = True) -> list[list[str]]:
     """`by_layout` of all sources, or of `unsaid`, in words, its heads first."""
     return [["layout", "runs", "median error", "median size of it"],
             *([name, str(count), percent(signed), f"{size:.1%}"]
               for name, (count, signed, size) in
-              (by_layout() if said else _medians(unsaid())).items())]
+              (by_layout() if stated else _medians(unsaid())).items())]

@@ -52,7 +52,7 @@ def far(got: list[Tensor], want: list[Tensor]) -> str:
 
 def _lacks(what: str, *asked: object) -> None:
     """Raises ConfigError where something of `what` is asked for."""
-    if any(one is not None and one is not False for one in asked):
+    if any(option is not None and option is not False for option in asked):
         raise ConfigError(f"it has no {what}; a peer in other cases")
 
 
@@ -68,7 +68,7 @@ def _dtype(cast: Cast) -> torch.dtype:
 
 def _both(data: Tensor | bool, turned: Tensor | bool, scale: Tensor) -> Results:
     """Values and scale of each way that was asked for; False: it was not."""
-    return tuple(t for one in (data, turned) if one is not False for t in (one, scale))
+    return tuple(t for values in (data, turned) if values is not False for t in (values, scale))
 
 
 # ---- torchao
@@ -117,9 +117,9 @@ def torchao_tensor_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swiz
     _lacks("history, no stochastic rounding and no scale that is a power of two", history, noise,
            POWERS[cast.scale])
     _in_triton(x)
-    one, turned = hp_to_fp8_row_major_t_and_non_t(x, _dtype(cast), LinearMMConfig())
-    scale = one._scale.reciprocal().view(1, 1)
-    return _both(rows and one._data, columns and turned._data, scale)
+    plain, turned = hp_to_fp8_row_major_t_and_non_t(x, _dtype(cast), LinearMMConfig())
+    scale = plain._scale.reciprocal().view(1, 1)
+    return _both(rows and plain._data, columns and turned._data, scale)
 
 
 def torchao_rows(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
@@ -137,14 +137,14 @@ def torchao_blocks(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: b
 
     _lacks("stochastic rounding and no scale that is a power of two", noise, POWERS[cast.scale])
     _in_triton(x)
-    made, square, side = [], cast.block[0] > 1, cast.block[1]
+    results, square, side = [], cast.block[0] > 1, cast.block[1]
     if rows:
-        made += ([t.T for t in kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(x, side)]
-                 if square else kernels.triton_fp8_blockwise_act_quant_lhs(x, side))
+        results += ([t.T for t in kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(x, side)]
+                    if square else kernels.triton_fp8_blockwise_act_quant_lhs(x, side))
     if columns:
-        made += ([t.T for t in kernels.triton_fp8_blockwise_weight_quant_rhs(x, side)]
-                 if square else kernels.triton_fp8_blockwise_act_quant_transposed_lhs(x, side))
-    return tuple(made)
+        results += ([t.T for t in kernels.triton_fp8_blockwise_weight_quant_rhs(x, side)]
+                    if square else kernels.triton_fp8_blockwise_act_quant_transposed_lhs(x, side))
+    return tuple(results)
 
 
 def _to_mx(x: Tensor, dtype: torch.dtype, side: int, rule: str, swizzled: bool) -> Results:
@@ -160,8 +160,8 @@ def torchao_mx(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
                history: Tensor | None, noise: Tensor | None) -> Results:
     _lacks("stochastic rounding", noise)
     given = [x] * rows + [x.T.contiguous()] * columns
-    return sum((_fused(_to_mx, one, _dtype(cast), cast.block[1], cast.scale, swizzled)
-                for one in given), ())
+    return sum((_fused(_to_mx, operand, _dtype(cast), cast.block[1], cast.scale, swizzled)
+                for operand in given), ())
 
 
 def torchao_mx_cuda(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
@@ -172,8 +172,8 @@ def torchao_mx_cuda(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: 
     _lacks("stochastic rounding", noise)
     mode = {"power-of-two": "rceil", "power-of-two-floor": "floor"}[cast.scale]
     data, turned, scale, turned_scale = mxfp8_quantize_cuda(x, rows, columns, mode)
-    found = [data, scale.squeeze(-1)] * rows + [turned.T, turned_scale] * columns
-    return tuple(_blocked(t) if swizzled and i % 2 else t for i, t in enumerate(found))
+    results = [data, scale.squeeze(-1)] * rows + [turned.T, turned_scale] * columns
+    return tuple(_blocked(t) if swizzled and i % 2 else t for i, t in enumerate(results))
 
 
 def _blocked(scale: Tensor) -> Tensor:
@@ -196,8 +196,8 @@ def torchao_nvfp4(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bo
     _lacks("stochastic rounding, no square blocks and no transform", noise, cast.block[0] > 1,
            cast.transform != "none")
     given = [x] * rows + [x.T.contiguous()] * columns
-    made = [_fused(_nvfp4, one, swizzled) for one in given]
-    return *(t for pair in made for t in pair[:2]), made[-1][2]
+    casts = [_fused(_nvfp4, operand, swizzled) for operand in given]
+    return *(t for pair in casts for t in pair[:2]), casts[-1][2]
 
 
 def _adamw(w: Tensor, *arguments: Any) -> Results:
@@ -291,9 +291,9 @@ def te_cross_entropy(logits: Tensor, targets: Tensor) -> Results:
 
 def _quantised(x: Tensor, quantizer: str, *arguments: Any, **settings: Any) -> Any:
     """Scales as products read them, without the wrapper that autograd would need."""
-    made = _te(f":{quantizer}")(*arguments, **settings)
-    made.internal = made.optimize_for_gemm = True
-    return _tex().quantize(x, made)
+    built = _te(f":{quantizer}")(*arguments, **settings)
+    built.internal = built.optimize_for_gemm = True
+    return _tex().quantize(x, built)
 
 
 def te_tensor(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
@@ -302,20 +302,22 @@ def te_tensor(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     to, dtype, amax = format_of(cast.format), _dtype(cast), x.new_zeros(1).float()
     ways, of = {"rowwise": rows, "columnwise": columns}, _te(".constants:TE_DType")[dtype]
     if history is None:
-        made = _quantised(x, "Float8CurrentScalingQuantizer", of, x.device, **ways,
-                          force_pow_2_scales=POWERS[cast.scale])
+        quantised = _quantised(x, "Float8CurrentScalingQuantizer", of, x.device, **ways,
+                               force_pow_2_scales=POWERS[cast.scale])
     else:
         _lacks("history under a scale that is a power of two", POWERS[cast.scale])
-        made = _quantised(x, "Float8Quantizer", to.largest / history.view(1), amax, of, **ways)
-    _lacks("transpose on a GPU that multiplies either way", columns and made._transpose is None)
-    return (*_both(rows and made._data.view(dtype), columns and made._transpose.view(dtype),
-                   made._scale_inv.view(1, 1)), *[amax.view(())] * (history is not None))
+        quantised = _quantised(x, "Float8Quantizer", to.largest / history.view(1), amax, of, **ways)
+    _lacks("transpose on a GPU that multiplies either way",
+           columns and quantised._transpose is None)
+    return (*_both(rows and quantised._data.view(dtype),
+                   columns and quantised._transpose.view(dtype),
+                   quantised._scale_inv.view(1, 1)), *[amax.view(())] * (history is not None))
 
 
-def _ways(made: Any, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor]]:
+def _ways(quantised: Any, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor]]:
     """Values and scales, as they lie and of x.T."""
-    return ([(made._rowwise_data, made._rowwise_scale_inv)] * rows
-            + [(made._columnwise_data, made._columnwise_scale_inv)] * columns)
+    return ([(quantised._rowwise_data, quantised._rowwise_scale_inv)] * rows
+            + [(quantised._columnwise_data, quantised._columnwise_scale_inv)] * columns)
 
 
 def te_blocks(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
@@ -324,10 +326,10 @@ def te_blocks(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     _lacks("stochastic rounding", noise)
     (down, side), dtype, results = cast.block, _dtype(cast), []
     square = down > 1
-    made = _quantised(x, "Float8BlockQuantizer", _te(".constants:TE_DType")[dtype], rowwise=rows,
-                      columnwise=columns, force_pow_2_scales=POWERS[cast.scale],
-                      block_scaling_dim=1 + square)
-    for data, scale in _ways(made, rows, columns):
+    quantised = _quantised(x, "Float8BlockQuantizer", _te(".constants:TE_DType")[dtype],
+                           rowwise=rows, columnwise=columns, force_pow_2_scales=POWERS[cast.scale],
+                           block_scaling_dim=1 + square)
+    for data, scale in _ways(quantised, rows, columns):
         R, C = data.shape
         scale = scale[:R // side, :C // side] if square else scale.T[:R]
         results += [data.view(dtype), scale]
@@ -340,14 +342,14 @@ def te_mx(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     _lacks("stochastic rounding, and scales as products read them alone", noise, not swizzled)
     _lacks("scale under which the largest saturates", cast.scale != "power-of-two")
     dtype = _dtype(cast)
-    made = _quantised(x, "MXFP8Quantizer", _te(".constants:TE_DType")[dtype], rowwise=rows,
-                      columnwise=columns)
-    found = [t for pair in _ways(made, rows, columns) for t in pair]
-    found[::2] = [t.view(dtype) for t in found[::2]]
-    found[1::2] = [t.view(torch.float8_e8m0fnu).flatten() for t in found[1::2]]
+    quantised = _quantised(x, "MXFP8Quantizer", _te(".constants:TE_DType")[dtype], rowwise=rows,
+                           columnwise=columns)
+    results = [t for pair in _ways(quantised, rows, columns) for t in pair]
+    results[::2] = [t.view(dtype) for t in results[::2]]
+    results[1::2] = [t.view(torch.float8_e8m0fnu).flatten() for t in results[1::2]]
     if columns:
-        found[-2] = found[-2].T
-    return tuple(found)
+        results[-2] = results[-2].T
+    return tuple(results)
 
 
 def te_nvfp4(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
@@ -355,12 +357,12 @@ def te_nvfp4(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     _lacks("rounding by given noise, and scales as products read them alone", noise, not swizzled)
     _lacks("least scale that is normal", cast.scale != "e4m3")
     mix, square = cast.transform != "none", cast.block[0] > 1
-    made = _quantised(x, "NVFP4Quantizer", rowwise=rows, columnwise=columns, with_rht=mix,
-                      with_post_rht_amax=mix, with_2d_quantization=square)
-    found = [t for pair in _ways(made, rows, columns) for t in pair]
-    found[1::2] = [t.view(torch.float8_e4m3fn).flatten() for t in found[1::2]]
-    top = made._amax_columnwise if mix else made._amax_rowwise
-    return *found, top.view(()) / (6 * 448)
+    quantised = _quantised(x, "NVFP4Quantizer", rowwise=rows, columnwise=columns, with_rht=mix,
+                           with_post_rht_amax=mix, with_2d_quantization=square)
+    results = [t for pair in _ways(quantised, rows, columns) for t in pair]
+    results[1::2] = [t.view(torch.float8_e4m3fn).flatten() for t in results[1::2]]
+    top = quantised._amax_columnwise if mix else quantised._amax_rowwise
+    return *results, top.view(()) / (6 * 448)
 
 
 # ---- Liger

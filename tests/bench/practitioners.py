@@ -118,10 +118,10 @@ def asked(run: Practice) -> Asked:
     named, plain = run.predicted(), run.predicted(**{"system.stack": "auto"})
     true, step = run.published_seconds, named.step
     ranges = [plain.step.seconds_range,
-              *(one["step_seconds_range"] for one in plain.other_stacks)]
+              *(stack["step_seconds_range"] for stack in plain.other_stacks)]
     return Asked(run=run, kind=step.kind, error=true / step.step_seconds - 1,
                  inside=_within(true, step.seconds_range),
-                 inside_one=any(_within(true, one) for one in ranges),
+                 inside_one=any(_within(true, interval) for interval in ranges),
                  default_error=true / plain.step.step_seconds - 1,
                  small=named.parameters < evidence.SMALL)
 

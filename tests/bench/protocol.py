@@ -50,10 +50,11 @@ def published() -> dict[str, dict[str, str]]:
 def run(rounds: int = 1) -> list[Result]:
     """The loss of each other arm beside the first one's. Nothing is timed, so there are no
     rounds."""
-    found = {name: _settled(FILES / f"{name}.yaml") for name in published() if name not in SEARCHES}
-    return [paired(NAME, ours=[1 - one["verdicts"][0]["gain"]], peer=[1.0], better="lower",
-                   peer_name=one["verdicts"][0]["against"], case=name, unit="of the loss",
-                   facts={"found": found}) for name, one in found.items()]
+    claims = {name: _settled(FILES / f"{name}.yaml") for name in published()
+              if name not in SEARCHES}
+    return [paired(NAME, ours=[1 - claim["verdicts"][0]["gain"]], peer=[1.0], better="lower",
+                   peer_name=claim["verdicts"][0]["against"], case=name, unit="of the loss",
+                   facts={"found": claims}) for name, claim in claims.items()]
 
 
 def recorded() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -61,7 +62,7 @@ def recorded() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     its own that `lpkit claim` wrote, or of searches."""
     folder = resource("data/measured")
     record = max((json.loads(path.read_text()) for path in folder.glob("protocol-*.json")),
-                 key=lambda one: one["date"])
+                 key=lambda record: record["date"])
     files = {path.stem.removeprefix("claim-"): records.read(path)
              for path in folder.glob("claim-*.verdict")}
     return record, record["found"] | files | {SEARCHES[0]: searched()}
@@ -73,19 +74,19 @@ def at_equal_flops(name: str, verdict: dict[str, Any], tuned: dict[str, Any]) ->
     if "equal_flops" in verdict or verdict["verdict"] == "no difference":
         return (verdict.get("equal_flops") or {}).get("survives")
     claim, better = read(FILES / f"{name}.yaml"), verdict["gain"] > 0
-    other, arm = ((verdict["arm"], verdict["against"])[one] for one in (better, not better))
-    configs = {one: claim.config(one, tuned[one]) for one in (arm, other)}
-    flops = {one: config.steps * step_flops(config) for one, config in configs.items()}
+    other, arm = ((verdict["arm"], verdict["against"])[place] for place in (better, not better))
+    configs = {side: claim.config(side, tuned[side]) for side in (arm, other)}
+    flops = {side: config.steps * step_flops(config) for side, config in configs.items()}
     return flops[arm] <= SAME * flops[other] or None
 
 
 def searched() -> dict[str, Any]:
     """What the referee says of the newest recorded searches, their best losses in pairs of one
     sampler's seed, at equal trials."""
-    found = [json.loads(path.read_text())
-             for path in resource("data/measured").glob("tpe-random-*.json")]
-    losses = max(found, key=lambda one: one["date"])["losses"]
-    mine, others = ([min(one) for one in losses[sampler]] for sampler in SEARCHES)
+    recordings = [json.loads(path.read_text())
+                  for path in resource("data/measured").glob("tpe-random-*.json")]
+    losses = max(recordings, key=lambda recording: recording["date"])["losses"]
+    mine, others = ([min(search) for search in losses[sampler]] for sampler in SEARCHES)
     verdict = referee.look(others, mine, referee.ALPHA)     # once, of all
     return {"effect": EFFECT, "verdicts": [{
         "arm": SEARCHES[0], "against": SEARCHES[1], "verdict": verdict.word, **asdict(verdict),

@@ -85,7 +85,7 @@ RANKED = (("narayanan-zero", "GPT 174.6B"), ("narayanan-zero", "GPT 529.6B"),
 def run(rounds: int = ROUNDS) -> list[Result]:
     """Formulas do not vary: `rounds` is not used."""
     taken, left_out = table()
-    facts = {"table": [{key: one[key] for key in RECORDED} for one in taken],
+    facts = {"table": [{key: row[key] for key in RECORDED} for row in taken],
              "not_taken": left_out, "breakdown": [HEADS, *breakdown(taken)],
              "later": [LATER_HEADS, *later(taken)], "peaks": peaks.table(),
              "choices": choices(), "ranks": ranks(), "fits": sorted(Counter(fits()).items())}
@@ -94,8 +94,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     results = []
     for split in SPLITS:
         for claim, (machines, precision, target) in CLAIMS.items():
-            off = [abs(one["error"]) for one in _of(split, taken)
-                   if one["machine"].startswith(machines) and precision in one["precision"]]
+            off = [abs(row["error"]) for row in _of(split, taken)
+                   if row["machine"].startswith(machines) and precision in row["precision"]]
             if not off:
                 continue
             results.append(paired(
@@ -104,27 +104,28 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                 unit="relative error", target=target if split == HELD else None, device=DEVICE,
                 facts=facts))
     after, held = after_one_step(taken), _of(HELD, taken)
-    outside, unseen = ([1.0 - one["inside"] for one in some] for some in (held, _of(LATER, taken)))
+    outside, unseen = ([1.0 - row["inside"] for row in some] for some in (held, _of(LATER, taken)))
     ranged, missed = fit.ranged(), defaultdict(list)
-    for one, outside_others in zip(ranged, fit.outside(ranged, evidence.fitted()["numbers"]),
+    for run, outside_others in zip(ranged, fit.outside(ranged, evidence.fitted()["numbers"]),
                                    strict=True):
-        missed[one.source.name].append(outside_others)
+        missed[run.source.name].append(outside_others)
     foreign = [statistics.fmean(each) for each in missed.values()]
     near = [float(lost > CHOSEN) for held_out, lost, _ in facts["choices"] if held_out]
     cases: list[tuple[str, Sequence[float], float | None, str]] = []
-    for told, words in ((True, "with the run's stack"),
-                        (False, "with the stack that is the default")):
-        off, beyond = zip(*(as_printed(run, told) for run in ranged))
+    for with_stack, words in ((True, "with the run's stack"),
+                              (False, "with the stack that is the default")):
+        off, beyond = zip(*(as_printed(run, with_stack) for run in ranged))
         cases += [(f"held out, as printed {words}, {len(off)} runs, median", off,
-                  PRINTED if told else None, "median"),
+                  PRINTED if with_stack else None, "median"),
                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, "
                   f"share",
-                  [statistics.fmean(beyond)], 0.1 if told else None, "share")]
+                  [statistics.fmean(beyond)], 0.1 if with_stack else None, "share")]
     cases += practice
     cases.append((f"runs that ran, said not to fit, {len(fitting)} runs, share",
                   [statistics.fmean(not fits for _, fits in fitting)], 0.03, "share"))
     trials = sum(count for _, count in facts["fits"])
-    wrong = sum(count for (fitted, said), count in facts["fits"] if fitted != said) / trials
+    wrong = sum(count for (fitted, predicted), count in facts["fits"]
+                if fitted != predicted) / trials
     for case, off, target, centre in ((
             *cases,
             (f"held out, fits or not, {trials} trials, share said wrong", [wrong], 0.07, "share"),
@@ -151,26 +152,26 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 def practised(facts: dict[str, Any]) -> Iterator[tuple[str, list[float], float | None, str]]:
     """Yields the cases of practitioners' runs: fitted or held out, by kind and by source."""
-    found = [practitioners.asked(run) for run in practitioners.rows() if run.published]
+    results = [practitioners.asked(run) for run in practitioners.rows() if run.published]
     others = fit.practised_by_others(evidence.fitted()["numbers"])
     facts["practitioners"] = [
-        picked(one, "run.source run.machine run.model run.at kind error inside inside_one "
+        picked(result, "run.source run.machine run.model run.at kind error inside inside_one "
                "default_error") | {"inside_others": inside}
-        for one, inside in zip(found, others, strict=True)]
+        for result, inside in zip(results, others, strict=True)]
     fitted = {True: "fitted", False: "held out"}
     groups: dict[str, list[practitioners.Asked]] = defaultdict(list)
-    for one in found:
-        of = fitted[(one.run.source, one.run.machine) in fit.PRACTISED]
-        for name in ("all", one.kind, f"{one.run.source} on {one.run.machine}",
-                     *["below 1 billion weights, any kind"] * one.small):
-            groups[f"practitioners, {of}, {name}"].append(one)
+    for result in results:
+        of = fitted[(result.run.source, result.run.machine) in fit.PRACTISED]
+        for name in ("all", result.kind, f"{result.run.source} on {result.run.machine}",
+                     *["below 1 billion weights, any kind"] * result.small):
+            groups[f"practitioners, {of}, {name}"].append(result)
     for name, some in groups.items():
         words = f"{name}, {len(some)} runs"
         target = PRACTISED if name.endswith("held out, all") else None
-        yield f"{words}, median", [abs(one.error) for one in some], target, "median"
+        yield f"{words}, median", [abs(result.error) for result in some], target, "median"
         for what, key in (("outside the printed range", "inside"),
                           ("without a stack, outside all printed ranges", "inside_one")):
-            outside = statistics.fmean(not getattr(one, key) for one in some)
+            outside = statistics.fmean(not getattr(result, key) for result in some)
             yield f"{words}, {what}, share", [outside], target, "share"
 
 
@@ -183,11 +184,11 @@ def _counted(some: Sequence[tuple[str, bool]]) -> dict[str, tuple[int, int]]:
 def ran() -> list[tuple[str, bool]]:
     """Returns the source of each published run that the formula takes, and whether its peak fits by
     the formula. All of them ran."""
-    found = []
+    verdicts = []
     for run, _ in ledger.taken(runs(), step):
         held = memory(stated(run), run.source.on(run.machine), layout=run.layout, **run.how)
-        found.append((run.source.name, held.missing_bytes <= 0))
-    return found
+        verdicts.append((run.source.name, held.missing_bytes <= 0))
+    return verdicts
 
 
 def trend(some: Sequence[Run], most_devices: int = 1024) -> float:
@@ -209,34 +210,34 @@ def stated(run: Run) -> Config:
     return run.config.replace({"system.stack": run.stack_row, "precision.backend": "auto"})
 
 
-def printed(run: Run, told: bool = True) -> StepTime:
+def printed(run: Run, with_stack: bool = True) -> StepTime:
     """Returns the step as `lpkit predict` prints it, on a machine whose links are those of the
     page; with the stack that the page names, or the default."""
-    config = stated(run) if told else stated(run).replace({"system.stack": "auto"})
+    config = stated(run) if with_stack else stated(run).replace({"system.stack": "auto"})
     return predict(config, run.source.on(run.machine), layout=run.layout, **run.how).step
 
 
-def as_printed(run: Run, told: bool) -> tuple[float, bool]:
+def as_printed(run: Run, with_stack: bool) -> tuple[float, bool]:
     """Returns how far off what is printed is, and whether the run is outside the range beside
     it."""
-    made = printed(run, told)
-    ratio = run.published_seconds / made.step_seconds
-    return abs(ratio - 1), not made.spread.low <= ratio <= made.spread.high
+    step_time = printed(run, with_stack)
+    ratio = run.published_seconds / step_time.step_seconds
+    return abs(ratio - 1), not step_time.spread.low <= ratio <= step_time.spread.high
 
 
 def fits() -> list[tuple[bool, bool]]:
     """Returns of each trial of data/published/fits.csv whether it fitted, and whether `lpkit plan`
     would have offered it."""
-    by_name, found = {source.name: source for source in sources()}, []
+    by_name, verdicts = {source.name: source for source in sources()}, []
     with (ledger.FOLDER / "fits.csv").open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             fitted = cells.pop("fits") == "yes"
-            told = {name: cell for name, cell in cells.items() if cell}
-            run = Run(**told | {"source": by_name[told["source"]]}, published="1", unit="seconds")
+            given = {name: cell for name, cell in cells.items() if cell}
+            run = Run(**given | {"source": by_name[given["source"]]}, published="1", unit="seconds")
             with suppress(ConfigError):     # a layout that plan does not have
                 held = memory(stated(run), run.source.on(run.machine), layout=run.layout, **run.how)
-                found.append((fitted, held.missing_bytes <= 0))
-    return found
+                verdicts.append((fitted, held.missing_bytes <= 0))
+    return verdicts
 
 
 def choices() -> list[tuple[bool, float, str]]:
@@ -244,20 +245,20 @@ def choices() -> list[tuple[bool, float, str]]:
     is held out, how much slower the one that the formula has first is than the fastest, and which
     it is."""
     sets: dict[tuple, list[tuple[float, float, str]]] = defaultdict(list)
-    for run, said in ledger.taken(runs(), seconds):
+    for run, predicted in ledger.taken(runs(), seconds):
         same = *fit.same(run), run.attention, run.kernels, run.stack
-        sets[run.source.held_out, same].append((said, run.published_seconds,
+        sets[run.source.held_out, same].append((predicted, run.published_seconds,
             f"{run.layout} {run.micro_batch} {run.recompute}"))
-    return [(held_out, min(some)[1] / min(one[1] for one in some) - 1,
+    return [(held_out, min(some)[1] / min(way[1] for way in some) - 1,
              f"{same[1]} on {same[3]} x {same[4]}, {len(some)} runs")
             for (held_out, same), some in sets.items()
-            if len({one[2] for one in some}) >= LEAST_LAYOUTS]
+            if len({way[2] for way in some}) >= LEAST_LAYOUTS]
 
 
 def ranks() -> list[list[Any]]:
     """Of RANKED, on each number of devices: the place that `lpkit plan` gives to how the fastest
     published run is split, of how many splits."""
-    found = []
+    rows = []
     for source, model in RANKED:
         groups: dict[tuple, list[Run]] = defaultdict(list)
         for run, _ in ledger.taken(runs(source), step):
@@ -268,12 +269,12 @@ def ranks() -> list[list[Any]]:
             options = plan(stated(best).replace({"grad_accum_steps": 1}), 1e12, best.machine,
                            devices=devices,
                            precisions=[best.how["precision"]]).options
-            places = [i for i, one in enumerate(options, 1)
-                      if _axes(one.layout) == _axes(best.layout)]
-            found.append([model, f"{devices:,} x {best.machine}, {context:,} tokens, {precision}",
-                          str(best.layout),
-                          places[0] if places else "none", len(options)])
-    return found
+            places = [i for i, option in enumerate(options, 1)
+                      if _axes(option.layout) == _axes(best.layout)]
+            rows.append([model, f"{devices:,} x {best.machine}, {context:,} tokens, {precision}",
+                         str(best.layout),
+                         places[0] if places else "none", len(options)])
+    return rows
 
 
 def _axes(layout: Layout) -> tuple[int, ...]:
@@ -283,8 +284,8 @@ def _axes(layout: Layout) -> tuple[int, ...]:
 def after_one_step(taken: list[dict[str, Any]]) -> list[float]:
     """Errors of held-out runs, when each is calibrated by the one before it on its page, on the
     same machine and in the same precision: the most alike that is published."""
-    after = fit.after_one(((one["source"], one["machine"], one["precision"]), one["error"] + 1)
-                          for one in _of(HELD, taken))
+    after = fit.after_one(((row["source"], row["machine"], row["precision"]), row["error"] + 1)
+                          for row in _of(HELD, taken))
     return [abs(ratio - 1) for ratio in after if ratio is not None]
 
 
@@ -297,39 +298,39 @@ def breakdown(taken: list[dict[str, Any]]) -> list[list[str]]:
 def later(taken: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each of LATER_GROUPS, as LATER_HEADS."""
     by_place = {(run.source.name, run.at): run for run in runs(*fit.LATER)}
-    some = [(one, by_place[one["source"], one["at"]]) for one in _of(LATER, taken)]
-    return [[group, *_line([one for one, run in some if has(run)])]
+    some = [(row, by_place[row["source"], row["at"]]) for row in _of(LATER, taken)]
+    return [[group, *_line([row for row, run in some if has(run)])]
             for group, has in LATER_GROUPS.items()]
 
 
 def _of(split: str, taken: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in taken if split == _split(one)]
+    return [row for row in taken if split == _split(row)]
 
 
-def _split(one: dict[str, Any]) -> str:
-    if one["source"] in fit.LATER:
+def _split(row: dict[str, Any]) -> str:
+    if row["source"] in fit.LATER:
         return LATER
-    return HELD if one["held_out"] else FITTED
+    return HELD if row["held_out"] else FITTED
 
 
 def _groups(taken: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     yield "", "all", taken
     for by in GROUPS:
-        for group in sorted({one[by] for one in taken}):
-            yield by, group, [one for one in taken if one[by] == group]
+        for group in sorted({row[by] for row in taken}):
+            yield by, group, [row for row in taken if row[by] == group]
 
 
 def _line(some: list[dict[str, Any]]) -> list[str]:
-    errors = [one["error"] for one in some]
+    errors = [row["error"] for row in some]
     off = [abs(error) for error in errors]
     # quantiles want two
     low, middle, high = statistics.quantiles([*off, *off[:1]] if len(off) == 1 else off, n=4,
                                              method="inclusive")
-    others = [abs(one["flat_error"]) for one in some]
+    others = [abs(row["flat_error"]) for row in some]
     return [str(len(some)), f"{1 + statistics.median(errors):.2f}", f"{middle:.0%}",
             f"{low:.0%} to {high:.0%}", f"{max(errors, key=abs):+.0%}",
             f"{statistics.median(others):.0%}",
-            f"{statistics.fmean(one['inside'] for one in some):.0%}"]
+            f"{statistics.fmean(row['inside'] for row in some):.0%}"]
 
 
 # The page.
@@ -483,9 +484,10 @@ def _section(record: dict[str, Any]) -> str:
         held_error=held[5], held_flat=held[8], inside=held[9], foreign=f"{1 - foreign:.0%}",
         printed=f"{printed_off:.0%}", printed_inside=f"{1 - printed_out:.0%}",
         default=f"{default_off:.0%}", **_practised(record),
-        default_inside=f"{1 - default_out:.0%}", sets=sum(one[0] for one in record["choices"]),
+        default_inside=f"{1 - default_out:.0%}",
+        sets=sum(choice[0] for choice in record["choices"]),
         chosen=CHOSEN,
-        near=sum(one[0] and one[1] <= CHOSEN for one in record["choices"]),
+        near=sum(choice[0] and choice[1] <= CHOSEN for choice in record["choices"]),
         trials=sum(verdicts.values()), ended=ended, oom=sum(verdicts.values()) - ended,
         right=verdicts[True, True],
         offered=verdicts[False, True],
@@ -511,19 +513,19 @@ def _practised(record: dict[str, Any]) -> dict[str, str]:
     each = record["practitioners"]
     heads = ("source", "machine", "runs", "", "median error", "inside")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for one in each:
-        groups[one["source"], one["machine"]].append(one)
-    held = [one for key, some in groups.items() if key not in fit.PRACTISED for one in some]
+    for row in each:
+        groups[row["source"], row["machine"]].append(row)
+    held = [row for key, some in groups.items() if key not in fit.PRACTISED for row in some]
 
     def median(some: list[dict[str, Any]]) -> str:
-        return f"{statistics.median(abs(one['error']) for one in some):.0%}"
+        return f"{statistics.median(abs(row['error']) for row in some):.0%}"
 
     def share(some: list[dict[str, Any]], key: str) -> str:
-        return f"{statistics.fmean(one[key] for one in some):.0%}"
+        return f"{statistics.fmean(row[key] for row in some):.0%}"
 
     table = [(*key, len(some), "fitted" if key in fit.PRACTISED else "held out", median(some),
               share(some, "inside")) for key, some in groups.items()]
-    ran = [sum(counts) for counts in zip(*(one[1:] for one in record["ran"]))]
+    ran = [sum(counts) for counts in zip(*(row[1:] for row in record["ran"]))]
     return {"practised": str(len(each)), "fitted_practised": str(len(each) - len(held)),
             "held_practised": str(len(held)), "practised_off": median(held),
             "practised_inside": share(held, "inside"), "practised_one": share(held, "inside_one"),

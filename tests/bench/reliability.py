@@ -27,13 +27,13 @@ def run(rounds: int = ROUNDS, *, pieces: str = "") -> list[Result]:
     with ThreadPoolExecutor(cores()) as pool:
         done = dict(zip(names, pool.map(partial(_told, share), names), strict=True))
     commit = provenance(())["commit"]
-    rows = before | {name: (sum(map(len, said["failures"].values())), said["tried"],
-                            said | {"at": commit})
-                    for name, said in done.items()}
+    rows = before | {name: (sum(map(len, report["failures"].values())), report["tried"],
+                            report | {"at": commit})
+                    for name, report in done.items()}
     return [paired("reliability", ours=[harm], peer=[tried], peer_name="attacks", case=name,
                    target=0, better="lower", unit="times",
-                   facts={key: said[key] for key in ("seconds", "failures", "facts", "at")})
-            for name, (harm, tried, said) in sorted(rows.items())]
+                   facts={key: report[key] for key in ("seconds", "failures", "facts", "at")})
+            for name, (harm, tried, report) in sorted(rows.items())]
 
 
 def _recorded() -> dict[str, tuple[float, float, dict]]:
@@ -48,9 +48,9 @@ def _recorded() -> dict[str, tuple[float, float, dict]]:
 
 
 def _told(share: str, name: str) -> dict:
-    said = _attack(name, share)
-    print(said.strip(), file=sys.stderr, flush=True)    # an hour of others may still come
-    return json.loads(said)
+    output = _attack(name, share)
+    print(output.strip(), file=sys.stderr, flush=True)    # an hour of others may still come
+    return json.loads(output)
 
 
 def _attack(*words: str) -> str:

@@ -46,10 +46,10 @@ f"{place}/tmp", f"/proc/{pid}/fd", f"{place}/../"))
     yield lambda: os.rename(place, place + "x")
 read = asked = 0
 for place, pid in THEIRS:
-    for one in tries(place, pid):
+    for attempt in tries(place, pid):
         asked += 1
         try:
-            one()
+            attempt()
             read += 1
         except OSError:
             pass
@@ -62,8 +62,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     if why := rooms.why_no_room():
         raise RuntimeError(why)
     with rooms.passable_folder() as folder, rooms.opened(folder, *REPORTERS, "--learners",
-            str(LEARNERS), port=PORT) as told:
-        return measured(folder, told["url"])
+            str(LEARNERS), port=PORT) as room:
+        return measured(folder, room["url"])
 
 
 def measured(folder: Path, url: str) -> list[Result]:
@@ -76,25 +76,25 @@ def measured(folder: Path, url: str) -> list[Result]:
     alone = at_work(first)
     with ThreadPoolExecutor(LEARNERS + 2 * len(reporters)) as pool:
         begun = time.monotonic()
-        list(pool.map(lambda one: one.start(share=True), [*others, *reporters]))
+        list(pool.map(lambda person: person.start(share=True), [*others, *reporters]))
         up = time.monotonic() - begun
         time.sleep(10)
-        idle = statistics.median(memory_bytes(folder, one.name) for one in others)
+        idle = statistics.median(memory_bytes(folder, person.name) for person in others)
         killing = pool.submit(kill_service, folder / "progress.jsonl")
-        sending = [pool.submit(reported_until, killing, one) for one in reporters]
-        list(pool.map(lambda one: one.run(BEGIN), others))
-        working = statistics.median(memory_bytes(folder, one.name) for one in others)
+        sending = [pool.submit(reported_until, killing, reporter) for reporter in reporters]
+        list(pool.map(lambda person: person.run(BEGIN), others))
+        working = statistics.median(memory_bytes(folder, person.name) for person in others)
         together = [seconds for own in pool.map(at_work, [first, *others]) for seconds in own]
-        kills, sent = killing.result(), sum(one.result() for one in sending)
+        kills, sent = killing.result(), sum(future.result() for future in sending)
     teacher, deadline = rooms.Person(url, "teacher", codes["teacher"]), time.monotonic() + 180
     mine, address = [], f"{url}/services/progress/now"
     while len(mine) < sent and time.monotonic() < deadline:
         time.sleep(1)       # the service was killed just now
         if rooms.status(address, teacher.token) == 200:
             mine = rooms.ask(address, token=teacher.token)["events"]
-    kept = len({one["id"] for one in mine})
-    theirs = [(str(folder / "learners" / one.name), pids(folder, one.name)[0])
-              for one in others[:11]]
+    kept = len({event["id"] for event in mine})
+    theirs = [(str(folder / "learners" / person.name), pids(folder, person.name)[0])
+              for person in others[:11]]
     read, asked = map(int, first.run(f"THEIRS = {theirs!r}\n{READER}").split())
     facts = {"learners": LEARNERS, "pause_seconds": READING_SECONDS, "idle_learner_bytes": idle,
              "learner_with_kernel_bytes": working, "reads": read, "reads_asked": asked,
@@ -114,22 +114,22 @@ def measured(folder: Path, url: str) -> list[Result]:
                    target=0.0, unit="reports", **common)]
 
 
-def at_work(one: rooms.Person) -> list[float]:
+def at_work(person: rooms.Person) -> list[float]:
     """Seconds of each cell, from the click to its end, with pauses as long as a person reads."""
-    chance, seconds = random.Random(one.name), []
+    chance, seconds = random.Random(person.name), []
     for _ in range(CELLS):
         time.sleep(chance.expovariate(1 / READING_SECONDS))
         begun = time.monotonic()
-        assert not (said := one.run(CELL)), said
+        assert not (output := person.run(CELL)), output
         seconds.append(time.monotonic() - begun)
     return seconds
 
 
-def reported_until(over: Future, one: rooms.Person) -> int:
+def reported_until(over: Future, reporter: rooms.Person) -> int:
     """How many reports were made until then."""
     sent = 0
     while not over.done():
-        assert not (said := one.run(REPORT.format(SENT))), said
+        assert not (output := reporter.run(REPORT.format(SENT))), output
         sent += SENT
     return sent
 
@@ -139,8 +139,8 @@ def p95(seconds: list[float]) -> float:
 
 
 def service() -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"]
-            and one.info["cmdline"][-1].endswith("from hosting.progress import main; main()")]
+    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]
+            and process.info["cmdline"][-1].endswith("from hosting.progress import main; main()")]
 
 
 def kill_service(path: Path) -> int:
@@ -154,15 +154,15 @@ def kill_service(path: Path) -> int:
                 return kills
             time.sleep(0.05)
         time.sleep(chance.uniform(0.0, 1.0))
-        for one in service():
-            one.kill()
+        for process in service():
+            process.kill()
     return KILLS
 
 
 def pids(folder: Path, name: str) -> list[int]:
     uid = (folder / "learners" / name).stat().st_uid
-    return [one.pid for one in psutil.process_iter(["uids"]) if one.info["uids"]
-            and one.info["uids"].real == uid]
+    return [process.pid for process in psutil.process_iter(["uids"]) if process.info["uids"]
+            and process.info["uids"].real == uid]
 
 
 def memory_bytes(folder: Path, name: str) -> int:

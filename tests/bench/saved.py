@@ -49,8 +49,9 @@ def compare(base: Config, others: dict[str, Config], rounds: int) -> list[Result
     for (name, config), times in zip(others.items(), seconds):
         recipe = benches[name].precision.used
         for way, (machine, efficiency) in ways.items():
-            said = step_time(config, machine, precision=recipe, efficiency=efficiency).step_seconds
-            errors[way].append(100 * abs(said / min(times) - 1))
+            predicted = step_time(config, machine, precision=recipe,
+                                  efficiency=efficiency).step_seconds
+            errors[way].append(100 * abs(predicted / min(times) - 1))
     ours, *peers = errors.items()
     results = []
     for peer, theirs in peers:

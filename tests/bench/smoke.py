@@ -74,10 +74,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=math.inf)
     seconds = parser.parse_args(argv).seconds
-    found = run("cuda" if torch.cuda.is_available() else "cpu", seconds)
-    print(json.dumps(found))
-    print("\n".join(found["problems"]), file=sys.stderr)
-    return bool(found["problems"])
+    result = run("cuda" if torch.cuda.is_available() else "cpu", seconds)
+    print(json.dumps(result))
+    print("\n".join(result["problems"]), file=sys.stderr)
+    return bool(result["problems"])
 
 
 if __name__ == "__main__":

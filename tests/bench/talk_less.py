@@ -16,16 +16,16 @@ def run(rounds: int = lesson.SEEDS) -> list[Result]:
     as many seeds."""
     seeds = range(min(rounds, lesson.SEEDS))
     cases = [(method, seed) for seed in seeds for method in lesson.METHODS]
-    told = {"runs": cases, "updates": lesson.STEPS, "evaluate": True}
-    with Processes(f"{lesson.__name__}:train", told, world=lesson.WORLD) as running:
+    given = {"runs": cases, "updates": lesson.STEPS, "evaluate": True}
+    with Processes(f"{lesson.__name__}:train", given, world=lesson.WORLD) as running:
         runs, *_ = running.wait()
     facts = {"runs": [{key: [round(x, 6) for x in value] if isinstance(value, list)
                        else round(value, 6) if isinstance(value, float) else value
-                       for key, value in one.items()} for one in runs], "base": lesson.BASE}
-    found = lesson.Record(facts["runs"])
-    losses = {method: [one["val_loss"] for one in of] for method, of in found.by_method.items()}
+                       for key, value in run.items()} for run in runs], "base": lesson.BASE}
+    record = lesson.Record(facts["runs"])
+    losses = {method: [run["val_loss"] for run in of] for method, of in record.by_method.items()}
     return [paired("talk-less", ours=losses[method], peer=losses[lesson.PLAIN],
                    peer_name="an all-reduce of gradients", better="lower", unit="nats per token",
-                   case=f"{method}: {found.bytes_of(method):,.0f} bytes an update from each rank",
+                   case=f"{method}: {record.bytes_of(method):,.0f} bytes an update from each rank",
                    facts=facts)
             for method in lesson.METHODS[1:]]

@@ -27,13 +27,13 @@ def run(rounds: int = lesson.SEEDS) -> list[Result]:
     share = hardware.others()
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         tuning = dict(zip(combinations, pool.map(lesson.tuned, combinations)))
-        rates = {arms: float(min((n, lr) for lr, n in found.items() if n)[1])
-                 for arms, found in tuning.items()}
+        rates = {arms: float(min((n, lr) for lr, n in by_rate.items() if n)[1])
+                 for arms, by_rate in tuning.items()}
         cases = [(seed, arms) for seed in range(max(3, rounds)) for arms in combinations]
-        found = dict(zip(cases, pool.map(_updates, [arms for _, arms in cases],
-                                         [rates[arms] for _, arms in cases],
-                                         [seed for seed, _ in cases])))
-    updates = {lesson.title(arms): [found[case] for case in cases if case[1] == arms]
+        counts = dict(zip(cases, pool.map(_updates, [arms for _, arms in cases],
+                                          [rates[arms] for _, arms in cases],
+                                          [seed for seed, _ in cases])))
+    updates = {lesson.title(arms): [counts[case] for case in cases if case[1] == arms]
                for arms in combinations}
     if missing := [name for name, each in updates.items() if None in each]:
         raise RunFailedError(f"{', '.join(missing)} did not reach {lesson.TARGET} nats within "
@@ -49,5 +49,5 @@ def run(rounds: int = lesson.SEEDS) -> list[Result]:
 
 
 def _updates(arms: lesson.Arms, lr: float, seed: int) -> float | None:
-    found = lesson.updates_to_target(lesson.learning(arms, lr, seed))
-    return found and round(found, 2)
+    count = lesson.updates_to_target(lesson.learning(arms, lr, seed))
+    return count and round(count, 2)

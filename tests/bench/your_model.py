@@ -145,8 +145,8 @@ def peak_of(name: str, precision: str | None) -> dict[str, Any]:
 def _update(model: nn.Module, batch: Any, loss: Callable, optimizer: torch.optim.Optimizer,
             precision: str | None, device: str) -> None:
     with torch.autocast(device, torch.bfloat16, enabled=precision is not None):
-        found = loss(model, batch)
-    found.backward()
+        loss_value = loss(model, batch)
+    loss_value.backward()
     optimizer.step()
 
 
@@ -170,8 +170,9 @@ def real_peak(model: nn.Module, batch: Any, loss: Callable, precision: str | Non
         if isinstance(t, Tensor)}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         update()
-    changes = sorted((one.start_ns(), one.nbytes()) for one in seen.profiler.kineto_results.events()
-                     if one.name() == "[memory]")
+    changes = sorted((event.start_ns(), event.nbytes())
+                     for event in seen.profiler.kineto_results.events()
+                     if event.name() == "[memory]")
     now = most = 0
     for _, nbytes in changes:
         now += nbytes
@@ -255,13 +256,13 @@ def recipes(case: Case, facts: dict[str, Any], seeds: int) -> Iterator[Result]:
     facts |= {"steps": STEPS, "last": LAST, "seeds": seeds}
     asked = [(name, "bf16", seed, False) for name in TRAINED for seed in range(seeds)]
     asked += [(name, recipe, 0, False) for name in TRAINED for recipe in CASTING]
-    found = {key: statistics.fmean(losses[-LAST:]) for key, losses in _all(asked, STEPS).items()}
+    means = {key: statistics.fmean(losses[-LAST:]) for key, losses in _all(asked, STEPS).items()}
     table = facts["recipes"] = []
     for name in TRAINED:
-        plain = [found[name, "bf16", seed, False] for seed in range(seeds)]
+        plain = [means[name, "bf16", seed, False] for seed in range(seeds)]
         mean, spread = statistics.fmean(plain), statistics.stdev(plain)
         for recipe in CASTING:
-            loss = found[name, recipe, 0, False]
+            loss = means[name, recipe, 0, False]
             table.append({"name": name, "recipe": recipe, "loss": loss, "bf16": mean,
                           "bf16_same_seed": plain[0], "deviation": spread,
                           "deviations": abs(loss - mean) / spread,
@@ -275,12 +276,12 @@ def recipes(case: Case, facts: dict[str, Any], seeds: int) -> Iterator[Result]:
 
 def checkpointing(case: Case, facts: dict[str, Any], _: int) -> Iterator[Result]:
     models = [name for name in TRAINED if name != "nano"]       # which is not transformers'
-    found = _all([(name, recipe, 0, again) for name in models for recipe in ("bf16", *CASTING)
-                  for again in (False, True)], AGAIN)
+    curves = _all([(name, recipe, 0, again) for name in models for recipe in ("bf16", *CASTING)
+                   for again in (False, True)], AGAIN)
     table = facts["checkpointing"] = [
-        {"name": name, "recipe": recipe, "equal": found[name, recipe, 0, False] == found[name,
+        {"name": name, "recipe": recipe, "equal": curves[name, recipe, 0, False] == curves[name,
             recipe, 0, True],
-         "losses": [found[name, recipe, 0, again][-1] for again in (False, True)]}
+         "losses": [curves[name, recipe, 0, again][-1] for again in (False, True)]}
         for name in models for recipe in ("bf16", *CASTING)]
     yield _worst(case, f"gradient checkpointing: pairs of {len(table)} whose {AGAIN} losses are "
                        f"not bit-equal",

@@ -131,7 +131,7 @@ def test_what_is_told_of_sequences():
                               [k in places for k in range(50)], runs=100)
 
     nothing = [sequence({0, 9, 10}), sequence({1, 2, 3}), sequence(()), sequence({49})]
-    summary = bench.told(nothing, [sequence({0, 1, 2}, {0, 1, 5}), sequence({0}, {0, 1, 5})])
+    summary = bench.summary_of(nothing, [sequence({0, 1, 2}, {0, 1, 5}), sequence({0}, {0, 1, 5})])
     assert (summary["kept"][0] == 7 / 4 and summary["of_first_10"] == 5 / 4
             and summary["middle"] == [0, 3])
     assert summary["pairs_above"] == 1 / 2, "3 + 3 are more than 5 of 100, 0 + 1 are not"
