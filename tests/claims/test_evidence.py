@@ -320,9 +320,9 @@ def test_wheels_are_unpacked_once_and_a_broken_wheel_is_refused(tmp_path, ran):
     with ZipFile(wheels / "peer-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer/__init__.py", "SPEED = 7")
     evidence.run(out=tmp_path / "out", pieces="doctor", wheels=wheels)
-    found = subprocess.run([sys.executable, "-c", "import peer; print(peer.SPEED)"], check=True,
+    imported = subprocess.run([sys.executable, "-c", "import peer; print(peer.SPEED)"], check=True,
                            env=evidence._environment(tmp_path / "out"), capture_output=True)
-    assert found.stdout == b"7\n"
+    assert imported.stdout == b"7\n"
     (wheels / "peer-2-py3-none-any.whl").write_bytes(b"not a zip")
     with pytest.raises(ConfigError, match=r"peer-2-.* is not a wheel"):
         evidence.run(out=tmp_path / "out", pieces="smoke", wheels=wheels)
