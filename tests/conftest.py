@@ -88,8 +88,8 @@ def patient_waits():
 
     def patient(wait, at):
         def call(*given, **named):
-            given = [one * patience() if place == at and one and one >= 5 else one
-                     for place, one in enumerate(given)]
+            given = [value * patience() if place == at and value and value >= 5 else value
+                     for place, value in enumerate(given)]
             if (named.get("timeout") or 0) >= 5:
                 named["timeout"] *= patience()
             return wait(*given, **named)
@@ -149,8 +149,8 @@ def pytest_terminal_summary(terminalreporter):
     every change, it takes an hour."""
     from tests.attack import _page
 
-    if said := _page.age((_page.ROOT / "docs" / "reliability.md").read_text()):
-        terminalreporter.write_line(said, yellow=True)
+    if warning := _page.age((_page.ROOT / "docs" / "reliability.md").read_text()):
+        terminalreporter.write_line(warning, yellow=True)
 
 
 @pytest.fixture(params=processors.KINDS)
@@ -199,13 +199,13 @@ def parent():
 
 @pytest.fixture(scope="session")
 def on_ranks(parent):
-    """f(function, config, world=2, **told): what each rank returned that ran this function of
+    """f(function, config, world=2, **argument): what each rank returned that ran this function of
     training_ranks.py."""
     from lpkit.parallel.processes import Processes
 
-    def run(function, config, world=2, **told):
-        told["config"] = config.to_dict()
-        with Processes(f"tests.parallel.training_ranks:{function}", told, world=world,
+    def run(function, config, world=2, **argument):
+        argument["config"] = config.to_dict()
+        with Processes(f"tests.parallel.training_ranks:{function}", argument, world=world,
                        parent=parent) as running:
             return running.wait()
 

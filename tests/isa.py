@@ -85,7 +85,7 @@ def probe() -> str:
     """The bits of products, sums and functions, as this process's libraries round them."""
     import torch
 
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     chance = torch.Generator().manual_seed(0)
     for n in (5, 64, 257):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -94,8 +94,8 @@ def probe() -> str:
             for x in (a @ b, torch.nn.functional.linear(a, b, b[0]), a.exp().sum(), a.softmax(-1),
                       a.tanh(), a.norm(),
                       torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)):
-                said.update(x.double().numpy().tobytes())
-    return said.hexdigest()
+                digest.update(x.double().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def bits(environment: dict[str, str]) -> str:

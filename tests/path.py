@@ -27,18 +27,18 @@ MODULES = {_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 def _statements(node: ast.AST, lazy: bool) -> Iterator[ast.AST]:
     """All below `node`, without what only a type checker reads; without functions' where not
     `lazy`."""
-    for one in ast.iter_child_nodes(node):
-        if isinstance(one, ast.If) and ast.unparse(one.test).endswith("TYPE_CHECKING"):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             continue
-        if lazy or not isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield one
-            yield from _statements(one, lazy)
+        if lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _statements(child, lazy)
 
 
 @cache
 def imports(lazy: bool) -> dict[str, set[str]]:
     """The modules that each module imports; where `lazy`, also in its functions."""
-    found = {}
+    graph = {}
     for name, path in MODULES.items():
         theirs = set()
         for node in _statements(ast.parse(path.read_text()), lazy):
@@ -49,8 +49,8 @@ def imports(lazy: bool) -> dict[str, set[str]]:
                 theirs |= inner & MODULES.keys()
                 if not inner <= MODULES.keys():
                     theirs.add(node.module)
-        found[name] = theirs - {name}
-    return found
+        graph[name] = theirs - {name}
+    return graph
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -64,13 +64,13 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 def imported_by(name: str) -> dict[str, int]:
     """The modules that are there once `name` is imported, packages included, and their code
     tokens, without comments and docstrings."""
-    found, ahead = {}, [name]
+    tokens, ahead = {}, [name]
     while ahead:
-        one = ahead.pop()
-        if one not in found:
-            found[one] = size_of(MODULES[one]).tokens
-            ahead += [*imports(lazy=False)[one], *filter(None, [one.rpartition(".")[0]])]
-    return found
+        module = ahead.pop()
+        if module not in tokens:
+            tokens[module] = size_of(MODULES[module]).tokens
+            ahead += [*imports(lazy=False)[module], *filter(None, [module.rpartition(".")[0]])]
+    return tokens
 
 
 def entered() -> Counter:
@@ -103,7 +103,7 @@ def entered() -> Counter:
 
 if __name__ == "__main__":
     modules, files = imported_by("lpkit.training.loop"), entered()
-    for name, tokens in sorted(modules.items(), key=lambda one: -one[1]):
+    for name, tokens in sorted(modules.items(), key=lambda pair: -pair[1]):
         print(f"{tokens:6} {name}")
     print(f"{sum(modules.values()):6} code tokens in {len(modules)} modules that training.loop "
           f"imports")

@@ -52,7 +52,7 @@ def main() -> None:
     for name, size in rows.items():
         print(f"{name:<20}{size.lines:>10,}{size.tokens:>14,}{size.wide:>12,}")
     print(f"\nThe largest {LARGEST} modules of {FOLDERS[0]}/")
-    modules = sorted(sizes[FOLDERS[0]].items(), key=lambda one: -one[1].lines)
+    modules = sorted(sizes[FOLDERS[0]].items(), key=lambda pair: -pair[1].lines)
     for path, size in modules[:LARGEST]:
         print(f"{path.relative_to(ROOT)!s:<42}{size.lines:>6,} lines{size.tokens:>8,} tokens")
 

@@ -71,7 +71,7 @@ def test_nothing_outlives_a_parent_that_dies(tmp_path):
 
 
 def test_a_parent_that_dies_before_it_has_said_what_to_start(tmp_path):
-    dies = "import os\nprocesses.json.dumps = lambda told: os.kill(os.getpid(), 9)"
+    dies = "import os\nprocesses.json.dumps = lambda order: os.kill(os.getpid(), 9)"
     with parent(tmp_path, dies) as process:
         assert process.wait(10) == -9
     assert attack.until_nothing(tmp_path, time.monotonic() + 3 * patience()) == []

@@ -88,16 +88,16 @@ def _decide(config: Config, device: str) -> Decisions:
         raise ConfigError("PyTorch sees no GPU here, and without a GPU it cannot trace the "
                           "backward pass of CUDA operations; use device=cpu, which keeps the "
                           "same tensors, except those of RMSNorm")
-    recipe = used = config.precision.recipe.name
-    if recipe == "auto":
+    named = used = config.precision.recipe.name
+    if named == "auto":
         used = "bf16"       # a run decides by timing, which a trace cannot do
     decisions = decide(config.replace({"system.device": "cpu", "system.compile": False,
                                        "system.kernels": "auto", "system.attention": "plain",
                                        "system.threads": torch.get_num_threads(),
                                        "precision.recipe": used}))
     chosen = decisions.choices | {"device": Choice(asked=device, used=device, why="traced")}
-    if recipe == "auto":
-        chosen["precision"] = Choice(asked=recipe, used=used,
+    if named == "auto":
+        chosen["precision"] = Choice(asked=named, used=used,
                                      why="assumed: a run decides by a race where it runs")
     attention = config.system.attention
     used, why = choose_attention(attention, device=device, model=attended(config.model),

@@ -25,8 +25,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 from tests.inputs import tokenizers as zoo  # noqa: E402
 
-CHAT = ("{{ bos_token or '' }}{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content "
-        "| trim }}<|im_end|>\n{% endfor %}"
+CHAT = ("{{ bos_token or '' }}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{{ message.content | trim }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 TURNS = ("<|im_start|>", "<|im_end|>")
 PROMPTS = ["def import(folder):", "The quick", "a\nb", "caf\u00e9s \U0001f642", "x" * 40]

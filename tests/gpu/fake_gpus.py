@@ -202,42 +202,42 @@ class Fake:
 
     def gone(self, key: int, ref: Any = None) -> None:
         with self.lock:
-            one = self.memory.pop(key, None)
-            if one is None or one.device is None:
+            memory = self.memory.pop(key, None)
+            if memory is None or memory.device is None:
                 return
-            for line, at in one.uses:
-                if (line not in (one.born, self.host) and line not in one.recorded
-                    and max(one.born.clock[line], self.host.clock[line]) < at):
-                    self.races.append(f"memory of {one.born.name} is given back while {line.name} "
-                                      f"may still use it")
+            for line, at in memory.uses:
+                if (line not in (memory.born, self.host) and line not in memory.recorded
+                    and max(memory.born.clock[line], self.host.clock[line]) < at):
+                    self.races.append(f"memory of {memory.born.name} is given back while "
+                                      f"{line.name} may still use it")
 
     def device_of(self, t: Tensor) -> torch.device:
-        one = self.of(t)
-        if one is not None and one.device is not None:
-            return torch.device("cuda", one.device)
+        memory = self.of(t)
+        if memory is not None and memory.device is not None:
+            return torch.device("cuda", memory.device)
         with torch._C.DisableTorchFunction():
             return t.device
 
     def touch(self, line: Line, reads: list[Memory], writes: list[Memory], what: str) -> None:
         with self.lock:
             line.clock[line] += 1
-            now, found = line.clock[line], ""
-            for one in (*reads, *writes):
-                if one.wrote and line.clock[one.wrote[0]] < one.wrote[1]:
-                    found = (found or f"{what} on {line.name} uses what {one.wrote[0].name} wrote, "
-                                      f"and has not waited for it")
-            for one in writes:
-                for other, at in one.reads.items():
+            now, race = line.clock[line], ""
+            for memory in (*reads, *writes):
+                if memory.wrote and line.clock[memory.wrote[0]] < memory.wrote[1]:
+                    race = (race or f"{what} on {line.name} uses what {memory.wrote[0].name} "
+                                    f"wrote, and has not waited for it")
+            for memory in writes:
+                for other, at in memory.reads.items():
                     if line.clock[other] < at:
-                        found = (found or f"{what} on {line.name} writes what {other.name} still "
-                                          f"reads")
-            for one in reads:
-                one.reads[line] = now
-            for one in writes:
-                one.wrote, one.reads = (line, now), Counter()
-        if found:
-            self.races.append(found)
-            raise RaceError(found)
+                        race = (race or f"{what} on {line.name} writes what {other.name} still "
+                                        f"reads")
+            for memory in reads:
+                memory.reads[line] = now
+            for memory in writes:
+                memory.wrote, memory.reads = (line, now), Counter()
+        if race:
+            self.races.append(race)
+            raise RaceError(race)
 
     def launch(self, stream: Stream, reads: list[Memory], writes: list[Memory], what: str) -> None:
         stream.join(self.host.clock)        # the host did before what it did before
@@ -245,11 +245,11 @@ class Fake:
 
     def place(self, t: Tensor, device: int | None, pinned: bool = False, what: str = "") -> Tensor:
         """What was just made lies there."""
-        one = self.of(t, make=True)
-        one.device, one.pinned, one.wrote, one.reads = device, pinned, None, Counter()
-        one.born = None if device is None else self.current(device)
+        memory = self.of(t, make=True)
+        memory.device, memory.pinned, memory.wrote, memory.reads = device, pinned, None, Counter()
+        memory.born = None if device is None else self.current(device)
         if what and what not in EMPTY and device is not None:
-            self.launch(one.born, [], [one], what)
+            self.launch(memory.born, [], [memory], what)
         return t
 
     def transfer(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -275,9 +275,10 @@ class Fake:
             self.touch(self.host, [], [to], "a copy")
 
     def allocated(self, device: Any = None) -> int:
-        index, found = self.index(device), [(one.ref(), one.device)
-            for one in list(self.memory.values())]
-        return sum(storage.nbytes() for storage, on in found if storage is not None and on == index)
+        index, storages = self.index(device), [(memory.ref(), memory.device)
+            for memory in list(self.memory.values())]
+        return sum(storage.nbytes() for storage, on in storages
+                   if storage is not None and on == index)
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -312,8 +313,8 @@ class ByOperation(TorchDispatchMode):
             if any(t.is_meta for t in given):
                 return func(*args, **kwargs)
             of = {id(t): fake.of(t) for t in given}
-            devices = {one.device for one in of.values() if one is not None
-                       and one.device is not None}
+            devices = {memory.device for memory in of.values() if memory is not None
+                       and memory.device is not None}
             away = [t for t in given if t.dim() and (of[id(t)] is None or of[id(t)].device is None)]
             quiet = getattr(fake.local, "quiet", False)
             if (not quiet and (len(devices) > 1
@@ -326,7 +327,7 @@ class ByOperation(TorchDispatchMode):
                 result = func.overloadpacket(a.to(dtype), b.to(dtype))
             else:
                 result = func(*args, **kwargs)
-            made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if quiet:
             return result
         if name == "aten::copy_" and devices and fake.device_of(args[0]) != fake.device_of(args[1]):
@@ -346,12 +347,12 @@ class ByOperation(TorchDispatchMode):
                 fake.touch(fake.host, reads, writes, name)
             return result
         stream = fake.current(*devices)
-        for t in made:
+        for t in outputs:
             if fake.of(t) is None:
-                one = fake.of(t, make=True)
-                one.device, one.born = stream.index, stream
+                memory = fake.of(t, make=True)
+                memory.device, memory.born = stream.index, stream
                 if func._schema.name.removeprefix("aten::") not in EMPTY:
-                    writes.append(one)
+                    writes.append(memory)
         if not func.is_view and name.removeprefix("aten::") not in EMPTY:
             fake.launch(stream, reads, writes, name)
         if name in WAITS:
@@ -365,11 +366,11 @@ class ByName(TorchFunctionMode):
     def __init__(self, fake: Fake):
         super().__init__()
         self.fake = fake
-        of, one = torch.Tensor, fake.device_of
+        of, device_of = torch.Tensor, fake.device_of
         self.special = {
-            of.device.__get__: one, of.is_cuda.__get__: lambda t: one(t).type == "cuda",
-            of.is_cpu.__get__: lambda t: one(t).type == "cpu",
-            of.get_device: lambda t: -1 if one(t).index is None else one(t).index,
+            of.device.__get__: device_of, of.is_cuda.__get__: lambda t: device_of(t).type == "cuda",
+            of.is_cpu.__get__: lambda t: device_of(t).type == "cpu",
+            of.get_device: lambda t: -1 if device_of(t).index is None else device_of(t).index,
             of.to: self.to, of.cuda: lambda t, device=None, non_blocking=False: self.to(t,
                 device or "cuda", non_blocking=non_blocking),
             of.cpu: lambda t: self.to(t, "cpu"),
@@ -377,7 +378,7 @@ class ByName(TorchFunctionMode):
             of.pin_memory: lambda t, *_: fake.place(t.clone(), None, True), of.numpy: self.numpy,
             of.tolist: self.tolist,
             # safetensors reads there
-            of.data_ptr: lambda t: (t if one(t).type == "cuda" else self._read(t)).data_ptr()}
+            of.data_ptr: lambda t: (t if device_of(t).type == "cuda" else self._read(t)).data_ptr()}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (),
                            kwargs: dict | None = None) -> Any:
@@ -411,7 +412,7 @@ class ByName(TorchFunctionMode):
             self.fake.local.quiet = before
 
     def to(self, t: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-        like = next((self.fake.device_of(one) for one in args if isinstance(one, Tensor)), None)
+        like = next((self.fake.device_of(arg) for arg in args if isinstance(arg, Tensor)), None)
         device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)
         device, more = like or device, {} if form is None else {"memory_format": form}
         if device is not None and device.type not in ("cpu", "cuda"):
@@ -439,8 +440,8 @@ class ByName(TorchFunctionMode):
                           else self.to(t, "cpu")).tolist()
 
     def _read(self, t: Tensor) -> Tensor:
-        if (one := self.fake.of(t)) is not None:
-            self.fake.touch(self.fake.host, [one], [], "a look")
+        if (memory := self.fake.of(t)) is not None:
+            self.fake.touch(self.fake.host, [memory], [], "a look")
         return t
 
 
@@ -469,11 +470,11 @@ def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
 
     def deepcopy(t: Tensor, memo: dict) -> Tensor:
         result = copied(t, memo)
-        if (one := fake.of(t)) is not None and fake.of(result) is not one:
-            fake.place(result, one.device, one.pinned)
+        if (memory := fake.of(t)) is not None and fake.of(result) is not memory:
+            fake.place(result, memory.device, memory.pinned)
         return result
 
-    told = {
+    functions = {
         "is_available": lambda: True, "device_count": lambda: count,
         "current_device": fake.current_device, "set_device": fake.set_device,
         "get_device_name": lambda device=None: about.name,
@@ -492,8 +493,8 @@ def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
         "get_arch_list": list, "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False}       # a build for CUDA asks its driver
     with pytest.MonkeyPatch.context() as patch:
-        for name, one in told.items():
-            patch.setattr(torch.cuda, name, one)
+        for name, function in functions.items():
+            patch.setattr(torch.cuda, name, function)
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch, "autocast", Autocast)
         patch.setattr(threading.Thread, "run", in_thread)
@@ -517,27 +518,27 @@ def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
             512))
         measured = hardware._machine, hardware.peak_flops
         try:
-            for one in measured:
-                one.cache_clear()
+            for function in measured:
+                function.cache_clear()
             with fake.modes():
                 yield fake
         finally:
-            for one in measured:
-                one.cache_clear()
+            for function in measured:
+                function.cache_clear()
     if fake.races:
         raise RaceError(fake.races[0])
 
 
 @contextmanager
 def nccl() -> Iterator[list[str]]:
-    """Gloo where NCCL was asked for, which is told."""
-    made, told = torch.distributed.init_process_group, []
+    """Gloo where NCCL was asked for, which is in the list."""
+    initialize, backends = torch.distributed.init_process_group, []
 
     def init(backend: str, **kwargs: Any) -> None:
-        told.append(backend)
-        made("gloo", **kwargs)
+        backends.append(backend)
+        initialize("gloo", **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "is_nccl_available", lambda: True)
         patch.setattr(torch.distributed, "init_process_group", init)
-        yield told
+        yield backends

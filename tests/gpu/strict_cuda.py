@@ -219,9 +219,9 @@ class StrictCUDA:
         return spread(scale, 1, 128)[:, :K]
 
     def strides(self, scale: Tensor, column: int, name: str) -> None:
-        one = scale.shape[1] == 1 and scale.stride(1) == 1
-        need(scale.stride(0) == 1 and (scale.stride(1) == column or one), name, "strides must be",
-             (1, column), "got", scale.stride())
+        single_column = scale.shape[1] == 1 and scale.stride(1) == 1
+        need(scale.stride(0) == 1 and (scale.stride(1) == column or single_column), name,
+             "strides must be", (1, column), "got", scale.stride())
 
     def nvfp4(self, a: Tensor, b: Tensor, scales: tuple[list[Tensor], ...],
               swizzles: tuple[list[SwizzleType], ...]) -> Tensor:

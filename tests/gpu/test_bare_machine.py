@@ -44,16 +44,16 @@ def command(words: list[str], absent: set[str]) -> subprocess.CompletedProcess:
     return bare(f"from lpkit.cli import main\nsys.exit(main({words}))", absent)
 
 
-@pytest.mark.parametrize("words, absent, said", [
+@pytest.mark.parametrize("words, absent, message", [
     (["notebook", "--all"], {"nbclient", "nbformat", "plotly"},
      "lpkit: lpkit notebook needs nbclient, nbformat, plotly, which "),
     (["lab", "--no-browser"], {"jupyterlab", "jupyter_server"},
      "lpkit: lpkit lab needs jupyterlab, jupyter-server, which ")])
-def test_what_needs_the_absent_is_one_sentence(words, absent, said):
+def test_what_needs_the_absent_is_one_sentence(words, absent, message):
     done = command(words, absent)
     assert done.returncode == 2 and not done.stdout
     [line] = done.stderr.splitlines()
-    assert line.startswith(said) and "-m pip install" in line
+    assert line.startswith(message) and "-m pip install" in line
 
 
 @pytest.mark.slow

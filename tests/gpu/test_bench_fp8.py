@@ -70,7 +70,7 @@ def interpreted(monkeypatch):
 
 
 def test_a_linear_is_timed_with_the_kit_s_casts_beside_the_compiler_s(interpreted, monkeypatch):
-    calls, found, real = Counter(), {}, fp8.race
+    calls, counts, real = Counter(), {}, fp8.race
 
     def counted(*arguments):
         calls["triton"] += 1
@@ -80,16 +80,16 @@ def test_a_linear_is_timed_with_the_kit_s_casts_beside_the_compiler_s(interprete
         for who, call in {"ours": ours, **peers}.items():
             calls.clear()
             call(*over[0])
-            found[who] = calls["triton"]
+            counts[who] = calls["triton"]
         return real(name, ours=ours, peers=peers, over=over, **more)
 
     interpreted(counted)
     monkeypatch.setattr(fp8, "race", race)
     results = fp8._linear((64, 128, 256), CPU, 1)
-    casts = found.pop("ours")
+    casts = counts.pop("ours")
     assert casts == 3, "x, w and g, each both ways by one read"
-    assert {"bf16", fp8.FUSED} <= found.keys() and not any(found.values())
-    assert [result.peer for result in results] == [*found]
+    assert {"bf16", fp8.FUSED} <= counts.keys() and not any(counts.values())
+    assert [result.peer for result in results] == [*counts]
     assert {result.case for result in results} == {"64x128 @ 128x256"}
 
 
@@ -110,5 +110,5 @@ def test_a_cast_that_is_not_its_definition_is_not_timed(interpreted):
     ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA GB300", "gb300"),
     ("NVIDIA GeForce RTX 2080 Ti", None)])
 def test_a_gpu_is_found_by_its_model(device, row):
-    found = catalogued(device)
-    assert (found and found.name) == row
+    machine = catalogued(device)
+    assert (machine and machine.name) == row

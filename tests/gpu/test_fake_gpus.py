@@ -181,12 +181,13 @@ def test_a_gpus_facts_are_its_own(tiny):
         assert hardware.low_formats(CUDA) == (() if torch.version.hip else ("int8",))
         assert choose_device("auto").why == "PyTorch sees NVIDIA A100-SXM4-40GB"
         assert choose_device("cuda", 1, 2).used == "cuda:1"
-        made = Training.build(tiny.replace({"system.device": "cuda", "precision.recipe": "auto"}))
-        choice = made.decisions.choices["precision"]
+        training = Training.build(tiny.replace({"system.device": "cuda",
+                                                "precision.recipe": "auto"}))
+        choice = training.decisions.choices["precision"]
         assert choice.why == "compute capability 8.0 has bf16 tensor cores"
-        assert environment(made.decisions)["device"] == "NVIDIA A100-SXM4-40GB"
-        assert isinstance(made.decisions.autocast, Autocast)
-        assert {p.device for p in made.model.parameters()} == {torch.device("cuda:0")}
+        assert environment(training.decisions)["device"] == "NVIDIA A100-SXM4-40GB"
+        assert isinstance(training.decisions.autocast, Autocast)
+        assert {p.device for p in training.model.parameters()} == {torch.device("cuda:0")}
 
 
 def test_energy_is_the_counter_of_this_gpu(monkeypatch):
@@ -219,11 +220,11 @@ def test_each_rank_trains_on_the_gpu_of_its_number_as_on_a_cpu(on_ranks, tiny):
     ranks = on_ranks("on_gpus", tiny.replace(layout), gpus=2)
     alone = Training.build(tiny.replace({"system.device": "cpu"}))
     losses = [alone.update(step).loss.item() for step in range(3)]
-    for rank, one in enumerate(ranks):
-        assert one["backends"] == ["cpu:gloo,cuda:nccl"] and one["mesh"] == "cuda"
-        assert one["first"] == rank and set(one["set"]) == {rank} and one["races"] == []
-        assert one["devices"] == [f"cuda:{rank}"]
-        assert one["losses"] == pytest.approx(losses, rel=1e-5)
+    for rank, result in enumerate(ranks):
+        assert result["backends"] == ["cpu:gloo,cuda:nccl"] and result["mesh"] == "cuda"
+        assert result["first"] == rank and set(result["set"]) == {rank} and result["races"] == []
+        assert result["devices"] == [f"cuda:{rank}"]
+        assert result["losses"] == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.dist

@@ -86,7 +86,7 @@ def test_an_update_never_waits_for_the_gpu(corpus, monkeypatch, changes):
             assert numbers[-1].sent[1].is_pinned()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    losses = [one.values()["loss"] for one in numbers]
+    losses = [arriving.values()["loss"] for arriving in numbers]
     assert all(0 < loss < 10 for loss in losses) and numbers[1].at.elapsed_time(numbers[2].at) > 0
 
 

@@ -28,12 +28,12 @@ from tests.gpu.fake_gpus import gpus
 
 @pytest.fixture
 def four(monkeypatch):
-    """PyTorch sees four GPUs; which was made the current one is told."""
-    told = []
+    """PyTorch sees four GPUs; the list has which was made the current one."""
+    devices = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(hardware, "why_no_gpu", lambda index=None: "")
-    return told
+    return devices
 
 
 def decided(device: str, monkeypatch, ranks: Ranks | None = None) -> None:
@@ -56,7 +56,7 @@ def test_the_gpu_that_was_asked_for_is_the_current_one(four, monkeypatch):
 
 def test_ranks_do_not_share_one_gpu(four, monkeypatch):
     with pytest.raises(ConfigError, match=r"^system\.device=cuda:0 names one GPU, and 2 processes "
-                                          "take one each; use system.device=cuda, "):
+                                          "take a GPU each; use system.device=cuda, "):
         decided("cuda:0", monkeypatch, SimpleNamespace(local_rank=1, local_world=2))
     decided("cuda", monkeypatch, SimpleNamespace(local_rank=2, local_world=4))
     assert four == [torch.device("cuda:2")]
@@ -151,25 +151,26 @@ def test_memory_of_other_processes_is_named(monkeypatch):
     with gpus(total_memory=80 * 2**30):
         config = Config().replace({"system.device": "cuda", "precision.recipe": "bf16",
                                    "system.compile": False, "global_batch": 256})
-        for free, said in ((2**28, r"and cuda has 268 MB left of 85\.9 GB, of which 85\.6 GB are "
-                                   r"used by other processes \(nvidia-smi names them\); the"),
-                           (80 * 2**30, None)):
+        for free, message in ((2**28, r"and cuda has 268 MB left of 85\.9 GB, of which 85\.6 GB "
+                                      r"are used by other processes \(nvidia-smi names them\); "
+                                      r"the"),
+                              (80 * 2**30, None)):
             monkeypatch.setattr(torch.cuda, "mem_get_info",
                                 lambda device=None, free=free: (free, 80 * 2**30))
             used = {"precision": "bf16", "attention": "sdpa", "compile": "off"}
             choices = {key: SimpleNamespace(used=value) for key, value in used.items()}
             decisions = SimpleNamespace(device=torch.device("cuda"), choices=choices)
-            with pytest.raises(ConfigError, match=said) if said else nullcontext():
+            with pytest.raises(ConfigError, match=message) if message else nullcontext():
                 formulas.refuse_what_cannot_fit(config, decisions)
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("made, has, runs", [
+@pytest.mark.parametrize("architecture, has, runs", [
     ("sm_80", 86, True), ("sm_80", 90, False), ("sm_86", 80, False), ("compute_80", 120, True),
     ("sm_90a", 90, True), ("sm_100a", 103, False), ("sm_100f", 103, True), ("sm_120", 121, True),
     ("compute_120", 100, False)])
-def test_what_machine_code_runs_on(made, has, runs):
-    assert hardware._made_for(made, has) is runs
+def test_what_machine_code_runs_on(architecture, has, runs):
+    assert hardware._made_for(architecture, has) is runs
 
 
 @pytest.mark.parametrize("visible, count", [
@@ -189,25 +190,25 @@ def test_gpus_are_counted_as_cuda_counts_them(visible, count, monkeypatch, tmp_p
     assert machine_facts.gpus() == count
 
 
-@pytest.mark.parametrize("capability, said", [
+@pytest.mark.parametrize("capability, reason", [
     ((7, 5), "needs compute capability 8.0, and here is 7.5; plain can"), ((8, 0), ""),
     ((9, 0), ""), (None, "")])
-def test_the_flash_kernel_is_not_offered_where_it_has_no_room(capability, said):
+def test_the_flash_kernel_is_not_offered_where_it_has_no_room(capability, reason):
     """A T4 gives a program 64 KB of shared memory; it takes 96."""
     given = Attending(model=Config().model, dtype="float16", device="gpu", capability=capability)
-    assert why_not("triton", given) == said
+    assert why_not("triton", given) == reason
 
 
-@pytest.mark.parametrize("major, minor, recipe, said", [
+@pytest.mark.parametrize("major, minor, recipe, message", [
     (8, 0, "fp8-tensorwise", r"one scale a tensor need compute capability 8\.9, and this GPU has "
                              r"8\.0"),
     (8, 9, "fp8-blockwise", r".* need compute capability 9\.0, and this GPU has 8\.9"),
     (10, 0, "fp8-blockwise", r"PyTorch has .* on Hopper alone \(9\.0\), and this GPU has 10\.0; "
                              r"mxfp8 is its successor")])
-def test_a_product_that_this_gpu_has_not_is_named(major, minor, recipe, said, monkeypatch):
+def test_a_product_that_this_gpu_has_not_is_named(major, minor, recipe, message, monkeypatch):
     with gpus(major=major, minor=minor):
-        assert re.match(said, found := BACKENDS["scaled_mm"].why_not(recipe, RECIPES[recipe],
-            torch.device("cuda"))), found
+        assert re.match(message, reason := BACKENDS["scaled_mm"].why_not(recipe, RECIPES[recipe],
+            torch.device("cuda"))), reason
         monkeypatch.undo()
 
 

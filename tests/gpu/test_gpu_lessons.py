@@ -68,12 +68,12 @@ def promised(count: int = 1) -> Iterator[None]:
 
     about = SimpleNamespace(**H100)
     with pytest.MonkeyPatch.context() as patch:
-        for name, said in {"is_available": True, "device_count": count, "current_device": 0,
-                           "get_device_name": about.name,
-                           "get_device_capability": (9, 0), "get_device_properties": about,
-                           "mem_get_info": (about.total_memory, about.total_memory),
-                           "memory_reserved": 0, "memory_allocated": 0}.items():
-            patch.setattr(torch.cuda, name, lambda *_, said=said, **__: said)
+        for name, value in {"is_available": True, "device_count": count, "current_device": 0,
+                            "get_device_name": about.name,
+                            "get_device_capability": (9, 0), "get_device_properties": about,
+                            "mem_get_info": (about.total_memory, about.total_memory),
+                            "memory_reserved": 0, "memory_allocated": 0}.items():
+            patch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
         for owner, name in ((torch.cuda, "_lazy_init"), (torch.cuda, "set_device"),
                             (torch.cuda, "synchronize"),
                             (processes.Processes, "__init__"), (processes.WarmParent, "__init__"),
@@ -107,30 +107,30 @@ class Lesson:
         tree = ast.parse(source)
         of = {kind: {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)
                      and isinstance(node.ctx, kind)} for kind in (ast.Load, ast.Store)}
-        inner = {node for one in ast.walk(tree) if isinstance(one, ast.comprehension)
-                 for node in ast.walk(one.target) if isinstance(node, ast.Name)}
+        inner = {node for clause in ast.walk(tree) if isinstance(clause, ast.comprehension)
+                 for node in ast.walk(clause.target) if isinstance(node, ast.Name)}
         # to Python 3.12 a comprehension's names are the cell's
         alone = {node.id for node in inner} - {
             node.id for node in set(ast.walk(tree)) - inner
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        made = {one.get_name() for one in symtable.symtable(source, name, "exec").get_symbols()
-                if one.is_assigned()} - alone
-        if skip or (of[ast.Load] - (of[ast.Store] - made)) & self.missing:
+        symbols = symtable.symtable(source, name, "exec").get_symbols()
+        assigned = {symbol.get_name() for symbol in symbols if symbol.is_assigned()} - alone
+        if skip or (of[ast.Load] - (of[ast.Store] - assigned)) & self.missing:
             self.passed.append(name)
-            self.missing |= made
+            self.missing |= assigned
             return
         # as IPython does, for who asks for a text
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         try:
-            found = eval(compile(tree, name, "exec", flags=AWAITS), self.names)
-            if inspect.iscoroutine(found):
+            result = eval(compile(tree, name, "exec", flags=AWAITS), self.names)
+            if inspect.iscoroutine(result):
                 # a browser's test may have left this thread a loop that runs
                 with ThreadPoolExecutor(1) as own:
-                    own.submit(asyncio.run, found).result()
+                    own.submit(asyncio.run, result).result()
             self.done.append(name)
         except LaunchedError:
             self.launched.append(name)
-            self.missing |= made - self.names.keys()
+            self.missing |= assigned - self.names.keys()
 
 
 # Seconds of a CPU's work, which are the same on a GPU's machine
@@ -147,11 +147,11 @@ FIRST = {"00": "start-09", "01": "memory-09", "02": "time-08", "03": "formats-11
 
 @pytest.fixture(scope="module")
 def lessons() -> dict[str, Lesson]:
-    found = {}
+    lessons_by_number = {}
     for path in BOOKS:
         with promised(2 if path.stem[:2] in ("14", "15") else 1):
-            found[path.stem[:2]] = Lesson(path, "gpu", WORK)
-    return found
+            lessons_by_number[path.stem[:2]] = Lesson(path, "gpu", WORK)
+    return lessons_by_number
 
 
 @pytest.mark.parametrize("stem", [path.stem[:2] for path in BOOKS])
@@ -168,7 +168,7 @@ def test_a_gpu_s_tier_goes_to_its_first_launch(lessons, stem):
 def test_what_looks_into_a_step_does_not_compile_it(lessons):
     """What is compiled keeps other tensors, and runs a block again otherwise."""
     configs = [lessons["01"].names["config"], lessons["08"].names["config"]]
-    assert [one.system.compile for one in configs] == [False, False]
+    assert [config.system.compile for config in configs] == [False, False]
     assert '"system.compile": False' in cells("12")["flash-cache-3"], (
         "a token of a compiled model is another graph")
 
@@ -216,15 +216,15 @@ def test_operands_are_seen_in_what_is_compiled(corpus, monkeypatch):
         "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32,
         "data.source": str(corpus / "*.py"), "global_batch": 2, "precision.recipe": "fp32",
         "system.device": "cpu", "system.threads": 1})
-    found = [linear_operands.operands(Training.build(config.replace({"system.compile": how})),
-                                      steps=2) for how in (False, "blocks")]
+    operands = [linear_operands.operands(Training.build(config.replace({"system.compile": how})),
+                                         steps=2) for how in (False, "blocks")]
     as_a_graph, tapes = graphed(Training.build(config))
-    found.append(linear_operands.operands(as_a_graph, steps=4))
-    assert len(tapes) == 1 and all(len(found[2][role]) == 5 for role in found[0]), (
+    operands.append(linear_operands.operands(as_a_graph, steps=4))
+    assert len(tapes) == 1 and all(len(operands[2][role]) == 5 for role in operands[0]), (
         "what is captured calls no hook")
-    for role, eager in found[0].items():
-        assert len(eager) == len(found[1][role]) == 5
-        for ours, theirs in zip(found[1][role], eager):
+    for role, eager in operands[0].items():
+        assert len(eager) == len(operands[1][role]) == 5
+        for ours, theirs in zip(operands[1][role], eager):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -261,13 +261,13 @@ def test_runs_that_were_stopped_before_their_first_step_decide_nothing():
              "pick_bits": SimpleNamespace(scored=str), "DIGITS": 1, "SAME": 0}
     for cell in ("full-35", "full-39"):
         exec(cells("15")[cell], names)
-    names |= {"counted": {}, "due": {}, "traced": {}, "ways": {}, "here": {}, "told": {},
+    names |= {"counted": {}, "due": {}, "traced": {}, "ways": {}, "here": {}, "expected": {},
               "device": "cpu", "blamed": "rank 1 of 2 died", "ranks": 2}
     with pytest.raises(InterruptedError, match=r"were stopped; steps done: .*: 0"):
         claimed("15", "full-40", **names, cannot_tell=leaves)
 
 
-@pytest.mark.parametrize(("base", "step", "others", "said"), [
+@pytest.mark.parametrize(("base", "step", "others", "message"), [
     ((1.0, 1.53), 1.4, 0.0, "two runs of bf16 differ by 53%"),      # noise is no evidence for it
     ((1.53, 1.0), 0.7, 0.0, "two runs of bf16 differ by 53%"),      # and none against it
     ((1.0, 1.03), 1.4, 0.0, None),
@@ -275,7 +275,8 @@ def test_runs_that_were_stopped_before_their_first_step_decide_nothing():
     ((1.0, 1.03), 0.8, 0.5, "others took 50% of the cores"),        # nor is a busy machine
     ((1.0, None), 3.0, 0.0, "'bf16 with another seed': 'never begun'"),
 ])
-def test_noise_between_two_runs_decides_nothing_about_emulation(tmp_path, base, step, others, said):
+def test_noise_between_two_runs_decides_nothing_about_emulation(tmp_path, base, step, others,
+                                                                message):
     """06 held its claim as true wherever the emulated step times that noise was above 1."""
     def run(seconds, backend):
         lines = [{"step": at, "loss": 1.0, "val_loss": 1.0,
@@ -286,17 +287,17 @@ def test_noise_between_two_runs_decides_nothing_about_emulation(tmp_path, base, 
 
     named = {recipe_race.BASE: (base[0], "pytorch"), "fp8-tensorwise": (step, "emulated"),
              recipe_race.AGAIN: (base[1], "pytorch")}
-    runs = {name: run(*one) for name, one in named.items() if one[0]}
-    found = recipe_race.outcomes(runs)
+    runs = {name: run(*arguments) for name, arguments in named.items() if arguments[0]}
+    outcomes = recipe_race.outcomes(runs)
     names = {"lesson": recipe_race, "series": SimpleNamespace(configs=named), "runs": runs,
-             "found": found, "RECIPES": RECIPES, "device": "cpu",
+             "outcomes": outcomes, "RECIPES": RECIPES, "device": "cpu",
              "hardware": SimpleNamespace(bf16_choice=lambda device: SimpleNamespace(used="bf16")),
              "disturbance": disturbance, "disturbed": others,
              "gaps": {"fp8-tensorwise": {5: 0.0}}, "measured": {"fp8-tensorwise": 20.0},
              "predicted": {"fp8-tensorwise": 20.5}}
-    words = (said or "").removeprefix("AssertionError: ")
-    refused = AssertionError if said and said.startswith("Assert") else InterruptedError
-    with pytest.raises(refused, match=words) if said else nullcontext():
+    words = (message or "").removeprefix("AssertionError: ")
+    refused = AssertionError if message and message.startswith("Assert") else InterruptedError
+    with pytest.raises(refused, match=words) if message else nullcontext():
         claimed("06", "fp8-20", **names, cannot_tell=leaves)
 
 

@@ -54,13 +54,13 @@ PAIRS = [pytest.param(major, recipe, id=f"{GPUS[major]}-{recipe}") for major in 
 def of_presets() -> set[tuple[int, int, int]]:
     """(M, K, N) of every Linear, the head too; of those that no check can tell apart, one. A check
     knows a size by its rest: the coarsest unit is four blocks of 128."""
-    found = {}
+    shapes = {}
     for config in PRESETS.values():
         ops = operations(MicroBatch(model=config.model))
         for op in (*ops.linears, ops.head):
             sizes = (config.micro_batch * config.model.context, *op.matmul)
-            found[tuple(size if size <= 1024 else 1024 + size % 512 for size in sizes)] = sizes
-    return set(found.values())
+            shapes[tuple(size if size <= 1024 else 1024 + size % 512 for size in sizes)] = sizes
+    return set(shapes.values())
 
 
 def blocks_of(recipe: str) -> list[tuple[int, tuple[int, int]]]:
@@ -198,8 +198,8 @@ def test_kernels_are_operators_of_one_graph_and_have_the_definitions_bits(recipe
                        gradients(traced, 128, 256, call=call)]
             for others in results[1:]:
                 assert all(map(torch.equal, results[0], others))
-            for one in (defined, fused, traced):
-                advance(one)
+            for linear in (defined, fused, traced):
+                advance(linear)
             assert all(map(torch.equal, defined.buffers(), fused.buffers()))
             assert all(map(torch.equal, defined.buffers(), traced.buffers()))
     casts = [target for graph in graphs for target in graph

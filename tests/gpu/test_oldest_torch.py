@@ -24,10 +24,11 @@ def names_of(tree: ast.AST) -> dict[str, str]:
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {one.asname or "torch": one.name if one.asname else "torch"
-                      for one in node.names if one.name.split(".")[0] == "torch"}
+            names |= {alias.asname or "torch": alias.name if alias.asname else "torch"
+                      for alias in node.names if alias.name.split(".")[0] == "torch"}
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}"
+                      for alias in node.names}
     return names
 
 
@@ -48,16 +49,16 @@ def parameters(name: str) -> str | None:
     except (ValueError, TypeError, ImportError, AttributeError):
         return None
     empty = inspect.Parameter.empty
-    bare = [one.replace(annotation=empty, default=empty if one.default is empty else 0)
-            for one in signature.parameters.values()]
+    bare = [parameter.replace(annotation=empty, default=empty if parameter.default is empty else 0)
+            for parameter in signature.parameters.values()]
     return str(inspect.Signature(bare))[1:-1]
 
 
 def why_not(name: str, call: ast.Call) -> str:
     """What PyTorch 2.11 does not take of this call; what is starred is told at run time."""
     signature = inspect.signature(eval(f"lambda {OLDEST[name]}: 0"))
-    places = [one for one in call.args if not isinstance(one, ast.Starred)]
-    named = {one.arg: 0 for one in call.keywords if one.arg}
+    places = [argument for argument in call.args if not isinstance(argument, ast.Starred)]
+    named = {keyword.arg: 0 for keyword in call.keywords if keyword.arg}
     try:
         signature.bind_partial(*places, **named)
     except TypeError as error:
@@ -75,7 +76,7 @@ def test_every_call_binds_to_the_oldest_signature():
              for path, source in sources().items() for name, call in calls(source)
              if name in OLDEST]
     assert len(bound) > 200
-    assert [one for one in bound if one[2]] == []
+    assert [call for call in bound if call[2]] == []
 
 
 def test_the_table_is_of_the_oldest_that_can_be_installed():

@@ -62,7 +62,8 @@ def test_an_image_is_pinned_and_runs_as_nobody_special(path, tmp_path):
     for what, value in steps:
         if what in ("COPY", "ADD"):     # nothing but what is named: no .git, no keys
             sources = [word for word in value.split()[:-1] if not word.startswith("--")]
-            assert what == "COPY" and all((ROOT / one).exists() and one != "." for one in sources)
+            assert what == "COPY" and all((ROOT / source).exists() and source != "."
+                                          for source in sources)
     runs = " ".join(value for what, value in steps if what == "RUN")
     assert "constraints.txt" in runs or ("binder/postBuild" in runs
         and "constraints.txt" in (BINDER / "postBuild").read_text())
@@ -84,12 +85,12 @@ def test_what_an_image_copies_is_enough_for_its_command(path, tmp_path):
     (home := tmp_path / "home").mkdir()
     for value in (value for what, value in steps if what == "COPY"):
         *sources, target = [word for word in value.split() if not word.startswith("--")]
-        for one in sources:
-            if (ROOT / one).is_dir():       # as Docker does: a folder's content
-                shutil.copytree(ROOT / one, image / target,
+        for source in sources:
+            if (ROOT / source).is_dir():       # as Docker does: a folder's content
+                shutil.copytree(ROOT / source, image / target,
                                 ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(ROOT / one, image / target)
+                shutil.copy(ROOT / source, image / target)
     command = next(json.loads(value) for what, value in steps if what == "CMD")
     health = next(json.loads(value[value.index("["):]) for what, value in steps
                   if what == "HEALTHCHECK")
@@ -101,12 +102,12 @@ def test_what_an_image_copies_is_enough_for_its_command(path, tmp_path):
                            env=env, cwd=home, capture_output=True, text=True, check=True)
     assert Path(where.stdout.strip()).is_relative_to(image)     # and not this checkout
     begin = [sys.executable, "-P", "-m", command[0], *command[1:], "--port", str(port)]
-    with (tmp_path / "said").open("w+") as said, subprocess.Popen(begin, cwd=home, env=env,
-            stdout=said, stderr=said) as lab:
+    with (tmp_path / "log").open("w+") as log, subprocess.Popen(begin, cwd=home, env=env,
+            stdout=log, stderr=log) as lab:
         try:
             ask = [sys.executable, "-c", health[-1].replace(str(PORT), str(port))]
             while subprocess.run(ask, capture_output=True, check=False).returncode:
-                assert lab.poll() is None, Path(said.name).read_text()
+                assert lab.poll() is None, Path(log.name).read_text()
                 time.sleep(0.5)
         finally:
             lab.terminate()
@@ -125,13 +126,13 @@ def test_binder_still_reads_its_environment():
 
 
 def test_the_devcontainer_names_what_there_is():
-    said = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    dockerfile = ROOT / ".devcontainer" / said["build"]["dockerfile"]
-    assert (dockerfile.is_file() and (ROOT / ".devcontainer" / said["build"]["context"]).resolve()
+    config = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    dockerfile = ROOT / ".devcontainer" / config["build"]["dockerfile"]
+    assert (dockerfile.is_file() and (ROOT / ".devcontainer" / config["build"]["context"]).resolve()
             == ROOT)
-    assert f"--owner={said['remoteUser']}" in dockerfile.read_text()
-    assert (said["forwardPorts"] == [PORT]
-            and (ROOT / said["postCreateCommand"].split()[1]).is_file())
+    assert f"--owner={config['remoteUser']}" in dockerfile.read_text()
+    assert (config["forwardPorts"] == [PORT]
+            and (ROOT / config["postCreateCommand"].split()[1]).is_file())
 
 
 # ---- jobs
@@ -184,15 +185,16 @@ def kubernetes(word):
     """Expands as
     https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/ has
     it: $(NAME) is a variable, $$ a dollar."""
-    return re.sub(r"\$(\$|\(\w+\))", lambda found: "$" if found[1] == "$" else "EXPANDED", word)
+    return re.sub(r"\$(\$|\(\w+\))", lambda match: "$" if match[1] == "$" else "EXPANDED", word)
 
 
 def test_a_trainjob_is_one_for_kubernetes():
-    said = yaml.safe_load(places.PLACES["k8s"].text(job(gpu="nvidia.com/gpu")))
-    jsonschema.validate(said, schema("TrainJob"))
+    manifest = yaml.safe_load(places.PLACES["k8s"].text(job(gpu="nvidia.com/gpu")))
+    jsonschema.validate(manifest, schema("TrainJob"))
     with pytest.raises(jsonschema.ValidationError):     # the schema can say no
-        jsonschema.validate({**said, "spec": {**said["spec"], "nodes": 3}}, schema("TrainJob"))
-    trainer = said["spec"]["trainer"]
+        jsonschema.validate({**manifest, "spec": {**manifest["spec"], "nodes": 3}},
+                            schema("TrainJob"))
+    trainer = manifest["spec"]["trainer"]
     assert [kubernetes(word) for word in trainer["command"]] == ["torchrun", "-m", "lpkit",
         "train", *HOSTILE]
     assert ((trainer["numNodes"], trainer["numProcPerNode"], trainer["resourcesPerNode"]["limits"])
@@ -246,11 +248,11 @@ def launch(capsys, *words):
 
 def test_what_is_asked_is_in_the_job(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, said, _ = launch(capsys, "cpu-3m", "steps=7", "--on", "slurm", "--nodes", "2",
-                           "--processes", "2", "--gpu", "h100", "--name", "six")
+    code, out, _ = launch(capsys, "cpu-3m", "steps=7", "--on", "slurm", "--nodes", "2",
+                          "--processes", "2", "--gpu", "h100", "--name", "six")
     text = (tmp_path / "six.sbatch").read_text()
-    assert (code == 0 and text == said["job"] and said["command"] == ["sbatch", "six.sbatch"]
-            and said["answer"] is None)
+    assert (code == 0 and text == out["job"] and out["command"] == ["sbatch", "six.sbatch"]
+            and out["answer"] is None)
     assert f"train cpu-3m steps=7 parallel.data=4 --out={tmp_path}/runs/six --resume" in text
     options = dict(word[2:].split("=") for line in text.splitlines() if line.startswith("#SBATCH")
                    for word in line.split()[1:] if "=" in word)
@@ -262,7 +264,7 @@ def test_what_is_asked_is_in_the_job(capsys, monkeypatch, tmp_path):
                   "--processes", "2")[1]["job"].count("parallel") == 1
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     ("cpu-3m --on slrm", "there is no place 'slrm'; did you mean 'slurm'?"),
     ("cpu-3m --on here --nodes 0", "nodes must be positive, got 0"),
     ("cpu-3m --processes -1", "processes must be positive, got -1"),
@@ -275,13 +277,13 @@ def test_what_is_asked_is_in_the_job(capsys, monkeypatch, tmp_path):
     ("cpu-3m --on sky --submit", "cpu-3m.sky.yaml was written, but `sky` is not on this machine; "
                                  "elsewhere: sky jobs launch --yes cpu-3m.sky.yaml"),
 ])
-def test_what_is_wrong_is_one_sentence(words, said, capsys, monkeypatch, tmp_path):
+def test_what_is_wrong_is_one_sentence(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     code, out, err = launch(capsys, *words.split(" "))
-    assert (code, out) == (2, None) and said in err and err.count("\n") == 1, err
+    assert (code, out) == (2, None) and message in err and err.count("\n") == 1, err
     assert ([path.name for path in tmp_path.iterdir()]
-            == (["cpu-3m.sky.yaml"] if "was written" in said else []))
+            == (["cpu-3m.sky.yaml"] if "was written" in message else []))
 
 
 def test_a_place_that_refuses_is_one_sentence(capsys, monkeypatch, tmp_path):
@@ -329,8 +331,8 @@ def test_slurm_starts_a_requeued_job_again_and_it_goes_on(tmp_path):
         time.sleep(1)
     shell(*lpkit, "train", *words, "--processes", 2, "--out", "runs/unbroken", **run)
     again, unbroken = (lines(tmp_path / "runs" / name) for name in ("again", "unbroken"))
-    assert "Restarts=1" in job and [one["step"] for one in again] == list(range(1, 61))
-    assert [one["loss"] for one in again] == [one["loss"] for one in unbroken]
+    assert "Restarts=1" in job and [line["step"] for line in again] == list(range(1, 61))
+    assert [line["loss"] for line in again] == [line["loss"] for line in unbroken]
 
 
 # ---- a room without a network
@@ -368,16 +370,16 @@ def other_python(folder):
     (folder / "manifest.json").write_text(json.dumps({**manifest, "python": "3.1"}))
 
 
-@pytest.mark.parametrize("what, said", [(damage, "wheels/a.whl is damaged"),
+@pytest.mark.parametrize("what, message", [(damage, "wheels/a.whl is damaged"),
     (plant, "wheels/b.whl is not in manifest.json"), (lose, "wheels/a.whl is not there"),
                                         (cut, "manifest.json is damaged"),
     (other_python, "these wheels are for python 3.1")])
-def test_nothing_is_installed_of_what_is_not_as_it_was_packed(what, said, tmp_path):
+def test_nothing_is_installed_of_what_is_not_as_it_was_packed(what, message, tmp_path):
     packed(tmp_path)
     what(tmp_path)
     done = subprocess.run([sys.executable, tmp_path / "install", tmp_path / "venv"],
                           capture_output=True, text=True)
-    assert (done.returncode == 1 and done.stderr.startswith(f"install: {said}")
+    assert (done.returncode == 1 and done.stderr.startswith(f"install: {message}")
             and done.stderr.count("\n") == 1 and not (tmp_path / "venv").exists())
 
 

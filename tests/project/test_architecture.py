@@ -192,5 +192,5 @@ def test_techniques_are_rows_and_not_branches():
                          ids=lambda p: str(p.relative_to(ROOT)))
 def test_examples_in_docstrings_hold(path):
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
-    found = doctest.testmod(module)
-    assert found.attempted and not found.failed
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed

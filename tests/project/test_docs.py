@@ -85,14 +85,14 @@ class Loads(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.found: list[str] = []
+        self.urls: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
         if tag == "link" and attrs.get("rel") in ("canonical", "author", "license"):
             return
-        self.found += [attrs[key] for key in FETCHED.get(tag, []) if attrs.get(key)]
+        self.urls += [attrs[key] for key in FETCHED.get(tag, []) if attrs.get(key)]
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,9 @@ def test_formulas_are_drawn_and_need_no_script(site):
             and "and $6," in text)
 
 
-FORMULAS = [(path.stem, found) for path in sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
+FORMULAS = [(path.stem, formula) for path in sorted((DOCS.parent / "notebooks").glob("*.ipynb"))
             for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"
-            for found in build.FORMULA.findall(cell.source)]
+            for formula in build.FORMULA.findall(cell.source)]
 
 
 KNOWN = {*"underbrace text frac tfrac left right max ge le int sum log ln sqrt sigma".split(),
@@ -183,7 +183,7 @@ def test_nothing_comes_from_another_host(site):
     assert {"index.html", "architecture.html", "notation.html",
             "log.html"} <= {page.name for page in pages}
     for page in pages:
-        outside = [url for url in Loads(page.read_text()).found if re.match(r"(https?:)?//", url)]
+        outside = [url for url in Loads(page.read_text()).urls if re.match(r"(https?:)?//", url)]
         assert not outside, f"{page.name} loads {outside}"
     for sheet in site.rglob("*.css"):
         outside = re.findall(r"(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)",
@@ -210,8 +210,8 @@ def test_on_a_phone_figures_fit_tables_scroll_and_the_page_does_not(site, contex
         fits = """e => { const drawn = e.querySelector('.main-svg').getBoundingClientRect();
             return [Math.abs(drawn.width - e.clientWidth) < 2,
                 Math.abs(drawn.height - e.clientHeight) < 2] }"""
-        assert ([one.evaluate(fits) for one in page.locator(".lpkit-box").all()] == [[True, True]]
-                * 3)
+        assert ([figure.evaluate(fits) for figure in page.locator(".lpkit-box").all()]
+                == [[True, True]] * 3)
         titles = page.locator(".lpkit-title").all()
         assert (titles[-1].inner_text() == "a title that is longer than the page of a phone is "
                                            "wide, and then some")
@@ -279,17 +279,17 @@ def test_a_recorded_copy_is_used_until_its_notebook_changes(tmp_path, monkeypatc
 
 
 def test_the_workflow_publishes_only_under_the_projects_own_address():
-    told = yaml.safe_load((DOCS.parent / ".github" / "workflows" / "site.yml").read_text())
-    assert (told["permissions"] == {"contents": "read"}
-            and told["jobs"]["publish"]["if"] == "needs.address.outputs.ours == 'true'")
-    [script] = [step["run"] for step in told["jobs"]["address"]["steps"] if "run" in step]
-    for repository, said in (("https://github.com/somebody/else", "ours=false\n"),
-                             ("https://github.com/a/b",
-                              f"ours={str(address_is('a/b')).lower()}\n")):
+    workflow = yaml.safe_load((DOCS.parent / ".github" / "workflows" / "site.yml").read_text())
+    assert (workflow["permissions"] == {"contents": "read"}
+            and workflow["jobs"]["publish"]["if"] == "needs.address.outputs.ours == 'true'")
+    [script] = [step["run"] for step in workflow["jobs"]["address"]["steps"] if "run" in step]
+    for repository, expected in (("https://github.com/somebody/else", "ours=false\n"),
+                                 ("https://github.com/a/b",
+                                  f"ours={str(address_is('a/b')).lower()}\n")):
         out = subprocess.run(["bash", "-c", script.replace('>>"$GITHUB_OUTPUT"', "")],
                              cwd=DOCS.parent, env=os.environ | {"HERE": repository},
                              capture_output=True, text=True, check=True).stdout
-        assert out == said
+        assert out == expected
 
 
 def address_is(repository: str) -> bool:
@@ -384,11 +384,11 @@ def test_a_recorded_loss_is_quoted_with_where_it_comes_from(tmp_path):
     case = {"case": "mxfp8", "peer": "bf16", "ratio": 1.0023, "quartiles": [1.001, 1.003],
             "rounds": 3,
             "verdict": "met (at most 1.01)"}
-    found = {"device": "AMD EPYC", "versions": {"torch": "2.13.0"}, "commit": "abc",
-             "date": "2026-11-21T00:00:00+00:00",
-             "steps": 300, "losses": {"bf16": [2.0, 2.1, 2.2], "mxfp8": [2.0, 2.1, 2.2]}, **case,
-             "cases": [case]}
-    (tmp_path / "recipe-losses-amd-epyc.json").write_text(json.dumps(found))
+    record = {"device": "AMD EPYC", "versions": {"torch": "2.13.0"}, "commit": "abc",
+              "date": "2026-11-21T00:00:00+00:00",
+              "steps": 300, "losses": {"bf16": [2.0, 2.1, 2.2], "mxfp8": [2.0, 2.1, 2.2]}, **case,
+              "cases": [case]}
+    (tmp_path / "recipe-losses-amd-epyc.json").write_text(json.dumps(record))
     (line,) = [line for line in recipes.page("mxfp8", tmp_path).splitlines()
                if "times the loss" in line]
     assert ("1.0023 times the loss of bf16" in line and "3 seeds" in line
@@ -402,10 +402,10 @@ def test_what_a_page_imports_is_there(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS.parent / "notebooks"))
     pages = [*(path for path in DOCS.rglob("*.md") if "_build" not in path.parts),
              DOCS.parent / "README.md"]
-    imports = [(page.name, *one) for page in pages for block in re.findall(r"```python\n(.*?)```",
+    imports = [(page.name, *parts) for page in pages for block in re.findall(r"```python\n(.*?)```",
         page.read_text(), re.S)
-               for one in re.findall(r"^from ((?:lpkit|lessons)[\w.]*) import ([\w, ]+)", block,
-                                     re.M)]
+               for parts in re.findall(r"^from ((?:lpkit|lessons)[\w.]*) import ([\w, ]+)", block,
+                                       re.M)]
     assert len(imports) > 9
     for page, module, names in imports:
         for name in re.findall(r"\w+", names):

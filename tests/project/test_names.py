@@ -36,7 +36,7 @@ def _texts():
     strings are joined."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True,
                            check=True).stdout.split("\0")
-    found = []
+    texts = []
     for name in filter(None, names):
         path = ROOT / name
         if (path.suffix in (".md", ".py", ".ipynb", ".yml", ".yaml", ".toml", ".html", ".js",
@@ -45,14 +45,16 @@ def _texts():
                 and not name.startswith("data/")):
             text = path.read_text(errors="replace")
             joined = re.sub(r'"\s*\n\s*f?"', "", text) if path.suffix == ".py" else text
-            found.append((name, joined))
-    return found
+            texts.append((name, joined))
+    return texts
 
 
 def _known():
     wanted = [*PROJECT["dependencies"],
-              *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
-    return {NAME.match(one)[0].lower() for one in wanted} - {PROJECT["name"]} | OTHERS
+              *(requirement for extra in PROJECT["optional-dependencies"].values()
+                for requirement in extra)]
+    names = {NAME.match(requirement)[0].lower() for requirement in wanted}
+    return names - {PROJECT["name"]} | OTHERS
 
 
 def installed(words: str) -> list[str]:
@@ -84,32 +86,33 @@ def test_the_project_has_not_the_name_of_a_strangers_package():
     assert PROJECT["scripts"] == {"lpkit": "lpkit.cli:main"}, "the command stays"
 
 
-@pytest.mark.parametrize("text, found", [
+@pytest.mark.parametrize("text, expected", [
     ("`pip install 'lpkit[sweep]'`", ["lpkit[sweep]"]), ("pip install lpkit", ["lpkit"]),
     ("pip install -U low-precision-kit", ["low-precision-kit"]),
     ("`pip install -e '.[dev]'`", []), ("pip install --quiet -c constraints.txt -e .", []),
     ("pip install optuna cmaes", []),
     ("%pip install --quiet /content/low_precision_kit-0.1.0-py3-none-any.whl", []),
     ("pip install 'triton>=3.6'", [])])
-def test_a_stranger_is_found(text, found):
-    assert strangers(text, _known()) == found
+def test_a_stranger_is_found(text, expected):
+    assert strangers(text, _known()) == expected
 
 
 def test_nothing_tells_anybody_to_install_a_strangers_package():
     known = _known()
-    found = [f"{name}: {stranger}" for name, text in _texts()
-             for stranger in strangers(text, known)]
-    assert not found
-    quoted = [f"{name}: {one}" for name, text in _texts()
-              for one in re.findall(r"['`]lpkit\[\w[\w,]*\]", text)]
+    problems = [f"{name}: {stranger}" for name, text in _texts()
+                for stranger in strangers(text, known)]
+    assert not problems
+    quoted = [f"{name}: {extra}" for name, text in _texts()
+              for extra in re.findall(r"['`]lpkit\[\w[\w,]*\]", text)]
     assert not quoted, "an extra of a name that the index has from somebody else"
 
 
 def test_the_address_of_the_repository_stands_in_one_place():
     """[project.urls] in pyproject.toml. While it has none, no link, no badge and no clone names
     one."""
-    found = [f"{name}: {one}" for name, text in _texts() for pattern in (HOSTED, CLONE)
-             for one in pattern.findall(text)
-             if ADDRESS is None or (pattern is HOSTED and not one.endswith(ADDRESS)
-                                    and ADDRESS.removeprefix("https://github.com/") not in one)]
-    assert not found
+    addresses = [f"{name}: {address}" for name, text in _texts() for pattern in (HOSTED, CLONE)
+                 for address in pattern.findall(text)
+                 if ADDRESS is None or (
+                     pattern is HOSTED and not address.endswith(ADDRESS)
+                     and ADDRESS.removeprefix("https://github.com/") not in address)]
+    assert not addresses

@@ -75,9 +75,9 @@ def callers():
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
-            nested = [one for one in ast.walk(function) if one is not function
-                      and isinstance(one, ast.FunctionDef)]
-            inside = {id(node) for one in nested for node in ast.walk(one)}
+            nested = [inner for inner in ast.walk(function) if inner is not function
+                      and isinstance(inner, ast.FunctionDef)]
+            inside = {id(node) for inner in nested for node in ast.walk(inner)}
             if any(getattr(node, "attr", getattr(node, "id", "")) in ASKS
                    for node in ast.walk(function) if id(node) not in inside):
                 yield f"{module}:{function.name}"
@@ -132,7 +132,7 @@ def test_this_machine_is_asked_where_a_test_says_so(this_machine, monkeypatch):
     assert wide_product.in_a_loop() == (not torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def tiles(place, told):
+def tiles(place, argument):
     return [hardware.multiplies_tiles(), wide_product.in_a_loop()]
 
 
@@ -140,10 +140,10 @@ def test_children_have_the_kind_too(monkeypatch):
     """A command, and ranks. This machine cannot have both kinds."""
     code = ("from lpkit import hardware; from lpkit.kernels import wide_product; "
             "print(hardware.multiplies_tiles(), wide_product.in_a_loop())")
-    for kind, said in (("AMX", "True False"), ("AVX2", "False True")):
+    for kind, expected in (("AMX", "True False"), ("AVX2", "False True")):
         monkeypatch.setenv(processors.VARIABLE, kind)
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                               check=True).stdout.strip() == said
+                               check=True).stdout.strip() == expected
     with WarmParent() as parent, Processes("tests.project.test_processors:tiles", world=1,
             parent=parent) as ranks:
         assert ranks.wait() == [[False, True]]

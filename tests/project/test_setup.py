@@ -53,8 +53,8 @@ def test_everything_is_pinned_and_every_pin_is_allowed():
 
 @needs_make
 def test_make_without_a_goal_explains():
-    said = make().stdout
-    assert all(f"make {goal}" in said for goal in ("lab", "test", "docs", "upgrade", "clean"))
+    printed = make().stdout
+    assert all(f"make {goal}" in printed for goal in ("lab", "test", "docs", "upgrade", "clean"))
 
 
 @needs_make
@@ -228,11 +228,11 @@ def test_the_citation_is_of_this_version():
     """What the schema of CFF 1.2.0 asks for
     (https://github.com/citation-file-format/citation-file-format), and what pyproject.toml says,
     too."""
-    told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert ({"cff-version", "message", "title", "authors"} <= told.keys()
-            and told["cff-version"] == "1.2.0" and told["type"] == "software")
-    assert told["authors"] == [{"name": "The lpkit developers"}]
-    assert (told["version"], told["license"]) == (PROJECT["version"], PROJECT["license"])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert ({"cff-version", "message", "title", "authors"} <= citation.keys()
+            and citation["cff-version"] == "1.2.0" and citation["type"] == "software")
+    assert citation["authors"] == [{"name": "The lpkit developers"}]
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
 
 
 def test_every_folder_that_the_package_asks_for_travels():
@@ -299,44 +299,44 @@ def test_every_command_of_an_installed_wheel_runs(installed):
     few = {"trials": 1, "target": "val_loss",
            "search": {"optimizer.lr": {"low": 1e-4, "high": 1e-2}},
            "settings": {**tiny["settings"], "steps": 2}}
-    for name, told in (("tiny", tiny), ("few", few)):
-        Path(installed.folder, f"{name}.yaml").write_text(json.dumps(told))     # which is YAML
+    for name, content in (("tiny", tiny), ("few", few)):
+        Path(installed.folder, f"{name}.yaml").write_text(json.dumps(content))     # which is YAML
     says = {
-        "predict gpt2-124m": lambda found: found["fits"],
-        "predict gpt2-124m --card cards/card": lambda found: found["card"] == ["cards/card.json",
+        "predict gpt2-124m": lambda out: out["fits"],
+        "predict gpt2-124m --card cards/card": lambda out: out["card"] == ["cards/card.json",
             "cards/card.svg"],
-        "cards cards": lambda found: found["cards"][0]["card"] == "card.json",
-        "plan --model llama-8b --tokens 1e9 --devices 8": lambda found: found["plans"],
-        "advise gpt2-124m": lambda found: found["plans"],
-        "claims": lambda found: len(found["claims"]) > 10,
-        "techniques": lambda found: {row["import"] for rows in found["families"].values()
-                                     for row in rows} == {"", *lessons.package().modules()},
-        "claim tiny.yaml": lambda found: found["verdicts"],
-        "sweep few.yaml": lambda found: found["best"],
-        "doctor": lambda found: found["probes"],
-        "train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run": lambda found:
-        found["status"] == "complete",
-        "launch cpu-3m --on slurm --processes 2": lambda found: Path(installed.folder,
-            found["file"]).read_text() == found["job"],
-        "warm cpu-3m global_batch=4": lambda found: found["chosen"],
-        "measure cpu-3m global_batch=4 grad_accum_steps=1 --save mine.yaml": lambda found:
-        found["saved"] == "mine.yaml",
-        "predict cpu-3m --machine mine.yaml": lambda found: found["assumptions"]["factor"] != 1,
-        "sample run --tokens 4": lambda found: found["texts"],
-        "export run --out weights": lambda found: Path(installed.folder, found["out"],
+        "cards cards": lambda out: out["cards"][0]["card"] == "card.json",
+        "plan --model llama-8b --tokens 1e9 --devices 8": lambda out: out["plans"],
+        "advise gpt2-124m": lambda out: out["plans"],
+        "claims": lambda out: len(out["claims"]) > 10,
+        "techniques": lambda out: {row["import"] for rows in out["families"].values()
+                                   for row in rows} == {"", *lessons.package().modules()},
+        "claim tiny.yaml": lambda out: out["verdicts"],
+        "sweep few.yaml": lambda out: out["best"],
+        "doctor": lambda out: out["probes"],
+        "train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run": lambda out:
+        out["status"] == "complete",
+        "launch cpu-3m --on slurm --processes 2": lambda out: Path(installed.folder,
+            out["file"]).read_text() == out["job"],
+        "warm cpu-3m global_batch=4": lambda out: out["chosen"],
+        "measure cpu-3m global_batch=4 grad_accum_steps=1 --save mine.yaml": lambda out:
+        out["saved"] == "mine.yaml",
+        "predict cpu-3m --machine mine.yaml": lambda out: out["assumptions"]["factor"] != 1,
+        "sample run --tokens 4": lambda out: out["texts"],
+        "export run --out weights": lambda out: Path(installed.folder, out["out"],
             "model.safetensors").is_file(),
-        "import weights --check --tokenizer bytes": lambda found: found["architecture"]
+        "import weights --check --tokenizer bytes": lambda out: out["architecture"]
         == "GPT2LMHeadModel",
-        "data prepare python-stdlib --out corpus": lambda found: found["splits"].keys() == {"train",
+        "data prepare python-stdlib --out corpus": lambda out: out["splits"].keys() == {"train",
             "val"},
-        "new experiment own_row": lambda found: all(Path(installed.folder, file).is_file()
-            for file in found["files"]),
-        "progress --collect learner.json": lambda found: found["exercises"]
+        "new experiment own_row": lambda out: all(Path(installed.folder, file).is_file()
+            for file in out["files"]),
+        "progress --collect learner.json": lambda out: out["exercises"]
         == {"03.cast": {"right": 1, "not_yet": 0}},
-        "notebook own_row.ipynb --tier smoke": lambda found: found["status"] == "done"
-        and found["result"] == "cannot tell",
-        "notebook 01 --tier smoke": lambda found: found["status"] == "done",
-        "notebook --list": lambda found: [book["name"] for book in found["notebooks"]] == sorted(
+        "notebook own_row.ipynb --tier smoke": lambda out: out["status"] == "done"
+        and out["result"] == "cannot tell",
+        "notebook 01 --tier smoke": lambda out: out["status"] == "done",
+        "notebook --list": lambda out: [book["name"] for book in out["notebooks"]] == sorted(
             path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))}
     Path(installed.folder, "cards").mkdir()
     Path(installed.folder, "learner.json").write_text(
@@ -345,23 +345,23 @@ def test_every_command_of_an_installed_wheel_runs(installed):
     assert {line.split()[0] for line in says} | {"lab", "bench", "pack", "room",
         "slides"} == set(COMMANDS), ("a command that no wheel is tried with; below: lab, bench, "
                                       "pack")
-    found = answer(installed(code=f"""
+    outputs = answer(installed(code=f"""
 import contextlib, functools, io, json
 from lpkit import cli
 from lpkit.measure import doctor, probes
 
 probes.examine = functools.partial(probes.examine, only=["speed", doctor.CHECKS[0].name])
-found = []
+outputs = []
 for line in {list(says)}:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert cli.main([*line.split(), "--json"]) == 0, line
-    found.append(json.loads(out.getvalue()))
-print(json.dumps(found))
+    outputs.append(json.loads(out.getvalue()))
+print(json.dumps(outputs))
 """))
-    assert len(found) == len(says)
-    for (line, holds), one in zip(says.items(), found):
-        assert holds(one), (line, one)
+    assert len(outputs) == len(says)
+    for (line, holds), out in zip(says.items(), outputs):
+        assert holds(out), (line, out)
 
 
 @pytest.mark.parametrize("words", [["bench"], ["bench", "import", "--rounds", "1"],
@@ -377,10 +377,10 @@ def test_what_needs_a_checkout_is_said_by_an_installed_wheel(installed, words):
 def test_the_lab_of_an_installed_wheel_starts_and_stops(installed):
     with installed("lab", "--no-browser", "--port", "0", "--json") as lab:
         try:
-            told = json.loads(lab.stdout.readline())
-            with urlopen(told["url"], timeout=60) as page:
+            report = json.loads(lab.stdout.readline())
+            with urlopen(report["url"], timeout=60) as page:
                 assert b"JupyterLab" in page.read()
-            assert len(told["changes"]) == len(list((ROOT / "notebooks").glob("*.ipynb")))
+            assert len(report["changes"]) == len(list((ROOT / "notebooks").glob("*.ipynb")))
         finally:
             lab.send_signal(signal.SIGINT)
         err = lab.communicate()[1]

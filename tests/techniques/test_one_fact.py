@@ -139,12 +139,12 @@ def refused(config, name):
 
 
 def drawn():
-    draw, found = random.Random(23), []
-    while len(found) < QUESTIONS:
+    draw, questions = random.Random(23), []
+    while len(questions) < QUESTIONS:
         asked = question(draw)
         if not refused(*asked):
-            found.append(asked)
-    return found
+            questions.append(asked)
+    return questions
 
 
 def by_command(config, name, path, capsys):
@@ -164,20 +164,20 @@ def test_every_door_says_the_same(tmp_path, capsys):
         natives, emulated, fits = natives + (not step.emulated), emulated + bool(
             step.emulated), fits + held.fits
         # lpkit.predict, and `lpkit predict`
-        said = predict(config, name)
-        assert (said.memory, said.step.rows, said.parameters, said.run.cost) == (held, step.rows,
-            count, paid.cost), number
-        told = by_command(config, name, tmp_path / "asked.yaml", capsys)
-        assert (told["peak_bytes"], told["step_seconds"], told["parameters"],
-                told["cost"]) == (bytes_, seconds, count, paid.cost), number
-        assert (told["flops_per_token"] == training_flops_per_token(config.model)
-                == said.flops_per_token)
+        prediction = predict(config, name)
+        assert (prediction.memory, prediction.step.rows, prediction.parameters,
+                prediction.run.cost) == (held, step.rows, count, paid.cost), number
+        printed = by_command(config, name, tmp_path / "asked.yaml", capsys)
+        assert (printed["peak_bytes"], printed["step_seconds"], printed["parameters"],
+                printed["cost"]) == (bytes_, seconds, count, paid.cost), number
+        assert (printed["flops_per_token"] == training_flops_per_token(config.model)
+                == prediction.flops_per_token)
         assert step.model_flops == training_flops(config.model, batch=config.global_batch)
-        assert (told["fits"], told["doubt"], told["assumptions"]["emulated"]) == (held.fits,
-            held.doubt, step.emulated), number
+        assert (printed["fits"], printed["doubt"], printed["assumptions"]["emulated"]) == (
+            held.fits, held.doubt, step.emulated), number
         # the check before a run
-        found = fit(config, on)
-        assert (sum(found.rows.values()), found.peak_bytes) == pytest.approx((bytes_, bytes_),
+        answer = fit(config, on)
+        assert (sum(answer.rows.values()), answer.peak_bytes) == pytest.approx((bytes_, bytes_),
             rel=1e-12), number
         # claims, and their frontier
         assert (claims._peak(config, name) == bytes_
@@ -238,11 +238,13 @@ def test_the_planner_in_the_browser_says_the_same():
                  "billions": config.steps * tokens / 1e9}
         out = json.loads(planner.answer(json.dumps(given)))
         assert "error" not in out, out
-        said = predict(config, name)
-        assert out["prediction"]["peak_bytes"] == out["bytes"]["whole"] == said.memory.peak_bytes
-        assert out["prediction"]["step_seconds"] == out["seconds"]["whole"] == said.step_seconds
-        assert (out["prediction"]["cost"] == said.run.cost
-                and out["facts"]["step"] == duration(said.step_seconds))
+        prediction = predict(config, name)
+        assert (out["prediction"]["peak_bytes"] == out["bytes"]["whole"]
+                == prediction.memory.peak_bytes)
+        assert (out["prediction"]["step_seconds"] == out["seconds"]["whole"]
+                == prediction.step_seconds)
+        assert (out["prediction"]["cost"] == prediction.run.cost
+                and out["facts"]["step"] == duration(prediction.step_seconds))
         asked += 1
     assert asked == QUESTIONS
 
@@ -268,21 +270,21 @@ def test_what_notebooks_show_is_the_same():
 def test_what_plan_finds_is_what_predict_says():
     for config, name in drawn()[:PLANNED]:
         config = config.replace({"memory.activation_offload": "device"})
-        found = plan(config, 1e9, name, devices=8)
-        for option in found.options[:3]:
-            said = predict(option.config, name)
-            assert (said.memory, said.step.rows) == (option.memory, option.time.rows)
-            assert said.layout.devices == 8
+        plans = plan(config, 1e9, name, devices=8)
+        for option in plans.options[:3]:
+            prediction = predict(option.config, name)
+            assert (prediction.memory, prediction.step.rows) == (option.memory, option.time.rows)
+            assert prediction.layout.devices == 8
 
 
 def test_a_search_says_that_it_is_one():
     """`--devices` searches what fits, and says so; without it a Config is answered as it is."""
     config = preset("llama-8b")
-    said, found = predict(config, "h200"), predict(config, "h200", 1)
-    assert (said.assumptions["recompute"] == "none"
-            and said.assumptions["layout_why"].startswith("as requested; --devices searches"))
-    assert (found.assumptions["recompute"] != "none"
-            and found.assumptions["layout_why"].startswith("the first that fits"))
+    requested, searched = predict(config, "h200"), predict(config, "h200", 1)
+    assert (requested.assumptions["recompute"] == "none"
+            and requested.assumptions["layout_why"].startswith("as requested; --devices searches"))
+    assert (searched.assumptions["recompute"] != "none"
+            and searched.assumptions["layout_why"].startswith("the first that fits"))
 
 
 def test_what_is_emulated_is_what_backends_say_by_rule():

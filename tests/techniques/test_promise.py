@@ -230,12 +230,12 @@ def toy(request, corpus, monkeypatch):
     table, row, changed = TOYS[request.param]
     # E5M2 with a scale for each row of 16: a recipe is a function of its settings
     if row is None:
-        made = dict(recipes.RECIPES)
+        saved = dict(recipes.RECIPES)
         recipes.add("toy", partial(recipes._fp8, block=(1, 16)),
                     recipes.Fp8Settings(gradient_format="e5m2"), "this file")
         row = recipes.RECIPES["toy"]
         recipes.RECIPES.clear()
-        recipes.RECIPES.update(made)
+        recipes.RECIPES.update(saved)
     monkeypatch.setitem(table, "toy", row)
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return SimpleNamespace(family=request.param, config=Config().replace({
@@ -251,8 +251,8 @@ def test_one_row_and_one_function_do_everything(toy, tmp_path):
     assert Config.from_yaml(config.to_yaml()) == config
     # predict and plan
     assert predict(config, "h200").step_seconds > 0
-    found = plan(config, 1e9, "h200", devices=2)
-    assert found.options and found.options[0].config.to_dict().keys() == config.to_dict().keys()
+    plans = plan(config, 1e9, "h200", devices=2)
+    assert plans.options and plans.options[0].config.to_dict().keys() == config.to_dict().keys()
     # train
     run = lpkit.train(config, out=tmp_path / "whole")
     assert run.summary["status"] == "complete" and run.config == config
@@ -355,8 +355,8 @@ def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
     assert formula.doubt or name in ("bare", "block")       # whose operations say all
     run = lpkit.train(config, out=tmp_path / "whole")
     parts = in_parts(config, tmp_path / "parts", 3)
-    numbers = [[(line["loss"], line.get("val_loss")) for line in one.metrics]
-               for one in (run, parts)]
+    numbers = [[(line["loss"], line.get("val_loss")) for line in metrics]
+               for metrics in (run.metrics, parts.metrics)]
     assert numbers[0] == numbers[1] and numbers[0][-1][0] < numbers[0][0][0]
     assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
     cast = lpkit.train(config.replace({"precision.recipe": "fp8-tensorwise"}),
@@ -420,9 +420,9 @@ def test_a_pruned_description_has_no_flops_of_zeros(own):
             and device_seconds(pruned) == pytest.approx(device_seconds(dense), rel=0.01))
 
 
-def device_seconds(found):
+def device_seconds(prediction):
     """The step without the host, which decides so small a model's."""
-    return sum(row.seconds for row in found.step.rows if row.name != "host")
+    return sum(row.seconds for row in prediction.step.rows if row.name != "host")
 
 
 def test_dropped_tokens_are_in_no_formula(own):
@@ -649,8 +649,8 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_pa
         config = scores_of_rare_tokens(config, tmp_path / "scores.npy")
     losses, evaluated, weights = toys.trained(config.replace({"grad_accum_steps": 2}
         if name == "soap" else {}))
-    for found in on_ranks("toys_train", config, layouts=LAYOUTS):
-        for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
+    for results in on_ranks("toys_train", config, layouts=LAYOUTS):
+        for layout, (here, val, theirs) in zip(LAYOUTS, results, strict=True):
             assert (here == pytest.approx(losses, rel=1e-5)
                     and val == pytest.approx(evaluated, rel=1e-5)), layout
             assert (torch.tensor(theirs).sub(torch.tensor(weights)).norm() < 1e-5
@@ -693,7 +693,7 @@ def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
     alone = Training.build(with_toys)
     alone.model.load_state_dict(training.model.state_dict())
     assert training.evaluate() == alone.evaluate()
-    plain, taught = (predict(one, "h200") for one in (with_toys, config))
+    plain, taught = (predict(variant, "h200") for variant in (with_toys, config))
     assert (taught.step["objective"].seconds > 0
             and taught.step.step_seconds > plain.step.step_seconds)
     assert (taught.memory.peak_bytes > plain.memory.peak_bytes
@@ -707,7 +707,8 @@ def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
 def goes_on_to_the_bit(config, run, folder):
     """A run that was stopped after two updates, and resumed, has the lines of `run`."""
     parts = in_parts(config, folder, 2)
-    lines = [[(line["loss"], line.get("val_loss")) for line in one.metrics] for one in (parts, run)]
+    lines = [[(line["loss"], line.get("val_loss")) for line in metrics]
+             for metrics in (parts.metrics, run.metrics)]
     assert lines[0] == lines[1]
 
 
@@ -790,8 +791,8 @@ def test_a_ramp_reads_the_sequences_of_the_whole_in_their_order(with_toys, tmp_p
     refused before anything is allocated."""
     config = with_toys.replace({"sizes": "ramp", "sizes.until": 3, "data.policy": "spread-windows",
                                 "steps": 5, "grad_accum_steps": 2})
-    whole, ramped = (Training.build(one).data
-                     for one in (with_toys.replace({"data.policy": "spread-windows"}), config))
+    whole, ramped = (Training.build(variant).data
+                     for variant in (with_toys.replace({"data.policy": "spread-windows"}), config))
     read = torch.cat([ramped.batch(step).tokens for step in (*range(5), 1)])
     assert [len(ramped.batch(step).tokens) for step in range(5)] == [2, 2, 2, 4, 4]
     assert (torch.equal(read[:14], torch.cat([whole.batch(step).tokens for step in range(4)])[:14])
@@ -827,11 +828,11 @@ def test_toys_train_in_fp8(name, with_toys, tmp_path):
         "optimizer.lr": 3e-3, "steps": 8})
     if name == "weighted":
         config = scores_of_rare_tokens(config, tmp_path / "scores.npy")
-    found = []
+    losses = []
     for recipe in ("fp32", "fp8-tensorwise"):
         training = Training.build(config.replace({"precision.recipe": recipe}))
-        found.append([training.update(step).loss.item() for step in range(8)])
-    assert found[0] != found[1] == pytest.approx(found[0], rel=0.02)
+        losses.append([training.update(step).loss.item() for step in range(8)])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 @pytest.mark.parametrize("name, layout", [

@@ -105,8 +105,8 @@ def settled(settings):
 def ways(sentence):
     """Each way out that the sentence has, as settings."""
     _, _, out = sentence.rpartition("; ")
-    return [dict(word.rstrip(".").split("=", 1) for word in found[1].split())
-            for found in WAY.finditer(out)]
+    return [dict(word.rstrip(".").split("=", 1) for word in match[1].split())
+            for match in WAY.finditer(out)]
 
 
 def circles(settings):
@@ -117,7 +117,7 @@ def circles(settings):
         settled(settings)
         return [], 0
     except ConfigError as error:
-        sentence, found, taken = str(error), [], 0
+        sentence, sentences, taken = str(error), [], 0
     for way in ways(sentence):
         assert all("." in key or hasattr(SMALL, key) for key in way), sentence
         taken += 1
@@ -128,8 +128,8 @@ def circles(settings):
             names = [key for key in way if key in again
                      or key.removeprefix("parallel.") + "=" in again]
             if again == sentence or names:
-                found.append(f"{settings}\n  {sentence}\n  {way}\n  {again}")
-    return found, taken
+                sentences.append(f"{settings}\n  {sentence}\n  {way}\n  {again}")
+    return sentences, taken
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -160,12 +160,12 @@ def test_no_way_out_of_a_layout_is_refused_too(seed):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_sweep_of_everything_has_no_circle(seed):
-    draw, found, taken = random.Random(100 + seed), [], 0
+    draw, sentences, taken = random.Random(100 + seed), [], 0
     for _ in range(250):
         more, count = circles(asked(draw))
-        found, taken = found + more, taken + count
+        sentences, taken = sentences + more, taken + count
     assert taken > 35
-    assert not found, "\n".join(found[:5]) + f"\n{len(found)} of {taken}"
+    assert not sentences, "\n".join(sentences[:5]) + f"\n{len(sentences)} of {taken}"
 
 
 @pytest.mark.parametrize("devices, settings",
@@ -200,19 +200,19 @@ def test_plan_marks_what_lpkit_trains_and_its_heading_is_true(capsys):
     seen = set()
     for name, machine, devices in (("llama-8b", "h200", 64), ("llama-8b", "h100", 512),
                                    ("llama-70b", "h100", 512)):
-        found = plan(preset(name), 1e11, machine, devices=devices)
-        for option in found.options:
+        plans = plan(preset(name), 1e11, machine, devices=devices)
+        for option in plans.options:
             try:
                 layouts.refuse_untrainable(option.config)
                 trains = True
             except ConfigError:
                 trains = False
             assert (not option.why_untrained) == trains, option.layout
-        seconds = [option.bill.seconds for option in found.options]
+        seconds = [option.bill.seconds for option in plans.options]
         least = min(seconds)
         near = sum(s <= (1 + evidence.TELLS) * least for s in seconds)
         ties = f"; {near} are within 8% of the first, too close for the formula to rank"
-        assert (seconds == sorted(seconds) and found.order
+        assert (seconds == sorted(seconds) and plans.order
                 == f"the soonest comes first{ties * (near > 1)}")
         seen.add(near > 1)
     assert any(seen)
@@ -300,8 +300,9 @@ def half(settings):
 @pytest.fixture
 def outside(monkeypatch):
     row = blocks.BLOCKS["pre-norm"]
-    for name, made in (("scaled", "Scaled"), ("zero-queries", "ZeroQueries"), ("plainly", "Plain")):
-        monkeypatch.setitem(blocks.BLOCKS, name, replace(row, implementation=HERE + made))
+    for name, class_name in (("scaled", "Scaled"), ("zero-queries", "ZeroQueries"),
+                             ("plainly", "Plain")):
+        monkeypatch.setitem(blocks.BLOCKS, name, replace(row, implementation=HERE + class_name))
     monkeypatch.setitem(inits.INITS, "leaves-beta",
                         TechniqueRow(implementation=HERE + "leaves_beta"))
     for name in ("scaled", "sign"):

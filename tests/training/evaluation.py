@@ -116,24 +116,24 @@ def due(batches: str, config: Config) -> float:
     return total / weight
 
 
-def trainings(place: Place, told: dict) -> Iterator[Training]:
-    """Yields that of each of told["cases"], of (batches, way, pieces), on these ranks."""
+def trainings(place: Place, argument: dict) -> Iterator[Training]:
+    """Yields that of each of argument["cases"], of (batches, way, pieces), on these ranks."""
     torch.set_num_threads(1)
-    for i, (batches, way, pieces) in enumerate(told["cases"]):
-        config = config_of(batches, way, told["source"], pieces, place.world)
+    for i, (batches, way, pieces) in enumerate(argument["cases"]):
+        config = config_of(batches, way, argument["source"], pieces, place.world)
         with joined(config, local_rank=place.local_rank,
                     **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
             yield built(batches, config, ranks)
 
 
-def evaluations(place: Place, told: dict) -> list[float]:
+def evaluations(place: Place, argument: dict) -> list[float]:
     """Return each val_loss."""
-    return [training.evaluate() for training in trainings(place, told)]
+    return [training.evaluate() for training in trainings(place, argument)]
 
 
-def updates(place: Place, told: dict) -> list[list[float]]:
+def updates(place: Place, argument: dict) -> list[list[float]]:
     """Return losses and gradient norms of two updates each."""
-    return [two_updates(training) for training in trainings(place, told)]
+    return [two_updates(training) for training in trainings(place, argument)]
 
 
 def two_updates(training: Training) -> list[float]:
@@ -141,16 +141,16 @@ def two_updates(training: Training) -> list[float]:
             for number in (done.loss, done.grad_norm)]
 
 
-def found(cases, source: str, parent=None) -> dict[tuple, float]:
+def val_losses(cases, source: str, parent=None) -> dict[tuple, float]:
     """val_loss by (batches, way, pieces, ranks)."""
     each = [(*case, pieces) for case in cases for pieces in PIECES]
-    of = {(*one, 1): built(one[0], config_of(*one[:2], source, one[2]), Ranks()).evaluate()
-          for one in each}
+    of = {(*case, 1): built(case[0], config_of(*case[:2], source, case[2]), Ranks()).evaluate()
+          for case in each}
     with Processes("tests.training.evaluation:evaluations", {"cases": each, "source": source},
                    world=2, parent=parent) as running:
         first, second = running.wait()
     assert first == second
-    return of | {(*one, 2): loss for one, loss in zip(each, first)}
+    return of | {(*case, 2): loss for case, loss in zip(each, first)}
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def text():
 
 def main() -> int:
     with text() as source, WarmParent() as parent:
-        losses, worst = found(CASES, source, parent), 0.0
+        losses, worst = val_losses(CASES, source, parent), 0.0
         print(f"{'batches':<18}{'layout':<10}{'sum / sum':>11}  the largest relative difference "
               f"over {PIECES} pieces and {RANKS} ranks")
         for case in CASES:

@@ -96,9 +96,9 @@ def test_a_death_before_any_disk_call_leaves_a_whole_checkpoint(tmp_path):
         write(root, 1)
         codes.append(die_at(k, root))
         checkpoint.sweep(root)
-        found, problems = checkpoint.load_latest(root)
-        assert found.step in (1, 2) and not problems
-        assert torch.equal(found.tensors["model/a"], TENSORS["model/a"] + found.step)
+        loaded, problems = checkpoint.load_latest(root)
+        assert loaded.step in (1, 2) and not problems
+        assert torch.equal(loaded.tensors["model/a"], TENSORS["model/a"] + loaded.step)
         assert not list(root.glob(".*.tmp"))
         write(root, 3)                                  # and the next save works
         assert checkpoint.load_latest(root)[0].step == 3
@@ -122,14 +122,14 @@ def test_any_changed_or_missing_byte_is_found_and_the_one_before_is_used(tmp_pat
         changed = path.read_bytes()
         with pytest.raises(DamagedError, match=newest.name):
             load(newest)
-        found, problems = checkpoint.load_latest(tmp_path, quarantine=False)
-        assert found.step == 1 and newest.name in problems[0]
+        loaded, problems = checkpoint.load_latest(tmp_path, quarantine=False)
+        assert loaded.step == 1 and newest.name in problems[0]
         assert path.read_bytes() == changed             # a reader leaves it where it is
         path.write_bytes(whole)
     assert load(newest).step == 2
     (newest / "tensors.safetensors").write_bytes(b"gone")
-    found, problems = checkpoint.load_latest(tmp_path)
-    assert found.step == 1 and "has 4 bytes" in problems[0] and "quarantine" in problems[0]
+    loaded, problems = checkpoint.load_latest(tmp_path)
+    assert loaded.step == 1 and "has 4 bytes" in problems[0] and "quarantine" in problems[0]
     assert (tmp_path / "quarantine" / newest.name / "tensors.safetensors").read_bytes() == b"gone"
 
 
@@ -142,10 +142,10 @@ def test_a_manifest_that_points_elsewhere_is_refused(tmp_path):
         load(folder)
 
 
-def same_bits(one, two):
-    assert one.dtype == two.dtype and one.shape == two.shape
-    assert torch.equal(one.reshape(-1).contiguous().view(torch.uint8),
-                       two.reshape(-1).contiguous().view(torch.uint8))
+def same_bits(first, second):
+    assert first.dtype == second.dtype and first.shape == second.shape
+    assert torch.equal(first.reshape(-1).contiguous().view(torch.uint8),
+                       second.reshape(-1).contiguous().view(torch.uint8))
 
 
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -160,10 +160,10 @@ SHAPES = {"a/b/c.d": torch.randn(3, 4).T, "bool": torch.tensor([True, False]),
 
 def test_every_bit_comes_back(tmp_path):
     tensors = FORMATS | SHAPES
-    found = load(checkpoint.save(tmp_path, 3, tensors, STATE, keep=1))
-    assert (found.step, found.state) == (3, STATE) and found.tensors.keys() == tensors.keys()
+    loaded = load(checkpoint.save(tmp_path, 3, tensors, STATE, keep=1))
+    assert (loaded.step, loaded.state) == (3, STATE) and loaded.tensors.keys() == tensors.keys()
     for name, t in tensors.items():
-        same_bits(found.tensors[name], t)
+        same_bits(loaded.tensors[name], t)
 
 
 def test_the_reader_of_torch_reads_the_files_too(tmp_path):
@@ -268,7 +268,7 @@ def full_disk(*args, **more):
     raise OSError(28, "No space left on device")
 
 
-def two_ranks(place, told):
+def two_ranks(place, argument):
     """Both ranks save two steps and read them again, also a step whose piece is damaged and a step
     that one process wrote. Then process 0 finds the disk full after all pieces are written, and
     process 1 while it writes its piece. At last process 1 dies inside a save."""
@@ -276,7 +276,7 @@ def two_ranks(place, told):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place.store, rank=place.rank,
                             world_size=place.world)
-    folder, rank = Path(told["folder"]), place.rank
+    folder, rank = Path(argument["folder"]), place.rank
     model, optimizer = sharded(0, 1)
     for step in (1, 2):
         tensors = state_of(model, optimizer)
@@ -293,10 +293,10 @@ def two_ranks(place, told):
     for root, truth in (("root", 2), ("plain", 0), ("damaged", 1)):
         model, optimizer = sharded(rank + 5, 1)
         into = state_of(model, optimizer)
-        found, problems = checkpoint.load_latest(folder / root,
-                                                 blank=lambda name, *_, into=into: into[name])
-        fill(into, found.tensors)
-        assert found.step == found.state["step"] == (truth or 7)
+        loaded, problems = checkpoint.load_latest(folder / root,
+                                                  blank=lambda name, *_, into=into: into[name])
+        fill(into, loaded.tensors)
+        assert loaded.step == loaded.state["step"] == (truth or 7)
         assert bool(problems) == (root == "damaged")
         assert not problems or "does not match its checksum; moved to quarantine/" in problems[0]
         hold(whole(state_of(model, optimizer)), folder / f"{truth}.safetensors")
@@ -347,11 +347,11 @@ def test_two_processes_write_read_fail_and_die(parent, tmp_path):
         assert max(names - {"latest"}) == f"step-{step:08}" and not any("tmp" in n for n in names)
         assert checkpoint.load_latest(folder)[0].step == step
     assert [p.name for p in (folders[1] / "quarantine").iterdir()] == ["step-00000002"]
-    found, _ = checkpoint.load_latest(folders[0])
-    assert sorted(p.name for p in found.path.iterdir()) == [
+    loaded, _ = checkpoint.load_latest(folders[0])
+    assert sorted(p.name for p in loaded.path.iterdir()) == [
         "manifest.json", "state.json", "tensors-00001-of-00002.safetensors",
         "tensors-00002-of-00002.safetensors"]
     assert (folders[0] / "latest").read_text() == "step-00000002\n"
     # 7 parameters with two moments and a step each, one buffer
-    assert len(found.tensors) == 7 * 4 + 1 and found.tensors.keys() == state.keys()
-    hold(found.tensors, tmp_path / "2.safetensors")
+    assert len(loaded.tensors) == 7 * 4 + 1 and loaded.tensors.keys() == state.keys()
+    hold(loaded.tensors, tmp_path / "2.safetensors")

@@ -26,7 +26,7 @@ def source():
 def test_an_evaluation_is_the_same_number_however_it_is_cut(source, parent):
     """Over 1, 2 and 4 micro-batches on 1 and 2 ranks, to 1e-6 of the float64 sum over the sum;
     `python -m tests.training.evaluation` asks it of 40 configurations."""
-    for (batches, way, *_), loss in evaluation.found(CUTS, source, parent).items():
+    for (batches, way, *_), loss in evaluation.val_losses(CUTS, source, parent).items():
         right = evaluation.due(batches, evaluation.config_of(batches, way, source))
         assert loss == pytest.approx(right, rel=EQUAL), (batches, way)
 
@@ -36,9 +36,9 @@ def test_micro_batches_read_the_same_text(source, policy):
     """As many sequences as without them, and the same ones: an evaluation has eval_batches *
     global_batch. A micro-batch is no larger than in training, for the logits of a whole batch may
     not fit where a micro-batch's do."""
-    one, cut = (Training.build(evaluation.config_of(policy, "data", source, n)) for n in (1, 4))
+    whole, cut = (Training.build(evaluation.config_of(policy, "data", source, n)) for n in (1, 4))
     for i in range(2):
-        a, b = one.val.batch(i), cut.val.batch(i)
+        a, b = whole.val.batch(i), cut.val.batch(i)
         assert len(b.tokens) == SMALL.global_batch and all(map(torch.equal, a.tensors, b.tensors))
     sizes = []
     cut.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
@@ -96,9 +96,9 @@ def test_a_rank_without_tokens_changes_nothing(source, parent):
     cases = [("zeros", way, 2) for way in evaluation.WAYS]
     with Processes("tests.training.evaluation:updates", {"cases": cases, "source": source}, world=2,
                    parent=parent) as running:
-        found = running.wait()
-    assert found[0] == found[1]
-    for (batches, way, _), got in zip(cases, found[0]):
+        results = running.wait()
+    assert results[0] == results[1]
+    for (batches, way, _), got in zip(cases, results[0]):
         config = evaluation.config_of(batches, way, source, 2)
         due = evaluation.two_updates(evaluation.built(batches, config, Ranks()))
         assert got[:2] == [0, 0] and got == pytest.approx(due, rel=1e-5) and got[3] > 0, way

@@ -64,9 +64,9 @@ def flips(data: bytes):
             yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]
 
 
-def same(one, two) -> bool:
+def same(first, second) -> bool:
     # 0.0 and -0.0 differ there
-    return json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True)
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
 def test_no_flipped_bit_changes_a_record(tmp_path):
@@ -96,7 +96,7 @@ def test_no_flipped_bit_changes_a_line_or_hides_the_others(tmp_path):
     for data in flips(whole):
         path.write_bytes(data)
         good, problems = records.read_lines(path)
-        assert all(any(same(one, line) for line in lines) for one in good)
+        assert all(any(same(kept, line) for line in lines) for kept in good)
         assert len(good) == 3 or problems
         assert len(good) >= 1       # of two, when it was the end of a line
     path.write_bytes(whole[:-5])
@@ -180,9 +180,9 @@ def test_a_checkpoint_of_another_run_is_passed_over(run, tiny, trained, capsys):
         lpkit.sample(run.path)
     losses = [line["loss"] for line in run.metrics]
     again = train(tiny, out=run.path, resume=True)
-    said = capsys.readouterr().err
-    assert "has no whole checkpoint, so it starts again from step 0" in said
-    assert "of another run; moved to quarantine" in said
+    errors = capsys.readouterr().err
+    assert "has no whole checkpoint, so it starts again from step 0" in errors
+    assert "of another run; moved to quarantine" in errors
     assert [line["loss"] for line in again.metrics] == losses
     assert again.environment["from_step"] == 0 and "another run" in again.summary["damaged"][0]
     assert (run.checkpoints / "quarantine" / "step-00000002").is_dir()
@@ -234,8 +234,8 @@ def test_sampling_from_an_older_checkpoint_says_so(run, capsys):
     assert capsys.readouterr().err == ""
     (run.checkpoints / "step-00000004" / "state.json").write_text("{}")
     assert isinstance(lpkit.sample(run.path, tokens=2), str) and isinstance(want, str)
-    said = capsys.readouterr().err
-    assert "the weights are those of step 2" in said and "step-00000004" in said
+    errors = capsys.readouterr().err
+    assert "the weights are those of step 2" in errors and "step-00000004" in errors
 
 
 def flip_a_weight(folder):
@@ -272,9 +272,9 @@ def test_a_start_from_an_older_checkpoint_of_a_killed_run_says_so(how, run, tiny
     records.write(run.path / runs.SUMMARY, {"status": "running", records.RUN: run.mark})
     DAMAGE[how](run.checkpoints / "step-00000004")
     new = train(tiny.replace({"start.run": str(run.path), "steps": 2}), out=tmp_path / "new")
-    said = capsys.readouterr().err
-    assert "step-00000004" in said
-    assert ("the weights are those of step 2: " in said) == (how != "folder")
+    errors = capsys.readouterr().err
+    assert "step-00000004" in errors
+    assert ("the weights are those of step 2: " in errors) == (how != "folder")
     older, _ = checkpoint.load_latest(run.checkpoints, quarantine=False)
     assert older.step == 2 and new.summary["start"] == str(older.path)
     begun = dict(Training.build(
@@ -424,7 +424,7 @@ def chained(path, run="me", of=6) -> list[bytes]:
     return [chain.line({"step": step}).encode() for step in range(1, of + 1)]
 
 
-@pytest.mark.parametrize("order, steps, said", [
+@pytest.mark.parametrize("order, steps, expected", [
     ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], []),
     ([2, 3, 4, 5, 6], [2, 3, 4, 5, 6], ["line 1, is not the one that followed"]),
     ([1, 2, 3, 4, 5, 6, 2], [1, 2, 3, 4, 5, 6], ["line 7, is there twice"]),
@@ -433,7 +433,7 @@ def chained(path, run="me", of=6) -> list[bytes]:
     ([], [], ["lacks lines that the summary vouches for"]),
     ([1, -2, -3, -4, 5, 6], [1, 5, 6], ["lines 2 to 4, are of another run"]),
 ])
-def test_lines_hold_together(tmp_path, order, steps, said):
+def test_lines_hold_together(tmp_path, order, steps, expected):
     """Whole lines that are lost, doubled, moved or of another run (the negative ones) are named;
     the others are read."""
     path = tmp_path / "lines.jsonl"
@@ -443,8 +443,8 @@ def test_lines_hold_together(tmp_path, order, steps, said):
     path.write_bytes(b"".join(ours[number - 1] if number > 0 else theirs[-number - 1]
                               for number in order))
     good, problems = records.read_lines(path, "me", vouched)
-    assert [line["step"] for line in good] == steps and len(problems) == len(said)
-    assert all(part in problem for part, problem in zip(said, problems)), problems
+    assert [line["step"] for line in good] == steps and len(problems) == len(expected)
+    assert all(part in problem for part, problem in zip(expected, problems)), problems
 
 
 def test_an_altered_line_with_a_right_checksum_breaks_the_chain(tmp_path):

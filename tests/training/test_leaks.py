@@ -71,25 +71,25 @@ FITS = {    # what else a row wants
 
 
 def cases() -> dict[str, dict]:
-    found = [{"precision.recipe": name} | FITS.get(name, {}) for name in recipes.RECIPES]
-    found += [{"precision.recipe": name, "precision.cache_weight_casts": True,
-               "grad_accum_steps": 2}
-              for name in ("mxfp8", "fp8-delayed")]
-    found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {})
-              for name in optimizers.OPTIMIZERS]
-    found += [{"system.attention": name} for name, row in ATTENTION.items()
-              if not row.why_not(Attending(model=Config().model))]
-    found += [{"model.attention": name, "system.attention": next(iter(row.operations))}
-              for name, row in KINDS.items() if row.operations]
-    found += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
+    settings = [{"precision.recipe": name} | FITS.get(name, {}) for name in recipes.RECIPES]
+    settings += [{"precision.recipe": name, "precision.cache_weight_casts": True,
+                  "grad_accum_steps": 2}
+                 for name in ("mxfp8", "fp8-delayed")]
+    settings += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {})
+                 for name in optimizers.OPTIMIZERS]
+    settings += [{"system.attention": name} for name, row in ATTENTION.items()
+                 if not row.why_not(Attending(model=Config().model))]
+    settings += [{"model.attention": name, "system.attention": next(iter(row.operations))}
+                 for name, row in KINDS.items() if row.operations]
+    settings += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():
         table = field.metadata["table"]
-        found += [{f"memory.{key}": name} | FITS.get(name, {}) for name, row in table.items()
-                  if not row.needs_compile]
-    found += [{"memory.recompute": "block", "memory.activation_offload": "disk",
-               "precision.recipe": "fp8-delayed", "grad_accum_steps": 2}]
-    found += [{"transforms": "toy", "governors": "toy"}]
-    return {", ".join(f"{key}={value}" for key, value in case.items()): case for case in found}
+        settings += [{f"memory.{key}": name} | FITS.get(name, {}) for name, row in table.items()
+                     if not row.needs_compile]
+    settings += [{"memory.recompute": "block", "memory.activation_offload": "disk",
+                  "precision.recipe": "fp8-delayed", "grad_accum_steps": 2}]
+    settings += [{"transforms": "toy", "governors": "toy"}]
+    return {", ".join(f"{key}={value}" for key, value in case.items()): case for case in settings}
 
 
 CASES = cases()
@@ -138,15 +138,15 @@ def test_what_an_update_makes_ends_with_it_and_a_training_with_its_last_name(toy
 @pytest.fixture
 def models(monkeypatch):
     """References to every model that is built from here on."""
-    found, build = [], Training.build.__func__
+    references, build = [], Training.build.__func__
 
     def seen(cls, *args, **kwargs):
         training = build(cls, *args, **kwargs)
-        found.append(weakref.ref(training.model))
+        references.append(weakref.ref(training.model))
         return training
 
     monkeypatch.setattr(Training, "build", classmethod(seen))
-    return found
+    return references
 
 
 @pytest.fixture

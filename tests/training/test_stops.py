@@ -116,9 +116,9 @@ def test_a_step_is_given_up_between_micro_batches(tiny, tmp_path, monkeypatch, c
     whole = train(tiny, out=tmp_path / "whole")
     # in step 5: an evaluation came after 3
     run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
-    found = checkpoint.load_latest(run.checkpoints)[0]
-    assert run.summary["steps"] == found.step == 4 and "governors" not in run.summary["chosen"]
-    assert found.tensors.get("governor/fades/times", 4) == 4
+    loaded = checkpoint.load_latest(run.checkpoints)[0]
+    assert run.summary["steps"] == loaded.step == 4 and "governors" not in run.summary["chosen"]
+    assert loaded.tensors.get("governor/fades/times", 4) == 4
     hold_to_the_end(tiny, run, whole)
 
 
@@ -216,8 +216,8 @@ def test_a_terminal_that_closes_is_a_hangup(tiny, tmp_path):
 def test_a_step_given_up_in_a_destructor_says_nothing(monkeypatch):
     """The exception is lost there, and the run stops at its next micro-batch; what others lose is
     said."""
-    control, said = Control(), []
-    monkeypatch.setattr(sys, "unraisablehook", lambda what: said.append(what.exc_type))
+    control, exceptions = Control(), []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: exceptions.append(what.exc_type))
 
     class Dying:
         def __init__(self, dies):
@@ -230,4 +230,4 @@ def test_a_step_given_up_in_a_destructor_says_nothing(monkeypatch):
         Dying(lambda: control.signalled("SIGHUP"))
         Dying(lambda: 1 / 0)
     Dying(lambda: 1 / 0)
-    assert said == [ZeroDivisionError] * 2 and control.stopped_by == "SIGHUP"
+    assert exceptions == [ZeroDivisionError] * 2 and control.stopped_by == "SIGHUP"

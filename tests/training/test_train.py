@@ -202,9 +202,9 @@ def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
     run = train(tiny, out=tmp_path / "run")
     text = lpkit.sample(run, prompt="def ", tokens=60, temperature=0)
     assert text.startswith("def ") and len(text) == 64
-    found, _ = checkpoint.load_latest(run.checkpoints, only="model/")
+    loaded, _ = checkpoint.load_latest(run.checkpoints, only="model/")
     model = initial_model(run.config, "sdpa")
-    model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items()},
+    model.load_state_dict({name.removeprefix("model/"): t for name, t in loaded.tensors.items()},
                           strict=False)
     ids = list(b"def ")
     with torch.no_grad():

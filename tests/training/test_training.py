@@ -58,9 +58,9 @@ UPDATE = (r"optimizer\.step\(|\b(loss|part|sum\(\)|mean\(\)|scale\)?)\.backward\
 
 def test_nobody_else_updates_a_model():
     """`predict` and walks have methods of that name, which take products."""
-    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
+    files = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")
              if re.search(UPDATE, path.read_text())}
-    others = {name for name in found if not name.startswith(("optim/", "memory/", "predict/"))}
+    others = {name for name in files if not name.startswith(("optim/", "memory/", "predict/"))}
     assert others <= UPDATES_THEMSELVES, others - UPDATES_THEMSELVES
 
 
@@ -95,14 +95,14 @@ def test_state_goes_into_another_training_bit_for_bit(tiny):
 
 
 def test_a_copy_goes_its_own_way(tiny):
-    one = Training.build(tiny)
-    one.update(0)
-    two = one.copy()
-    assert torch.equal(one.update(1).loss, two.update(1).loss)
-    before = two.model.embed.weight.clone()
-    one.update(2)
-    assert torch.equal(two.model.embed.weight, before)
-    assert torch.equal(one.batch(5).tokens, two.batch(5).tokens)
+    original = Training.build(tiny)
+    original.update(0)
+    copy = original.copy()
+    assert torch.equal(original.update(1).loss, copy.update(1).loss)
+    before = copy.model.embed.weight.clone()
+    original.update(2)
+    assert torch.equal(copy.model.embed.weight, before)
+    assert torch.equal(original.batch(5).tokens, copy.batch(5).tokens)
 
 
 # ---- batches
@@ -139,13 +139,13 @@ def test_weights_weigh_the_mean(loss, parts):
     """Against float64: sum w_i nats_i / sum w_i over the whole batch, whatever the
     micro-batches."""
     batch, model = weighted(), Table()
-    found = accumulate(model, partial(loss, autocast=nullcontext()), batch, parts)
+    mean = accumulate(model, partial(loss, autocast=nullcontext()), batch, parts)
     exact = Table().double()
     nats = nn.functional.cross_entropy(exact(batch.tokens).flatten(0, 1), batch.targets.flatten(),
                                        reduction="none")
     want = (nats * batch.weights.flatten().double()).sum() / batch.weights.double().sum()
     want.backward()
-    assert found.item() == pytest.approx(want.item(), rel=1e-6)
+    assert mean.item() == pytest.approx(want.item(), rel=1e-6)
     for p, q in zip(model.parameters(), exact.parameters()):
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-5, atol=1e-7)
     with torch.no_grad():
@@ -279,8 +279,8 @@ def test_a_series_goes_on_after_any_failed_run(tiny, tmp_path, monkeypatch):
         return fine(self, step, **settings)
 
     monkeypatch.setattr(Training, "update", update)
-    found = start_each({"large": tiny.replace({"seed": 7}), "small": tiny}, out=tmp_path).result()
-    statuses = {name: run.summary["status"] for name, run in found.items()}
+    runs = start_each({"large": tiny.replace({"seed": 7}), "small": tiny}, out=tmp_path).result()
+    statuses = {name: run.summary["status"] for name, run in runs.items()}
     assert statuses == {"large": "failed", "small": "complete"}
 
 
