@@ -51,8 +51,8 @@ exec "$@"
 def proxy() -> str:
     """configurable-http-proxy, of this machine or fetched by npm once and kept in the cache. Empty
     where neither can be."""
-    if found := shutil.which(PROXY):
-        return found
+    if installed := shutil.which(PROXY):
+        return installed
     folder = files.cache_dir("npm") / f"{PROXY}-{VERSION}"
     path = folder / "node_modules" / ".bin" / PROXY
     if not path.exists() and (npm := shutil.which("npm")):
@@ -120,11 +120,11 @@ class Person:
 
     def __init__(self, url: str, name: str, code: str):
         self.url, self.name, self.kernel = url, name, ""
-        told = {"auth": {"username": name, "password": code}}
-        self.token = ask(f"{url}/hub/api/users/{name}/tokens", told)["token"]
+        credentials = {"auth": {"username": name, "password": code}}
+        self.token = ask(f"{url}/hub/api/users/{name}/tokens", credentials)["token"]
 
-    def ask(self, path: str, told: Any = None, method: str = "") -> Any:
-        return ask(f"{self.url}{path}", told, self.token, method)
+    def ask(self, path: str, payload: Any = None, method: str = "") -> Any:
+        return ask(f"{self.url}{path}", payload, self.token, method)
 
     def start(self, **options: Any) -> float:
         """Returns the seconds until the server answers."""
@@ -160,7 +160,7 @@ class Person:
         while True:
             socket = await websocket_connect(request)
             try:
-                return await _said(socket, code)
+                return await _output(socket, code)
             # before it took the code: a browser connects again, too
             except WebSocketClosedError:
                 await asyncio.sleep(0.1)
@@ -171,8 +171,8 @@ class Person:
                     pass
 
 
-async def _said(socket: Any, code: str) -> str:
-    me, said = uuid.uuid4().hex, ""
+async def _output(socket: Any, code: str) -> str:
+    me, output = uuid.uuid4().hex, ""
     header = {"msg_id": me, "username": "", "session": me, "msg_type": "execute_request",
               "version": "5.3"}
     await socket.write_message(json.dumps({
@@ -182,18 +182,18 @@ async def _said(socket: Any, code: str) -> str:
         message = json.loads(text)
         kind, content = message["msg_type"], message["content"]
         if message["parent_header"].get("msg_id") == me:
-            said += content.get("text", "") if kind == "stream" else ""
-            said += f"{content['ename']}: {content['evalue']}" if kind == "error" else ""
+            output += content.get("text", "") if kind == "stream" else ""
+            output += f"{content['ename']}: {content['evalue']}" if kind == "error" else ""
             if kind == "status" and content["execution_state"] == "idle":
-                return said
+                return output
         elif kind == "status" and content["execution_state"] in ("restarting", "dead"):
-            return f"{said}the kernel died"
-    return f"{said}the connection ended"
+            return f"{output}the kernel died"
+    return f"{output}the connection ended"
 
 
-def ask(url: str, told: Any = None, token: str = "", method: str = "") -> Any:
+def ask(url: str, payload: Any = None, token: str = "", method: str = "") -> Any:
     headers = {"Authorization": f"token {token}"} if token else {}
-    data = None if told is None else json.dumps(told).encode()
+    data = None if payload is None else json.dumps(payload).encode()
     request = urllib.request.Request(url, data, headers | {"Content-Type": "application/json"},
                                      method=method or ("POST" if data else "GET"))
     with urllib.request.urlopen(request, timeout=300) as answer:

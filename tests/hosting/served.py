@@ -110,17 +110,18 @@ class Notebook:
 
     def problems(self) -> list[str]:
         """What should not have happened, one sentence each."""
-        found = list(self.noted)
+        problems = list(self.noted)
         for output in self.outputs():
             if output.get("name") == "stderr":
-                found.append(f"cell {output['cell']} wrote to standard error: "
-                             f"{''.join(output['text'])[:2000]}")
+                problems.append(f"cell {output['cell']} wrote to standard error: "
+                                f"{''.join(output['text'])[:2000]}")
             if output["output_type"] == "error":
-                found.append(f"cell {output['cell']} failed: {output['ename']}: {output['evalue']}")
+                problems.append(f"cell {output['cell']} failed: {output['ename']}: "
+                                f"{output['evalue']}")
         bad = ".jp-OutputArea-output:has-text('Error displaying widget'), .jp-mod-unsupported"
-        found += [f"the page says: {text.strip()[:200]}"
-                  for text in self.page.locator(bad).all_inner_texts()]
-        return found
+        problems += [f"the page says: {text.strip()[:200]}"
+                     for text in self.page.locator(bad).all_inner_texts()]
+        return problems
 
     def close(self) -> None:
         """Shut the kernel down, and close the page."""

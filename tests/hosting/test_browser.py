@@ -132,10 +132,10 @@ def press_until(page, handle, key, changed, seconds=10):
 
 def printed(page, code):
     """What `code` prints in the notebook's kernel."""
-    return page.evaluate("""code => new Promise(found => {
+    return page.evaluate("""code => new Promise(resolve => {
         const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
         kernel.requestExecute({code}).onIOPub = message => {
-            if (message.header.msg_type === 'stream') found(message.content.text.trim());
+            if (message.header.msg_type === 'stream') resolve(message.content.text.trim());
         };
     })""", code)
 
@@ -249,14 +249,14 @@ Comparison((guess.scored(Row(name="peak", formula=110e6, measured=100e6, unit="b
     where="here"), scale=1e6),))"""]
 
 
-def said(opened):
+def output_finder(opened):
     return opened.page.locator(".jp-OutputArea-output").get_by_text
 
 
 def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     learner.file().unlink(missing_ok=True)      # of other files' tests
     opened = notebook("guessed.ipynb", GUESSED)
-    page, text = opened.page, said(opened)
+    page, text = opened.page, output_finder(opened)
     page.locator(".jp-Cell").first.click()
     opened.command("notebook:run-cell-and-select-next")
     opened.command("notebook:run-cell-and-select-next")
@@ -285,7 +285,7 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     again = notebook("again.ipynb", GUESSED)        # another kernel, Run All
     again.run()
     for words in ("Locked on", "-20.0%, inside your 90%", "the formula says 110 MB"):
-        said(again)(words).wait_for()
+        output_finder(again)(words).wait_for()
 
 
 def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
@@ -293,7 +293,7 @@ def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
              "print('the end')"]
     opened = notebook("past.ipynb", cells)
     opened.run()
-    text = said(opened)
+    text = output_finder(opened)
     text("the end").wait_for()
     text("this guess does not count").wait_for()
     assert text("Lock in your guess first").count() and "your guess" not in str(opened.outputs()[2])
@@ -316,10 +316,10 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
     opened = opening(path.name)
     opened.command("notebook:run-all-cells")
     for words in ("went on", "Because: it is less", "two is more than three"):
-        said(opened)(words).wait_for()
+        output_finder(opened)(words).wait_for()
     (problem,) = opened.problems()
     assert problem == "cell 0 failed: AssertionError: it is less"
-    assert not said(opened)("Traceback").count()
+    assert not output_finder(opened)("Traceback").count()
     opened.close()
 
 
@@ -403,17 +403,17 @@ CONTRAST = """() => {
     const ground = node => { const c = parts(getComputedStyle(node).backgroundColor);
         return c[3] === 1 || !node.parentElement ? c : over(c,
             ground(node.parentElement)).concat(1) };
-    const found = [];
+    const texts = [];
     for (const node of document.querySelectorAll('.jp-OutputArea-output *')) {
-        const said = [...node.childNodes].filter(n => n.nodeType === 3 &&
+        const text = [...node.childNodes].filter(n => n.nodeType === 3 &&
             n.textContent.trim()).map(n => n.textContent.trim()).join(' ');
-        if (!said || node.closest('.lpkit-figure, button, select, style, script') ||
+        if (!text || node.closest('.lpkit-figure, button, select, style, script') ||
             !node.getClientRects().length) continue;
         const under = ground(node), [a, b] = [over(parts(getComputedStyle(node).color), under),
             under].map(light).sort((x, y) => y - x);
-        found.push([(a + 0.05) / (b + 0.05), said.slice(0, 60)]);
+        texts.push([(a + 0.05) / (b + 0.05), text.slice(0, 60)]);
     }
-    return found.sort((x, y) => x[0] - y[0]);
+    return texts.sort((x, y) => x[0] - y[0]);
 }"""
 
 
@@ -433,7 +433,7 @@ def texts_of_figures(page):
     that strokes have a core."""
     device = {**page.viewport_size, "deviceScaleFactor": 3, "mobile": False}
     page.context.new_cdp_session(page).send("Emulation.setDeviceMetricsOverride", device)
-    found = []
+    texts = []
     for figure in page.locator(".lpkit-figure").all():
         figure.scroll_into_view_if_needed()
         image = Image.open(io.BytesIO(figure.screenshot()))
@@ -444,9 +444,9 @@ def texts_of_figures(page):
                 return [text.textContent, box.left - home.left, box.top - home.top,
                     box.right - home.left, box.bottom - home.top] }) }""")
         scale = image.width / figure.bounding_box()["width"]
-        found += [(contrast(image.crop([round(scale * edge) for edge in box])), said)
-                  for said, *box in boxes if box[2] - box[0] > 3]
-    return sorted(found)
+        texts += [(contrast(image.crop([round(scale * edge) for edge in box])), text)
+                  for text, *box in boxes if box[2] - box[0] > 3]
+    return sorted(texts)
 
 
 THEMES = pytest.mark.parametrize("theme", ["Light", "Dark"])
@@ -457,9 +457,9 @@ def test_figures_can_be_read_in_either_theme(notebook, theme):
     opened = notebook("drawn.ipynb", DRAWN, theme)
     opened.run()
     opened.settle()
-    found = texts_of_figures(opened.page)
-    assert len(found) > 80 and any("error against the measurement" in said for _, said in found)
-    assert found[0][0] >= 4.5, found[:5]
+    texts = texts_of_figures(opened.page)
+    assert len(texts) > 80 and any("error against the measurement" in text for _, text in texts)
+    assert texts[0][0] >= 4.5, texts[:5]
     ground = opened.page.locator(".lpkit-figure").first.screenshot()
     level = sum(Image.open(io.BytesIO(ground)).convert("RGB").getpixel((3, 3))) / 3
     assert (level < 40) if theme == "Dark" else (level > 250)
@@ -470,10 +470,10 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
     opened = notebook("themed.ipynb", THEMED, theme)
     opened.run()
     opened.settle()
-    found = opened.page.evaluate(CONTRAST)
-    assert (len(found) > 40 and any("no size will do" in said for _, said in found)
-            and any(said == "wrong" for _, said in found))
-    assert found[0][0] >= 4.5, found[:5]
+    texts = opened.page.evaluate(CONTRAST)
+    assert (len(texts) > 40 and any("no size will do" in text for _, text in texts)
+            and any(text == "wrong" for _, text in texts))
+    assert texts[0][0] >= 4.5, texts[:5]
 
 
 def test_the_lab_shows_the_live_figure_and_the_pictures_of_a_folder(notebook, lab):
@@ -567,12 +567,12 @@ TOPS = """() => [...document.querySelectorAll('.lpkit-figure')].map(figure =>
         Math.round(plot.getBoundingClientRect().top)))"""
 TOUCHING = """() => [...document.querySelectorAll('.lpkit-figure')].flatMap(figure => {
     const texts = [...figure.querySelectorAll('text')].filter(text => text.textContent.trim())
-        .map(text => ({said: text.textContent, r: text.getBoundingClientRect()}))
+        .map(text => ({text: text.textContent, r: text.getBoundingClientRect()}))
         .filter(({r}) => r.width);
     const touch = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
         Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
     return texts.flatMap((a, i) => texts.slice(i + 1).filter(b => touch(a.r, b.r))
-        .map(b => [a.said, b.said])) })"""
+        .map(b => [a.text, b.text])) })"""
 
 
 def test_on_a_narrow_page_panels_stand_below_one_another(notebook):

@@ -59,9 +59,9 @@ def folder(tmp_path, course):
 
 
 def read(folder: Path, name: str = NAME) -> nbformat.NotebookNode:
-    found = nbformat.read(folder / name, as_version=4)
-    nbformat.validate(found)
-    return found
+    notebook = nbformat.read(folder / name, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
 
 
 def sources(folder: Path) -> list[str]:
@@ -70,9 +70,9 @@ def sources(folder: Path) -> list[str]:
 
 def edit(folder: Path, change) -> None:
     """As JupyterLab saves what a learner did."""
-    found = read(folder)
-    change(found.cells)
-    nbformat.write(found, folder / NAME)
+    notebook = read(folder)
+    change(notebook.cells)
+    nbformat.write(notebook, folder / NAME)
 
 
 def put(id: str, source: str):
@@ -222,19 +222,19 @@ def test_a_copy_that_is_gone_comes_back(folder):
     assert copies.update(folder)[0]["done"] == "copied" and sources(folder) == list(FIRST.values())
 
 
-@pytest.mark.parametrize("text, said", [
+@pytest.mark.parametrize("text, message", [
     ("{", "is not a notebook"), (b"\xff", "not UTF-8"),
     (json.dumps(book({"q": "else"})), "it has no cell of the course's notebook"),
     (json.dumps({"nbformat": 4, "nbformat_minor": 4, "metadata": {},
                  "cells": [{"cell_type": "raw", "source": "", "metadata": {}}]}),
      "cells without an id")])
-def test_what_cannot_be_read_is_left_and_a_reset_keeps_it_beside(folder, course, text, said):
+def test_what_cannot_be_read_is_left_and_a_reset_keeps_it_beside(folder, course, text, message):
     old = text if isinstance(text, bytes) else text.encode()
     (folder / NAME).write_bytes(old)
     course(FIRST | {"b": "y = 3"})
     for _ in range(2):      # it is said again until something is done
         (change,) = copies.update(folder)
-        assert (change["done"] == "left" and said in change["notes"][0]
+        assert (change["done"] == "left" and message in change["notes"][0]
                 and (folder / NAME).read_bytes() == old)
     assert Path(copies.reset(folder, "03")["backup"]).read_bytes() == old
     assert sources(folder)[3] == "y = 3"
@@ -259,11 +259,11 @@ def test_strange_folders_are_refused(tmp_path, course):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").touch()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    for path, said in ((ours, "is the course itself"), (ours / "mine", "is the course itself"),
-                       (tmp_path / "full", "is not empty"),
-                       (tmp_path / "link", "is a link"),
-                       (tmp_path / "full" / "letter.txt", "is a file")):
-        with pytest.raises(ConfigError, match=said):
+    for path, message in ((ours, "is the course itself"), (ours / "mine", "is the course itself"),
+                          (tmp_path / "full", "is not empty"),
+                          (tmp_path / "link", "is a link"),
+                          (tmp_path / "full" / "letter.txt", "is a file")):
+        with pytest.raises(ConfigError, match=message):
             copies.work_folder(path)
     assert ([path.name for path in (tmp_path / "full").iterdir()] == ["letter.txt"]
             and not (tmp_path / "elsewhere").exists())
@@ -290,7 +290,7 @@ def test_two_at_once_do_it_once(tmp_path):
     words = [sys.executable, "-m", "lpkit", "lab", "--update", "--json", "--course",
              str(tmp_path / "mine")]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    done = [len(json.loads(one.communicate(timeout=60)[0])["changes"]) for one in both]
+    done = [len(json.loads(process.communicate(timeout=60)[0])["changes"]) for process in both]
     course = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
     assert sorted(done) == [0, len(course)]
     assert all((tmp_path / "mine" / path.name).read_bytes() == path.read_bytes() for path in course)
@@ -322,9 +322,9 @@ def test_what_asks_for_nothing_is_one_line(folder):
                for done, numbers in (("copied", range(25)), ("updated", (7, 8)))
                for number in numbers]
     changes.insert(3, {"notebook": "09_y", "done": "left", "notes": ["it is no notebook"]})
-    said = lab_command.text({"root": str(folder), "changes": changes}).splitlines()
-    assert said[1:] == ["    copied: 25 notebooks; updated: 07_x, 08_x", "    left: 09_y",
-                        "        it is no notebook"]
+    lines = lab_command.text({"root": str(folder), "changes": changes}).splitlines()
+    assert lines[1:] == ["    copied: 25 notebooks; updated: 07_x, 08_x", "    left: 09_y",
+                         "        it is no notebook"]
 
 
 def test_a_lesson_comes_beside_its_notebook_and_a_changed_one_stays(folder, course):
@@ -442,11 +442,12 @@ def test_a_broken_lesson_is_told_with_its_line_and_the_way_back(what, lessons, t
             "from lessons.l03_number_formats import EXERCISES",
             "from lessons import l03_number_formats as lesson"]
     for code in ways if what == "SyntaxError" else ways[:1]:
-        said = lessons(code)
-        assert said.startswith(f"lpkit.errors.ConfigError: your copy of "
-                               f"lessons/l03_number_formats.py fails in line {line} ({why}"), said
-        assert said.endswith("; `lpkit lab --reset 03` restores the course's file and keeps your "
-                             "copy next to it")
+        message = lessons(code)
+        assert message.startswith(
+            f"lpkit.errors.ConfigError: your copy of lessons/l03_number_formats.py fails in line "
+            f"{line} ({why}"), message
+        assert message.endswith("; `lpkit lab --reset 03` restores the course's file and keeps "
+                                "your copy next to it")
 
 
 def test_what_no_reset_would_mend_is_told_as_it_is(lessons, tmp_path):
@@ -466,6 +467,7 @@ def test_a_lesson_that_broke_meanwhile_makes_no_answer_wrong(lessons, tmp_path, 
     """The judge imports it anew."""
     (tmp_path / "lessons" / "l03_number_formats.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    found = asked("03.value_of", 60, env={"OF_THIS_TEST": "1"}, parcel={})
-    assert (found["status"] == "to do" and "fails in line 1 (ZeroDivisionError: division by zero); "
-                                           "`lpkit lab --reset 03`" in found["detail"])
+    verdict = asked("03.value_of", 60, env={"OF_THIS_TEST": "1"}, parcel={})
+    assert (verdict["status"] == "to do"
+            and "fails in line 1 (ZeroDivisionError: division by zero); `lpkit lab --reset 03`"
+            in verdict["detail"])

@@ -37,7 +37,7 @@ MATRIX = [("papermill", "notebooks", "03"), ("papermill", "elsewhere", "25"),
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("front", "place", "number"), MATRIX,
-                         ids=["-".join(one) for one in MATRIX])
+                         ids=["-".join(case) for case in MATRIX])
 def test_a_notebook_runs_by_each_front_end_from_any_folder(front, place, number, tmp_path):
     [theirs] = Path(NOTEBOOKS).glob(f"{number}_*.ipynb")
     out, elsewhere = tmp_path / "out", tmp_path / "a folder with spaces"
@@ -51,8 +51,9 @@ def test_a_notebook_runs_by_each_front_end_from_any_folder(front, place, number,
     done = subprocess.run([BIN / command, *words], cwd=PLACES[place] or elsewhere, text=True,
                           capture_output=True, timeout=850)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-    [made] = out.glob("*.ipynb")
-    cells = [cell for cell in nbformat.read(made, as_version=4).cells if cell.cell_type == "code"]
+    [notebook] = out.glob("*.ipynb")
+    cells = [cell for cell in nbformat.read(notebook, as_version=4).cells
+             if cell.cell_type == "code"]
     assert (all(cell.execution_count for cell in cells)
             and any('tier = "smoke"' in cell.source or "tier = 'smoke'" in cell.source
                     for cell in cells))

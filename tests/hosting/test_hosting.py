@@ -46,13 +46,13 @@ def test_a_hosted_command_says_that_the_notebooks_are_not_there(command, tmp_pat
 
 
 def test_a_claim_of_a_notebook_is_reported_with_its_verdict(monkeypatch, capsys):
-    told = []
-    monkeypatch.setattr(reports, "report", lambda kind, **facts: told.append((kind, facts)))
+    events = []
+    monkeypatch.setattr(reports, "report", lambda kind, **facts: events.append((kind, facts)))
     with toolbox.claim("two is two"):
         assert len("ab") == 2
     with toolbox.claim("the GPU is fast"):
         toolbox.cannot_tell(True, "there is none")
     with pytest.raises(AssertionError), toolbox.claim("two is three"):
         raise AssertionError("it is not")
-    assert told == [("claim", {"name": name, "verdict": verdict}) for name, verdict in (
+    assert events == [("claim", {"name": name, "verdict": verdict}) for name, verdict in (
         ("two is two", "holds"), ("the GPU is fast", "cannot tell"), ("two is three", "fails"))]

@@ -183,7 +183,7 @@ def test_the_token_is_in_no_arguments(server):
         # a helper that ended since, waited for or not, tells nobody anything
         with suppress(psutil.NoSuchProcess):
             words.append([*process.cmdline(), *process.environ().values()])
-    assert len(words) > 1 and not any(server.token in word for said in words for word in said)
+    assert len(words) > 1 and not any(server.token in word for strings in words for word in strings)
 
 
 def test_it_listens_on_this_machine_only(server):
@@ -229,9 +229,9 @@ def test_the_users_settings_open_nothing(server, project):
     assert (connection["ip"] == lab.LOCAL and len(connection["key"]) > 30
             and connection["curve_publickey"])
     assert ask(server, f"/api/kernels/{kernel}", token=server.token, method="DELETE")[0] == 204
-    made = ask(server, "/api/contents", token=server.token, method="POST",
+    body = ask(server, "/api/contents", token=server.token, method="POST",
                body='{"type": "notebook"}')[1]
-    assert json.loads(made)["path"] == "Mine.ipynb" and (project / "Mine.ipynb").exists()
+    assert json.loads(body)["path"] == "Mine.ipynb" and (project / "Mine.ipynb").exists()
 
 
 def execute(port: int, token: str, code: str) -> str:
@@ -303,13 +303,13 @@ def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=env) as it, ExitStack() as stack:
         stack.callback(it.kill)
-        found = json.loads(it.stdout.readline())
-        assert found["port"] != asked and Path(found["root"]) == tmp_path / "work"
-        assert (len(found["changes"]) == len(list((tmp_path / "work").glob("*.ipynb")))
+        printed = json.loads(it.stdout.readline())
+        assert printed["port"] != asked and Path(printed["root"]) == tmp_path / "work"
+        assert (len(printed["changes"]) == len(list((tmp_path / "work").glob("*.ipynb")))
                 and (tmp_path / "work" / lab.FIRST).exists())
-        assert f":{found['port']}/lab/tree/{lab.FIRST}?token=" in found["url"]
-        assert f"-L {found['port']}:127.0.0.1:{found['port']}" in found["tunnel"]
-        execute(found["port"], Path(found["token_file"]).read_text(),
+        assert f":{printed['port']}/lab/tree/{lab.FIRST}?token=" in printed["url"]
+        assert f"-L {printed['port']}:127.0.0.1:{printed['port']}" in printed["tunnel"]
+        execute(printed["port"], Path(printed["token_file"]).read_text(),
                 "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
         # Jupyter looks for language servers by children that end at once
         deadline = time.monotonic() + patience()
@@ -320,7 +320,7 @@ def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path
         it.send_signal(sent)
         out, err = it.communicate(timeout=30)
         assert (it.returncode == code and out == ""
-                and f"port {asked} is taken; using {found['port']}" in err)
+                and f"port {asked} is taken; using {printed['port']}" in err)
     assert attack.until_nothing(tmp_path, begun + 2 * patience()) == []
 
 
@@ -343,13 +343,13 @@ handlers.JupyterHandler.check_xsrf_cookie = lambda *_: None
 """
 
 
-@pytest.mark.parametrize("code, said", [
+@pytest.mark.parametrize("code, messages", [
     (OPENERS, ("200 without the token", "200 to a page of another site", "200 under another host "
         "name",
                "404 to a write without the XSRF token")),
     ("import re\nc.LabApp.settings = {'allow_origin_pat': re.compile('.*')}",
      ("changed allow_origin_pat",))])
-def test_a_server_that_lets_others_in_is_stopped(code, said, project, tmp_path):
+def test_a_server_that_lets_others_in_is_stopped(code, messages, project, tmp_path):
     """What only code of the user's can open, since the kit sets every setting: the proof finds
     it."""
     (tmp_path / "config").mkdir()
@@ -358,5 +358,5 @@ def test_a_server_that_lets_others_in_is_stopped(code, said, project, tmp_path):
     with pytest.raises(ConfigError) as caught:
         with user(tmp_path, {}, {}), lab.serve(project):
             pytest.fail("it was yielded")
-    assert [words for words in said if words not in str(caught.value)] == []
+    assert [words for words in messages if words not in str(caught.value)] == []
     assert set(psutil.Process().children(recursive=True)) <= before

@@ -92,7 +92,7 @@ def test_declarations_are_read_with_their_comments():
     assert same["tier"] == TAKEN["tier"], "a type comment is an annotation"
 
 
-@pytest.mark.parametrize("source, said", [
+@pytest.mark.parametrize("source, message", [
     ("steps = 3", "holds only"),
     ("steps: int = 3\nprint(steps)", "holds only"),
     ("import os", "holds only"),
@@ -107,8 +107,8 @@ def test_declarations_are_read_with_their_comments():
     ("steps = 'x'  # type: int updates", "whole number"),
     ("a, b = 1, 2  # type: int two", "holds only"),
 ])
-def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, message):
+    with pytest.raises(ConfigError, match=message):
         parameters.parameters(new_notebook(cells=[new_code_cell(source,
             metadata={"tags": ["parameters"]})]))
 
@@ -125,7 +125,7 @@ def test_conversion_by_annotation(name, text, value):
     assert got == value and type(got) is type(value)
 
 
-@pytest.mark.parametrize("asked, said", [
+@pytest.mark.parametrize("asked, message", [
     ({"setps": "3"}, "did you mean 'steps'"),
     ({"steps = 3; import os; os.system('id') #": "1"}, "no parameter"),
     ({"steps": "3; import os"}, "whole number"),
@@ -135,8 +135,8 @@ def test_conversion_by_annotation(name, text, value):
     ({"lr": "nan"}, "finite"),
     ({"lr": "inf"}, "finite"),
 ])
-def test_what_was_not_declared_is_refused(asked, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_was_not_declared_is_refused(asked, message):
+    with pytest.raises(ConfigError, match=message):
         parameters.choose(TAKEN, asked)
 
 
@@ -211,8 +211,8 @@ def test_a_run_and_its_record(tmp_path):
     assert record["parameters"]["steps"] == 20 and record["parameters"]["lr"] == 1e-3
     assert record["start"] <= record["end"] and record["seconds"] > 0
     assert 150e6 < record["peak_rss_bytes"] < 1.2e9
-    said = printed(record["output"])
-    assert said.startswith("running 2 None\n40 True (1, 2) smoke\n") and str(tmp_path) in said
+    text = printed(record["output"])
+    assert text.startswith("running 2 None\n40 True (1, 2) smoke\n") and str(tmp_path) in text
     assert "without encryption" not in printed(record["output"])
     assert sorted(p.name for p in (tmp_path / "{out}").iterdir()) == ["05_small.ipynb",
         "05_small.json"]
@@ -322,24 +322,26 @@ def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path, monkeypatch):
     assert done.returncode == 1 and "3 are too many" in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("options, said", [
+@pytest.mark.parametrize("options, message", [
     (["-p", "stepz", "1"], "this notebook has no parameter 'stepz'; did you mean 'steps'"),
     (["-p", "steps", "2.5"], "steps must be a whole number, got 2.5"),
     (["-r", "steps", "many"], "steps must be a whole number, got 'many'"),
     (["-r", "steps", "7", "-p", "compiled", "false", "-y", "widths: [8, 16]"], None),
 ])
-def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, monkeypatch, options, said):
+def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, monkeypatch, options,
+                                                               message):
     """A notebook's second cell calls begin; papermill warns of an unknown name, and takes any
     value. Its command, in this process."""
     sets = "from lpkit import begin\n\nbegin()"
     write(tmp_path / "a.ipynb", sets, "print([steps, compiled, widths])")
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(papermill, ["a.ipynb", "out.ipynb", "--no-progress-bar", *options])
-    if said is None:
+    if message is None:
         assert (done.exit_code == 0 and printed(tmp_path / "out.ipynb")
                 == "[7, False, (8, 16)]\n"), done.exception
     else:
-        assert done.exit_code == 1 and f"ConfigError: {said}" in str(done.exception), done.exception
+        assert done.exit_code == 1, done.exception
+        assert f"ConfigError: {message}" in str(done.exception), done.exception
 
 
 @pytest.mark.parametrize("cell", ["import sys; sys.exit(0)", "exit"])
@@ -369,7 +371,7 @@ def test_skipped_and_unheard_asserts_do_not_hold_a_claim(tmp_path, monkeypatch):
                                    "%%script true\nassert False",
                                    "def held():\n    assert steps < 100", "%time assert False",
                                    "with claim('said'):\n    steps",
-                                   "with claim(said):\n    assert steps"])
+                                   "with claim(title):\n    assert steps"])
 def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
     with pytest.raises(ConfigError, match="tests nothing"):
         runner.plan(write(tmp_path / "a.ipynb", claim=claim), out=tmp_path / "out")
@@ -424,12 +426,12 @@ def test_what_lies_in_the_output_folder_is_kept(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     record = {"format": runner.FORMAT, "notebook": "a", "status": "done", "pid": 1}
-    for text, said in [("{", "not a record of a"),
-                       (json.dumps(record | {"notebook": "c"}), "not a record of a"),
-                       ("[]", "not a record of a"), (json.dumps(record | {"status": "running"}),
-                           "still writing")]:
+    for text, message in [("{", "not a record of a"),
+                          (json.dumps(record | {"notebook": "c"}), "not a record of a"),
+                          ("[]", "not a record of a"),
+                          (json.dumps(record | {"status": "running"}), "still writing")]:
         (out / "a.json").write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             runner.plan(book, out=out)
     (out / "a.json").write_text(json.dumps(record))
     assert len(runner.plan(book, out=out)) == 1
@@ -557,7 +559,7 @@ def test_list(tmp_path, capsys, monkeypatch):
     assert listed[1] == {"name": "steps", "annotation": "int", "default": 3, "comment": "updates"}
 
 
-@pytest.mark.parametrize("words, said", [
+@pytest.mark.parametrize("words, message", [
     ((), "which notebook"), (("00", "--all"), "leave out '00'"),
     (("00", "--on", "hosts=3"), "--on takes processes=N"),
     (("00", "--on", "processes=0"), "processes must be positive, got 0"),
@@ -567,10 +569,10 @@ def test_list(tmp_path, capsys, monkeypatch):
     (("--all", "steps=3"), "leave out 'steps=3'"),
     (("--all", "--set", "steps=3"), "leave out 'steps=3'"),
 ])
-def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
+def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, message):
     write(tmp_path / "notebooks" / "00_start_here.ipynb")
     code, out, err = run_here(capsys, monkeypatch, tmp_path, *words)
-    assert code == 2 and said in err and not out and err.count("\n") == 1
+    assert code == 2 and message in err and not out and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -605,8 +607,8 @@ def test_a_corpus_is_prepared_without_a_red_line(tmp_path, monkeypatch):
             f'datasets\ndatasets.prepare(config.DataConfig(source="{tmp_path}/text.txt"), '
             f'vocab=256)')
     go(write(tmp_path / "first.ipynb", cell), out=tmp_path / "out")
-    shown = [output for one in nbformat.read(tmp_path / "out" / "first.ipynb", as_version=4).cells
-             for output in one.get("outputs", [])]
+    notebook = nbformat.read(tmp_path / "out" / "first.ipynb", as_version=4)
+    shown = [output for code_cell in notebook.cells for output in code_cell.get("outputs", [])]
     assert not [output for output in shown if output.get("name") == "stderr"]
     assert any("tokens of text.txt" in output.get("data", {}).get("text/plain", "")
                for output in shown)

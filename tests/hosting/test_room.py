@@ -40,8 +40,8 @@ SERVED = pytest.mark.skipif(bool(served.why_no_room()), reason=served.why_no_roo
 @pytest.fixture(scope="module")
 def room():
     with served.passable_folder() as folder, served.opened(folder, "anna", "ben", "cleo",
-            "--learners", "20", "--title", TITLE, "--warm", port=PORT) as told:
-        yield told | {"folder": folder}
+            "--learners", "20", "--title", TITLE, "--warm", port=PORT) as info:
+        yield info | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,13 @@ def ben(room):
 
 
 def _person(room, name, **options):
-    one = served.Person(room["url"], name, served.codes(room["folder"])[name])
+    person = served.Person(room["url"], name, served.codes(room["folder"])[name])
     try:
-        one.start(**options)
+        person.start(**options)
     except urllib.error.HTTPError as error:
         pytest.fail(
            f"{error.read().decode()}\n{(room['folder'] / 'hub' / 'hub.log').read_text()[-6000:]}")
-    return one
+    return person
 
 
 @SERVED
@@ -73,8 +73,8 @@ def test_a_learner_is_a_user_whose_kernels_are_its_own(room, anna, ben):
     connection = ("import json, glob; "
                   "print(*map(json.load(open(glob.glob('/run/lpkit/*/kernel-*.json')[0])).get, "
                   "('transport', 'ip')))")
-    for one, uid in ((anna, 52001), (ben, 52002)):      # of all kernels each finds its own
-        transport, address = one.run(connection).split()
+    for person, uid in ((anna, 52001), (ben, 52002)):      # of all kernels each finds its own
+        transport, address = person.run(connection).split()
         assert (transport == "ipc" and address.startswith(f"/run/lpkit/{uid}/")
                 and os.stat(f"/run/lpkit/{uid}").st_mode & 0o777 == 0o700)
     log = (room["folder"] / "hub" / "labs" / "ben.log").read_text()
@@ -91,9 +91,9 @@ def test_who_takes_too_much_is_ended_and_the_neighbour_goes_on(room, anna, ben):
            f"print('got it')")
     assert anna.run(hog) != "got it\n"
     assert ben.run("print(len(b'x' * (64 << 20)))").strip() == str(64 << 20)
-    said = anna.run("import os\nfor n in range(2000):\n    if not os.fork(): os._exit(not "
-                    "__import__('time').sleep(3))")
-    assert "BlockingIOError" in said and ben.run("print(6 * 7)").strip() == "42"
+    output = anna.run("import os\nfor n in range(2000):\n    if not os.fork(): os._exit(not "
+                      "__import__('time').sleep(3))")
+    assert "BlockingIOError" in output and ben.run("print(6 * 7)").strip() == "42"
     # they are buried, and count no more
     assert "ChildProcessError" in anna.run("while True: os.wait()")
 
@@ -101,26 +101,27 @@ def test_who_takes_too_much_is_ended_and_the_neighbour_goes_on(room, anna, ben):
 @SERVED
 @pytest.mark.slow
 def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, anna, ben):
-    def now(one):
-        while served.status(address := f"{room['url']}/services/progress/now", one.token) != 200:
+    def now(person):
+        while served.status(address := f"{room['url']}/services/progress/now", person.token) != 200:
             time.sleep(0.2)     # it was killed
-        return served.ask(address, token=one.token)
+        return served.ask(address, token=person.token)
 
     teacher = served.Person(room["url"], "teacher", served.codes(room["folder"])["teacher"])
     ben.run("from lessons.reports import report; report('exercise', name='03.ben', "
             "verdict='right')")
     before = len(now(teacher)["events"])
     sent = bench.SENT
-    threading.Thread(target=lambda: [time.sleep(0.5) or [one.kill() for one in bench.service()]
+    threading.Thread(target=lambda: [time.sleep(0.5)
+                                     or [process.kill() for process in bench.service()]
                                      for _ in range(3)]).start()
     assert anna.run(bench.REPORT.format(sent)) == ""
     deadline = time.monotonic() + 120 * patience()
     while len(now(teacher)["events"]) < before + sent and time.monotonic() < deadline:
         time.sleep(0.5)
     events = now(teacher)["events"][before:]
-    assert sorted(one["name"] for one in events) == sorted(f"03.{n}" for n in range(sent))
-    assert ({one["notebook"] for one in events} == {"03_number_formats"}
-            and len({one["pseudonym"] for one in events}) == 1)
+    assert sorted(event["name"] for event in events) == sorted(f"03.{n}" for n in range(sent))
+    assert ({event["notebook"] for event in events} == {"03_number_formats"}
+            and len({event["pseudonym"] for event in events}) == 1)
     kept = (room["folder"] / "progress.jsonl").read_text()
     assert "anna" not in kept and "03.ben" not in kept
     assert len(now(anna)["events"]) == before + sent and now(ben)["events"] == []
@@ -134,8 +135,8 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
 @pytest.mark.slow
 def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_says_why(room, ben):
     """JupyterHub 6 answered TypeError: what it raises for a failed start took another argument."""
-    name = next(one for one in served.codes(room["folder"])
-                if one not in {"anna", "ben", "cleo", "teacher"})
+    name = next(learner for learner in served.codes(room["folder"])
+                if learner not in {"anna", "ben", "cleo", "teacher"})
     uid = json.loads((room["folder"] / "room.json").read_text())["members"][name]["uid"]
     home = room["folder"] / "learners" / name
     (home / "tmp").mkdir(parents=True)
@@ -143,19 +144,19 @@ def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_say
     for place in (home, home / "tmp", home / ".room"):
         os.chown(place, uid, uid)
     with pytest.raises((urllib.error.HTTPError, AssertionError), match=r"500|did not start"):
-        (one := served.Person(room["url"], name, served.codes(room["folder"])[name])).start(
+        (person := served.Person(room["url"], name, served.codes(room["folder"])[name])).start(
             share=False)
     why = f"{name}/.room' is a file where a folder is needed; remove it"
     assert (room["folder"] / "hub" / "labs" / f"{name}.log").read_text().count(why) == 2
     assert (room["folder"] / "hub" / "hub.log").read_text().count(f"{name}'s lab ended while it "
         f"started") == 1
     page = served.ask(f"{room['url']}/hub/api/users/{name}/server/progress",
-                      token=one.token).decode()
+                      token=person.token).decode()
     assert ("Spawn failed: The lab ended twice while it started. The last line of its log: " in page
             and why in page)
     teacher = served.Person(room["url"], "teacher", served.codes(room["folder"])["teacher"])
     shown = {who.name: served.ask(f"{room['url']}/services/progress/now",
-                                  token=who.token)["troubles"] for who in (teacher, ben, one)}
+                                  token=who.token)["troubles"] for who in (teacher, ben, person)}
     assert (why in shown["teacher"][name] and shown[name] == {name: shown["teacher"][name]}
             and not shown["ben"])
 
@@ -202,34 +203,34 @@ def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context
 
 
 def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, capsys):
-    def said(*words):
+    def refusal(*words):
         capsys.readouterr()
         assert cli.main(["room", *words]) == 2
         return capsys.readouterr().err
 
     monkeypatch.setattr("hosting.commands.room.needs", lambda *_: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "root" in said("anna") and "lpkit lab" in said("anna")
+    assert "root" in refusal("anna") and "lpkit lab" in refusal("anna")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(rooms, "refuse_closed", lambda *_: None)
     monkeypatch.setattr(sys, "platform", "linux")
     folder = ("--folder", str(tmp_path / "room"))
-    assert "'../anna'" in said("../anna", *folder)
+    assert "'../anna'" in refusal("../anna", *folder)
     pytest.importorskip("jupyterhub")
-    assert "did you mean 'dummy'" in said("anna", *folder, "--authenticator", "dumy", "--teacher",
-        "boss")
-    assert "module.Class" in said("anna", *folder, "--authenticator", "lpkit.nothing.Here",
-                                  "--teacher", "boss")
+    assert "did you mean 'dummy'" in refusal("anna", *folder, "--authenticator", "dumy",
+                                             "--teacher", "boss")
+    assert "module.Class" in refusal("anna", *folder, "--authenticator", "lpkit.nothing.Here",
+                                     "--teacher", "boss")
     rooms.refuse_missing("jupyterhub.auth.PAMAuthenticator")
-    assert "--learners must be from 0 to 500, got -1" in said("--learners", "-1")
-    assert "1 to 500 learners, got 0" in said(*folder)
-    assert "unencrypted" in said("anna", "--address", "0.0.0.0")
-    assert "--title must have at most 200 printable characters" in said("anna", "--title",
-        "\x1b[2J") and "got" in said("anna", "--title", "x" * 201)
-    assert "no file" in said("anna", "--address", "0.0.0.0", "--tls", "none.pem", "none.key")
-    assert "has memory for" in said("--learners", "499", *folder)
+    assert "--learners must be from 0 to 500, got -1" in refusal("--learners", "-1")
+    assert "1 to 500 learners, got 0" in refusal(*folder)
+    assert "unencrypted" in refusal("anna", "--address", "0.0.0.0")
+    assert "--title must have at most 200 printable characters" in refusal("anna", "--title",
+        "\x1b[2J") and "got" in refusal("anna", "--title", "x" * 201)
+    assert "no file" in refusal("anna", "--address", "0.0.0.0", "--tls", "none.pem", "none.key")
+    assert "has memory for" in refusal("--learners", "499", *folder)
     monkeypatch.setenv("PATH", "")
-    assert "npm install -g configurable-http-proxy" in said("anna", *folder)
+    assert "npm install -g configurable-http-proxy" in refusal("anna", *folder)
 
 
 LEAVES = """
@@ -237,9 +238,9 @@ import socket, sys, tests
 from hosting import hub
 if not hub.leave_network():
     sys.exit("0")
-with socket.create_server(("127.0.0.1", 0)) as one, socket.create_connection(one.getsockname(), \
-timeout=10):
-    print(one.getsockname()[1], flush=True)
+with socket.create_server(("127.0.0.1", 0)) as server, \
+        socket.create_connection(server.getsockname(), timeout=10):
+    print(server.getsockname()[1], flush=True)
     sys.stdin.read()
 """
 
@@ -250,8 +251,8 @@ def test_a_process_with_a_network_of_its_own_takes_no_port_of_the_machine():
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         if not (port := int(process.stdout.readline() or 0)):
             pytest.skip("no network namespace can be made here")
-        with socket.socket() as one:        # within it answers, and here the port is free
-            one.bind(("127.0.0.1", port))
+        with socket.socket() as probe:        # within it answers, and here the port is free
+            probe.bind(("127.0.0.1", port))
         process.communicate("")
 
 
@@ -276,9 +277,9 @@ def test_a_learner_who_took_the_port_before_the_proxy_is_not_asked(tmp_path):
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=served.HERE,
                               text=True) as taker:
             assert taker.stdout.readline()
-            with socket.create_connection(("127.0.0.1", room.port), timeout=10) as one:
-                one.sendall(b"GET / HTTP/1.0\r\n\r\n")
-                assert b"200 OK" in one.recv(1000)
+            with socket.create_connection(("127.0.0.1", room.port), timeout=10) as connection:
+                connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                assert b"200 OK" in connection.recv(1000)
             assert rooms.answers(room) == believed      # it says 200 to everybody
             taker.communicate("")
 
@@ -293,7 +294,7 @@ def test_who_is_there_keeps_number_and_code(tmp_path, monkeypatch):
             and set(again.members) == {"teacher", "anna", "ben"})
     joined = rooms.joined(again, "cleo")
     assert (rooms.read(tmp_path).members["cleo"] == joined
-            and len({one.uid for one in rooms.read(tmp_path).members.values()}) == 4)
+            and len({member.uid for member in rooms.read(tmp_path).members.values()}) == 4)
     assert (tmp_path / "room.json").stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="cannot be"):
         rooms.joined(again, "../cleo")
@@ -326,12 +327,12 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.LocalProcessSpawner, "server", SimpleNamespace(base_url="/user/anna/"))
     monkeypatch.setattr(hub, "furnish", lambda *_: None)
     monkeypatch.setattr(hub, "LOOK_SECONDS", 0.1)
-    one = hub.Desk(folder=str(tmp_path), user=SimpleNamespace(name="anna"))
-    yield one
-    one.listener.close()
-    if one.proc and one.proc.poll() is None:
-        one.proc.kill()
-        one.proc.wait()
+    spawner = hub.Desk(folder=str(tmp_path), user=SimpleNamespace(name="anna"))
+    yield spawner
+    spawner.listener.close()
+    if spawner.proc and spawner.proc.poll() is None:
+        spawner.proc.kill()
+        spawner.proc.wait()
 
 
 def started(desk, says):
@@ -349,14 +350,14 @@ def started(desk, says):
 
 
 def test_a_lab_that_ends_is_named_with_the_last_line_of_its_log(desk, tmp_path):
-    said = started(desk, SAYS)
+    message = started(desk, SAYS)
     last = "\\x1b[2J<b>no space left</b>"
-    assert said.startswith(f"The lab ended twice while it started. The last line of its log: "
-                           f"{last}xxx") and said.endswith("x...") and len(said) < 300
+    assert message.startswith(f"The lab ended twice while it started. The last line of its log: "
+                              f"{last}xxx") and message.endswith("x...") and len(message) < 300
     assert rooms.log_path(tmp_path, "anna").read_text().count("copied") == 2
-    assert progress.troubles(tmp_path) == {"anna": said}
+    assert progress.troubles(tmp_path) == {"anna": message}
     desk.clear_state()      # JupyterHub's own, at the end of a failed start and before the next
-    assert progress.troubles(tmp_path) == {"anna": said}
+    assert progress.troubles(tmp_path) == {"anna": message}
     desk._note("open")
     assert not progress.troubles(tmp_path) and rooms.labs(tmp_path)["anna"]["state"] == "open"
     desk.clear_state()
@@ -365,9 +366,10 @@ def test_a_lab_that_ends_is_named_with_the_last_line_of_its_log(desk, tmp_path):
 
 def test_a_lab_that_does_not_answer_is_named(desk, tmp_path, monkeypatch):
     monkeypatch.setattr("hosting.hub.START_SECONDS", 1.0)
-    said = started(desk, "import time; print('waits for the disk', flush=True); time.sleep(60)")
-    assert said == "The lab did not answer within 1 s. The last line of its log: waits for the disk"
-    assert progress.troubles(tmp_path) == {"anna": said}
+    message = started(desk, "import time; print('waits for the disk', flush=True); time.sleep(60)")
+    assert message == ("The lab did not answer within 1 s. The last line of its log: waits for "
+                       "the disk")
+    assert progress.troubles(tmp_path) == {"anna": message}
 
 
 def test_a_lab_that_cannot_be_furnished_is_named(desk, tmp_path, monkeypatch):
@@ -410,11 +412,11 @@ def test_the_teachers_terminal_counts_labs_and_names_each_late_one_once(tmp_path
     with subprocess.Popen([sys.executable, "-c",
                            "import time; time.sleep(0.5); raise SystemExit(3)"]) as hub:
         assert progress.watch(room, hub) == 3
-    said = capsys.readouterr().err
-    assert (said.count("ben: The lab has been starting for 10") == 1
-            and r"The last line of its log: \x1b]0;mine\x07\u202e of ben" in said)
-    assert (said.count(r"\x1b[2Jeve: ended") == 1
-            and said.count("1 of 3 labs are open; 1 more has been starting for up to 10") == 1)
+    printed = capsys.readouterr().err
+    assert (printed.count("ben: The lab has been starting for 10") == 1
+            and r"The last line of its log: \x1b]0;mine\x07\u202e of ben" in printed)
+    assert (printed.count(r"\x1b[2Jeve: ended") == 1
+            and printed.count("1 of 3 labs are open; 1 more has been starting for up to 10") == 1)
 
 
 def test_names_of_logs_stay_in_their_folder(tmp_path):
@@ -451,8 +453,8 @@ def test_warming_prints_how_long_it_takes_and_what_went_wrong(tmp_path, monkeypa
     assert "preset cpu-3m (1 of 1), 0 s" in capsys.readouterr().err
     monkeypatch.setenv("ENDS", "0")
     room_command.warm(room, ["a", "b"])
-    said = capsys.readouterr().err
-    assert said.count("preset a (1 of 2), 0 s") > 1 and "preset b (2 of 2), 1 s" in said
+    printed = capsys.readouterr().err
+    assert printed.count("preset a (1 of 2), 0 s") > 1 and "preset b (2 of 2), 1 s" in printed
     room_command.warm(room, ["a", "b"])     # once per room
     assert capsys.readouterr().err == ""
 
@@ -471,9 +473,9 @@ def test_a_store_keeps_each_report_once_and_mends_what_a_kill_cut_off(tmp_path):
         file.write('{"id": "3", "ki')
     store.add("anna", [report("2"), report("3")])
     store.add("ben", [report("4")])
-    assert [one["id"] for one in progress.Store(tmp_path).events()] == ["1", "2", "3", "4"]
+    assert [event["id"] for event in progress.Store(tmp_path).events()] == ["1", "2", "3", "4"]
     names = store.pseudonyms()
-    assert [one["pseudonym"] for one in store.events()] == [names["anna"]] * 3 + [names["ben"]]
+    assert [event["pseudonym"] for event in store.events()] == [names["anna"]] * 3 + [names["ben"]]
     assert "anna" not in store.path.read_text()
     assert store.delete() == 4 and not store.events() and not store.pseudonyms()
 
@@ -491,7 +493,7 @@ def test_what_is_no_report_is_passed_over_and_stops_nothing(tmp_path, capsys):
     store = progress.Store(tmp_path)
     assert not [bad for bad in BAD if store.add("anna", [bad])]
     assert store.add("anna", [report("9"), *BAD, report("8")]) == 2
-    assert [one["id"] for one in store.events()] == ["9", "8"]
+    assert [event["id"] for event in store.events()] == ["9", "8"]
     (tmp_path / "room.json").write_text("{}")
     assert cli.main(["progress", "--room", str(tmp_path), "--csv", str(tmp_path / "all.csv")]) == 0
     assert (len((tmp_path / "all.csv").read_text().splitlines()) == 3
@@ -532,8 +534,9 @@ def test_an_altered_report_is_named_and_stops_nothing(tmp_path, way, capsys):
                    "garbage": b"".join([*lines[:n], b"[" * 5000 + b"\n", *lines[n:]])}[way]
         store.path.write_bytes(changed)
         kept = store.events()
-        assert store.problems and {one["id"] for one in kept} <= set("012345") and len(kept) >= 3
-        assert all(one == report(one["id"], pseudonym=one["pseudonym"]) for one in kept)
+        assert (store.problems and {event["id"] for event in kept} <= set("012345")
+                and len(kept) >= 3)
+        assert all(event == report(event["id"], pseudonym=event["pseudonym"]) for event in kept)
     (tmp_path / "room.json").write_text("{}")
     assert (cli.main(["progress", "--room", str(tmp_path)]) == 0
             and "progress.jsonl" in capsys.readouterr().out)
@@ -576,8 +579,8 @@ def test_what_is_no_file_of_reports_is_set_aside(make, which, tmp_path, capsys):
     store = progress.Store(tmp_path)
     assert store.events() == [] and len(store.problems) == (which == "progress.jsonl")
     assert store.add("anna", [report("1")]) == 1 and len(store.events()) == 1 and not store.problems
-    assert (f"{tmp_path / which} " in (said := capsys.readouterr().err)
-            and "it was moved to damaged/" in said
+    assert (f"{tmp_path / which} " in (errors := capsys.readouterr().err)
+            and "it was moved to damaged/" in errors
             and os.path.lexists(tmp_path / "damaged" / which))
 
 
@@ -619,10 +622,10 @@ def test_a_report_carries_no_token(tmp_path, monkeypatch):
         def answer():
             end, _ = server.accept()
             with end:
-                said = b""
-                while not said.endswith(b"]"):      # headers and body come apart
-                    said += end.recv(1 << 16)
-                heard.append(said)
+                request = b""
+                while not request.endswith(b"]"):      # headers and body come apart
+                    request += end.recv(1 << 16)
+                heard.append(request)
                 end.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
         thread = threading.Thread(target=answer)
@@ -641,7 +644,7 @@ def test_a_report_has_known_fields_alone_and_no_formula(tmp_path):
 
 
 def test_the_command_says_who_is_stopped_writes_a_table_and_deletes(tmp_path, capsys):
-    def said(*words):
+    def printed(*words):
         assert cli.main(["progress", *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -650,12 +653,12 @@ def test_the_command_says_who_is_stopped_writes_a_table_and_deletes(tmp_path, ca
     store.add("anna", [report("1"), report("2", verdict="right"), report("3", name="03.round")])
     store.add("ben", [report("4")])
     table = tmp_path / "all.csv"
-    found = said("--room", str(tmp_path), "--csv", str(table))
-    assert found["exercises"] == {"03.cast": {"right": 1, "not_yet": 1},
-                                  "03.round": {"right": 0, "not_yet": 1}}
+    summary = printed("--room", str(tmp_path), "--csv", str(table))
+    assert summary["exercises"] == {"03.cast": {"right": 1, "not_yet": 1},
+                                    "03.round": {"right": 0, "not_yet": 1}}
     assert len(table.read_text().splitlines()) == 5
-    assert (said("--room", str(tmp_path), "--delete")["deleted"] == 4
-            and said("--room", str(tmp_path))["reports"] == 0)
+    assert (printed("--room", str(tmp_path), "--delete")["deleted"] == 4
+            and printed("--room", str(tmp_path))["reports"] == 0)
     assert cli.main(["progress", "--room", str(tmp_path / "none")]) == 2
 
 
@@ -700,7 +703,7 @@ def test_reports_wait_for_a_service_that_is_away(tmp_path, monkeypatch):
     for thread in threading.enumerate():
         if "(_send_all)" in thread.name:
             thread.join(20 * patience())
-    assert sorted(json.loads(one)["name"] for one in sent) == ["03.0", "03.1", "03.2"]
+    assert sorted(json.loads(line)["name"] for line in sent) == ["03.0", "03.1", "03.2"]
 
 
 def test_a_report_that_finds_the_sender_at_its_end_is_sent_too(tmp_path, monkeypatch):
@@ -737,11 +740,11 @@ def test_one_at_a_time_in_order_and_a_killed_one_counts_no_more(tmp_path):
     env = os.environ | {"LPKIT_TURNS": str(tmp_path)}
 
     def asks(before):
-        one = subprocess.Popen([sys.executable, "-c", WAITS], env=env, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        said = one.stderr.readline() if before else one.stdout.readline()
-        assert said == (f"the GPU is in use: {before} before you\n" if before else "mine\n")
-        return one
+        process = subprocess.Popen([sys.executable, "-c", WAITS], env=env, stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        line = process.stderr.readline() if before else process.stdout.readline()
+        assert line == (f"the GPU is in use: {before} before you\n" if before else "mine\n")
+        return process
 
     first, second, third = (asks(before) for before in range(3))
     second.send_signal(signal.SIGKILL)
@@ -750,8 +753,8 @@ def test_one_at_a_time_in_order_and_a_killed_one_counts_no_more(tmp_path):
     assert third.stdout.readline() == "mine\n"
     third.communicate("\n")
     assert len(list(tmp_path.iterdir())) == 1       # the killed one's, which counts no more
-    for one in (first, second, third):
-        for pipe in (one.stdin, one.stdout, one.stderr):
+    for process in (first, second, third):
+        for pipe in (process.stdin, process.stdout, process.stderr):
             pipe.close()
 
 

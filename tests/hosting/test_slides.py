@@ -36,35 +36,35 @@ def book(*outputs):
 
 
 def test_headings_prose_questions_figures_and_claims_become_slides():
-    made = slides.slides(book(GUESS, FIGURE, CLAIM), "a").cells
-    assert [one.source.split("\n\n", 1)[0] for one in made] == ["# Title", "## Goal", "## Run",
+    cells = slides.slides(book(GUESS, FIGURE, CLAIM), "a").cells
+    assert [cell.source.split("\n\n", 1)[0] for cell in cells] == ["# Title", "## Goal", "## Run",
         "## Run", "## Run", "## Run"]
-    assert [one.metadata.slideshow.slide_type for one in made] == ["slide", "slide", "slide",
+    assert [cell.metadata.slideshow.slide_type for cell in cells] == ["slide", "slide", "slide",
         "subslide", "subslide", "subslide"]
-    assert "How much is it?" in made[2].source and "a &lt; b" in made[4].source
-    assert made[5].source == "## Run\n\nShort.\n\nLook for:\n\n- one"
-    said = "".join(one.source for one in made)
-    assert not any(word in said for word in ("secret", "folded", "none", "long", "code",
+    assert "How much is it?" in cells[2].source and "a &lt; b" in cells[4].source
+    assert cells[5].source == "## Run\n\nShort.\n\nLook for:\n\n- one"
+    text = "".join(cell.source for cell in cells)
+    assert not any(word in text for word in ("secret", "folded", "none", "long", "code",
         "pictures"))
-    spec = re.search("data-spec='([^']*)'", made[3].source)[1]
+    spec = re.search("data-spec='([^']*)'", cells[3].source)[1]
     assert "<" not in spec and json.loads(spec.replace("&lt;", "<").replace("&gt;",
         ">").replace("&quot;", '"').replace("&#x27;", "'"))
 
 
 def test_a_sentence_that_leads_to_what_stays_away_does_too():
     table = new_output("display_data", {"text/html": "<table>"})
-    told = new_notebook(cells=[
+    notebook = new_notebook(cells=[
         new_markdown_cell("# Title\n\nWhat for."), new_markdown_cell("## Run\n\nThis long:"),
         new_code_cell("x", outputs=[table]),
         new_markdown_cell("It takes 0.5 s.\nA table of 2.5 s:"),
         new_code_cell("x", outputs=[table]),
         new_markdown_cell("A figure:"), new_code_cell("no output"),
         new_code_cell("x", outputs=[FIGURE]), new_code_cell("x", outputs=[table])])
-    made = slides.slides(told, "a").cells
-    assert [one.source for one in made[:3]] == ["# Title\n\nWhat for.",
+    cells = slides.slides(notebook, "a").cells
+    assert [cell.source for cell in cells[:3]] == ["# Title\n\nWhat for.",
         "## Run\n\nIt takes 0.5 s.", "## Run\n\nA figure:"]
     # the second opens its section
-    assert [one.metadata.slideshow.slide_type for one in made] == ["slide", "slide", "subslide",
+    assert [cell.metadata.slideshow.slide_type for cell in cells] == ["slide", "slide", "subslide",
         "subslide"]
 
 

@@ -18,13 +18,13 @@ def outcome(due: str, call: Callable[[], str]) -> str:
     """Returns what `call` does, "right" for an empty text, and the sentence where it refuses.
     `due`: "right", or a pattern of the sentence."""
     try:
-        said = call() or RIGHT
+        result = call() or RIGHT
     except ConfigError as error:
-        said = str(error)
-    assert "\n" not in said and len(said) < 1000, f"not one sentence: {said!r}"
-    assert said == RIGHT if due == RIGHT else re.search(due,
-        said), f"it is to be {due!r}, and is {said!r}"
-    return said
+        result = str(error)
+    assert "\n" not in result and len(result) < 1000, f"not one sentence: {result!r}"
+    assert result == RIGHT if due == RIGHT else re.search(due, result), (
+        f"it is to be {due!r}, and is {result!r}")
+    return result
 
 
 def warned(call: Callable[[], object]) -> tuple[object, list[str]]:
@@ -32,4 +32,5 @@ def warned(call: Callable[[], object]) -> tuple[object, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
-    return result, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+    return result, [str(warning.message) for warning in caught
+                    if issubclass(warning.category, UserWarning)]

@@ -108,7 +108,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("launch cpu-3m --nodes 0", "nodes must be positive, got 0"),
     ("launch cpu-3m --processes 2 --json", lambda result: "--nproc-per-node 2 " in result["job"]),
     ("data prepare text.txt --out tokens --json",
-     lambda result: sum(one["tokens"] for one in result["splits"].values()) >= len(LINES)),
+     lambda result: sum(split["tokens"] for split in result["splits"].values()) >= len(LINES)),
     ("data prepare text.txt --vocab 8k", "--vocab must be a whole number, got '8k'"),
     ("data prepare text.txt --val-fraction 10%", "--val-fraction must be a number, got '10%'"),
     ("data prepare text.txt --val-fraction 1.0", "data.val_fraction must be above 0 and below 1, "
@@ -160,9 +160,9 @@ def tried(line: str, due: Right | str) -> str:
         assert due(json.loads(printed) if "--json" in line
                    else {"stdout": printed}), f"another answer: {printed[:300]}"
         return "right"
-    said = [one for one in err.getvalue().splitlines() if one.startswith("lpkit: ")]
-    assert (code, out.getvalue(), len(said)) == (2, "",
+    errors = [message for message in err.getvalue().splitlines() if message.startswith("lpkit: ")]
+    assert (code, out.getvalue(), len(errors)) == (2, "",
         1), f"exit code {code}, {out.getvalue()[:200]!r}, {err.getvalue()[-300:]!r}"
-    assert due in said[0] and len(said[0]) < 1000, f"another reason: {said[0]}"
+    assert due in errors[0] and len(errors[0]) < 1000, f"another reason: {errors[0]}"
     assert not written, f"refused, and it left {written}"
-    return said[0].removeprefix("lpkit: ")
+    return errors[0].removeprefix("lpkit: ")

@@ -89,16 +89,18 @@ HARMLESS = {
     "pretraining_tp", "max_window_layers", "rms_norm_eps", "layer_norm_epsilon"}
 # Keys that no class has as a field, and that people's folders have.
 SPELLINGS = [       # family, keys, expected
-    *((one, {"is_causal": False}, "is_causal") for one in BOTH),
-    *((one, {"_name_or_path": "x", "torch_dtype": "bfloat16", "model_max_length": 5,
-             "unsloth_version": "2025.1", "temperature": 0.1,
-             "neftune_noise_alpha": 5, "transformers.js_config": {"a": 1}}, RIGHT) for one in BOTH),
-    *((one, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-       "quantization_config") for one in BOTH),
-    *((one, {"attn_implementation": "eager", "output_attentions": False}, RIGHT) for one in BOTH),
-    *((one, {"per_layer_config": {"0": {"sliding_window": 4}}}, "per_layer_config")
-      for one in BOTH),
-    *((one, {"attention_chunk_size": 4}, "attention_chunk_size") for one in BOTH),
+    *((family, {"is_causal": False}, "is_causal") for family in BOTH),
+    *((family, {"_name_or_path": "x", "torch_dtype": "bfloat16", "model_max_length": 5,
+                "unsloth_version": "2025.1", "temperature": 0.1,
+                "neftune_noise_alpha": 5, "transformers.js_config": {"a": 1}}, RIGHT)
+      for family in BOTH),
+    *((family, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+       "quantization_config") for family in BOTH),
+    *((family, {"attn_implementation": "eager", "output_attentions": False}, RIGHT)
+      for family in BOTH),
+    *((family, {"per_layer_config": {"0": {"sliding_window": 4}}}, "per_layer_config")
+      for family in BOTH),
+    *((family, {"attention_chunk_size": 4}, "attention_chunk_size") for family in BOTH),
     ("qwen2", {"rope_scaling": YARN}, "rope_scaling.rope_type='yarn'"),
     ("llama", {"rope_scaling": YARN}, "rope_scaling.rope_type='yarn'"),
     ("mistral", {"rope_scaling": YARN | {"rope_type": "yarn"}}, "rope_scaling"),
@@ -121,8 +123,8 @@ SPELLINGS = [       # family, keys, expected
     ("gpt2", {"rope_scaling": YARN}, RIGHT),
     ("llama 3.1", {"rope_scaling": LLAMA31 | {"factor": 4.0}}, RIGHT),
     ("llama 3.1", {"rope_theta": 1e4}, RIGHT),
-    *(("llama 3.1", {"rope_parameters": {key: one for key, one in LLAMA31.items() if key != gone}},
-       gone)
+    *(("llama 3.1", {"rope_parameters": {key: value for key, value in LLAMA31.items()
+                                           if key != gone}}, gone)
       for gone in ("factor", "low_freq_factor", "high_freq_factor",
                    "original_max_position_embeddings")),
     ("llama 3.1", {"rope_parameters": LLAMA31 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
@@ -276,7 +278,7 @@ def of_plan(plan: ImportPlan) -> torch.Tensor:
 def judged(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor], expected: str,
            out: Path) -> str:
     try:
-        found = ours()
+        logits = ours()
     except ConfigError as error:
         sentence = str(error)
         assert expected != RIGHT, f"refused, and it should be right: {sentence}"
@@ -293,9 +295,9 @@ def judged(ours: Callable[[], torch.Tensor], theirs: Callable[[], torch.Tensor],
     except Exception as error:
         raise AssertionError(f"imported, and its own library does not load it: "
                              f"{type(error).__name__}: {error}") from error
-    assert found.shape == due.shape, (f"logits of shape {tuple(found.shape)}, and theirs "
+    assert logits.shape == due.shape, (f"logits of shape {tuple(logits.shape)}, and theirs "
                                         f"{tuple(due.shape)}")
-    off = (found - due).abs().max().item() / due.abs().max().item()
+    off = (logits - due).abs().max().item() / due.abs().max().item()
     assert off < 1e-5, f"silent: logits off by {off:.2g} of the largest"
     return RIGHT
 
@@ -320,9 +322,9 @@ def judge(kind: str, alter: Callable[[Path], object], expected: str = EITHER, *,
 def changed(name: str = "config.json", *gone: str, **values: Any) -> Callable[[Path], None]:
     def alter(folder: Path) -> None:
         path = folder / name
-        said = {key: value for key, value in json.loads(path.read_text()).items()
-                if key not in gone}
-        path.write_text(json.dumps(said | values))
+        config = {key: value for key, value in json.loads(path.read_text()).items()
+                  if key not in gone}
+        path.write_text(json.dumps(config | values))
 
     return alter
 
@@ -331,42 +333,42 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object],
             name: str = WEIGHTS) -> Callable[[Path], None]:
     """`change` alters the dict in place."""
     def alter(folder: Path) -> None:
-        found = load_file(folder / name)
-        change(found)
-        save_file({key: t.contiguous() for key, t in found.items()}, folder / name,
+        weights = load_file(folder / name)
+        change(weights)
+        save_file({key: t.contiguous() for key, t in weights.items()}, folder / name,
                   metadata={"format": "pt"})
 
     return alter
 
 
 def cast(dtype: torch.dtype, *which: str) -> Callable[[Path], None]:
-    return tensors(lambda found: found.update({key: t.to(dtype) for key, t in found.items()
+    return tensors(lambda weights: weights.update({key: t.to(dtype) for key, t in weights.items()
         if not which or key in which}))
 
 
 def sharded(folder: Path) -> None:
     """Two files and their index."""
-    found = load_file(folder / WEIGHTS)
+    weights = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    names, index = sorted(found), {}
+    names, index = sorted(weights), {}
     for i, part in enumerate((names[::2], names[1::2])):
         file = f"model-{i + 1:05}-of-00002.safetensors"
-        save_file({key: found[key] for key in part}, folder / file, metadata={"format": "pt"})
+        save_file({key: weights[key] for key in part}, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(part, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": index}))
 
 
 def both(*alters: Callable[[Path], object]) -> Callable[[Path], None]:
     def alter(folder: Path) -> None:
-        for one in alters:
-            one(folder)
+        for change in alters:
+            change(folder)
 
     return alter
 
 
 def with_head(scale: float) -> Callable[[Path], None]:
-    def change(found: dict[str, torch.Tensor]) -> None:
-        found["lm_head.weight"] = found[next(key for key in found
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights["lm_head.weight"] = weights[next(key for key in weights
             if key.endswith(("embed_tokens.weight", "wte.weight")))].clone() * scale
 
     return tensors(change)
@@ -377,7 +379,7 @@ def doubled(folder: Path) -> None:
     sharded(folder)
     first = load_file(folder / "model-00001-of-00002.safetensors")
     name = min(first)
-    tensors(lambda found: found.update({name: first[name] + 1}),
+    tensors(lambda weights: weights.update({name: first[name] + 1}),
             "model-00002-of-00002.safetensors")(folder)
 
 
@@ -385,15 +387,15 @@ def stale(folder: Path) -> None:
     """An index of other shards beside the one file, which transformers reads first."""
     whole = (folder / WEIGHTS).read_bytes()
     sharded(folder)
-    tensors(lambda found: found.update({key: t + 1 for key, t in found.items()}),
+    tensors(lambda weights: weights.update({key: t + 1 for key, t in weights.items()}),
             "model-00001-of-00002.safetensors")(folder)
     (folder / WEIGHTS).write_bytes(whole)
 
 
 def bare(prefix: str) -> Callable[[Path], None]:
-    def change(found: dict[str, torch.Tensor]) -> None:
-        for key in list(found):
-            found[key.removeprefix(prefix)] = found.pop(key)
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for key in list(weights):
+            weights[key.removeprefix(prefix)] = weights.pop(key)
 
     return tensors(change)
 
@@ -416,21 +418,22 @@ def pickled(folder: Path) -> None:
 
 
 FILES = [       # name, base, how it is altered, expected
-    *(("as it was saved", one, lambda folder: None, RIGHT) for one in BASES),
-    *(("in two files", one, sharded, RIGHT) for one in FAMILIES),
-    *((f"in {dtype}", one, cast(dtype), RIGHT) for one in ("llama", "gpt2")
+    *(("as it was saved", kind, lambda folder: None, RIGHT) for kind in BASES),
+    *(("in two files", family, sharded, RIGHT) for family in FAMILIES),
+    *((f"in {dtype}", family, cast(dtype), RIGHT) for family in ("llama", "gpt2")
       for dtype in (torch.float16, torch.bfloat16)),
     ("one tensor in bf16", "llama", cast(torch.bfloat16, "model.norm.weight"), RIGHT),
     ("in float64", "llama", cast(torch.float64), "F64"),
     ("of the bare model", "gpt2", bare("transformer."), RIGHT),
     ("of the bare model", "llama tied", bare("model."), RIGHT),
     ("of the bare model without a head", "llama",
-     both(bare("model."), tensors(lambda found: found.pop("lm_head.weight"))), "lm_head.weight"),
+     both(bare("model."), tensors(lambda weights: weights.pop("lm_head.weight"))),
+     "lm_head.weight"),
     ("the causal mask among the weights", "gpt2",
-     tensors(lambda found: found.update({"transformer.h.0.attn.bias": torch.ones(1, 1, T, T)})),
+     tensors(lambda weights: weights.update({"transformer.h.0.attn.bias": torch.ones(1, 1, T, T)})),
      RIGHT),
     ("old frequencies among the weights", "llama",
-     tensors(lambda found: found.update(
+     tensors(lambda weights: weights.update(
          {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})), RIGHT),
     ("a tied head that is the embedding", "llama tied", with_head(1.0), RIGHT),
     ("a tied head that is the embedding", "gpt2", with_head(1.0), RIGHT),
@@ -444,14 +447,16 @@ FILES = [       # name, base, how it is altered, expected
     ("an index of other shards beside the one file", "llama", stale, RIGHT),
     ("an adapter beside the model", "llama", written(ADAPTER, '{"peft_type": "LORA"}'), ADAPTER),
     ("a head of classes", "llama",
-     tensors(lambda found: found.update({"score.weight": torch.ones(2, 32)})), "score.weight"),
+     tensors(lambda weights: weights.update({"score.weight": torch.ones(2, 32)})), "score.weight"),
     ("biases of queries", "llama",
-     tensors(lambda found: found.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),
+     tensors(lambda weights: weights.update(
+         {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)})),
      "q_proj.bias"),
     ("norms of queries", "llama",
-     tensors(lambda found: found.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})),
+     tensors(lambda weights: weights.update(
+         {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)})),
      "q_norm"),
-    ("no norm", "llama", tensors(lambda found: found.pop("model.norm.weight")),
+    ("no norm", "llama", tensors(lambda weights: weights.pop("model.norm.weight")),
      "model.norm.weight"),
     ("integers", "llama", cast(torch.int8, "model.norm.weight"), "I8"),
     ("cut off", "llama", cut(WEIGHTS), "not a whole file"),
@@ -465,12 +470,14 @@ FILES = [       # name, base, how it is altered, expected
     ("no JSON", "llama", written("config.json", "{"), "config.json"),
     ("no text", "llama", lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"),
      "config.json"),
-    *((f"without {key}", one, changed("config.json", key), EITHER) for one in FAMILIES for key in (
-        "layer_norm_epsilon", "n_head", "n_inner") if one == "gpt2"),
-    *((f"without {key}", one, changed("config.json", key), EITHER) for one in FAMILIES for key in (
+    *((f"without {key}", family, changed("config.json", key), EITHER) for family in FAMILIES
+      for key in (
+        "layer_norm_epsilon", "n_head", "n_inner") if family == "gpt2"),
+    *((f"without {key}", family, changed("config.json", key), EITHER) for family in FAMILIES
+      for key in (
         "rms_norm_eps", "num_key_value_heads", "head_dim", "max_position_embeddings",
         "tie_word_embeddings", "rope_parameters", "hidden_act",
-        "sliding_window", "num_hidden_layers") if one != "gpt2"),
+        "sliding_window", "num_hidden_layers") if family != "gpt2"),
     ("without head_dim", "qwen3 wide", changed("config.json", "head_dim"), RIGHT),
     ("without num_key_value_heads", "mistral of 8", changed("config.json", "num_key_value_heads"),
      RIGHT),
@@ -571,12 +578,12 @@ def judge_adapter(kind: str, of: str, alter: Callable[[Path], object],
 
 def renamed(change: Callable[[str], str]) -> Callable[[Path], None]:
     """The tensors of an adapter by other names."""
-    return tensors(lambda found: [found.__setitem__(change(key), found.pop(key))
-                                  for key in list(found)], ADAPTER_WEIGHTS)
+    return tensors(lambda weights: [weights.__setitem__(change(key), weights.pop(key))
+                                    for key in list(weights)], ADAPTER_WEIGHTS)
 
 
 def only(word: str) -> Callable[[Path], None]:
-    return tensors(lambda found: [found.pop(key) for key in list(found) if word not in key],
+    return tensors(lambda weights: [weights.pop(key) for key in list(weights) if word not in key],
                    ADAPTER_WEIGHTS)
 
 
@@ -585,10 +592,10 @@ ADAPTERS = [        # name, kind, base, how it is altered, expected
       for of in PEFT),
     *(("as peft saved it", kind, "llama", lambda folder: None, RIGHT) for kind in VIRTUAL),
     ("as peft saved it", "IA3", "llama", lambda folder: None, "IA3"),
-    *((f"init_lora_weights={one}", "LORA", "llama", changed(ADAPTER, init_lora_weights=one), RIGHT)
-      for one in (True, False, "gaussian", "orthogonal", "eva", "mica")),
-    *((f"init_lora_weights={one}", "LORA", "llama", changed(ADAPTER, init_lora_weights=one),
-       "init_lora_weights") for one in (
+    *((f"init_lora_weights={init}", "LORA", "llama", changed(ADAPTER, init_lora_weights=init),
+       RIGHT) for init in (True, False, "gaussian", "orthogonal", "eva", "mica")),
+    *((f"init_lora_weights={init}", "LORA", "llama", changed(ADAPTER, init_lora_weights=init),
+       "init_lora_weights") for init in (
         "pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "other")),
     ("init_lora_weights=loftq", "LORA", "llama",
      changed(ADAPTER, init_lora_weights="loftq", loftq_config={"loftq_bits": 4}), "loftq"),
@@ -639,10 +646,10 @@ ADAPTERS = [        # name, kind, base, how it is altered, expected
     ("no tensors", "LORA", "llama", only("nothing"), "not there"),
     ("no prompt", "PROMPT_TUNING", "llama", only("nothing"), "prompt_embeddings"),
     ("one number a place", "PREFIX_TUNING", "llama",
-     tensors(lambda found: found.update({"prompt_embeddings": torch.ones(5, 1)}), ADAPTER_WEIGHTS),
-     "(5, 1)"),
+     tensors(lambda weights: weights.update({"prompt_embeddings": torch.ones(5, 1)}),
+             ADAPTER_WEIGHTS), "(5, 1)"),
     ("in bf16", "LORA", "llama",
-     tensors(lambda found: found.update({key: t.bfloat16() for key, t in found.items()}),
+     tensors(lambda weights: weights.update({key: t.bfloat16() for key, t in weights.items()}),
              ADAPTER_WEIGHTS), RIGHT),
     *((f"{key} is {kind}", "LORA", "llama", changed(ADAPTER, **{key: value}), EITHER)
       for key in ("r", "lora_alpha", "target_modules", "peft_type", "init_lora_weights", "use_dora")
@@ -669,12 +676,12 @@ def other(key: str, default: Any, table: dict[str, Any]) -> Any:
 
 def fields(kind: type) -> dict[str, Any]:
     """Fields of a class of theirs, and their defaults."""
-    found = {}
-    for one in dataclasses.fields(kind):
-        if one.init:
-            found[one.name] = (one.default if one.default_factory is dataclasses.MISSING
-                               else one.default_factory())
-    return found
+    defaults = {}
+    for field in dataclasses.fields(kind):
+        if field.init:
+            defaults[field.name] = (field.default if field.default_factory is dataclasses.MISSING
+                                    else field.default_factory())
+    return defaults
 
 
 def walk() -> Iterator[Case]:

@@ -49,7 +49,7 @@ def put(where: Path, name: str | bytes, data: str | bytes) -> Path:
 def files(suffix: str, change: Callable[[str], str] = str, where: str = "") -> Write:
     """24 files, each a document."""
     def write(root: Path) -> Texts:
-        texts = [change(one) for one in DOCUMENTS]
+        texts = [change(document) for document in DOCUMENTS]
         for i, text in enumerate(texts):
             put(root, f"{where}{i}{suffix}", text)
         return texts
@@ -71,7 +71,7 @@ def rows(*more: str, text: tuple[str, ...] = (), newline: str = "\n",
          name: str = "a.jsonl") -> Write:
     """A .jsonl of 24 documents and `more` lines, which have the documents `text`."""
     def write(root: Path) -> Texts:
-        lines = [json.dumps({"text": one, "id": i}) for i, one in enumerate(DOCUMENTS)]
+        lines = [json.dumps({"text": document, "id": i}) for i, document in enumerate(DOCUMENTS)]
         put(root, name, newline.join([*lines, *more]))
         return [*DOCUMENTS, *text]
 
@@ -102,7 +102,7 @@ def columns(kind: str) -> Callable[[], object]:
                 "chunks": lambda: pa.chunked_array([texts[:7], texts[7:]]),
                 "null": lambda: pa.array([*DOCUMENTS, None]),
                 "numbers": lambda: pa.array(range(24)),
-                "structs": lambda: pa.array([{"text": one} for one in DOCUMENTS]),
+                "structs": lambda: pa.array([{"text": document} for document in DOCUMENTS]),
                 "twice": lambda: pa.Table.from_arrays([texts, texts], names=["text", "text"])}[
                     kind]()
 
@@ -261,15 +261,15 @@ KINDS: dict[str, tuple[Write, str, str]] = {
 
 def written(where: TokenFiles) -> Texts:
     """Returns the documents of both splits, read from the files by hand."""
-    found = []
+    documents = []
     for name in ("train", "val"):
         ids = np.fromfile(where.folder / f"{name}.bin", "<u2")
         # the tokenizer `bytes`, whose end is 0
         parts = bytes(ids.astype(np.uint8)).decode().split("\0")
         assert parts.pop() == "", "the last document has no end"
         assert where.header["splits"][name]["documents"] == len(parts)
-        found += parts
-    return found
+        documents += parts
+    return documents
 
 
 def check(write: Write, below: str, due: str) -> str:
@@ -281,12 +281,12 @@ def _check(root: Path, write: Write, below: str) -> None:
     (root / "source").mkdir()
     documents = write(root / "source")
     source = root / "source" / below
-    found, said = warned(lambda: prepare(DataConfig(source=str(source), val_fraction=0.5), 256,
-        root / "cache"))
-    assert not said, said
-    texts = written(found)
+    token_files, warnings = warned(lambda: prepare(
+        DataConfig(source=str(source), val_fraction=0.5), 256, root / "cache"))
+    assert not warnings, warnings
+    texts = written(token_files)
     if source.is_file() and len(documents) == 1:        # its blocks are split, where lines end
-        assert (all(one in documents[0] for one in texts)
+        assert (all(text in documents[0] for text in texts)
                 and Counter("".join(texts)) == Counter(documents[0]))
         assert len(texts) > 2 and sum(map(len, texts)) == len(documents[0])
     else:
@@ -297,13 +297,13 @@ def prepared(harm: Callable[[Path], object], due: str, **settings: object) -> st
     """A prepared folder as a source, after `harm`."""
     def use(root: Path) -> None:
         files(".txt", where="source/")(root)
-        made = prepare_into(root / "made", DataConfig(source=str(root / "source"),
+        token_files = prepare_into(root / "made", DataConfig(source=str(root / "source"),
             val_fraction=0.5), 256, root / "cache")
-        harm(made.folder)
-        again = prepare(DataConfig(source=str(made.folder), **{"val_fraction": 0.5, **settings}),
-                        256, root / "cache")
+        harm(token_files.folder)
+        again = prepare(DataConfig(source=str(token_files.folder),
+                                   **{"val_fraction": 0.5, **settings}), 256, root / "cache")
         assert (Counter(written(again)) == Counter(DOCUMENTS)
-                and open_tokens(made.folder).header == again.header)
+                and open_tokens(token_files.folder).header == again.header)
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
         return outcome(due, functools.partial(use, Path(name)))
@@ -311,9 +311,9 @@ def prepared(harm: Callable[[Path], object], due: str, **settings: object) -> st
 
 def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
     def harm(folder: Path) -> None:
-        said = json.loads((folder / "header.json").read_text())
-        change(said)
-        (folder / "header.json").write_text(json.dumps(said))
+        record = json.loads((folder / "header.json").read_text())
+        change(record)
+        (folder / "header.json").write_text(json.dumps(record))
 
     return harm
 
@@ -343,7 +343,7 @@ PREPARED: dict[str, tuple[Callable[[Path], object], str, dict[str, object]]] = {
         "train.bin does not have the checksum of its header", {}),
     "a prepared folder without val.bin": (lambda folder: (folder / "val.bin").unlink(),
         "cannot read .*val.bin", {}),
-    "a prepared folder with another header": (header(lambda said: said.update(vocab=10)),
+    "a prepared folder with another header": (header(lambda record: record.update(vocab=10)),
         "header.json does not match its checksum", {}),
     "a prepared folder with half a header": (cut("header.json", 80),
         "header.json is not a whole record", {}),

@@ -60,40 +60,40 @@ def byte_level(special: tuple[str, ...] = ("<|endoftext|>",), split: str = "", p
                normalizer: Any = None,
                vocab: int = 340) -> Tokenizer:
     """GPT-2's kind; with `split`, that of Llama 3 and Qwen."""
-    made = Tokenizer(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"),
-        level]) if split else level
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(split), "isolated"), level]) if split else level
+    tokenizer.decoder = decoders.ByteLevel()
     if normalizer:
-        made.normalizer = normalizer
-    (made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
+        tokenizer.normalizer = normalizer
+    (tokenizer.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
        special_tokens=list(special), show_progress=False,
                                              initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
-    return made
+    return tokenizer
 
 
-def with_template(made: Tokenizer, bos: str = "<s>", eos: str = "") -> Tokenizer:
-    tokens = [(one, made.token_to_id(one)) for one in (bos, eos) if one]
-    made.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}".strip(),
+def with_template(tokenizer: Tokenizer, bos: str = "<s>", eos: str = "") -> Tokenizer:
+    tokens = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}".strip(),
         pair=f"{bos} $A {bos} $B".strip(), special_tokens=tokens)
-    return made
+    return tokenizer
 
 
-def _spaces(made: Tokenizer, kind: str) -> Tokenizer:
+def _spaces(tokenizer: Tokenizer, kind: str) -> Tokenizer:
     """SentencePiece's pipelines, as Llama 2, Mistral and Gemma write them."""
     end = [decoders.Strip(" ", 1, 0)]
     if kind == "prepend":
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
             normalizers.Replace(" ", "\u2581")])
     elif kind == "none":
-        made.normalizer, end = normalizers.Replace(" ", "\u2581"), []
+        tokenizer.normalizer, end = normalizers.Replace(" ", "\u2581"), []
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme=kind,
-            split=False)
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
-                                      decoders.Fuse(), *end])
-    return made
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581",
+            prepend_scheme=kind, split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                           decoders.Fuse(), *end])
+    return tokenizer
 
 
 def byte_fallback(kind: str = "prepend") -> Tokenizer:
@@ -104,12 +104,12 @@ def byte_fallback(kind: str = "prepend") -> Tokenizer:
                                 trainers.BpeTrainer(vocab_size=400,
                                                     special_tokens=[*SPECIAL, *BYTES],
                                                     show_progress=False))
-    said = json.loads(learner.to_str())["model"]
-    merges = [tuple(one) for one in said["merges"]]
-    made = Tokenizer(models.BPE(vocab=said["vocab"], merges=merges, unk_token="<unk>",
-                                fuse_unk=True, byte_fallback=True))
-    made.add_special_tokens([AddedToken(one, normalized=False) for one in SPECIAL])
-    return _spaces(with_template(made), kind)
+    model = json.loads(learner.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, unk_token="<unk>",
+                                     fuse_unk=True, byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    return _spaces(with_template(tokenizer), kind)
 
 
 def unigram(fallback: bool = True, controls: bool = False, normalizer: Any = None) -> Tokenizer:
@@ -117,82 +117,83 @@ def unigram(fallback: bool = True, controls: bool = False, normalizer: Any = Non
     letters = sorted({*(CODE + PROSE), *"*0123456789\u2581\r"} - {" "})
     words = [f"\u2581{word}" for word in (CODE + PROSE).split()]
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0),
-              *((one, 0.0) for one in BYTES * fallback),
-              *((one, -8.0) for one in letters), *((one, -5.0) for one in sorted({*words}))]
+              *((byte, 0.0) for byte in BYTES * fallback),
+              *((letter, -8.0) for letter in letters), *((word, -5.0) for word in sorted({*words}))]
     if not controls:
         pieces[1:3] = [("\u2581<s>\u2581", -99.0), ("\u2581</s>\u2581", -99.0)]
-    made = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=fallback))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always",
-        split=False)
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
-                                      decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=fallback))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581",
+        prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                           decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     if normalizer:
-        made.normalizer = normalizer
-    made.add_special_tokens(["<unk>", "<s>", "</s>"] if controls else ["<unk>", "<bos>", "<eos>"])
-    return made
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"] if controls
+                                 else ["<unk>", "<bos>", "<eos>"])
+    return tokenizer
 
 
 def word_piece() -> Tokenizer:
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece(prefix="##")
-    made.train_from_iterator(LEARNED, trainers.WordPieceTrainer(vocab_size=300,
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.train_from_iterator(LEARNED, trainers.WordPieceTrainer(vocab_size=300,
         special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False))
-    return with_template(made, "[CLS]", "[SEP]")
+    return with_template(tokenizer, "[CLS]", "[SEP]")
 
 
 def word_level(pre: Any, words: str = PLAIN, decoder: Any = None, split: bool = True) -> Tokenizer:
-    vocab = {one: i for i, one in enumerate(["[UNK]", "</s>",
+    vocab = {word: i for i, word in enumerate(["[UNK]", "</s>",
         *sorted({*(words.split() if split else words)})])}
-    made = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    made.pre_tokenizer = pre
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre
     if decoder:
-        made.decoder = decoder
-    made.add_special_tokens(["[UNK]", "</s>"])
-    return made
+        tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["[UNK]", "</s>"])
+    return tokenizer
 
 
 def old_bpe() -> Tokenizer:
     """GPT-1's and CLIP's kind: a word's last piece is marked, and spaces are not kept."""
-    made = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.BPEDecoder(
-        suffix="</w>")
-    made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=400,
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
+    tokenizer.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=400,
         special_tokens=["<unk>", "</s>"], end_of_word_suffix="</w>", show_progress=False))
-    return made
+    return tokenizer
 
 
-def changed(made: Tokenizer, change: Change) -> dict[str, Any]:
-    said = json.loads(made.to_str())
-    change(said)
-    return said
+def changed(tokenizer: Tokenizer, change: Change) -> dict[str, Any]:
+    definition = json.loads(tokenizer.to_str())
+    change(definition)
+    return definition
 
 
-def cutting(made: Tokenizer) -> Tokenizer:
-    made.enable_truncation(16)
-    return made
+def cutting(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.enable_truncation(16)
+    return tokenizer
 
 
-def padding(made: Tokenizer) -> Tokenizer:
-    made.enable_padding(length=64, pad_id=0, pad_token="<|endoftext|>")
-    return made
+def padding(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.enable_padding(length=64, pad_id=0, pad_token="<|endoftext|>")
+    return tokenizer
 
 
-def by_chance(made: Tokenizer) -> Tokenizer:
-    made.model.dropout = 0.5
-    return made
+def by_chance(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.model.dropout = 0.5
+    return tokenizer
 
 
-def with_tokens(made: Tokenizer, *tokens: AddedToken) -> Tokenizer:
-    made.add_tokens(list(tokens))
-    return made
+def with_tokens(tokenizer: Tokenizer, *tokens: AddedToken) -> Tokenizer:
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
 
 
-def sparse(said: dict[str, Any]) -> None:
+def sparse(definition: dict[str, Any]) -> None:
     """An added token whose number is far above the others, beyond what 16 bits hold."""
-    said["added_tokens"].append({**said["added_tokens"][0], "id": 70_000, "content": "<|far|>",
-                                 "special": False})
+    definition["added_tokens"].append({**definition["added_tokens"][0], "id": 70_000,
+                                       "content": "<|far|>", "special": False})
 
 
 def texts(extra: str = "") -> list[str]:
@@ -201,28 +202,29 @@ def texts(extra: str = "") -> list[str]:
     return [f"{plain[i % 3]}{extra}def f{i}(x): return x * {i}\n" for i in range(40)]
 
 
-def folder(where: Path, made: Tokenizer | dict | str, **files: Any) -> Path:
+def folder(where: Path, definition: Tokenizer | dict | str, **files: Any) -> Path:
     where.mkdir()
-    said = (made.to_str() if isinstance(made, Tokenizer) else made if isinstance(made, str)
-            else json.dumps(made))
-    (where / "tokenizer.json").write_text(said, encoding="utf-8")
-    for name, one in files.items():
-        (where / f"{name}.json").write_text(json.dumps(one), encoding="utf-8")
+    text = (definition.to_str() if isinstance(definition, Tokenizer)
+            else definition if isinstance(definition, str) else json.dumps(definition))
+    (where / "tokenizer.json").write_text(text, encoding="utf-8")
+    for name, content in files.items():
+        (where / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return where
 
 
-def check(made: Any, files: dict[str, Any], documents: list[str], due: str) -> str:
+def check(definition: Any, files: dict[str, Any], documents: list[str], due: str) -> str:
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
-        return outcome(due, functools.partial(_check, Path(name), made, files, documents))
+        return outcome(due, functools.partial(_check, Path(name), definition, files, documents))
 
 
-def _check(root: Path, made: Any, files: dict[str, Any], documents: list[str]) -> str:
-    where = folder(root / "tokenizer", made() if callable(made) else made, **files)
+def _check(root: Path, definition: Any, files: dict[str, Any], documents: list[str]) -> str:
+    where = folder(root / "tokenizer", definition() if callable(definition) else definition,
+                   **files)
     tokenizer, _ = warned(lambda: of_folder(where))
     source = root / "source.jsonl"
-    source.write_text("\n".join(json.dumps({"text": one}) for one in documents))
+    source.write_text("\n".join(json.dumps({"text": text}) for text in documents))
     config = DataConfig(source=str(source), tokenizer=str(where), val_fraction=0.3)
-    made_files, said = warned(lambda: prepare(config, 1 << 17, root / "cache"))
+    token_files, warnings = warned(lambda: prepare(config, 1 << 17, root / "cache"))
     reference = Tokenizer.from_str((where / "tokenizer.json").read_text(encoding="utf-8"))
     reference.no_truncation()
     reference.no_padding()
@@ -230,26 +232,27 @@ def _check(root: Path, made: Any, files: dict[str, Any], documents: list[str]) -
         reference.model.dropout = None
     reference.add_special_tokens([reference.id_to_token(tokenizer.end)])
     reference.encode_special_tokens = True
-    found = []
-    for ids in (np.asarray(made_files.train).tolist(), np.asarray(made_files.val).tolist()):
+    encoded = []
+    for ids in (np.asarray(token_files.train).tolist(), np.asarray(token_files.val).tolist()):
         start = 0
-        for at in (i for i, one in enumerate(ids) if one == tokenizer.end):
-            found.append(tuple(ids[start:at]))
+        for at in (i for i, token in enumerate(ids) if token == tokenizer.end):
+            encoded.append(tuple(ids[start:at]))
             start = at + 1
         assert start == len(ids), "the last document has no end"
-    assert len(found) == len(documents), f"{len(found)} documents of {len(documents)}"
-    assert (Counter(tuple(reference.encode(one, add_special_tokens=False).ids) for one in documents)
-            == Counter(found))
-    decoded = Counter(reference.decode(list(one), skip_special_tokens=False) for one in found)
+    assert len(encoded) == len(documents), f"{len(encoded)} documents of {len(documents)}"
+    assert (Counter(tuple(reference.encode(document, add_special_tokens=False).ids)
+                    for document in documents) == Counter(encoded))
+    decoded = Counter(reference.decode(list(tokens), skip_special_tokens=False)
+                      for tokens in encoded)
     lost = sum((Counter(documents) - decoded).values())
-    said = [one for one in said if " parts of " in one]
-    assert (made_files.header["altered"] == lost and bool(said) == bool(lost)
-            and len(said) < 2), (lost, said)
+    warnings = [warning for warning in warnings if " parts of " in warning]
+    assert (token_files.header["altered"] == lost and bool(warnings) == bool(lost)
+            and len(warnings) < 2), (lost, warnings)
     # as much text again has as many tokens again
     short, long = (len(tokenizer.encode(documents[0] * n)) for n in (4, 8))
     assert 1.8 < long / short < 2.2, (short, long)
-    assert not any(tokenizer.end in tokenizer.encode(one) for one in documents)
-    return "".join(said)
+    assert not any(tokenizer.end in tokenizer.encode(document) for document in documents)
+    return "".join(warnings)
 
 
 OTHER_TEXT = "parts of .* decode to another text .* comes back as .*; val_loss is of it"
@@ -288,8 +291,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str]] = {
     "byte-level, lower case": (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2,
                                texts(), OTHER_TEXT),
     "byte-level, lower case, text in lower case":
-    (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2, [one.lower() for one in texts()],
-     RIGHT),
+    (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2,
+     [text.lower() for text in texts()], RIGHT),
     "byte-level, spaces cut off": (lambda: byte_level(normalizer=normalizers.Strip()), GPT2,
                                    texts(), OTHER_TEXT),
     "byte-level, NFKC, text that it changes": (lambda: byte_level(normalizer=normalizers.NFKC()),
@@ -304,14 +307,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str]] = {
     (lambda: with_template(byte_level(("<s>", "</s>"), LLAMA3)), {"config": {"eos_token_id": [1]}},
      texts(), RIGHT),
     "Llama 2: a space is put before": (byte_fallback, LLAMA, texts(), RIGHT),
-    "Llama 2, text with spaces first": (byte_fallback, LLAMA, [f"  {one}" for one in texts()],
+    "Llama 2, text with spaces first": (byte_fallback, LLAMA, [f"  {text}" for text in texts()],
         RIGHT),
     "Llama 2, text with U+2581": (byte_fallback, LLAMA, texts("a\u2581b"), OTHER_TEXT),
     "Llama 2, text with its special tokens": (byte_fallback, LLAMA, texts("</s> <s>x<unk>"), RIGHT),
     "Mistral: a space before the first word": (lambda: byte_fallback("first"), LLAMA, texts(),
         RIGHT),
     "Mistral, text with a space first": (lambda: byte_fallback("first"), LLAMA,
-        [f" {one}" for one in texts()], OTHER_TEXT),
+        [f" {text}" for text in texts()], OTHER_TEXT),
     "Gemma: no space is put before": (lambda: byte_fallback("none"), LLAMA, texts(), RIGHT),
     "Unigram with bytes": (unigram, {"config": {"eos_token_id": 2}}, texts(), RIGHT),
     "Unigram without bytes, of known letters": (lambda: unigram(False),

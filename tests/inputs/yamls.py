@@ -105,15 +105,16 @@ def tried(file: str | bytes, due: dict[str, Any] | str) -> str:
         path = Path(folder) / "mine.yaml"
         path.write_bytes(file if isinstance(file, bytes) else file.encode())
         try:
-            found = flat(resolve(str(path)))
+            settings = flat(resolve(str(path)))
         except ConfigError as error:
-            said = str(error)
+            result = str(error)
         else:
-            said = "right"
+            result = "right"
             # every other setting keeps its default
-            assert (isinstance(due, dict) and found == flat(Config())
+            assert (isinstance(due, dict) and settings == flat(Config())
                     | due), f"taken without a word: {file!r:.80}"
     assert len(CALLED) == before, "a tag has called a function"
-    assert said == "right" if isinstance(due, dict) else due in said, f"another reason: {said}"
-    assert said == "right" or ("\n" not in said and len(said) < 1000), said
-    return said
+    assert result == "right" if isinstance(due, dict) else due in result, (
+        f"another reason: {result}")
+    assert result == "right" or ("\n" not in result and len(result) < 1000), result
+    return result

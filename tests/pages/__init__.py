@@ -9,7 +9,7 @@ PAGES = {
     "attention": "tests.pages.attention:page",
     "claims": "tests.pages.claims:files",
     "gpu": "tests.pages.gpu:page",
-    "kernels": "tests.pages.kernels:made",
+    "kernels": "tests.pages.kernels:kernels_page",
     "parallel": "tests.pages.parallel:page",
     "recipes": "tests.pages.recipes:files",
     "room": "tests.pages.room:files",

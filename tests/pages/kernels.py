@@ -238,7 +238,7 @@ def page(rows: list[Compiled]) -> str:
                        measured="\n".join(measured()).rstrip() or NONE)
 
 
-def made() -> str:
+def kernels_page() -> str:
     """docs/kernels.md."""
     return page(list(compiled()))
 

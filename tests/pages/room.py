@@ -16,10 +16,10 @@ def files() -> dict[str, str]:
 
 def page() -> str:
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}{made()}{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}{room_tables()}{END}{rest.partition(END)[2]}"
 
 
-def made() -> str:
+def room_tables() -> str:
     tables = []
     for path in sorted((ROOT / "data" / "measured").glob("room-*.json")):
         record = json.loads(path.read_text())

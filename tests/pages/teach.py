@@ -342,7 +342,7 @@ def minutes() -> str:
     return "\n\n".join([markdown_table(heads, rows), *sources])
 
 
-def made(name: str) -> str:
+def section(name: str) -> str:
     """Returns the text between the marks with this name."""
     if name in ROUTES:
         return route(name)
@@ -350,7 +350,7 @@ def made(name: str) -> str:
 
 
 def renewed(text: str) -> str:
-    return MADE.sub(lambda match: f"{match[1]}{made(match[2])}\n\n{match[3]}", text)
+    return MADE.sub(lambda match: f"{match[1]}{section(match[2])}\n\n{match[3]}", text)
 
 
 def files() -> dict[str, str]:

@@ -358,8 +358,8 @@ def test_two_configurations_stand_side_by_side_and_a_link_holds_both(page, conte
     a, b = (json.loads(answer.answer(json.dumps(USUAL | run)))["prediction"]["step_seconds"]
             for run in ({}, {"layers": 40, "machine": "h200"}))
     assert float(rows["step"][2].split()[1]) == pytest.approx(b / a, rel=5e-3)
-    marked = page.evaluate("[...document.querySelectorAll('.control.other')].map(one => "
-                           "one.querySelector('select, input:not([type=range])').id)")
+    marked = page.evaluate("[...document.querySelectorAll('.control.other')].map(control => "
+                           "control.querySelector('select, input:not([type=range])').id)")
     assert sorted(marked) == ["layers", "machine"]
     assert page.locator("#bytes .stack").count() == 2 and page.locator("#rows .other").count() > 10
     other = context.new_page()
