@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from lpkit.machine_facts import cores
 
 NOT_TRIED = "not tried"
-NAMES = sorted(one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_"))
+NAMES = sorted(module.name
+               for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def patience() -> float:

@@ -34,29 +34,29 @@ class Taker:
         self.look, self.over = select.epoll(), False
 
     def take(self, port: int, place: str = PLACES[0]) -> socket.socket | None:
-        one = socket.socket(socket.AF_INET6 if ":" in place else socket.AF_INET)
+        listener = socket.socket(socket.AF_INET6 if ":" in place else socket.AF_INET)
         try:
             for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-                one.setsockopt(socket.SOL_SOCKET, option, 1)
-            one.bind((place, port))
-            one.listen()
-            one.setblocking(False)
+                listener.setsockopt(socket.SOL_SOCKET, option, 1)
+            listener.bind((place, port))
+            listener.listen()
+            listener.setblocking(False)
         except OSError:
-            one.close()
+            listener.close()
             return None
-        return one
+        return listener
 
     def keep(self, port: int, place: str = PLACES[0]) -> bool:
-        if one := self.take(port, place):
-            self.taken[one.fileno()] = one, one.getsockname()[1]
-            self.look.register(one.fileno(), select.EPOLLIN)
-        return bool(one)
+        if listener := self.take(port, place):
+            self.taken[listener.fileno()] = listener, listener.getsockname()[1]
+            self.look.register(listener.fileno(), select.EPOLLIN)
+        return bool(listener)
 
     def serve(self) -> None:
         for fd, _ in self.look.poll(0):
-            one, port = self.taken[fd]
+            listener, port = self.taken[fd]
             with suppress(OSError):
-                end, _ = one.accept()
+                end, _ = listener.accept()
                 with end:
                     end.settimeout(0.2)
                     self.heard.append(f"{port}: {end.recv(4096)[:200]!r}")
@@ -75,8 +75,8 @@ class Taker:
                 for place in PLACES:
                     self.keep(port, place)
             for port in random.sample(turning, min(len(turning), 200)):
-                if one := self.take(port):
-                    one.close()
+                if listener := self.take(port):
+                    listener.close()
             self.ready = True
             self.serve()
             time.sleep(0 if turning else 0.001)
@@ -91,8 +91,8 @@ class Taker:
         self.over = True
         self.thread.join()
         got = sorted({port for _, port in self.taken.values()})
-        for one, _ in self.taken.values():
-            one.close()
+        for listener, _ in self.taken.values():
+            listener.close()
         return {"taken": got, "heard": self.heard}
 
 
@@ -129,8 +129,8 @@ def replaced(path: str) -> list[str]:
     open(ours, "w").close()
 
     def bind(place: str) -> None:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(place)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(place)
 
     ways = {"unlink": lambda: os.unlink(path), "rename": lambda: os.rename(path, f"{path}.old"),
             "replace": lambda: os.rename(ours, path),
@@ -166,7 +166,7 @@ def odd_bodies(rng: random.Random, of_another: str) -> list[bytes]:
              {"pseudonym": of_another, "name": "03.of-another"}, {"verdict": {}},
              {"factor": -10**299}, {"measured": 1e308}, {"name": "=HYPERLINK(1)"},
              {"name": "</script><script>alert(1)</script>"}, {"unit": "'\",\r\n"}]
-    bodies = [json.dumps([report(f"{n}-{k}", **one)]).encode() for k, one in enumerate(wrong)]
+    bodies = [json.dumps([report(f"{n}-{k}", **fields)]).encode() for k, fields in enumerate(wrong)]
     bodies += [b"[" * 100_000, b'{"a":' * 20_000, b"", b"[", b"null", b"7", b"{}",
                b'["' + b"x" * 130_000 + b'"]', b"\xff\xfe", rng.randbytes(5000),
                b'[{"value": 1e999, "id": "1", "kind": "guess", "name": "a", "notebook": "b"}]',
@@ -188,15 +188,15 @@ def burst(path: str, count: int, at_once: int = 800) -> dict:
                 body = json.dumps([{"id": f"{os.getpid()}b{first + n}", "kind": "guess",
                                     "notebook": "03", "name": "03.burst", "value": 1}
                                    for n in range(at_once)]).encode()
-                status, said = asked(path, "POST", "/services/progress/report", body, seconds=120)
-                counts.append(json.loads(said)["kept"] if status == 200 else 0)
+                status, answer = asked(path, "POST", "/services/progress/report", body, seconds=120)
+                counts.append(json.loads(answer)["kept"] if status == 200 else 0)
 
     begun = time.monotonic()
     threads = [threading.Thread(target=send) for _ in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return {"kept": sum(counts), "requests": len(counts), "seconds": time.monotonic() - begun}
 
 
@@ -205,15 +205,15 @@ def crowd(path: str, count: int, seconds: float = 20.0) -> list[socket.socket]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     ends, deadline = [], time.monotonic() + seconds
     while len(ends) < count and time.monotonic() < deadline:
-        one = socket.socket(socket.AF_UNIX)
-        one.setblocking(False)
+        client = socket.socket(socket.AF_UNIX)
+        client.setblocking(False)
         try:
-            one.connect(path)
-            one.send(b"POST /services/progress/report HTTP/1.1\r\nHost: a\r\nContent-Length: "
-                     b"100\r\n\r\n[")
-            ends.append(one)
+            client.connect(path)
+            client.send(b"POST /services/progress/report HTTP/1.1\r\nHost: a\r\nContent-Length: "
+                        b"100\r\n\r\n[")
+            ends.append(client)
         except OSError:     # too many wait to be accepted
-            one.close()
+            client.close()
             time.sleep(0.002)
     return ends
 
@@ -226,14 +226,14 @@ def secrets_seen(words: list[str]) -> list[str]:
     for top in ("/tmp", "/var/tmp", "/dev/shm", "/run"):
         for folder, _, names in os.walk(top):
             places += [f"{folder}/{name}" for name in names]
-    found = []
+    seen = []
     for path in places:
         with suppress(OSError):
             if os.path.isfile(path) and not os.path.islink(path):
                 with open(path, "rb") as file:
                     text = file.read(1 << 20)
-                found += [f"{path}: {word[:4]}..." for word in words if word.encode() in text]
-    return found
+                seen += [f"{path}: {word[:4]}..." for word in words if word.encode() in text]
+    return seen
 
 
 def main(uid: str, first: str, end: str, share: str, *ports: str) -> None:
@@ -245,7 +245,7 @@ def main(uid: str, first: str, end: str, share: str, *ports: str) -> None:
     churned = tuple(range(int(first), int(end)))
     parts, ends = 1 + len(churned) // (most - 200), []     # processes: a port is a file
     for part in range(parts):
-        told, tell = os.pipe()
+        reader, tell = os.pipe()
         if not os.fork():
             with open(tell, "w") as out:
                 mine = churned[part::parts]
@@ -258,11 +258,11 @@ def main(uid: str, first: str, end: str, share: str, *ports: str) -> None:
                 print(json.dumps(taker.end()), file=out)
             os._exit(0)
         os.close(tell)
-        ends.append(open(told))
-    if all(one.readline() for one in ends):
+        ends.append(open(reader))
+    if all(pipe.readline() for pipe in ends):
         print("ready", flush=True)
-    said = [json.loads(one.read()) for one in ends]
-    print(json.dumps({key: [each for one in said for each in one[key]]
+    reports = [json.loads(pipe.read()) for pipe in ends]
+    print(json.dumps({key: [each for report in reports for each in report[key]]
                       for key in ("taken", "heard")}), flush=True)
 
 

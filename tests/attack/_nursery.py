@@ -57,7 +57,7 @@ class Nursery:
         return self.end()
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return self.output.read_text(errors="replace")
 
     @property
@@ -69,7 +69,7 @@ class Nursery:
 def tell_of_writes() -> None:
     """In a child of the nursery, before what it does: this folder is where it may write."""
     folder = os.getcwd()
-    told = os.open("wrote.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open("wrote.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def hook(event: str, arguments: tuple) -> None:
         places = [arguments[i] for i in WRITES.get(event, ())]
@@ -80,7 +80,7 @@ def tell_of_writes() -> None:
             if isinstance(place, (str, bytes, os.PathLike)):
                 path = os.path.abspath(os.fsdecode(place))
                 if not path.startswith((f"{folder}/", *HARMLESS)):
-                    os.write(told, f"{event} {path!r}\n".encode())
+                    os.write(log, f"{event} {path!r}\n".encode())
 
     sys.addaudithook(hook)
 
@@ -131,8 +131,8 @@ def _child(main: Callable[[list[str]], int], words: list[str], output: str) -> N
     signal.signal(signal.SIGHUP, signal.SIG_DFL)                # and what nohup began, this
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
-    for number, one in enumerate((null, file, file)):
-        os.dup2(one, number)
+    for number, fd in enumerate((null, file, file)):
+        os.dup2(fd, number)
     code = 1
     try:
         code = main(words)

@@ -43,10 +43,10 @@ def own_network() -> str:
         return "only root may become another user"
     if libc.unshare(CLONE_NEWNET):
         return f"no network namespace can be made here ({os.strerror(ctypes.get_errno())})"
-    with socket.socket() as one:
-        request = fcntl.ioctl(one, SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
+    with socket.socket() as sock:
+        request = fcntl.ioctl(sock, SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
         flags = struct.unpack("16sH14x", request)[1] | IFF_UP
-        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags))
+        fcntl.ioctl(sock, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags))
     return ""
 
 
@@ -60,7 +60,7 @@ class Listening:
         self.kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG)
 
     def __call__(self) -> set[tuple[int, str, int]]:
-        found = set()
+        listeners = set()
         for family in (socket.AF_INET, socket.AF_INET6):
             # of <linux/sock_diag.h>: a dump (0x301) of the TCP sockets of a family in the state
             # LISTEN (10)
@@ -69,16 +69,16 @@ class Listening:
                                          0) + asked)
             over = False
             while not over:
-                said = self.kernel.recv(1 << 16)
-                while said:
-                    length, kind = struct.unpack_from("=IH", said)
+                reply = self.kernel.recv(1 << 16)
+                while reply:
+                    length, kind = struct.unpack_from("=IH", reply)
                     over = over or kind != SOCK_DIAG_BY_FAMILY
                     if not over:
-                        port, raw = struct.unpack_from("!H2x16s", said, 20)
+                        port, raw = struct.unpack_from("!H2x16s", reply, 20)
                         raw = raw[:4] if family == socket.AF_INET else raw
-                        found.add((family, socket.inet_ntop(family, raw), port))
-                    said = said[(length + 3) // 4 * 4:]
-        return found
+                        listeners.add((family, socket.inet_ntop(family, raw), port))
+                    reply = reply[(length + 3) // 4 * 4:]
+        return listeners
 
 
 class Evil:
@@ -149,10 +149,10 @@ class Guest:
                                      else len(self.payload))
             self.rest = self.payload
         if length <= 8:
-            said, self.count = self.count[:length], self.count[length:]
+            data, self.count = self.count[:length], self.count[length:]
         else:
-            said, self.rest = self.rest[:length], self.rest[length:]
-        return said.ljust(length, b"\0")
+            data, self.rest = self.rest[:length], self.rest[length:]
+        return data.ljust(length, b"\0")
 
 
 def stranger(kind: str, marker: str, seed: str, go: int, report: int) -> None:
@@ -172,9 +172,9 @@ def stranger(kind: str, marker: str, seed: str, go: int, report: int) -> None:
                 guests.append(Guest(rng.choice(where), rng.randrange(2**62), kind, b"", rng))
         while time.monotonic() < end:
             time.sleep(0.05)
-        for one in guests:
+        for guest in guests:
             with suppress(OSError):
-                one.socket.getpeername()        # raises where it is not connected
+                guest.socket.getpeername()        # raises where it is not connected
                 taken += 1
         os.write(report, b"%d %d\n" % (len(guests), taken))
         os._exit(0)
@@ -185,19 +185,19 @@ def stranger(kind: str, marker: str, seed: str, go: int, report: int) -> None:
             known.add(where)
             for sequence in SEQUENCES:
                 with suppress(OSError):
-                    one = Guest(where, sequence, kind, payload, rng)
-                    look.register(one.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, one)
+                    guest = Guest(where, sequence, kind, payload, rng)
+                    look.register(guest.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, guest)
         for key, _ in look.select(0) if look.get_map() else ():
-            one = key.data
+            guest = key.data
             try:
-                spoke |= {one.where} if one.act() else set()
-                look.modify(one.socket, selectors.EVENT_READ, one)
-                over = one.begun and one.socket.fileno() < 0
+                spoke |= {guest.where} if guest.act() else set()
+                look.modify(guest.socket, selectors.EVENT_READ, guest)
+                over = guest.begun and guest.socket.fileno() < 0
             except (OSError, ValueError):
                 over = True
             if over:
                 look.unregister(key.fileobj)
-                one.socket.close()
+                guest.socket.close()
         with suppress(BlockingIOError):
             os.read(go, 1)
             os.write(report, b"%d %d\n" % (len(known), len(spoke)))
@@ -212,17 +212,17 @@ def launched(kind: str, trial: dict, parent, seconds: float) -> dict:
     from lpkit.config import Config
 
     asked, go = os.pipe()
-    report, told = os.pipe()
+    report, write_end = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             while not kind:     # the launch is alone
                 time.sleep(1)
-            stranger(kind, trial["marker"], trial["seed"], asked, told)
+            stranger(kind, trial["marker"], trial["seed"], asked, write_end)
         finally:
             os._exit(1)
     os.close(asked)
-    os.close(told)
+    os.close(write_end)
     begun = time.monotonic()
     handle = lpkit.launch(Config.from_dict(trial["config"]), processes=2, out=trial["out"],
                           parent=parent,

@@ -80,7 +80,7 @@ def _flipped(base: Path, copy: Path, name: Path, at: int, bit: int) -> None:
 def numbers(path: Path, source: Path) -> dict[str, object]:
     """What every reader says of a run, or what it raised."""
     run = Run(path)
-    found = {}
+    values = {}
     for name, read in {
         "config": lambda: run.config, "summary": lambda: {**run.summary, "run_dir": ""},
         "environments": lambda: run.environments,
@@ -93,21 +93,21 @@ def numbers(path: Path, source: Path) -> dict[str, object]:
             open_tokens(source).val)],
     }.items():
         try:
-            found[name] = read()
+            values[name] = read()
         except BaseException as error:
-            found[name] = error
-    return found
+            values[name] = error
+    return values
 
 
 def _weights(run: Run) -> tuple[dict, str]:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        return trained(run).model.state_dict(), said.getvalue()
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        return trained(run).model.state_dict(), printed.getvalue()
 
 
 def _samples(path: Path) -> tuple[list, bool]:
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return telemetry.read(path), bool(said)
+        return telemetry.read(path), bool(caught)
 
 
 def same(name: str, value, want, path: Path) -> bool:
@@ -116,27 +116,28 @@ def same(name: str, value, want, path: Path) -> bool:
     if name == "telemetry":     # fewer, with a warning
         return value == want or (value[1] and all(sample in want[0] for sample in value[0]))
     if name == "checkpoint":
-        found, problems = value
-        if found is None:
+        loaded, problems = value
+        if loaded is None:
             return bool(problems)
-        return ((found.step == want[0].step or bool(problems))
-                and (found.step != want[0].step or _equal(found.tensors, want[0].tensors)))
+        return ((loaded.step == want[0].step or bool(problems))
+                and (loaded.step != want[0].step or _equal(loaded.tensors, want[0].tensors)))
     if name == "weights":       # older ones, if it is said
         return bool(value[1]) or _equal(value[0], want[0])
     return value == want
 
 
-def _equal(one: dict, two: dict) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+def _equal(first: dict, second: dict) -> bool:
+    return (first.keys() == second.keys()
+            and all(torch.equal(first[name], second[name]) for name in first))
 
 
 def _resume(copy: Path, config: Config, losses: list[float], trial: str, outcome: Outcome) -> None:
     try:
-        found = [line["loss"] for line in train(config, out=copy, resume=True).metrics]
+        resumed = [line["loss"] for line in train(config, out=copy, resume=True).metrics]
     except (ConfigError, RunFailedError):
         return
     except BaseException as error:
         outcome.failed("not a sentence", f"{trial}: resumed: {type(error).__name__}: {error}"[:300])
         return
-    if found != losses and not (set(found) < set(losses) and Run(copy).summary["damaged"]):
+    if resumed != losses and not (set(resumed) < set(losses) and Run(copy).summary["damaged"]):
         outcome.failed("a number changed silently", f"{trial}: resumed")

@@ -86,8 +86,8 @@ def odd_files(folder: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
 
 
 class Draw:
@@ -96,44 +96,46 @@ class Draw:
     def __init__(self, seed: str, odd: Path):
         self.random, self.odd = random.Random(seed), odd
 
-    def one(self, *options):
+    def choice(self, *options):
         return self.random.choice(options)
 
     def near(self, name: str) -> str:
         """`name` with something wrong in it."""
         i = self.random.randrange(len(name))
-        return self.one(name[:i] + name[i + 1:] + "~", name[:i] + self.one(*STRANGE[1:]) + name[i:],
-                        name.upper() + "!", *STRANGE)
+        return self.choice(name[:i] + name[i + 1:] + "~",
+                           name[:i] + self.choice(*STRANGE[1:]) + name[i:],
+                           name.upper() + "!", *STRANGE)
 
     def kind(self) -> str:
-        return self.one("fifo", "folder", "zero", "loop", "dangling", "binary", "socket", "missing")
+        return self.choice("fifo", "folder", "zero", "loop", "dangling", "binary", "socket",
+                           "missing")
 
     def yaml(self) -> str:
-        name = self.one(*YAMLS, *[self.kind() for _ in range(12)], "esc\x1b[31m\nape")
+        name = self.choice(*YAMLS, *[self.kind() for _ in range(12)], "esc\x1b[31m\nape")
         return str(self.odd / f"{name}.yaml")
 
     def target(self) -> str:
-        return self.one(self.near("cpu-3m"), self.near("gpt2-124m"), self.yaml(), self.yaml(),
-                        self.yaml())
+        return self.choice(self.near("cpu-3m"), self.near("gpt2-124m"), self.yaml(), self.yaml(),
+                           self.yaml())
 
     def machine(self) -> str:
-        return self.one(self.near("h200"), self.yaml(), str(self.odd / "empty_file.yaml"))
+        return self.choice(self.near("h200"), self.yaml(), str(self.odd / "empty_file.yaml"))
 
     def setting(self) -> str:
         settings = flat(Config())
-        key = self.one(*settings)
-        value = self.one("~", ESCAPE, "x" * 5000, "9" * 5000, "nan", "[1]", "-1")
+        key = self.choice(*settings)
+        value = self.choice("~", ESCAPE, "x" * 5000, "9" * 5000, "nan", "[1]", "-1")
         text = {"data.source", "data.tokenizer", "transforms", "governors", "start.run"}
         if key in text or (isinstance(settings[key], tuple) and value == "-1"):
             key = "steps"
-        return self.one(f"{key}={value}", f"{self.near(key)}={value}", key, f"={value}",
-                        f"{key}.{self.near('name')}={value}",
-                        "model=1", "memory=x", "version=99", "global_batch=7,grad_accum_steps=2")
+        return self.choice(f"{key}={value}", f"{self.near(key)}={value}", key, f"={value}",
+                           f"{key}.{self.near('name')}={value}",
+                           "model=1", "memory=x", "version=99", "global_batch=7,grad_accum_steps=2")
 
     def command(self) -> list[str]:
         """A command that is right as far as it goes."""
-        return self.one(["predict", "cpu-3m"], ["advise", "cpu-3m"], ["train", "cpu-3m"],
-                        ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"])
+        return self.choice(["predict", "cpu-3m"], ["advise", "cpu-3m"], ["train", "cpu-3m"],
+                           ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"])
 
     def source(self) -> str:
         files = [f"{self.kind()}{suffix}" for suffix in (".txt", ".jsonl", ".gz", ".zst",
@@ -141,32 +143,34 @@ class Draw:
         files += ["bomb.txt.gz", "cut.txt.gz", "deep.jsonl", "short.txt", "esc\x1b[31m.txt",
                   "binary.txt", "binary.gz", "binary.parquet", "empty_file.txt",
                   "header_list", "*.nothing", "folder/*"]
-        return self.one(*(str(self.odd / name) for name in files), *STRANGE[:1], "x" * 5000, ESCAPE,
-                        "hf:../etc", "hf:", "a\nb")
+        return self.choice(*(str(self.odd / name) for name in files), *STRANGE[:1], "x" * 5000,
+                           ESCAPE, "hf:../etc", "hf:", "a\nb")
 
 
 def unknown_commands(draw: Draw) -> list[str]:
-    return [draw.near(draw.one("train", "predict", "notebook")),
-            *draw.one([], ["--json"], ["cpu-3m"])]
+    return [draw.near(draw.choice("train", "predict", "notebook")),
+            *draw.choice([], ["--json"], ["cpu-3m"])]
 
 
 def unknown_options(draw: Draw) -> list[str]:
-    command = draw.one(draw.command(), ["doctor"], ["lab"], ["bench", "import"],
-                       ["data", "prepare", "x"], ["sample", "x"])
-    return [*command, f"--{draw.near('steps').strip('-')}~", *draw.one([], ["1"])]
+    command = draw.choice(draw.command(), ["doctor"], ["lab"], ["bench", "import"],
+                          ["data", "prepare", "x"], ["sample", "x"])
+    return [*command, f"--{draw.near('steps').strip('-')}~", *draw.choice([], ["1"])]
 
 
 def missing(draw: Draw) -> list[str]:
-    return draw.one(["train"], ["predict"], ["advise"], ["plan"], ["plan", "--model", "llama-8b"],
-                    ["data"], ["data", "prepare"], ["sample"],
-                    ["notebook"], ["train", "--resume"], ["export", "x"], ["data", "show"],
-                    ["predict", "cpu-3m", "--devices"],
-                    ["plan", "--model", "llama-8b", "--tokens", "1T"], ["train", "cpu-3m", "--set"])
+    return draw.choice(["train"], ["predict"], ["advise"], ["plan"],
+                       ["plan", "--model", "llama-8b"], ["data"], ["data", "prepare"], ["sample"],
+                       ["notebook"], ["train", "--resume"], ["export", "x"], ["data", "show"],
+                       ["predict", "cpu-3m", "--devices"],
+                       ["plan", "--model", "llama-8b", "--tokens", "1T"],
+                       ["train", "cpu-3m", "--set"])
 
 
 def wrong_targets(draw: Draw) -> list[str]:
-    return draw.one(["predict", draw.target()], ["advise", draw.target()], ["train", draw.target()],
-                    ["plan", "--model", draw.target(), "--tokens", "1e9", "--devices", "8"])
+    return draw.choice(["predict", draw.target()], ["advise", draw.target()],
+                       ["train", draw.target()],
+                       ["plan", "--model", draw.target(), "--tokens", "1e9", "--devices", "8"])
 
 
 def wrong_settings(draw: Draw) -> list[str]:
@@ -174,13 +178,13 @@ def wrong_settings(draw: Draw) -> list[str]:
 
 
 def wrong_machines(draw: Draw) -> list[str]:
-    return [*draw.one(["predict", "cpu-3m"], ["advise", "cpu-3m"],
-                      ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"]),
+    return [*draw.choice(["predict", "cpu-3m"], ["advise", "cpu-3m"],
+                         ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"]),
             "--machine", draw.machine()]
 
 
 def wrong_numbers(draw: Draw) -> list[str]:
-    command, option, values = draw.one(
+    command, option, values = draw.choice(
         (["predict", "cpu-3m"], "--devices", NO_COUNTS),
         (["predict", "cpu-3m"], "--mfu", [*NO_NUMBERS, "0", "2"]),
         (["predict", "cpu-3m"], "--zero", [*NO_NUMBERS, "4", "1.0"]),
@@ -203,58 +207,59 @@ def wrong_numbers(draw: Draw) -> list[str]:
                          "--show")),
         (["plan", "--model", "llama-8b", "--devices", "8"], "--tokens", [*NO_NUMBERS, "0", "5x"]),
         (["lab", "--no-browser"], "--port", [*NO_NUMBERS, "70000", "1.5"]))
-    return [*command, f"{option}={draw.one(*values)}"]
+    return [*command, f"{option}={draw.choice(*values)}"]
 
 
 def wrong_names(draw: Draw) -> list[str]:
-    return draw.one(["predict", "cpu-3m", f"--precision={draw.near('bf16')}"],
-                    ["predict", "cpu-3m", f"--optimizer={draw.near('adamw')}"],
-                    ["predict", "cpu-3m", f"--recompute={draw.near('block')}"],
-                    ["advise", "cpu-3m", f"--recipe={draw.near('mxfp8')}"],
-                    ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8",
-                     f"--precision={draw.near('bf16')}"],
-                    ["data", "prepare", str(draw.odd / "short.txt"),
-                     f"--tokenizer={draw.near('bytes')}"],
-                    ["bench", draw.near("import")], ["data", draw.near("show"), "x"],
-                    ["claims", draw.near("lion-lighter")])
+    return draw.choice(["predict", "cpu-3m", f"--precision={draw.near('bf16')}"],
+                       ["predict", "cpu-3m", f"--optimizer={draw.near('adamw')}"],
+                       ["predict", "cpu-3m", f"--recompute={draw.near('block')}"],
+                       ["advise", "cpu-3m", f"--recipe={draw.near('mxfp8')}"],
+                       ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8",
+                        f"--precision={draw.near('bf16')}"],
+                       ["data", "prepare", str(draw.odd / "short.txt"),
+                        f"--tokenizer={draw.near('bytes')}"],
+                       ["bench", draw.near("import")], ["data", draw.near("show"), "x"],
+                       ["claims", draw.near("lion-lighter")])
 
 
 def wrong_corpora(draw: Draw) -> list[str]:
     source = draw.source()
     # bpe reads 2 MB/s, so the 64 MiB that a packed file may have for free take it half a minute
-    tokenizer = draw.one([], [], ["--tokenizer", "bpe"]) if "bomb" not in source else []
-    return draw.one(["data", "prepare", source, *tokenizer],
-                    ["data", "show", str(draw.odd / draw.one("header_fifo", "header_list",
+    tokenizer = draw.choice([], [], ["--tokenizer", "bpe"]) if "bomb" not in source else []
+    return draw.choice(["data", "prepare", source, *tokenizer],
+                       ["data", "show", str(draw.odd / draw.choice("header_fifo", "header_list",
                         "header_deep", "header_huge", draw.kind()))],
-                    ["data", "prepare", str(draw.odd / "short.txt"), "--out",
-                     draw.one("", str(draw.odd), str(draw.odd / "fifo"), "/dev/null/x")])
+                       ["data", "prepare", str(draw.odd / "short.txt"), "--out",
+                        draw.choice("", str(draw.odd), str(draw.odd / "fifo"), "/dev/null/x")])
 
 
 def wrong_places(draw: Draw) -> list[str]:
-    place = draw.one("", str(draw.odd / draw.one("fifo", "zero", "socket", "loop", "binary",
+    place = draw.choice("", str(draw.odd / draw.choice("fifo", "zero", "socket", "loop", "binary",
         "dangling")), "/dev/null", "x" * 5000, "x" * 300,
-                     str(draw.odd / "binary" / "below"))
-    return draw.one(["train", "cpu-3m", "--out", place], ["notebook", "00", "--out", place],
-                    ["train", "--resume", "--out", place],
-                    ["bench", "import", "--rounds", "1", "--out", place])
+                        str(draw.odd / "binary" / "below"))
+    return draw.choice(["train", "cpu-3m", "--out", place], ["notebook", "00", "--out", place],
+                       ["train", "--resume", "--out", place],
+                       ["bench", "import", "--rounds", "1", "--out", place])
 
 
 def wrong_runs(draw: Draw) -> list[str]:
-    place = str(draw.odd / draw.one("run_bomb", "run_deep", "run_word", draw.kind(), *STRANGE[:4]))
-    return draw.one(["sample", place], ["train", "--resume", "--out", place],
-                    ["export", place, "--out", str(draw.odd / "weights")])
+    place = str(draw.odd / draw.choice("run_bomb", "run_deep", "run_word", draw.kind(),
+                                       *STRANGE[:4]))
+    return draw.choice(["sample", place], ["train", "--resume", "--out", place],
+                       ["export", place, "--out", str(draw.odd / "weights")])
 
 
 def wrong_notebooks(draw: Draw) -> list[str]:
-    odd = str(draw.odd / f"{draw.one('deep', 'list', 'empty_file', draw.kind())}.ipynb")
-    return draw.one(["notebook", odd], ["notebook", odd, "--list"],
-                    ["notebook", draw.near("start_here")], ["notebook", "--all", "00"],
-                    ["notebook", "00", f"{draw.near('steps')}=1"],
-                    ["notebook", "00", f"steps={draw.one('x', 'nan', '1.5', ESCAPE)}"],
-                    ["notebook", "00", "--on", draw.one("", "threads=2", "processes=0",
+    odd = str(draw.odd / f"{draw.choice('deep', 'list', 'empty_file', draw.kind())}.ipynb")
+    return draw.choice(["notebook", odd], ["notebook", odd, "--list"],
+                       ["notebook", draw.near("start_here")], ["notebook", "--all", "00"],
+                       ["notebook", "00", f"{draw.near('steps')}=1"],
+                       ["notebook", "00", f"steps={draw.choice('x', 'nan', '1.5', ESCAPE)}"],
+                       ["notebook", "00", "--on", draw.choice("", "threads=2", "processes=0",
                         "processes=x", ESCAPE, f"processes={'9' * 5000}")],
-                    ["notebook", "00", "--tier", draw.near("cpu")],
-                    ["notebook", "00", "--tier", "cpu", "tier=smoke"])
+                       ["notebook", "00", "--tier", draw.near("cpu")],
+                       ["notebook", "00", "--tier", "cpu", "tier=smoke"])
 
 
 RULES: list[Callable[[Draw], list[str]]] = [
@@ -279,24 +284,25 @@ def command(words: list[str]) -> int:
             print(TORCH)
 
 
-def complaints(code: int, said: str, seconds: float, left: set[Path], wrote: str = "") -> list[str]:
+def complaints(code: int, printed: str, seconds: float, left: set[Path],
+               wrote: str = "") -> list[str]:
     """What is wrong about how a wrong command line ended."""
-    lines = [line for line in said.split("\n") if line.strip() and "B/s]" not in line]
+    lines = [line for line in printed.split("\n") if line.strip() and "B/s]" not in line]
     sentences = [line for line in lines if line.startswith("lpkit: ")]
     others = [line for line in lines if line not in sentences
               and not line.startswith((" ", "bench ", TORCH))]
-    found = {
+    problems = {
         "hangs": seconds > SECONDS * patience(),
-        "a traceback": "Traceback" in said,
+        "a traceback": "Traceback" in printed,
         "exit code": code != 2,
         "not one sentence": len(sentences) != 1 or bool(others),
         "a long sentence": any(len(line) > 1000 for line in sentences),
-        "control characters": not said.replace("\n", "").isprintable(),
+        "control characters": not printed.replace("\n", "").isprintable(),
         "leaves something": bool(left),
         "writes elsewhere": bool(wrote),
         "imports torch": TORCH in lines,
     }
-    return [what for what, so in found.items() if so]
+    return [what for what, so in problems.items() if so]
 
 
 def trials(count: int, seed: int, odd: Path) -> list[list[str]]:
@@ -319,9 +325,9 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             left = {path for path in set(folder.rglob("*")) - before if home not in path.parents}
             outcome.tried += 1
             times[f"{arguments!r:.100}"] = round(seconds, 2)
-            for what in complaints(code, forks.said, seconds, left, forks.wrote):
+            for what in complaints(code, forks.printed, seconds, left, forks.wrote):
                 outcome.failed(what, f"{arguments!r:.300} -> {code} "
-                                     f"{left or forks.wrote or forks.said[-300:]!r}")
+                                     f"{left or forks.wrote or forks.printed[-300:]!r}")
     slowest = max(times, key=times.get)
     outcome.facts |= {"median_seconds": statistics.median(times.values()),
                       "slowest_seconds": times[slowest], "slowest": slowest,

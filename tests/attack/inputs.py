@@ -20,8 +20,8 @@ NAMED = {"folders": "folders to import", "yamls": "YAML files", "command_lines":
 
 def tables() -> dict[str, list[tuple[str, Callable[[], str]]]]:
     """The cases by module of tests/inputs."""
-    names = sorted(one.name for one in pkgutil.iter_modules(inputs.__path__)
-                   if not one.name.startswith("_"))
+    names = sorted(module.name for module in pkgutil.iter_modules(inputs.__path__)
+                   if not module.name.startswith("_"))
     return {name: list(importlib.import_module(f"tests.inputs.{name}").cases()) for name in names}
 
 
@@ -49,9 +49,9 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
 def _ended(case: Callable[[], str]) -> str:
     try:
-        said = case()
+        verdict = case()
     except AssertionError as error:
         return f"silent: {error!r:.300}"
     except Exception as error:      # what a user would see as a traceback
         return f"tracebacks: {error!r:.300}"
-    return "right" if said == "right" else "refused"
+    return "right" if verdict == "right" else "refused"

@@ -23,9 +23,9 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng, inside = Outcome(), random.Random(seed), 0
     config, whole = prepare(folder), folder / "whole"
     with nursery(folder) as forks:
-        assert forks.lpkit("train", config, "--out", whole) == 0, forks.said
+        assert forks.lpkit("train", config, "--out", whole) == 0, forks.printed
         begun = time.monotonic()
-        assert forks.lpkit("train", config, "--out", folder / "again") == 0, forks.said
+        assert forks.lpkit("train", config, "--out", folder / "again") == 0, forks.printed
         seconds = time.monotonic() - begun
         run, number = folder / "run-0", 0
         while outcome.tried < count:
@@ -46,13 +46,13 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 number, run = number + 1, folder / f"run-{number + 1}"
                 continue
             if code != -signal.SIGKILL:
-                outcome.failed("could not go on", f"{trial}: {forks.said[-300:]}")
+                outcome.failed("could not go on", f"{trial}: {forks.printed[-300:]}")
                 number, run = number + 1, folder / f"run-{number + 1}"
             outcome.tried += 1
             inside += saving(run)
             _nothing_lost(before, run, trial, outcome)
         if forks.lpkit("train", config, "--out", run, *(["--resume"] if run.exists() else [])):
-            outcome.failed("could not go on", forks.said[-300:])
+            outcome.failed("could not go on", forks.printed[-300:])
         _same(run, whole, f"seed {seed}, at the end", outcome)
     outcome.facts = {"inside a save": inside, "runs": number + 1, "run_seconds": round(seconds, 3)}
     return outcome
@@ -62,9 +62,9 @@ def _nothing_lost(before: list[Path], run: Path, trial: str, outcome: Outcome) -
     after = checkpoint.folders(run / "checkpoints")
     if before and (not after or after[0].name < before[0].name):
         outcome.failed("a checkpoint was lost", trial)
-    for one in after:
+    for folder in after:
         try:
-            checkpoint.verify(one)      # what looks complete is complete
+            checkpoint.verify(folder)      # what looks complete is complete
         except checkpoint.DamagedError as error:
             outcome.failed("a checkpoint was torn", f"{trial}: {error}")
 
@@ -73,9 +73,10 @@ def _same(run: Path, whole: Path, trial: str, outcome: Outcome) -> None:
     a, b = Run.open(run), Run.open(whole)
     if [line["loss"] for line in a.metrics] != [line["loss"] for line in b.metrics]:
         outcome.failed("a loss differs", trial)
-    one, two = (checkpoint.load_latest(each.checkpoints, quarantine=False)[0].tensors
-                for each in (a, b))
-    if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
+    first, second = (checkpoint.load_latest(each.checkpoints, quarantine=False)[0].tensors
+                     for each in (a, b))
+    if (first.keys() != second.keys()
+        or not all(torch.equal(first[name], second[name]) for name in first)):
         outcome.failed("a tensor differs", trial)
     if a.summary["status"] != "complete" or a.problems or a.summary["damaged"]:
         outcome.failed("the record differs",

@@ -68,8 +68,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                                   progress_seconds=PROGRESS_SECONDS * slack)
         until(lambda: len(handle.ranks) == world or handle.done)
         time.sleep(delay)
-        pids, begun, error = [said["pid"]
-                              for said in handle.ranks.values()], time.monotonic(), "none"
+        pids, begun, error = [status["pid"]
+                              for status in handle.ranks.values()], time.monotonic(), "none"
         if began := not handle.done:
             os.kill(handle.ranks[victim]["pid"], sent)
         try:

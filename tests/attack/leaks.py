@@ -33,20 +33,20 @@ class Live(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.made = {}
+        self.storages = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        new = {key: storage for key, storage in _storages(out) if key not in self.made}
+        new = {key: storage for key, storage in _storages(out) if key not in self.storages}
         if new:
             was_there = {key for key, _ in _storages((args, *(kwargs or {}).values()))}
             for key in new.keys() - was_there:
-                self.made[key] = ref(new[key], lambda _, key=key: self.made.pop(key))
+                self.storages[key] = ref(new[key], lambda _, key=key: self.storages.pop(key))
         return out
 
     @property
     def bytes(self) -> int:
-        return sum(storage().nbytes() for storage in list(self.made.values()))
+        return sum(storage().nbytes() for storage in list(self.storages.values()))
 
 
 def _storages(value: object) -> Iterator[tuple[int, torch.UntypedStorage]]:
@@ -54,8 +54,8 @@ def _storages(value: object) -> Iterator[tuple[int, torch.UntypedStorage]]:
         storage = value.untyped_storage()
         yield storage._cdata, storage
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _storages(one)
+        for element in value:
+            yield from _storages(element)
 
 
 def config(folder: Path) -> Config:
@@ -97,10 +97,11 @@ WATCHERS: dict[str, tuple[dict, Callable[[Training], object]]] = {
 
 def growth(training: Training, folder: Path) -> dict[int, int]:
     """Bytes that live after a step beyond those after the second, by step, where there are any."""
-    found = []
+    live_bytes = []
     with Live() as live:
-        fit(training, folder, observers=[lambda record: found.append(live.bytes)])
-    return {step: held - found[1] for step, held in enumerate(found[1:], 2) if held != found[1]}
+        fit(training, folder, observers=[lambda record: live_bytes.append(live.bytes)])
+    return {step: held - live_bytes[1] for step, held in enumerate(live_bytes[1:], 2)
+            if held != live_bytes[1]}
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:

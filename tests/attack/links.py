@@ -55,9 +55,9 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
         for i in range(20_000)))
     config = Config().replace(SMALL | {"data.source": str(folder / "corpus.txt")})
-    said = _forked(lambda: _prepare(config, folder), folder)
-    if said != {"prepare": ["done", None]}:
-        raise RuntimeError(said)
+    answer = _forked(lambda: _prepare(config, folder), folder)
+    if answer != {"prepare": ["done", None]}:
+        raise RuntimeError(answer)
     config = Config.from_yaml((whole / "run" / "config.yaml").read_text())
     want = _forked(lambda: _use(config, whole), folder)
     assert all(how == "done" for how, _ in want.values()), want
@@ -75,7 +75,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             plants += [_plant(trial, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
         about = f"seed {seed}, trial {number}: {'; '.join(plants)}"
         before, begun = _seen(trial / "outside"), time.monotonic()
-        found = _forked(partial(_use, config, trial, meanwhile), folder)
+        results = _forked(partial(_use, config, trial, meanwhile), folder)
         outcome.tried += 1
         slowest = max(time.monotonic() - begun, outcome.facts.get("slowest_trial_seconds", 0.0))
         outcome.facts["slowest_trial_seconds"] = round(slowest, 2)
@@ -83,12 +83,13 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             if before.get(what) != after.get(what):
                 outcome.failed("something outside was changed",
                                f"{about}: {what}: {before.get(what)} {after.get(what)}"[:600])
-        for what, (how, value) in found.items():
+        for what, (how, value) in results.items():
             if how == "sentence" and "\n" not in value:
                 outcome.facts["sentences"] = outcome.facts.get("sentences", 0) + 1
             elif how != "done":
                 outcome.failed(f"not a sentence: {how}", f"{about}: {what}: {value}"[-1500:])
-            elif what != "telemetry" and found["train"][0] == "done" and [how, value] != want[what]:
+            elif (what != "telemetry" and results["train"][0] == "done"
+                  and [how, value] != want[what]):
                 outcome.failed("a wrong result", f"{about}: {what}: {value} for {want[what]}"[:600])
         _remove(trial)
     return outcome
@@ -114,7 +115,7 @@ def _use(config: Config, place: Path, meanwhile: Callable[[], None] | None = Non
         Any]:
     """What an owner does with a run, while somebody else does `meanwhile`; and what came of it."""
     os.environ["XDG_CACHE_HOME"] = str(place / "cache")
-    run, found = place / "run", {}
+    run, results = place / "run", {}
 
     def trained() -> list[float]:
         train(config, out=run, resume=True,
@@ -127,12 +128,12 @@ def _use(config: Config, place: Path, meanwhile: Callable[[], None] | None = Non
         "checkpoint": lambda: Run.open(run).summary.get("last_checkpoint"),
     }.items():
         try:
-            found[name] = ["done", work()]
+            results[name] = ["done", work()]
         except (ConfigError, RunFailedError) as error:
-            found[name] = ["sentence", str(error)]
+            results[name] = ["sentence", str(error)]
         except Exception as error:
-            found[name] = [type(error).__name__, traceback.format_exc()]
-    return found
+            results[name] = [type(error).__name__, traceback.format_exc()]
+    return results
 
 
 def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:

@@ -41,17 +41,17 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             job = {"at": rng.randrange(1, whole["operations"]), "error": rng.choice((*ERRORS, "")),
                    "room": rng.randrange(2**21)}
             out = folder / str(trial)
-            told = _run(forks, out, job)
-            problem = _problem(told, out)
+            result = _run(forks, out, job)
+            problem = _problem(result, out)
             begun = "the run" if (out / "summary.json").exists() else "what comes before"
-            ends[problem or f"{begun} ended: {told['end']}"] += 1
+            ends[problem or f"{begun} ended: {result['end']}"] += 1
             if problem is None:
-                told = _run(forks, out, {})
-                if told["end"] != "complete" or _end(out) != want:
+                result = _run(forks, out, {})
+                if result["end"] != "complete" or _end(out) != want:
                     problem = "does not go on bit for bit"
             if problem is not None:
                 outcome.failed(problem,
-                               f"seed {seed}, trial {trial}, {job}: {told['said'][-1500:]}")
+                               f"seed {seed}, trial {trial}, {job}: {result['message'][-1500:]}")
             outcome.tried += 1
     outcome.facts |= ends
     return outcome
@@ -59,21 +59,21 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
 def _run(forks: Nursery, out: Path, job: dict) -> dict:
     if code := forks.lpkit(json.dumps(job | {"out": str(out)})):
-        return {"end": "died", "said": f"exit code {code}: {forks.said}", "operations": 0}
-    return json.loads(forks.said.splitlines()[-1])
+        return {"end": "died", "message": f"exit code {code}: {forks.printed}", "operations": 0}
+    return json.loads(forks.printed.splitlines()[-1])
 
 
 def _end(out: Path) -> tuple:
-    found, _ = checkpoint.load_latest(Run.open(out).checkpoints)
+    loaded, _ = checkpoint.load_latest(Run.open(out).checkpoints)
     return [line["loss"] for line in Run.open(out).metrics], {name: t.tolist()
-        for name, t in found.tensors.items()}
+        for name, t in loaded.tensors.items()}
 
 
-def _problem(told: dict, out: Path) -> str | None:
+def _problem(result: dict, out: Path) -> str | None:
     """What is wrong with how a run ended whose memory did."""
-    if told["end"] not in ("complete", "a sentence"):
-        return f"ended in {told['end']}"
-    if told["end"] == "complete" or not (out / "config.yaml").exists():
+    if result["end"] not in ("complete", "a sentence"):
+        return f"ended in {result['end']}"
+    if result["end"] == "complete" or not (out / "config.yaml").exists():
         return None         # there was enough; or it had not begun
     run = Run.open(out)
     if run.metrics and not run.summary:
@@ -100,18 +100,18 @@ def child(words: list[str]) -> None:
     from lpkit.training.background import train
     from lpkit.training.runs import RunFailedError
 
-    job, said = json.loads(words[0]), ""
+    job, message = json.loads(words[0]), ""
     fails = _ends(job)
     try:
         with fails:
             train(Config.from_yaml(Path("config.yaml").read_text()), out=job["out"], resume=True)
         end = "complete"
     except (ConfigError, RunFailedError) as error:
-        end, said = "a sentence", str(error)
+        end, message = "a sentence", str(error)
     except BaseException as error:
-        end, said = f"a traceback of {type(error).__name__}", traceback.format_exc()
+        end, message = f"a traceback of {type(error).__name__}", traceback.format_exc()
     fails.lift()
-    print("\n" + json.dumps({"end": end, "said": said, "operations": fails.operations}))
+    print("\n" + json.dumps({"end": end, "message": message, "operations": fails.operations}))
 
 
 def _ends(job: dict):
@@ -123,7 +123,7 @@ def _ends(job: dict):
 
     from lpkit.machine_facts import status_bytes
 
-    made = {"OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to "
+    errors = {"OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to "
         "allocate 2.00 GiB"),
            "RuntimeError": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. "
                                                 "DefaultCPUAllocator: "
@@ -138,7 +138,7 @@ def _ends(job: dict):
             self.operations += 1
             if self.operations == job.get("at"):
                 if job["error"]:
-                    raise made[job["error"]]()
+                    raise errors[job["error"]]()
                 resource.setrlimit(resource.RLIMIT_AS,
                                    (status_bytes("VmSize") + job["room"], resource.RLIM_INFINITY))
             return func(*args, **(kwargs or {}))

@@ -60,9 +60,9 @@ for line in sys.stdin:
     if not pid:
         os.chdir(folder)
         os.environ |= environment
-        said = os.open("said", os.O_WRONLY | os.O_CREAT)
+        output = os.open("said", os.O_WRONLY | os.O_CREAT)
         for fd in (1, 2):
-            os.dup2(said, fd)
+            os.dup2(output, fd)
         code = 1
         try:
             code = cli.main(words)
@@ -128,12 +128,12 @@ def prepare(place: Path) -> dict[str, str]:
 
 def processes(place: Path) -> list[psutil.Process]:
     """All that inherited the mark of `place`."""
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == str(place):
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked
 
 
 def leftovers(place: Path) -> list[str]:

@@ -176,9 +176,9 @@ def trial(words: list[str]) -> int:
     [line] = words
     tell_of_writes()
     try:
-        made = eval(line, dict(NAMES))
+        result = eval(line, dict(NAMES))
         if line.startswith("lpkit.start"):
-            made.result()
+            result.result()
     except (ConfigError, RunFailedError) as error:
         print(error)
         return 0
@@ -193,20 +193,20 @@ def trial(words: list[str]) -> int:
     return 1
 
 
-def complaints(code: int, said: str, seconds: float, left: set[Path], wrote: str) -> list[str]:
+def complaints(code: int, printed: str, seconds: float, left: set[Path], wrote: str) -> list[str]:
     """What is wrong about how a wrong call ended."""
-    said = said.removesuffix("\n")
-    found = {
+    printed = printed.removesuffix("\n")
+    problems = {
         "hangs": seconds > SECONDS * patience(),
         "nothing raised": code == 1,
         "another error": code not in (0, 1),
-        "not one sentence": "\n" in said or not said,
-        "a long sentence": len(said) > MOST_CHARACTERS,
-        "control characters": not said.replace("\n", "").isprintable(),
+        "not one sentence": "\n" in printed or not printed,
+        "a long sentence": len(printed) > MOST_CHARACTERS,
+        "control characters": not printed.replace("\n", "").isprintable(),
         "writes elsewhere": bool(wrote),
         "leaves something": bool(left),
     }
-    return [what for what, so in found.items() if so]
+    return [what for what, so in problems.items() if so]
 
 
 def trials(count: int, seed: int) -> list[str]:
@@ -225,8 +225,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             left = {path for path in set(folder.rglob("*")) - before if home not in path.parents}
             outcome.tried += 1
             slowest = max(slowest, seconds)
-            for what in complaints(code, forks.said, seconds, left, forks.wrote):
-                outcome.failed(what, f"{line} -> {code} {forks.said.strip()!r:.300} "
+            for what in complaints(code, forks.printed, seconds, left, forks.wrote):
+                outcome.failed(what, f"{line} -> {code} {forks.printed.strip()!r:.300} "
                                      f"{forks.wrote or left or ''}")
     outcome.facts["slowest_seconds"] = round(slowest, 2)
     return outcome

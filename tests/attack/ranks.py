@@ -31,7 +31,7 @@ STEPS = 20
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome = Outcome()
-    said = {"complete": 0, "refused": 0, "spoke with a rank": 0}
+    counts = {"complete": 0, "refused": 0, "spoke with a rank": 0}
     config = Config.from_yaml(prepare(folder, steps=STEPS, checkpoint_every=5).read_text())
     environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1",
                        PYTHONPATH=str(ROOT))
@@ -55,25 +55,25 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
         alone = []
         for number, layout in enumerate(LAYOUTS):
-            found, run, _ = launched(f"alone-{number}", "", layout)
-            assert not found["error"], found
+            result, run, _ = launched(f"alone-{number}", "", layout)
+            assert not result["error"], result
             alone.append(run)
         for number, kind in enumerate(itertools.islice(itertools.cycle(KINDS), count)):
             which = (number + number // len(KINDS)) % len(LAYOUTS)
             whole, layout = alone[which], LAYOUTS[which]
             trial = f"seed {seed}, launch {number}, {kind}, {layout}"
             late = kind == "late flood"
-            found, run, marker = launched(f"run-{number}", kind, layout,
-                                          **({"steps": 1_000_000, "schedule": "constant"} if late
-                                             else {}))
+            result, run, marker = launched(f"run-{number}", kind, layout,
+                                           **({"steps": 1_000_000, "schedule": "constant"} if late
+                                              else {}))
             outcome.tried += 1
-            error, met = found["error"], found["met"]
-            said["refused" if error else "complete"] += 1
-            said["spoke with a rank"] += bool(met[1:] and met[1])
+            error, met = result["error"], result["met"]
+            counts["refused" if error else "complete"] += 1
+            counts["spoke with a rank"] += bool(met[1:] and met[1])
             if marker.exists():
                 outcome.failed("his pickle ran", trial)
-            if found["hung"]:
-                outcome.failed("it hung", f"{trial}: {found['seconds']:.0f} s")
+            if result["hung"]:
+                outcome.failed("it hung", f"{trial}: {result['seconds']:.0f} s")
             elif late and (error or met[1]):
                 outcome.failed("a run that goes on was reached",
                                f"{trial}: {error}; connected: {met}")
@@ -83,22 +83,22 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 outcome.failed("he found no rank", trial)
             _whole(run, None if error or late else whole, trial, outcome)
         host.stdin.close()
-    outcome.facts = said
+    outcome.facts = counts
     return outcome
 
 
 def _whole(run: Path, alone: Path | None, trial: str, outcome: Outcome) -> None:
     """No checkpoint is torn, and the numbers are those of `alone`."""
-    for one in checkpoint.folders(run / "checkpoints"):
+    for folder in checkpoint.folders(run / "checkpoints"):
         try:
-            checkpoint.verify(one)
+            checkpoint.verify(folder)
         except checkpoint.DamagedError as error:
             outcome.failed("a checkpoint was torn", f"{trial}: {error}")
     if alone is None:
         return
     a, b = ([line["loss"] for line in Run.open(each).metrics] for each in (run, alone))
-    one, two = (checkpoint.load_latest(each / "checkpoints", quarantine=False)[0].tensors
-                for each in (run, alone))
-    if (a != b or one.keys() != two.keys()
-        or not all(torch.equal(one[name], two[name]) for name in one)):
+    first, second = (checkpoint.load_latest(each / "checkpoints", quarantine=False)[0].tensors
+                     for each in (run, alone))
+    if (a != b or first.keys() != second.keys()
+        or not all(torch.equal(first[name], second[name]) for name in first)):
         outcome.failed("other numbers", trial)

@@ -30,7 +30,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     config = settings(folder)
     make(folder, config)
     truth = {name: numbers(folder / name, folder / "tokens") for name in FOLDERS}
-    whole = {name: one for name, one in truth["complete"].items()
+    whole = {name: value for name, value in truth["complete"].items()
              if name not in ("summary", "environments")}
     copy = folder / "copy"
     while outcome.tried < count:
@@ -40,21 +40,21 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             continue
         outcome.tried += 1
         trial = f"seed {seed}, {base} {outcome.tried}: {kind}: {what}"
-        found = named(copy)
-        noticed += bool(found)
-        if not found:
+        problems = named(copy)
+        noticed += bool(problems)
+        if not problems:
             differing = differences(numbers(copy, folder / "tokens"), truth[base], copy)
             if differing and Run(copy).summary["status"] == "complete":
                 outcome.failed("open says nothing", f"{trial}: {differing}")
-        if not found or outcome.tried % RESUMED == 0:
+        if not problems or outcome.tried % RESUMED == 0:
             try:
                 with contextlib.redirect_stderr(io.StringIO()):
                     resumed = train(config, out=copy, resume=True)
             except (ConfigError, RunFailedError):
                 continue
             differing = differences(numbers(copy, folder / "tokens"), whole, copy)
-            if not resumed.summary["damaged"] and (found or differing):
-                outcome.failed("resume says nothing", f"{trial}: {found or differing}")
+            if not resumed.summary["damaged"] and (problems or differing):
+                outcome.failed("resume says nothing", f"{trial}: {problems or differing}")
     outcome.facts = {"noticed when opened": noticed}
     return outcome
 
@@ -78,8 +78,8 @@ def copy_of(path: Path, to: Path) -> Path:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*")
-            if one.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*")
+            if file.is_file()}
 
 
 def named(path: Path) -> list[str]:
@@ -89,22 +89,23 @@ def named(path: Path) -> list[str]:
         return [str(error)]
 
 
-def differences(found: dict, truth: dict, path: Path) -> list[str]:
+def differences(values: dict, truth: dict, path: Path) -> list[str]:
     """The readers that do not say what they said of the whole run. A summary has seconds, and an
     environment dates."""
-    return [name for name, want in truth.items() if isinstance(found[name], BaseException) or not (
-        _timeless(found[name]) == _timeless(want) if name in ("metrics", "summary", "environments")
+    return [name for name, want in truth.items() if isinstance(values[name], BaseException) or not (
+        _timeless(values[name]) == _timeless(want) if name in ("metrics", "summary", "environments")
         else
-        found[name][0] == want[0] if name == "telemetry" else same(name, found[name], want, path))]
+        values[name][0] == want[0] if name == "telemetry"
+        else same(name, values[name], want, path))]
 
 
 def _timeless(value: object) -> object:
     """Without what differs between two starts of one run."""
     if isinstance(value, dict):
-        return {key: _timeless(one) for key, one in value.items()
+        return {key: _timeless(entry) for key, entry in value.items()
                 if not key.endswith(("seconds", "per_second", "bytes", "mfu"))
                 and key not in ("date", "run_dir", "command", "started")}
-    return [_timeless(one) for one in value] if isinstance(value, list) else value
+    return [_timeless(element) for element in value] if isinstance(value, list) else value
 
 
 # ---- mutations of the copy of a run: each says what it did
@@ -139,16 +140,16 @@ def double(lines: list[bytes], rng: random.Random) -> str:
 
 
 def swap(lines: list[bytes], rng: random.Random) -> str:
-    one, two = rng.sample(range(len(lines)), 2)
-    lines[one], lines[two] = lines[two], lines[one]
-    return f"{one} and {two}"
+    first, second = rng.sample(range(len(lines)), 2)
+    lines[first], lines[second] = lines[second], lines[first]
+    return f"{first} and {second}"
 
 
 def edit(lines: list[bytes], rng: random.Random) -> str:
     """With a checksum that is right again."""
     at = rng.randrange(len(lines))
     value = json.loads(lines[at])
-    key = rng.choice([key for key, one in value.items() if isinstance(one, (int, float))
+    key = rng.choice([key for key, number in value.items() if isinstance(number, (int, float))
                       and key not in (records.NUMBER, "step", "time")])
     value[key] += 1
     summed(lines, at, value)
@@ -184,8 +185,8 @@ def exchange(copy: Path, folder: Path, rng: random.Random) -> str:
 def exchange_checkpoint(copy: Path, folder: Path, rng: random.Random) -> str:
     """A whole checkpoint, of whatever step, under the name that it had or that of another step."""
     of = rng.choice(OTHERS)
-    theirs, ours = (rng.choice(sorted(one.glob("checkpoints/step-*")))
-                    for one in (folder / of, copy))
+    theirs, ours = (rng.choice(sorted(run.glob("checkpoints/step-*")))
+                    for run in (folder / of, copy))
     copy_of(theirs, ours)
     return f"{ours.name} by {theirs.name} of {of}"
 
@@ -197,9 +198,9 @@ def remove(copy: Path, folder: Path, rng: random.Random) -> str:
 
 
 def remove_checkpoint(copy: Path, folder: Path, rng: random.Random) -> str:
-    one = rng.choice(sorted(copy.glob("checkpoints/step-*")))
-    shutil.rmtree(one)
-    return one.name
+    victim = rng.choice(sorted(copy.glob("checkpoints/step-*")))
+    shutil.rmtree(victim)
+    return victim.name
 
 
 MUTATIONS = {"drop": _lines(drop), "cut": _lines(cut), "double": _lines(double),

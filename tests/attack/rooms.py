@@ -74,19 +74,19 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             outcome.failed("the room did not get to its end",
                            f"{trial}: exit code {done.returncode}, {heard[-600:]}")
             continue
-        said = json.loads(done.stdout)
-        if NOT_TRIED in said:
-            outcome.facts[NOT_TRIED] = said[NOT_TRIED]
+        report = json.loads(done.stdout)
+        if NOT_TRIED in report:
+            outcome.facts[NOT_TRIED] = report[NOT_TRIED]
             return outcome
         outcome.tried += 1
-        for what, details in said["failures"].items():
+        for what, details in report["failures"].items():
             for detail in details:
                 outcome.failed(what, f"{trial}: {detail}")
-        for role, tried in said["tried"].items():
+        for role, tried in report["tried"].items():
             counts = kinds.setdefault(role, {"attempts": 0, "did harm": 0})
             counts["attempts"] += tried
-            counts["did harm"] += said["harm"].get(role, 0)
-        for key, value in (said["facts"] | {"slowest_room_seconds": time.monotonic()
+            counts["did harm"] += report["harm"].get(role, 0)
+        for key, value in (report["facts"] | {"slowest_room_seconds": time.monotonic()
                 - begun}).items():
             facts[key] = round(max(facts.get(key, 0.0), value), 2)
     outcome.facts = facts | kinds
@@ -117,23 +117,24 @@ class Trial:
     def slowest(self, what: str, seconds: float) -> None:
         self.outcome.facts[what] = max(self.outcome.facts.get(what, 0.0), seconds)
 
-    def enter(self, told: dict[str, Any]) -> None:
-        self.url, codes = told["url"], rooms.codes(self.folder)
+    def enter(self, room: dict[str, Any]) -> None:
+        self.url, codes = room["url"], rooms.codes(self.folder)
         self.codes = codes
         self.eve, self.ben, self.teacher = (rooms.Person(self.url, name, codes[name])
             for name in (*NAMES, "teacher"))
-        with_all((self.eve, self.ben, self.teacher), lambda one: one.start(share=True))
+        with_all((self.eve, self.ben, self.teacher), lambda person: person.start(share=True))
         self.eve.run(ONE)
-        self.hub = next(one.parent() for one in psutil.process_iter(["cmdline"]) if is_proxy(one)
-                        and one.environ().get("LPKIT_ROOM") == str(self.folder / "room.json"))
+        self.hub = next(process.parent() for process in psutil.process_iter(["cmdline"])
+                        if is_proxy(process) and process.environ().get("LPKIT_ROOM")
+                        == str(self.folder / "room.json"))
 
     def in_lab(self, code: str) -> Any:
         """What Eve's kernel says, which is JSON."""
-        said = self.eve.run(f"print(json.dumps({code}))")
+        printed = self.eve.run(f"print(json.dumps({code}))")
         try:
-            return json.loads(said)
+            return json.loads(printed)
         except ValueError:
-            self.harm("Eve's kernel said something else", said[-300:])
+            self.harm("Eve's kernel said something else", printed[-300:])
             return None
 
     def machine(self, code: str, uid: int = UIDS["eve"]) -> Any:
@@ -166,17 +167,17 @@ class Trial:
     def report(self) -> None:
         """The neighbour reports, as the course does."""
         first, self.reports = self.reports, self.reports + SENT
-        said = self.ben.run("from lessons.reports import report\n"
+        printed = self.ben.run("from lessons.reports import report\n"
                            f"for n in range({first}, {self.reports}): report('exercise', "
                            f"name=f'03.ben{{n}}', verdict='right')", seconds=60 * patience())
-        if said:
-            self.harm("the neighbour's cell stopped", said[-300:])
+        if printed:
+            self.harm("the neighbour's cell stopped", printed[-300:])
 
     def lesson(self) -> None:
         """All that a lesson needs goes on."""
         try:
-            if (said := self.ben.run("print(6 * 7)", seconds=60 * patience())).strip() != "42":
-                self.harm("the neighbour's cell stopped", said[-300:])
+            if (printed := self.ben.run("print(6 * 7)", seconds=60 * patience())).strip() != "42":
+                self.harm("the neighbour's cell stopped", printed[-300:])
         except (AssertionError, OSError, urllib.error.HTTPError) as error:
             self.harm("the neighbour's cell stopped", error)
         if self.shown("") != MAP.read_bytes():
@@ -184,7 +185,7 @@ class Trial:
         begun, names = time.monotonic(), set()
         while time.monotonic() - begun < PROMISED_SECONDS * patience():
             events = self.events()
-            names = {one["name"] for one in events}
+            names = {event["name"] for event in events}
             if {f"03.ben{n}" for n in range(self.reports)} <= names:
                 break
             time.sleep(0.2)
@@ -212,13 +213,13 @@ class Trial:
 
     def listening(self) -> set[int]:
         """Ports of the hub, which holds those of the labs, of the proxy and of the service."""
-        found = set()
-        for one in [self.hub, *self.hub.children(recursive=True)]:
+        ports = set()
+        for process in [self.hub, *self.hub.children(recursive=True)]:
             with suppress(psutil.Error):
-                if one.uids().real == 0:
-                    found |= {each.laddr.port for each in one.net_connections("tcp")
+                if process.uids().real == 0:
+                    ports |= {each.laddr.port for each in process.net_connections("tcp")
                               if each.status == psutil.CONN_LISTEN}
-        return found
+        return ports
 
     def ports(self) -> None:
         """She takes ports of labs, of the service and of the proxy, from within and from without,
@@ -234,9 +235,9 @@ class Trial:
             for name, victim in sorted(victims.items(), key=lambda _: self.rng.random()):
                 self.controlled(victim, f"there is no {name}")
                 self.attempts(len(theirs))
-                for one in victim:
+                for process in victim:
                     with suppress(psutil.Error):
-                        one.kill()
+                        process.kill()
                 for _ in range(2):
                     for port in theirs:
                         if b"EVE" in said_at(port):
@@ -251,8 +252,8 @@ class Trial:
         self.heard(stranger, {free})
         self.heard(self.in_lab("taker.end()"), set())
 
-    def heard(self, said: dict[str, Any] | None, ours: set[int]) -> None:
-        for line in (said or {"heard": ["nothing was said"]})["heard"]:
+    def heard(self, report: dict[str, Any] | None, ours: set[int]) -> None:
+        for line in (report or {"heard": ["nothing was said"]})["heard"]:
             if not line.partition(":")[0].isdigit() or int(line.partition(":")[0]) not in ours:
                 self.harm("she heard what was for another", line)
 
@@ -301,7 +302,8 @@ class Trial:
                              "json.dumps([g.report(random.random())]).encode())[1].decode()")
         self.controlled("burst" in self.tried or (before and json.loads(before)["kept"] == 1),
                         "a right report")
-        names = ({one["pseudonym"] for one in self.events() if one["name"].startswith("03.ben")}
+        names = ({event["pseudonym"] for event in self.events()
+                  if event["name"].startswith("03.ben")}
                  or {"nobody"})
         statuses = self.in_lab(f"[g.asked(PATH, 'POST', '/services/progress/report', body)[0] for "
                                f"body in "
@@ -309,24 +311,24 @@ class Trial:
         self.attempts(len(statuses or []))
         self.report()
         self.lesson()
-        for one in self.events():
-            if one["name"] == "03.of-another" and one["pseudonym"] in names:
-                self.harm("she reports as another", one)
+        for event in self.events():
+            if event["name"] == "03.of-another" and event["pseudonym"] in names:
+                self.harm("she reports as another", event)
 
     def burst(self) -> None:
         """She reports 50,000 times at once, while her neighbour reports."""
-        self.in_lab(f"globals().update(said={{}}) or "
+        self.in_lab(f"globals().update(result={{}}) or "
                     f"globals().update(thread=threading.Thread(target=lambda: "
-                    f"said.update(g.burst(PATH, {BURST})))) "
+                    f"result.update(g.burst(PATH, {BURST})))) "
                    "or thread.start() or 1")
         self.report()
         self.lesson()
-        said = self.in_lab("thread.join() or said") or {"requests": 0, "kept": 0, "seconds": 0}
-        self.attempts(said["requests"])
-        self.slowest("slowest_burst_seconds", said["seconds"])
-        self.controlled(said["kept"], "reports of a burst")
-        if said["kept"] > MOST:
-            self.harm("she keeps more than her share", said["kept"])
+        result = self.in_lab("thread.join() or result") or {"requests": 0, "kept": 0, "seconds": 0}
+        self.attempts(result["requests"])
+        self.slowest("slowest_burst_seconds", result["seconds"])
+        self.controlled(result["kept"], "reports of a burst")
+        if result["kept"] > MOST:
+            self.harm("she keeps more than her share", result["kept"])
         self.report()
         self.lesson()
 
@@ -339,13 +341,13 @@ class Trial:
             self.controlled(held > CROWD / 2, f"{held} connections")
             self.report()
             self.lesson()
-            self.in_lab("[one.close() for one in crowd] and 1")
+            self.in_lab("[client.close() for client in crowd] and 1")
 
     def files(self) -> None:
         """She reads files, processes, kernels and tokens of others."""
         uids = (UIDS["ben"], UIDS["teacher"])
-        theirs = [(str(self.folder / "learners" / one.name), processes(UIDS[one.name])[0].pid)
-                  for one in (self.ben, self.teacher)]
+        theirs = [(str(self.folder / "learners" / person.name), processes(UIDS[person.name])[0].pid)
+                  for person in (self.ben, self.teacher)]
         read, asked_for = map(int, self.eve.run(f"THEIRS = {theirs!r}\n{bench.READER}").split())
         self.attempts(asked_for)
         if read:
@@ -354,23 +356,23 @@ class Trial:
         self.controlled(int(self.eve.run(f"THEIRS = [{own!r}]\n{bench.READER}").split()[0]) >= 8,
                         "her own files")
         words = [self.ben.token, self.teacher.token, self.codes["ben"], self.codes["teacher"]]
-        words += [value for uid in uids for one in processes(uid)
-                  if (value := one.environ().get("JUPYTERHUB_API_TOKEN"))]
-        words += [one.environ()["CONFIGPROXY_AUTH_TOKEN"] for one in self.hub.children()
-                  if "CONFIGPROXY_AUTH_TOKEN" in one.environ()]
+        words += [value for uid in uids for process in processes(uid)
+                  if (value := process.environ().get("JUPYTERHUB_API_TOKEN"))]
+        words += [process.environ()["CONFIGPROXY_AUTH_TOKEN"] for process in self.hub.children()
+                  if "CONFIGPROXY_AUTH_TOKEN" in process.environ()]
         self.attempts(len(words))
         for where in (self.in_lab, self.machine):
             # her own command has them, else
-            if found := where(f"g.secrets_seen([word[::-1] for word in "
-                              f"{[word[::-1] for word in words]!r}])"):
-                self.harm("secrets of others can be read", found)
+            if secrets := where(f"g.secrets_seen([word[::-1] for word in "
+                                f"{[word[::-1] for word in words]!r}])"):
+                self.harm("secrets of others can be read", secrets)
         self.controlled(self.in_lab("g.secrets_seen([os.environ['JUPYTERHUB_API_TOKEN']])"),
                         "her own token")
         self.attempts(2 * len(uids))
         for uid in uids:
             for code in (f"os.listdir('/run/lpkit/{uid}')", f"os.kill({processes(uid)[0].pid}, 0)"):
-                if "PermissionError" not in (said := self.eve.run(f"print({code})")):
-                    self.harm("kernels of others can be reached", said[:200])
+                if "PermissionError" not in (printed := self.eve.run(f"print({code})")):
+                    self.harm("kernels of others can be reached", printed[:200])
 
     def admin(self) -> None:
         """She acts as the teacher or as her neighbour, with her own tokens, through the proxy and
@@ -396,27 +398,28 @@ class Trial:
                  ("GET", "/user/teacher/files/00_start_here.ipynb", None),
                  ("GET", "/user/ben/lab", None)]
         lab = self.in_lab("os.environ['JUPYTERHUB_API_TOKEN']")
-        for method, path, told in tries:
-            body = None if told is None else json.dumps(told)
+        for method, path, content in tries:
+            body = None if content is None else json.dumps(content)
             for token in ("", self.eve.token, lab):
                 self.attempts()
                 status, text = asked(path, method, token, body)
                 if (status < 300 and not (path == users and method == "GET" and b"ben" not in text
                                           and b"teacher" not in text)):
                     self.harm("she acts as another", f"{method} {path}: {status}")
+        at_hub = [request for request in tries if request[1].startswith("/hub")]
         direct = self.in_lab(f"[g.asked('/run/lpkit/hub-{PORT}', method, path, "
-                             f"json.dumps(told).encode() if told is not None else None, "
-                            f"os.environ['JUPYTERHUB_API_TOKEN']) [0] for method, path, told in "
-                            f"{[one for one in tries if one[1].startswith('/hub')]!r}]") or []
+                             f"json.dumps(content).encode() if content is not None else None, "
+                            f"os.environ['JUPYTERHUB_API_TOKEN']) [0] for method, path, content in "
+                            f"{at_hub!r}]") or []
         self.attempts(len(direct))
-        for status, one in zip(direct, [one for one in tries if one[1].startswith("/hub")],
-                               strict=False):
+        for status, request in zip(direct, at_hub, strict=False):
             if 0 < status < 300:
-                self.harm("she acts as another", f"at the hub's socket: {one}: {status}")
+                self.harm("she acts as another", f"at the hub's socket: {request}: {status}")
         known = json.loads(asked(users, token=self.teacher.token)[1])
-        self.controlled({one["name"] for one in known} >= {"ben", "eve", "teacher"},
+        self.controlled({user["name"] for user in known} >= {"ben", "eve", "teacher"},
                         "the teacher's own list")
-        if [one["name"] for one in known if one["admin"]] != ["teacher"] or len(known) > len(UIDS):
+        if ([user["name"] for user in known if user["admin"]] != ["teacher"]
+            or len(known) > len(UIDS)):
             self.harm("the room has other users", known)
         for name in ("now", "csv"):
             self.attempts()
@@ -468,8 +471,8 @@ class Trial:
 # ---- a room, in a process and a network of its own
 
 def hostile(trial: Trial) -> None:
-    with rooms.opened(trial.folder, *NAMES, "--warm", port=PORT) as told:
-        trial.enter(told)
+    with rooms.opened(trial.folder, *NAMES, "--warm", port=PORT) as room:
+        trial.enter(room)
         trial.play(("ports", "sockets", "empty_codes", "odd_reports", "burst", "crowd", "files",
                     "admin"))
         trial.hub_killed()
@@ -491,15 +494,15 @@ def loop(trial: Trial) -> None:
                    f"{opened.returncode}: {opened.stderr[-300:]}")
     trial.role = "ports beside a loop"
     with taking(UIDS["eve"], PORTS, 0.9, []) as stranger, rooms.opened(trial.folder, *NAMES,
-            "--warm", port=PORT) as told:
-        trial.enter(told)
+            "--warm", port=PORT) as room:
+        trial.enter(room)
         trial.in_lab("globals().update(inside=g.Taker().begin([], 3000, tuple(range(10_000, "
                      "65_000)))) or 1")
         trial.attempts(len(trial.listening()))
         trial.report()
         trial.lesson()
-        for one in [*bench.service(), *processes(UIDS["ben"])]:
-            one.kill()
+        for process in [*bench.service(), *processes(UIDS["ben"])]:
+            process.kill()
         for port in trial.listening():
             if b"EVE" in said_at(port):
                 trial.harm("she is believed at a port", port)
@@ -519,13 +522,13 @@ def taking(uid: int, ports: tuple[int, int], share: float,
     and heard."""
     words = [sys.executable, "-m", "tests.attack._guest", str(uid), *map(str, ports), str(share),
              *map(str, wanted)]
-    said: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=rooms.HERE,
                           text=True) as process:
         try:
             assert process.stdout.readline(), "the stranger did not begin"
-            yield said
-            said |= json.loads(process.communicate("", timeout=60)[0])
+            yield result
+            result |= json.loads(process.communicate("", timeout=60)[0])
         finally:
             process.kill()
 
@@ -549,35 +552,35 @@ def asked(path: str, method: str = "GET", token: str = "", body: str | None = No
 
 def said_at(port: int, seconds: float = 0.1) -> bytes:
     """What answers soon there; what does not is heard, if by her."""
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as one:
-        one.settimeout(seconds)
-        one.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        return one.recv(1000)
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as client:
+        client.settimeout(seconds)
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return client.recv(1000)
     return b""
 
 
-def is_proxy(one: psutil.Process) -> bool:
+def is_proxy(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return any(word.endswith("bin/configurable-http-proxy") for word in one.cmdline())
+        return any(word.endswith("bin/configurable-http-proxy") for word in process.cmdline())
     return False
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def processes(uid: int) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["uids"]) if one.info["uids"]
-            and one.info["uids"].real == uid]
+    return [process for process in psutil.process_iter(["uids"]) if process.info["uids"]
+            and process.info["uids"].real == uid]
 
 
 def with_all(people: tuple[rooms.Person, ...], do: Any) -> None:
-    threads = [threading.Thread(target=do, args=(one,)) for one in people]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    threads = [threading.Thread(target=do, args=(person,)) for person in people]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def main(kind: str, seed: str) -> None:

@@ -71,14 +71,14 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     (folder / "words.txt").write_text(words)
     with nursery(folder) as forks:
         assert (forks.lpkit("train", config, "--set", "steps=1", "--out", folder / "warm")
-                == 0), forks.said
+                == 0), forks.printed
         for number, (name, ranks) in zip(range(count), itertools.cycle(TRIALS)):
             phase, run, number_of = PHASES[name], folder / f"run-{number}", rng.choice(list(CODES))
             more = [word for key, value in phase.settings.items()
                     for word in ("--set", f"{key}={value}")]
             pid = forks.begin("train", config, "--out", run, *more,
                               *(["--processes", ranks] if ranks > 1 else []))
-            found = wait_until(partial(phase.there, run), LONGEST_SECONDS * patience())
+            reached = wait_until(partial(phase.there, run), LONGEST_SECONDS * patience())
             time.sleep(rng.uniform(0, phase.seconds))
             trial = f"seed {seed}, {number}: {number_of.name} in {name}, processes {ranks}"
             begun = time.monotonic()
@@ -87,16 +87,16 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             code, seconds = forks.end(), time.monotonic() - begun
             outcome.tried += 1
             slowest[name] = max(slowest.get(name, 0), round(seconds, 2))
-            if not found:       # nothing to judge
-                outcome.failed("never there", f"{trial}: {forks.said[-300:]}")
+            if not reached:       # nothing to judge
+                outcome.failed("never there", f"{trial}: {forks.printed[-300:]}")
             if seconds > SECONDS * patience():
                 outcome.failed("not heard within 2 s",
                                f"{trial}: {seconds:.1f} s at a load of {os.getloadavg()[0]:.1f}")
             if code != CODES[number_of] and not (name == "the end" and code == 0):
-                outcome.failed("another exit code", f"{trial}: {code}: {forks.said[:600]}")
-            if "Traceback" in forks.said:
-                outcome.failed("a traceback",
-                              f"{trial}: {forks.said[forks.said.index('Traceback') - 300:][:2000]}")
+                outcome.failed("another exit code", f"{trial}: {code}: {forks.printed[:600]}")
+            if "Traceback" in forks.printed:
+                start = forks.printed.index("Traceback") - 300
+                outcome.failed("a traceback", f"{trial}: {forks.printed[start:][:2000]}")
             _kept(run, phase, code, ranks, trial, losses.setdefault((name, ranks), {}), outcome)
         left = list((folder / "cache").rglob("*.tmp"))
         if left:
@@ -109,19 +109,19 @@ def _kept(run: Path, phase: Phase, code: int, ranks: int, trial: str, losses: di
           outcome: Outcome) -> None:
     if not (run / "summary.json").exists():
         return
-    one = Run.open(run)
-    steps, status = one.summary["steps"], one.summary["status"]
-    found, _ = checkpoint.load_latest(one.checkpoints)
-    if (found.step if found else 0) != steps or len(one.metrics) != steps:
+    opened = Run.open(run)
+    steps, status = opened.summary["steps"], opened.summary["status"]
+    loaded, _ = checkpoint.load_latest(opened.checkpoints)
+    if (loaded.step if loaded else 0) != steps or len(opened.metrics) != steps:
         outcome.failed("a step was lost",
-                       f"{trial}: of {steps} steps {found and found.step} are kept")
+                       f"{trial}: of {steps} steps {loaded and loaded.step} are kept")
     if not phase.steps(steps):
         outcome.failed("another step was kept", f"{trial}: {steps}")
     # ranks without a step have nothing to keep, and are ended when they do not hear it
-    due = ({"complete"} if code == 0 or steps == one.config.steps else {"stopped", "killed"}
+    due = ({"complete"} if code == 0 or steps == opened.config.steps else {"stopped", "killed"}
            if ranks > 1 and not steps else {"stopped"})
-    if status not in due or one.problems:
-        outcome.failed("the record differs", f"{trial}: {status}, {one.problems}")
-    for line in one.metrics:
+    if status not in due or opened.problems:
+        outcome.failed("the record differs", f"{trial}: {status}, {opened.problems}")
+    for line in opened.metrics:
         if line["loss"] != losses.setdefault(line["step"], line["loss"]):
             outcome.failed("a loss differs", f"{trial}: step {line['step']}")

@@ -63,12 +63,12 @@ def prepare(folder: Path) -> None:
         "plain").named_parameters()}
     base = written(config, {"name": "bpe", "model": library}, folder / "base", tensors=tensors)
     export(base, folder / "model")
-    for name, said in (("generation_config.json", {"eos_token_id": 0}),
-                       ("special_tokens_map.json", {"eos_token": "<|endoftext|>"})):
-        (folder / "model" / name).write_text(json.dumps(said))
+    for name, values in (("generation_config.json", {"eos_token_id": 0}),
+                         ("special_tokens_map.json", {"eos_token": "<|endoftext|>"})):
+        (folder / "model" / name).write_text(json.dumps(values))
     about = {"task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
-    pairs = {f"base_model.model.model.layers.{i}.self_attn.{one}_proj.lora_{ab}.weight":
-             torch.randn(*shape) for i in range(2) for one in "qv"
+    pairs = {f"base_model.model.model.layers.{i}.self_attn.{projection}_proj.lora_{ab}.weight":
+             torch.randn(*shape) for i in range(2) for projection in "qv"
              for ab, shape in (("A", (4, 32)), ("B", (32, 4)))}
     _adapter(folder / "lora", about | {"peft_type": "LORA", "r": 4, "lora_alpha": 8,
         "target_modules": ["q_proj", "v_proj"]}, pairs)
@@ -104,8 +104,8 @@ def _socket(path: Path, rng: random.Random) -> None:
     path.unlink()
     here = os.getcwd()
     os.chdir(path.parent)       # a socket's name is short
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(path.name)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path.name)
     os.chdir(here)
 
 
@@ -163,26 +163,26 @@ def _copies(path: Path) -> dict[str, torch.Tensor]:
 def _tensors(change: Callable[[dict[str, torch.Tensor], str, random.Random], object]) -> Harm:
     """`change` is given the dict, which it alters in place, and a name of it."""
     def harm(path: Path, rng: random.Random) -> None:
-        found = _copies(path)
-        change(found, rng.choice(sorted(found)), rng)
-        save_file({name: t.contiguous() for name, t in found.items()}, path,
+        state = _copies(path)
+        change(state, rng.choice(sorted(state)), rng)
+        save_file({name: t.contiguous() for name, t in state.items()}, path,
                   metadata={"format": "pt"})
 
     return harm
 
 
 def _number(value: float) -> Harm:
-    def change(found: dict[str, torch.Tensor], name: str, rng: random.Random) -> None:
-        flat = found[name].flatten()
+    def change(state: dict[str, torch.Tensor], name: str, rng: random.Random) -> None:
+        flat = state[name].flatten()
         flat[rng.choice((0, -1, rng.randrange(len(flat))))] = value
-        found[name] = flat.view_as(found[name])
+        state[name] = flat.view_as(state[name])
 
     return _tensors(change)
 
 
 def _cast(dtype: torch.dtype) -> Harm:
-    return _tensors(lambda found, name, rng: found.update(
-        {one: t.to(dtype) for one, t in found.items() if rng.random() < 0.8 or one == name}))
+    return _tensors(lambda state, name, rng: state.update(
+        {key: t.to(dtype) for key, t in state.items() if rng.random() < 0.8 or key == name}))
 
 
 def _header(change: Callable[[dict[str, Any], str], object]) -> Harm:
@@ -190,43 +190,43 @@ def _header(change: Callable[[dict[str, Any], str], object]) -> Harm:
     def harm(path: Path, rng: random.Random) -> None:
         content = path.read_bytes()
         length = int.from_bytes(content[:8], "little")
-        said = json.loads(content[8:8 + length])
-        change(said, rng.choice(sorted(said.keys() - {"__metadata__"})))
-        text = json.dumps(said).encode()
+        header = json.loads(content[8:8 + length])
+        change(header, rng.choice(sorted(header.keys() - {"__metadata__"})))
+        text = json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length:])
 
     return harm
 
 
 TENSORS: dict[str, Harm] = {
-    "1e38": _tensors(lambda found, name, rng: found.update(
-        {one: torch.full_like(t, 1e38) for one, t in found.items()})), "NaN": _number(float("nan")),
+    "1e38": _tensors(lambda state, name, rng: state.update(
+        {key: torch.full_like(t, 1e38) for key, t in state.items()})), "NaN": _number(float("nan")),
     "infinity": _number(float("inf")), "minus infinity": _number(float("-inf")),
     "1e39 in 64 bits": _tensors(
-        lambda found, name, rng: found.update({name: torch.full_like(found[name], 1e39,
+        lambda state, name, rng: state.update({name: torch.full_like(state[name], 1e39,
             dtype=torch.float64)})),
     **{str(dtype).removeprefix("torch."): _cast(dtype)
        for dtype in (torch.int8, torch.int64, torch.uint8, torch.bool, torch.float64, torch.float16,
                      torch.bfloat16,
                                                                       torch.float8_e4m3fn,
                      torch.complex64)},
-    "transposed": _tensors(lambda found, name, rng: found.update({name: found[name][None].mT})),
-    "no rows": _tensors(lambda found, name, rng: found.update({name: found[name][:0]})),
-    "a number": _tensors(lambda found, name, rng: found.update({name: torch.tensor(1.0)})),
-    "without a tensor": _tensors(lambda found, name, rng: found.pop(name)),
-    "another tensor": _tensors(lambda found, name, rng: found.update({"more": torch.ones(2)})),
-    "a name that paints": _tensors(lambda found, name, rng: found.update(
-        {f"{name}{ESCAPE}": found.pop(name)})),
+    "transposed": _tensors(lambda state, name, rng: state.update({name: state[name][None].mT})),
+    "no rows": _tensors(lambda state, name, rng: state.update({name: state[name][:0]})),
+    "a number": _tensors(lambda state, name, rng: state.update({name: torch.tensor(1.0)})),
+    "without a tensor": _tensors(lambda state, name, rng: state.pop(name)),
+    "another tensor": _tensors(lambda state, name, rng: state.update({"more": torch.ones(2)})),
+    "a name that paints": _tensors(lambda state, name, rng: state.update(
+        {f"{name}{ESCAPE}": state.pop(name)})),
     "a longer name that paints": _tensors(
-        lambda found, name, rng: found.update({f"{name}{ESCAPE * 9000}": torch.ones(2)})),
-    "a shape of 2^80": _header(lambda said, name: said[name].update(shape=[2**40, 2**40])),
-    "a shape below 0": _header(lambda said, name: said[name].update(shape=[-4, -8])),
-    "offsets beyond": _header(lambda said, name: said[name].update(data_offsets=[0, 2**62])),
+        lambda state, name, rng: state.update({f"{name}{ESCAPE * 9000}": torch.ones(2)})),
+    "a shape of 2^80": _header(lambda header, name: header[name].update(shape=[2**40, 2**40])),
+    "a shape below 0": _header(lambda header, name: header[name].update(shape=[-4, -8])),
+    "offsets beyond": _header(lambda header, name: header[name].update(data_offsets=[0, 2**62])),
     "two in one place": _header(
-        lambda said, name: [one.update(data_offsets=said[name]["data_offsets"])
-                            for key, one in said.items() if key != "__metadata__"]),
+        lambda header, name: [entry.update(data_offsets=header[name]["data_offsets"])
+                              for key, entry in header.items() if key != "__metadata__"]),
     "a header of 2^62": _bytes(lambda old, rng: (2**62).to_bytes(8, "little") + old[8:]),
-    "another dtype": _header(lambda said, name: said[name].update(dtype="F4"))}
+    "another dtype": _header(lambda header, name: header[name].update(dtype="F4"))}
 
 
 # ---- keys of JSON
@@ -238,19 +238,19 @@ KINDS = {"a word": "wide", "a list": [1], "null": None, "a bool": True, "an obje
 
 
 def _key(path: Path, rng: random.Random) -> str:
-    said = json.loads(path.read_text())
-    key, kind = rng.choice(sorted(said)), rng.choice(sorted([*KINDS, "missing"]))
+    values = json.loads(path.read_text())
+    key, kind = rng.choice(sorted(values)), rng.choice(sorted([*KINDS, "missing"]))
     if kind == "missing":
-        del said[key]
+        del values[key]
     else:
-        said[key] = KINDS[kind]
-    path.write_text(json.dumps(said))
+        values[key] = KINDS[kind]
+    path.write_text(json.dumps(values))
     return f"{key} is {kind}"
 
 
 def _more(path: Path, rng: random.Random) -> None:
-    said = json.loads(path.read_text()) | {ESCAPE: ESCAPE, f"use_{ESCAPE}": True}
-    path.write_text(json.dumps(said))
+    values = json.loads(path.read_text()) | {ESCAPE: ESCAPE, f"use_{ESCAPE}": True}
+    path.write_text(json.dumps(values))
 
 
 JSON: dict[str, Harm] = {
@@ -265,33 +265,33 @@ JSON: dict[str, Harm] = {
 
 def _library(change: Callable[[dict[str, Any]], object]) -> Harm:
     def harm(path: Path, rng: random.Random) -> None:
-        said = json.loads(path.read_text())
-        change(said)
-        path.write_text(json.dumps(said))
+        spec = json.loads(path.read_text())
+        change(spec)
+        path.write_text(json.dumps(spec))
 
     return harm
 
 
 def _split(pattern: str) -> Harm:
-    return _library(lambda said: said.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [
+    return _library(lambda spec: spec.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        said["pre_tokenizer"]]}))
+        spec["pre_tokenizer"]]}))
 
 
 def _normalizer(**values: Any) -> Harm:
-    return _library(lambda said: said.update(normalizer=values))
+    return _library(lambda spec: spec.update(normalizer=values))
 
 
 def _entry(text: str, number: Any) -> Harm:
-    return _library(lambda said: said["model"]["vocab"].update({text: number}))
+    return _library(lambda spec: spec["model"]["vocab"].update({text: number}))
 
 
 def _added(**values: Any) -> Harm:
-    return _library(lambda said: said["added_tokens"].append({**said["added_tokens"][0], **values}))
+    return _library(lambda spec: spec["added_tokens"].append({**spec["added_tokens"][0], **values}))
 
 
 def _template(number: int, **values: Any) -> Harm:
-    return _library(lambda said: said.update(post_processor={
+    return _library(lambda spec: spec.update(post_processor={
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}},
             {"Sequence": {"id": "A", "type_id": 0}}] * number,
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
@@ -321,46 +321,46 @@ TOKENIZER: dict[str, Harm] = {
     "an added word of 30 MB": _added(id=341, content="ab" * 15_000_000),
     "added words of nothing": _added(id=341, content=""),
     "an added word that paints": _added(id=341, content=ESCAPE), "100,000 added words": _library(
-        lambda said: said["added_tokens"].extend({**said["added_tokens"][0], "id": 340 + i,
+        lambda spec: spec["added_tokens"].extend({**spec["added_tokens"][0], "id": 340 + i,
             "content": f"<{i}>"} for i in range(100_000))),
-    "1,100,000 entries": _library(lambda said: said["model"]["vocab"].update(
+    "1,100,000 entries": _library(lambda spec: spec["model"]["vocab"].update(
         {f"w{i}": 340 + i for i in range(1_100_000)})),
-    "merges of no entries": _library(lambda said: said["model"]["merges"].append(["no", "entry"])),
-    "merges of one": _library(lambda said: said["model"]["merges"].append(["a"])),
+    "merges of no entries": _library(lambda spec: spec["model"]["merges"].append(["no", "entry"])),
+    "merges of one": _library(lambda spec: spec["model"]["merges"].append(["a"])),
     "a template of other ids": _template(1, ids=[10**9]),
     "a template of 10^6 tokens": _template(1, ids=[0] * 10**6, tokens=["x"] * 10**6),
     "a template that repeats": _template(5000),
     "a template without its token": _template(1, id="y"),
-    "nested pre-tokenizers": _library(lambda said: said.update(
-        pre_tokenizer=_nested(said["pre_tokenizer"], 60))),
-    "pieces of length 0": _library(lambda said: said.update(pre_tokenizer={"type": "FixedLength",
+    "nested pre-tokenizers": _library(lambda spec: spec.update(
+        pre_tokenizer=_nested(spec["pre_tokenizer"], 60))),
+    "pieces of length 0": _library(lambda spec: spec.update(pre_tokenizer={"type": "FixedLength",
         "length": 0})),
-    "a decoder that strips 2^60": _library(lambda said: said.update(decoder={"type": "Strip",
+    "a decoder that strips 2^60": _library(lambda spec: spec.update(decoder={"type": "Strip",
         "content": "a", "start": 2**60, "stop": 2**60})),
-    "a decoder that grows": _library(lambda said: said.update(decoder={"type": "Sequence",
+    "a decoder that grows": _library(lambda spec: spec.update(decoder={"type": "Sequence",
         "decoders": [
         {"type": "Replace", "pattern": {"Regex": "."}, "content": "." * 1000}] * 6})),
-    "padding to 10^12": _library(lambda said: said.update(padding={"strategy": {"Fixed": 10**12},
+    "padding to 10^12": _library(lambda spec: spec.update(padding={"strategy": {"Fixed": 10**12},
         "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
                                                                   "pad_type_id": 0,
         "pad_token": "x"})),
     "truncation with a stride above its length":
-    _library(lambda said: said.update(truncation={"max_length": 2, "stride": 9,
+    _library(lambda spec: spec.update(truncation={"max_length": 2, "stride": 9,
         "strategy": "LongestFirst", "direction": "Right"})),
-    "a model that is another": _library(lambda said: said["model"].update(type="Unigram")),
+    "a model that is another": _library(lambda spec: spec["model"].update(type="Unigram")),
     "Unigram without an unknown": _library(
-        lambda said: said.update(model={"type": "Unigram", "unk_id": 10**9, "vocab": [["a", 0.0]],
+        lambda spec: spec.update(model={"type": "Unigram", "unk_id": 10**9, "vocab": [["a", 0.0]],
                                        "byte_fallback": False})),
-    "Unigram of NaN": _library(lambda said: said.update(model={"type": "Unigram", "unk_id": 0,
+    "Unigram of NaN": _library(lambda spec: spec.update(model={"type": "Unigram", "unk_id": 0,
         "vocab": [["<unk>", float("nan")], ["a", 0.0]], "byte_fallback": False})),
-    "WordLevel without entries": _library(lambda said: said.update(model={"type": "WordLevel",
+    "WordLevel without entries": _library(lambda spec: spec.update(model={"type": "WordLevel",
         "vocab": {}, "unk_token": "x"})),
-    "WordPiece of words of 2^60": _library(lambda said: said.update(model={"type": "WordPiece",
+    "WordPiece of words of 2^60": _library(lambda spec: spec.update(model={"type": "WordPiece",
         "vocab": {"x": 0}, "unk_token": "x", "continuing_subword_prefix": "##",
                                                                          "max_input_chars_per_word":
         2**60})),
-    "without added tokens": _library(lambda said: said.pop("added_tokens")),
-    "without a model": _library(lambda said: said.pop("model"))}
+    "without added tokens": _library(lambda spec: spec.pop("added_tokens")),
+    "without a model": _library(lambda spec: spec.pop("model"))}
 
 
 def _nested(inner: dict[str, Any], depth: int) -> dict[str, Any]:
@@ -457,18 +457,19 @@ def commands(folder: str, theirs: Path, out: Path, good: Path) -> Iterator[list[
            *(["--adapter"] if folder != "model" else [])]
 
 
-def complaints(code: int, said: str, seconds: float, left: set[Path]) -> list[str]:
-    lines = [line for line in said.split("\n") if line.strip() and "B/s]" not in line]
+def complaints(code: int, printed: str, seconds: float, left: set[Path]) -> list[str]:
+    lines = [line for line in printed.split("\n") if line.strip() and "B/s]" not in line]
     sentences = [line for line in lines if line.startswith("lpkit: ")]
-    found = {
-        "hangs": seconds > CPU_SECONDS, "a traceback": "Traceback" in said or "panicked" in said,
+    problems = {
+        "hangs": seconds > CPU_SECONDS,
+        "a traceback": "Traceback" in printed or "panicked" in printed,
         "exit code": code not in (0, 2),
         "not one sentence": code == 2 and (len(sentences) != 1
             or any(line != sentences[0] and not line.startswith(" ") for line in lines)),
         "a long sentence": code == 2 and any(len(line) > 1500 for line in sentences),
-        "control characters": not said.replace("\n", "").replace("\r", "").isprintable(),
+        "control characters": not printed.replace("\n", "").replace("\r", "").isprintable(),
         "leaves something": code != 0 and bool(left)}
-    return [what for what, so in found.items() if so]
+    return [what for what, so in problems.items() if so]
 
 
 def unsound(out: Path) -> list[str]:
@@ -503,20 +504,21 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             full = number % 10 == 9     # the file is good, and the disk is full
             most, fills = rng.choice((4096, 9000, 20_000, 40_000)), rng.choice(("import",
                 "export")) if subject != "text" else "data"
-            said = "a disk that is full" if full else SUBJECTS[subject][file][harm](theirs / file,
+            detail = "a disk that is full" if full else SUBJECTS[subject][file][harm](theirs / file,
                 rng)
             about = (f"seed {seed}, trial {number}: {subject}, {file}: "
-                     f"{said if isinstance(said, str) else harm}")
+                     f"{detail if isinstance(detail, str) else harm}")
             before, end = {*folder.rglob("*")}, "used"
             for words in commands(subject, theirs, place / "out", good):
                 code, seconds = _ended(forks, folder, words, most * (full and words[0] == fills))
                 left = {path for path in folder.rglob("*")
                         if not KEPT & {*path.relative_to(folder).parts[:1]}} - before
-                wrong = complaints(code, forks.said, seconds, left)
+                wrong = complaints(code, forks.printed, seconds, left)
                 slowest = max(slowest, (seconds, f"{about}: {words[0]}"))
                 for what in wrong:
-                    (outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
-                                 f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}"))
+                    shown = [*map(str, left)] if what[0] == "l" else forks.printed[-700:]
+                    outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
+                                         f"{shown!r}")
                 if code == 0 and words[0] == "import" and (bad := unsound(place / "out")):
                     outcome.failed("weights that are no numbers", f"{about}: {bad[:3]}")
                 if code or wrong:

@@ -31,14 +31,14 @@ SAID = ("trial", "settings", "val_loss", "name", "pruned", "evaluations")
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
     base = str(prepare(folder, steps=40))
-    told = sweep.Sweep(base=base, search=SEARCH, trials=TRIALS, target="val_loss", sampler="random",
-                       at_once=AT_ONCE)
-    cut = replace(told, sampler="tpe", pruner="asha", settings={"eval_every": 4})
+    unpruned = sweep.Sweep(base=base, search=SEARCH, trials=TRIALS, target="val_loss",
+                           sampler="random", at_once=AT_ONCE)
+    cut = replace(unpruned, sampler="tpe", pruner="asha", settings={"eval_every": 4})
     claim = Claim(base=base, arms={"adamw": {}, "lion": {"optimizer": "lion"}},
                   differ=("optimizer",), target="val_loss", effect=0.3,
                   budget={"steps": 40}, seeds=3, pilot=3,
                   tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
-    kinds = {"sweep": lambda *ways: sweep.settle(told, *ways),
+    kinds = {"sweep": lambda *ways: sweep.settle(unpruned, *ways),
              "pruned": lambda *ways: sweep.settle(cut, *ways),
              "claim": lambda out, finished: _verdict(claim, finished)}
     whole, seconds, rounds, heard = {}, {}, 0, 0
@@ -49,21 +49,21 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             begun = time.monotonic()
             whole[kind] = _settled(kinds[kind], folder / f"whole-{kind}")
             seconds[kind] = time.monotonic() - begun
-        found = None
-        while found is None:
+        result = None
+        while result is None:
             over = threading.Event()
             killer = threading.Thread(target=_kill,
                                       args=(rng.uniform(0, seconds[kind]), rng.random(), over,
                                             outcome))
             killer.start()
             try:
-                found = _settled(kinds[kind], out)
+                result = _settled(kinds[kind], out)
             except RunFailedError:
                 heard += 1
             finally:
                 over.set()
                 killer.join()
-        _same(found, whole[kind], out, f"seed {seed}, {kind} {rounds}", outcome)
+        _same(result, whole[kind], out, f"seed {seed}, {kind} {rounds}", outcome)
     outcome.facts = {"rounds": rounds, "heard of": heard,
                      **{f"{kind}_seconds": round(took, 3) for kind, took in seconds.items()}}
     return outcome
@@ -79,21 +79,21 @@ def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
             names.update(map(runs.name_of, configs))
             return workers.finished(configs, judges=judges)
 
-        found = settle(out / "few", finished)
-    if "trials" in found:
-        told = len(Path(found["journal"]).read_text().splitlines())
+        result = settle(out / "few", finished)
+    if "trials" in result:
+        journal_lines = len(Path(result["journal"]).read_text().splitlines())
         # a sweep that goes on asks for what its journal lacks
-        return (told, [{key: line[key] for key in SAID} for line in found["trials"]]), {line["name"]
-            for line in found["trials"]}
-    return found, names
+        trials = [{key: line[key] for key in SAID} for line in result["trials"]]
+        return (journal_lines, trials), {line["name"] for line in result["trials"]}
+    return result, names
 
 
 def _verdict(claim: Claim, finished: Callable) -> dict:
     """Settles the first arm against itself: no run depends on how long another took."""
-    found = Settling(claim, finished, lambda line: None).settle(null=True)
-    [verdict] = found["verdicts"]
+    result = Settling(claim, finished, lambda line: None).settle(null=True)
+    [verdict] = result["verdicts"]
     return ({key: verdict[key] for key in ("verdict", "gain", "interval", "p", "seeds")}
-            | {"tuned": found["tuned"], "runs": found["runs"]})
+            | {"tuned": result["tuned"], "runs": result["runs"]})
 
 
 def _kill(seconds: float, which: float, over: threading.Event, outcome: Outcome) -> None:
@@ -107,10 +107,10 @@ def _kill(seconds: float, which: float, over: threading.Event, outcome: Outcome)
             outcome.tried += 1
 
 
-def _same(found: tuple, whole: tuple, out: Path, trial: str, outcome: Outcome) -> None:
-    if found[0] != whole[0]:
-        outcome.failed("a run differs", f"{trial}: {found[0]}, unbroken {whole[0]}")
-    if found[1] != whole[1] or {path.stem for path in out.glob("*.json")} != whole[1]:
+def _same(result: tuple, whole: tuple, out: Path, trial: str, outcome: Outcome) -> None:
+    if result[0] != whole[0]:
+        outcome.failed("a run differs", f"{trial}: {result[0]}, unbroken {whole[0]}")
+    if result[1] != whole[1] or {path.stem for path in out.glob("*.json")} != whole[1]:
         outcome.failed("a run was lost or done twice", trial)
     if left := [path.name for path in out.iterdir() if path.is_dir() or path.name.endswith(".tmp")]:
         outcome.failed("something was left behind", f"{trial}: {left}")

@@ -47,19 +47,19 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             checkpoint_every=2).read_text())
         kinds = {name: KINDS[name](config, folder / name) for name in SHARES}
         turns = [name for name, share in SHARES.items() for _ in range(share)]
-        said: dict[str, int] = {}
+        noticed: dict[str, int] = {}
         while outcome.tried < count:
             _trial(kinds[turns[outcome.tried % len(turns)]], folder / "copy", rng, seed, outcome,
-                   said)
+                   noticed)
     finally:
         runs.LOOK_SECONDS = look
     outcome.facts = {"trials": {name: turns.count(name) * count // len(turns) for name in SHARES},
-                     "said": said}
+                     "said": noticed}
     return outcome
 
 
 def _trial(kind: "Kind", copy: Path, rng: random.Random, seed: int, outcome: Outcome,
-           said: dict[str, int]) -> None:
+           noticed: dict[str, int]) -> None:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(kind.folder, copy)
     victim = rng.choice(kind.victims(copy))
@@ -75,17 +75,17 @@ def _trial(kind: "Kind", copy: Path, rng: random.Random, seed: int, outcome: Out
     for again in (False, True):
         with contextlib.redirect_stderr(io.StringIO()) as words:
             try:
-                found = kind.settled(copy)
+                result = kind.settled(copy)
             except BaseException as error:
                 outcome.failed("stopped",
                                f"{trial}{', again' * again}: {type(error).__name__}: {error}"[:400])
                 return
         heard = [*words.getvalue().splitlines(), *kind.problems]
         if not again:
-            said[kind.name] = said.get(kind.name, 0) + bool(heard)
-        if not (again and kind.name == "reports") and kind.differs(found, heard):
+            noticed[kind.name] = noticed.get(kind.name, 0) + bool(heard)
+        if not (again and kind.name == "reports") and kind.differs(result, heard):
             outcome.failed("another result" if heard else "silent",
-                           f"{trial}{', again' * again}: {str(found)[:200]}")
+                           f"{trial}{', again' * again}: {str(result)[:200]}")
             return
         if again and words.getvalue():
             outcome.failed("said again", f"{trial}: {words.getvalue()[:300]}")
@@ -123,8 +123,8 @@ class Kind:
     def victims(self, copy: Path) -> list[Path]:
         return sorted(path for path in copy.iterdir() if path.suffix in (".json", ".jsonl"))
 
-    def differs(self, found: Any, heard: list[str]) -> bool:
-        return found != self.truth
+    def differs(self, result: Any, heard: list[str]) -> bool:
+        return result != self.truth
 
 
 class Claims(Kind):
@@ -134,14 +134,14 @@ class Claims(Kind):
         self.values = VALUES
         settings = {key: value for key, value in flat(self.config).items()
                     if value != flat(preset("cpu-3m"))[key] and key != "steps"}
-        self.told = Claim(settings=settings, arms={"adamw": {}, "lion": {"optimizer": "lion"}},
-                          differ=("optimizer",), target="val_loss", effect=0.02,
-                          budget={"steps": STEPS}, seeds=12, pilot=3, looks=1,
-                          tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
+        self.claim = Claim(settings=settings, arms={"adamw": {}, "lion": {"optimizer": "lion"}},
+                           differ=("optimizer",), target="val_loss", effect=0.02,
+                           budget={"steps": STEPS}, seeds=12, pilot=3, looks=1,
+                           tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
 
     def settled(self, copy: Path) -> Any:
         with runs.Workers(copy, processes.Children(), 2, made_up) as workers:
-            return json.loads(json.dumps(Settling(self.told,
+            return json.loads(json.dumps(Settling(self.claim,
                 lambda what, configs: workers.finished(configs), lambda line: None).settle(False)))
 
 
@@ -154,17 +154,17 @@ class Sweeps(Kind):
         self.values = VALUES
         settings = {key: value for key, value in flat(self.config).items()
                     if value != flat(preset("cpu-3m"))[key]}
-        self.told = sweep.Sweep(settings=settings,
-                                search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}},
-                                trials=6, target="val_loss",
-                                at_once=2, pruner=self.pruner)
+        self.sweep = sweep.Sweep(settings=settings,
+                                 search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}},
+                                 trials=6, target="val_loss",
+                                 at_once=2, pruner=self.pruner)
 
     def settled(self, copy: Path) -> Any:
         with runs.Workers(copy, processes.Children(), 2, made_up) as workers:
-            found = sweep.settle(self.told, copy / "few",
-                                 lambda what, configs, judges: workers.finished(configs,
+            result = sweep.settle(self.sweep, copy / "few",
+                                  lambda what, configs, judges: workers.finished(configs,
                                      judges=judges))
-        return json.loads(json.dumps(found | {"journal": Path(found["journal"]).name}))
+        return json.loads(json.dumps(result | {"journal": Path(result["journal"]).name}))
 
 
 class Pruned(Sweeps):
@@ -194,13 +194,13 @@ class Reports(Kind):
         names = store.pseudonyms()
         later = self.progress.Store(copy)       # the service, when it is started again
         later.add("learner0", [_report(99)])
-        assert any(one["id"] == "99" for one in later.events())
-        return [{key: one[key] for key in one if key != "pseudonym"}
-                | {"who": {v: k for k, v in names.items()}.get(one["pseudonym"])}
-                for one in events if one["id"] != "99"]
+        assert any(event["id"] == "99" for event in later.events())
+        return [{key: event[key] for key in event if key != "pseudonym"}
+                | {"who": {v: k for k, v in names.items()}.get(event["pseudonym"])}
+                for event in events if event["id"] != "99"]
 
-    def differs(self, found: Any, heard: list[str]) -> bool:
-        return found != self.truth and not heard
+    def differs(self, result: Any, heard: list[str]) -> bool:
+        return result != self.truth and not heard
 
 
 def _report(i: int) -> dict[str, Any]:
@@ -243,8 +243,8 @@ class Begun(Kind):
 
     def settled(self, copy: Path) -> Any:
         with runs.Workers(copy, processes.Children(), 1, _in_here) as workers:
-            found = workers.finished([self.config, self.other])
-        return [(one["val_loss"], one["evaluations"], one["config"]) for one in found]
+            rows = workers.finished([self.config, self.other])
+        return [(row["val_loss"], row["evaluations"], row["config"]) for row in rows]
 
     def __init__(self, config: Config, folder: Path):
         folder.mkdir()
@@ -259,12 +259,12 @@ class Begun(Kind):
 KINDS = {"claim": Claims, "sweep": Sweeps, "pruned": Pruned, "reports": Reports, "begun": Begun}
 
 
-def _in_here(*told: Any) -> Future:
+def _in_here(*arguments: Any) -> Future:
     done: Future = Future()
     try:
         # of a worker, it is a log that nobody reads
         with contextlib.redirect_stderr(io.StringIO()):
-            runs.make(*told)
+            runs.make(*arguments)
         done.set_result(None)
     except BaseException as error:
         done.set_exception(error)
@@ -297,7 +297,7 @@ def _other(path: Path, rng: random.Random, kind: Kind) -> Path | None:
     if kind.name == "begun":
         theirs = kind.folder / runs.name_of(kind.other)
         return next(iter(theirs.rglob(path.name)), None)
-    others = [one for one in path.parent.glob(f"*{path.suffix}") if one != path]
+    others = [other for other in path.parent.glob(f"*{path.suffix}") if other != path]
     return rng.choice(others) if others else None
 
 
@@ -321,7 +321,7 @@ def _exchanged(path: Path, rng: random.Random, kind: Kind) -> Any:
     if kind.name == "reports":
         return False
     a = path if kind.name != "begun" else kind_folder(path, kind)
-    others = [one for one in a.parent.iterdir() if one != a and one.suffix == a.suffix]
+    others = [other for other in a.parent.iterdir() if other != a and other.suffix == a.suffix]
     if not others:
         return False
     b, aside = rng.choice(others), a.with_name("aside")
@@ -331,7 +331,7 @@ def _exchanged(path: Path, rng: random.Random, kind: Kind) -> Any:
 
 
 def kind_folder(path: Path, kind: Begun) -> Path:
-    return next(one for one in path.parents if one.name == runs.name_of(kind.config))
+    return next(folder for folder in path.parents if folder.name == runs.name_of(kind.config))
 
 
 def _special(make: Callable[[Path], Any]) -> Callable:
@@ -425,10 +425,10 @@ def _kind(lines: list[bytes], rng: random.Random) -> None:
 def _values_of_another(lines: list[bytes], rng: random.Random) -> None:
     """The values of one line in the place of another's: a trial renumbered."""
     a, b = rng.sample(range(len(lines)), 2)
-    one, two = json.loads(lines[a]), json.loads(lines[b])
-    kept = {key: one[key] for key in (records.RUN, records.NUMBER, records.BEFORE, "trial",
-                                      "settings") if key in one}
-    summed(lines, a, two | kept)
+    first, second = json.loads(lines[a]), json.loads(lines[b])
+    kept = {key: first[key] for key in (records.RUN, records.NUMBER, records.BEFORE, "trial",
+                                        "settings") if key in first}
+    summed(lines, a, second | kept)
 
 
 LINES: dict[str, Callable] = {

@@ -141,7 +141,7 @@ class Fake:
     def __init__(self, count: int, properties: dict[str, Any]):
         self.count, self.properties = count, properties
         self.host, self.streams, self.memory, self.races = Line("the host"), [], {}, []
-        self.numbers, self.lock, self.local, self.told = iter(
+        self.numbers, self.lock, self.local, self.current_devices = iter(
             range(10**9)), threading.RLock(), threading.local(), []
         self.Stream = type("Stream", (Stream,), {"fake": self})
         self.Event = type("Event", (Event,), {"fake": self})
@@ -164,7 +164,7 @@ class Fake:
 
     def set_device(self, device: Any) -> None:
         self.local.device = self.index(device)
-        self.told.append((threading.current_thread().name, self.local.device))
+        self.current_devices.append((threading.current_thread().name, self.local.device))
 
     def current(self, device: Any = None) -> Stream:
         index = self.index(device)

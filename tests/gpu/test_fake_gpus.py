@@ -73,7 +73,7 @@ def test_batches_come_by_a_stream_of_their_own_to_the_gpu_of_their_run(tiny):
         training = Training.build(tiny.replace({"system.device": "cuda:1"}))
         batch = training.batch(0)
         assert batch.tokens.device == torch.device("cuda:1") and batch.tokens.is_contiguous()
-        assert ("MainThread", 1) in fake.told and ("lpkit-batches_0", 1) in fake.told
+        assert ("MainThread", 1) in fake.current_devices and ("lpkit-batches_0", 1) in fake.current_devices
         stream = fake.of(batch.tokens).born
         assert stream.index == 1 and stream is not fake.default[1]
         assert {p.device for p in training.model.parameters()} == {torch.device("cuda:1")}
@@ -237,7 +237,7 @@ def test_a_rank_takes_its_gpu_before_it_meets_the_others(tiny, tmp_path):
     config, store = tiny.replace({"system.device": "cuda"}), f"file://{tmp_path}/store"
     with gpus(2) as fake, nccl() as backends, joined(config, rank=0, world=1, local_rank=1,
                                                      local_world=1, init_method=store) as ranks:
-        assert fake.told[0] == ("MainThread", 1) and backends == ["cpu:gloo,cuda:nccl"]
+        assert fake.current_devices[0] == ("MainThread", 1) and backends == ["cpu:gloo,cuda:nccl"]
         assert ranks.device == "cuda"
         assert ranks.mean(torch.ones(2, device="cuda")).device == torch.device("cuda:1")
 

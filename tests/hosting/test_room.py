@@ -299,7 +299,7 @@ def test_who_is_there_keeps_number_and_code(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be"):
         rooms.joined(again, "../cleo")
     (tmp_path / "room.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no room of this kit"):
+    with pytest.raises(ConfigError, match="is not a room of lpkit"):
         rooms.opened(tmp_path, ["anna"], proxy="sh", port=1)
 
 

@@ -1,4 +1,4 @@
-"""What ranks of tests/parallel/test_context.py do; each is `f(place, told)`."""
+"""What ranks of tests/parallel/test_context.py do; each is `f(place, job)`."""
 
 from unittest.mock import patch
 
@@ -55,17 +55,17 @@ def both(attend, inputs: list, d_out: torch.Tensor, rule: Rule) -> list[torch.Te
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
-def attend(place: Place, told: dict) -> list[list]:
+def attend(place: Place, job: dict) -> list[list]:
     """For each case [way, backend, rule, kv_heads, dtype]: how far this rank's part of the answer
     and of each gradient is from one process in float64, of the largest; pairs of chunks that were
     computed forward; bytes of each message, forward and backward."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     meet("gloo", **place.among)
-    for way, backend, name, kv_heads, dtype in told["cases"]:
-        found.append(_case(way, backend, RULES[name], kv_heads, getattr(torch, dtype)))
+    for way, backend, name, kv_heads, dtype in job["cases"]:
+        results.append(_case(way, backend, RULES[name], kv_heads, getattr(torch, dtype)))
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype) -> list:
@@ -117,8 +117,8 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype)
     return [off, forward_pairs, forward, sent]
 
 
-def trained(place: Place, told: dict) -> list:
-    return [updates(training, told["updates"]) for training in built(place, told)]
+def trained(place: Place, job: dict) -> list:
+    return [updates(training, job["updates"]) for training in built(place, job)]
 
 
 def updates(training: Training, count: int) -> list:
@@ -127,5 +127,6 @@ def updates(training: Training, count: int) -> list:
     done = [training.update(step) for step in range(count - 1)]
     with MessageCount() as counted:
         done.append(training.update(count - 1))
-    return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done],
-            training.evaluate(), sorted([*one, times] for one, times in counted.sent.items())]
+    return [[update.loss.item() for update in done], [update.grad_norm.item() for update in done],
+            training.evaluate(),
+            sorted([*message, times] for message, times in counted.sent.items())]

@@ -34,11 +34,12 @@ class Parts(nn.Module):
             self.parts.append(part)
 
     def _rows(self, t: Tensor, i: int) -> Tensor:
-        return torch.cat([one.chunk(self.count)[i] for one in t.chunk(self.matrices)])
+        return torch.cat([matrix.chunk(self.count)[i] for matrix in t.chunk(self.matrices)])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.side == "columns":
-            first, *others = (part(one) for part, one in zip(self.parts, x.chunk(self.count, -1)))
+            first, *others = (part(features) for part, features
+                              in zip(self.parts, x.chunk(self.count, -1)))
             return sum(others, first)
         if not hasattr(self.parts[0], "recipe") and torch.is_autocast_enabled("cpu"):
             # once: gradients of all parts meet in it
@@ -51,14 +52,14 @@ class Parts(nn.Module):
     def whole(self) -> dict[str, Tensor]:
         weights = [part.weight.detach() for part in self.parts]
         if self.side == "columns":
-            found = {"weight": torch.cat(weights, 1)}
-            return (found if self.parts[0].bias is None
-                    else found | {"bias": self.parts[0].bias.detach()})
-        found = {"weight": self._in_order([w.chunk(self.matrices) for w in weights], 0)}
+            tensors = {"weight": torch.cat(weights, 1)}
+            return (tensors if self.parts[0].bias is None
+                    else tensors | {"bias": self.parts[0].bias.detach()})
+        tensors = {"weight": self._in_order([w.chunk(self.matrices) for w in weights], 0)}
         if self.parts[0].bias is not None:
-            found["bias"] = self._in_order([part.bias.detach().chunk(self.matrices)
+            tensors["bias"] = self._in_order([part.bias.detach().chunk(self.matrices)
                 for part in self.parts], 0)
-        return found
+        return tensors
 
 
 class HeadParts(nn.Module):
@@ -109,11 +110,11 @@ def cut(model: nn.Module, count: int) -> nn.Module:
 
 def whole_weights(model: nn.Module, config: ModelConfig) -> Tensor:
     """All of them in the order of their names, one after the other."""
-    found = {name.replace(".linear.", "."): p for name, p in model.named_parameters()}
+    tensors = {name.replace(".linear.", "."): p for name, p in model.named_parameters()}
     for name, part in model.named_modules():
         if isinstance(part, Parts):
-            found |= {f"{name}.{key}": t for key, t in part.whole().items()}
-    return torch.cat([found[name].detach().flatten()
+            tensors |= {f"{name}.{key}": t for key, t in part.whole().items()}
+    return torch.cat([tensors[name].detach().flatten()
                       for name in sorted(dict(Transformer(config).named_parameters()))])
 
 

@@ -1,4 +1,4 @@
-"""What ranks of tests/parallel/test_meeting.py do; each is `f(place, told)`."""
+"""What ranks of tests/parallel/test_meeting.py do; each is `f(place, job)`."""
 
 import hmac
 import os
@@ -38,7 +38,7 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
            "send_object_list", "recv_object_list")
 
 
-def chain(place, told):
+def chain(place, job):
     """Runs, with nothing that reads a pickle; and nothing that makes one for the others."""
     c10d = dist.distributed_c10d
     for module in (dist, c10d):
@@ -47,22 +47,23 @@ def chain(place, told):
     c10d._object_to_tensor = c10d._tensor_to_object = c10d._unpickler = _refuse
     with (patch.object(pickle, "loads", _refuse), patch.object(pickle, "load", _refuse),
           patch.object(pickle, "Unpickler", Unpickler)):
-        chains(place, told)
+        chains(place, job)
 
 
-def wait(place, told):
+def wait(place, job):
     """Meet, where the environment names an interface that others reach; say so; wait until told to
     stop."""
-    if told["interface"]:
-        os.environ[meeting.INTERFACE] = told["interface"]
+    if job["interface"]:
+        os.environ[meeting.INTERFACE] = job["interface"]
     with meeting.meeting("gloo", **place.among) as prove:
         prove("pair", dist.new_group([0, 1]))
-    assert os.environ.get(meeting.INTERFACE, "") == told["interface"]
+    assert os.environ.get(meeting.INTERFACE, "") == job["interface"]
     connections = psutil.Process().net_connections("tcp")
     place.tell({"pid": os.getpid(),
-                "at": sorted({(one.laddr.ip, one.laddr.port) for one in connections
-                              if one.status == psutil.CONN_LISTEN}),
-                "all": sorted({one.laddr.ip for one in connections})})
+                "at": sorted({(connection.laddr.ip, connection.laddr.port)
+                              for connection in connections
+                              if connection.status == psutil.CONN_LISTEN}),
+                "all": sorted({connection.laddr.ip for connection in connections})})
     while place.asked() != "stop":
         time.sleep(0.01)
     x = torch.ones(3)
@@ -70,14 +71,14 @@ def wait(place, told):
     return x.tolist()
 
 
-def lie(place, told):
+def lie(place, job):
     """Rank 1 is not who it says it is."""
     real = hmac.digest
 
     def digest(secret, text, kind):
-        if told["lie"] == "secret":
+        if job["lie"] == "secret":
             return real(b"another" + secret, text, kind)
-        if told["lie"] == "reflected":      # the proof that it has just got
+        if job["lie"] == "reflected":      # the proof that it has just got
             return real(secret, text.replace(b"(1, 0)", b"(0, 1)"), kind)
         return real(secret, text.replace(b"pair", b"world"), kind)      # that of another group
 
@@ -87,7 +88,7 @@ def lie(place, told):
         prove("pair", dist.new_group([0, 1]))
 
 
-def silent(place, told):
+def silent(place, job):
     """Rank 1 never proves anything."""
     if place.rank:
         meeting._prove = lambda *_: time.sleep(60)
@@ -99,7 +100,7 @@ def silent(place, told):
         place.tell({"seconds": time.monotonic() - begun})
 
 
-def late(place, told):
+def late(place, job):
     """Rank 1 sends each message, from rank to rank and of all, long after the time for a proof."""
     meeting.PROOF_TIMEOUT = timedelta(seconds=1)
     meeting.meet("gloo", **place.among)
@@ -114,11 +115,11 @@ def late(place, told):
     shared.owned["w"].grad = x.clone()
     for wait_for in (lambda: ring.passed(x)(), shared.reduce, lambda: dist.all_reduce(x),
                      lambda: stages.step(lambda stage, micro, given: x.clone(), x)):
-        time.sleep(2 * (place.rank == told["late"]))
+        time.sleep(2 * (place.rank == job["late"]))
         wait_for()
 
 
-def too_much(place, told):
+def too_much(place, job):
     """Rank 0 says more than is heard: nobody makes room for it. Then what is said arrives, of every
     rank and whole."""
     meeting.meet("gloo", **place.among)
@@ -138,16 +139,16 @@ def _raise(error):
     raise error
 
 
-def full_disk(place, told):
+def full_disk(place, job):
     with patch.object(loop, "write_atomically", no_space):
-        train(place, told)
+        train(place, job)
 
 
 def no_space(path, text):
     raise OSError(28, "No space left on device", str(path))
 
 
-def abort(place, told):
+def abort(place, job):
     """As gloo does when it hears nonsense."""
     place.at(0, MEETING)
     if place.rank:
@@ -156,6 +157,6 @@ def abort(place, told):
 
 
 def reached(address, port):
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
-        one.settimeout(0.5)
-        return one.connect_ex((address, port)) == 0
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as client:
+        client.settimeout(0.5)
+        return client.connect_ex((address, port)) == 0

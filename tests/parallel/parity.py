@@ -229,12 +229,12 @@ class Row:
         return max(self.sigmas) <= SIGMAS
 
 
-def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
+def run(place: Place, job: dict[str, Any]) -> list[dict[str, Any]]:
     """A rank: cases, one after the other."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = []
-    for i, case in enumerate(told["cases"]):
+    results = []
+    for i, case in enumerate(job["cases"]):
         case = Case(**case)
         config, path = case.config, Path(case.weights)
         with ExitStack() as until_end:
@@ -258,7 +258,7 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
             if case.order:
                 training = replace(training, data=Reordered(training.data, case.order))
             losses, norms = [], []
-            for step in range(told["updates"]):
+            for step in range(job["updates"]):
                 place.at(step, f"{case.recipe} in {config.parallel}")
                 done = training.update(step)
                 losses.append(done.loss.item())
@@ -271,19 +271,20 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
             distance = ((weights - due).norm() / due.norm()).item()
         else:
             np.save(path, weights.numpy())
-        found.append({"losses": losses, "norms": norms, "weights": distance})
-    return found
+        results.append({"losses": losses, "norms": norms, "weights": distance})
+    return results
 
 
 def _made_in_parts(cut: Callable[[nn.Module, int], nn.Module], parts: int,
-                   made: Callable[..., nn.Module], *how: Any) -> nn.Module:
-    return cut(made(*how), parts)
+                   initial_model: Callable[..., nn.Module], *how: Any) -> nn.Module:
+    return cut(initial_model(*how), parts)
 
 
 def _norms_in_parts(parts: int, gradients: Sequence[torch.Tensor], order: float, dtype: torch.dtype
                     ) -> list[torch.Tensor]:
     norm = partial(torch.linalg.vector_norm, ord=order, dtype=dtype)
-    return [norm(torch.stack([norm(rows) for rows in one.chunk(parts)])) for one in gradients]
+    return [norm(torch.stack([norm(rows) for rows in gradient.chunk(parts)]))
+            for gradient in gradients]
 
 
 def whole_weights(training: Training) -> torch.Tensor:
@@ -335,7 +336,7 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str,
                         for order in range(1, orders + 1)}
                     case = replace(case, weights=own.weights)
                 cases[recipe, name] = replace(case, weights=mixed.weights) if case.mixed else case
-        found: dict[Any, dict[str, Any]] = {}
+        results: dict[Any, dict[str, Any]] = {}
         with WarmParent() as parent:
             for world in sorted({case.world for case in cases.values()}):
                 with ExitStack() as until_end:
@@ -343,13 +344,13 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str,
                     for share in range(max(1, cores() // world)):   # a recipe is in one of them
                         mine = {key: case for key, case in cases.items() if case.world == world
                                 and recipes.index(key[0]) % max(1, cores() // world) == share}
-                        told = {"cases": [asdict(case) for case in mine.values()],
-                                "updates": updates}
+                        job = {"cases": [asdict(case) for case in mine.values()],
+                               "updates": updates}
                         shares.append((mine, until_end.enter_context(Processes(
-                            "tests.parallel.parity:run", told, world=world, parent=parent))))
+                            "tests.parallel.parity:run", job, world=world, parent=parent))))
                     for mine, running in shares:
-                        found |= zip(mine, running.wait()[0])
-    return [_row(recipe, layout, case, found, orders)
+                        results |= zip(mine, running.wait()[0])
+    return [_row(recipe, layout, case, results, orders)
             for (recipe, layout, *_), case in cases.items() if layout in layouts]
 
 
@@ -366,27 +367,27 @@ def _goes(recipe: str, layout: Mapping[str, Any]) -> bool:
     return RECIPES[recipe].gathers if row.cast else not row.mixed or bool(RECIPES[recipe].compute)
 
 
-def _row(recipe: str, layout: str, case: Case, found: dict[Any, Any], orders: int) -> Row:
-    alone = found[recipe, 0]
+def _row(recipe: str, layout: str, case: Case, results: dict[Any, Any], orders: int) -> Row:
+    alone = results[recipe, 0]
     due = alone
-    others = [found[(recipe, NORM, order) if case.norm_over_ranks else (recipe, order)]
+    others = [results[(recipe, NORM, order) if case.norm_over_ranks else (recipe, order)]
               for order in range(1, orders + 1)]
     parts = case.layout.get("tensor", 1)
     if own := MIXED if case.mixed else IN_PARTS.format(parts) if parts > 1 else None:
-        due, *others = (found[recipe, own, order] for order in range(orders + 1))
-    noise = [_distance(one, due) for one in others]
+        due, *others = (results[recipe, own, order] for order in range(orders + 1))
+    noise = [_distance(other, due) for other in others]
     # what is compared are numbers in float32, half of whose last bit is noise
-    sigma = Distance(**{key: max(_rms([getattr(one, key) for one in noise]), 2.0**-24)
+    sigma = Distance(**{key: max(_rms([getattr(distance, key) for distance in noise]), 2.0**-24)
                         for key in asdict(noise[0])})
-    return Row(recipe=recipe, layout=layout, distance=_distance(found[recipe, layout], due),
+    return Row(recipe=recipe, layout=layout, distance=_distance(results[recipe, layout], due),
                sigma=sigma, norm=case.norm_over_ranks, apart=_distance(due, alone).loss)
 
 
-def _distance(found: dict[str, Any], due: dict[str, Any]) -> Distance:
+def _distance(result: dict[str, Any], due: dict[str, Any]) -> Distance:
     loss, norm = ([0.0 if a == b else (a - b) / b if b and math.isfinite(b) else math.inf
-                   for a, b in zip(found[key], due[key], strict=True)]
+                   for a, b in zip(result[key], due[key], strict=True)]
                   for key in ("losses", "norms"))       # no norm: the update overflowed
-    return Distance(loss=_rms(loss), grad_norm=_rms(norm), weights=found["weights"],
+    return Distance(loss=_rms(loss), grad_norm=_rms(norm), weights=result["weights"],
                     last_loss=abs(loss[-1]))
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in tests of pipelines; each is `f(place, told)`."""
+"""What ranks do in tests of pipelines; each is `f(place, job)`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,13 +81,13 @@ def whole(stages: int, m: int, backwards: range) -> list[torch.Tensor]:
     return [w.grad for w in weights]
 
 
-def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
+def gradients(place: Place, job: dict) -> dict[str, dict[int, list]]:
     """Those of this rank's stages, by schedule, of the kit's runtime and of PyTorch's."""
-    found = {}
-    if told["untagged"]:        # as on NCCL: messages come in the order in which they were sent
+    by_schedule = {}
+    if job["untagged"]:        # as on NCCL: messages come in the order in which they were sent
         Pipeline._tag = lambda self, named: 0
     with joined(place):
-        for name, chunks, m in told["cases"]:
+        for name, chunks, m in job["cases"]:
             stages, (x, target) = place.world * chunks, batch(m)
             ids = PIPELINES[name].stages(place.rank, place.world, chunks)
             weights = layers(stages)
@@ -105,9 +105,10 @@ def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
                 w.grad = None
             run.step(forward, x[0])     # of the first nothing is left
             assert all(torch.equal(weights[stage].grad, ours[stage]) for stage in ids)
-            theirs = torchs(place, name, ids, stages, m) if told["peer"] else ours
-            found[name] = {stage: [ours[stage].tolist(), theirs[stage].tolist()] for stage in ids}
-    return found
+            theirs = torchs(place, name, ids, stages, m) if job["peer"] else ours
+            by_schedule[name] = {stage: [ours[stage].tolist(), theirs[stage].tolist()]
+                                 for stage in ids}
+    return by_schedule
 
 
 class Layer(nn.Module):
@@ -123,36 +124,37 @@ def torchs(place: Place, name: str, ids: list[int], stages: int, m: int) -> dict
     kind, weights, (x, target) = PIPELINES[name].load(), layers(stages), batch(m)
     parts = [PipelineStage(Layer(weights[stage]), stage, stages, torch.device("cpu"))
              for stage in ids]
-    made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,
-                loss_fn=lambda y, target: (y - target).square().mean())
+    schedule = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts,
+                    n_microbatches=m, loss_fn=lambda y, target: (y - target).square().mean())
     more = {"target": target.flatten(0, 1), "losses": []} if stages - 1 in ids else {}
-    made.step(*((x.flatten(0, 1),) if 0 in ids else ()), **more)
+    schedule.step(*((x.flatten(0, 1),) if 0 in ids else ()), **more)
     return {stage: weights[stage].grad for stage in ids}
 
 
 def trained(training: Training, steps: int) -> list[list[float]]:
     """Loss and gradient norm of each update, and at last the loss of evaluation."""
     done = [training.update(step) for step in range(steps)]
-    return [*([one.loss.item(), one.grad_norm.item()] for one in done), [training.evaluate()]]
+    return [*([update.loss.item(), update.grad_norm.item()] for update in done),
+            [training.evaluate()]]
 
 
-def built(place: Place, told: dict) -> Iterator[Training]:
+def built(place: Place, job: dict) -> Iterator[Training]:
     """Yields a training of each config, among ranks that meet for it."""
     torch.set_num_threads(1)
-    for i, given in enumerate(told["configs"]):
+    for i, given in enumerate(job["configs"]):
         config = Config.from_dict(given)
         with meeting.joined(config, local_rank=place.local_rank,
                             **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
             yield Training.build(config, ranks=ranks)
 
 
-def trains(place: Place, told: dict) -> list[list[list[float]]]:
-    return [trained(training, told["steps"]) for training in built(place, told)]
+def trains(place: Place, job: dict) -> list[list[list[float]]]:
+    return [trained(training, job["steps"]) for training in built(place, job)]
 
 
-def products(place: Place, told: dict) -> list[int]:
+def products(place: Place, job: dict) -> list[int]:
     """How many products in low precision this rank computes in an update of each config."""
-    return [counted(training) for training in built(place, told)]
+    return [counted(training) for training in built(place, job)]
 
 
 def counted(training: Training) -> int:

@@ -15,32 +15,32 @@ from lpkit.errors import ConfigError
 from lpkit.training import runs
 
 
-def here(place, told):
-    place.tell({"pid": os.getpid(), "told": told})
+def here(place, job):
+    place.tell({"pid": os.getpid(), "job": job})
     return [place.rank, place.world, place.local_rank, place.local_world]
 
 
-def abort_at_exit(place, told):
+def abort_at_exit(place, job):
     atexit.register(os.abort)
     return place.rank
 
 
-def exit_early(place, told):
+def exit_early(place, job):
     sys.exit("no more")
 
 
-def stand_still(place, told):
+def stand_still(place, job):
     place.at(3, "reduce")
     time.sleep(1000)
 
 
-def wait_for_one(place, told):
+def wait_for_one(place, job):
     place.at(3, "reduce")
     place.waits(place.rank != 1)
     time.sleep(1000)
 
 
-def obey(place, told):
+def obey(place, job):
     place.tell({"pid": os.getpid()})
     seen = [None]
     while place.asked() != "stop":
@@ -53,22 +53,22 @@ def obey(place, told):
     return [*seen[1:], place.asked_by]
 
 
-def leave_a_child(place, told):
+def leave_a_child(place, job):
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     place.tell({"pid": child.pid})
 
 
-def tick(place, told):
-    """For ever; and rank `told["stopped"]` stops."""
+def tick(place, job):
+    """For ever; and rank `job["stopped"]` stops."""
     for number in itertools.count():
         place.tell({"number": number})
-        if number == 5 and place.rank == told["stopped"]:
+        if number == 5 and place.rank == job["stopped"]:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.01)
 
 
-def talk(place, told):
-    for number in range(told["lines"]):
+def talk(place, job):
+    for number in range(job["lines"]):
         place.tell({"number": number, "text": "x" * 300})
 
 
@@ -77,7 +77,7 @@ def record(step):
                        "tokens": 10 * step, "step_seconds": 0.1, "peak_bytes": 1 << 30}}
 
 
-def deaf(place, told):
+def deaf(place, job):
     """Never stops; its steps begin to count when it is asked to."""
     step = 1
     while True:
@@ -87,9 +87,9 @@ def deaf(place, told):
         time.sleep(0.01)
 
 
-def train(place, told):
+def train(place, job):
     """As much of a run as a handle reads; a telemetry line a step from each rank."""
-    config, path = Config.from_dict(told["config"]), Path(told["out"])
+    config, path = Config.from_dict(job["config"]), Path(job["out"])
     assert config.parallel.devices == place.world
     if config.seed == 13:
         raise ConfigError("seed=13 brings bad luck; choose another")
@@ -111,22 +111,22 @@ def train(place, told):
             "status": status, "stopped_by": place.asked_by or None, "damaged": [], "steps": step})
 
 
-def untold(place, told):
+def untold(place, job):
     """As `train`, with steps that are written and not told."""
-    place.tell = lambda said: None
-    Path(told["out"]).mkdir(parents=True, exist_ok=True)
+    place.tell = lambda message: None
+    Path(job["out"]).mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
-        (Path(told["out"]) / runs.METRICS).write_text("a line\n")
-    train(place, told)
+        (Path(job["out"]) / runs.METRICS).write_text("a line\n")
+    train(place, job)
 
 
-def crash(place, told):
+def crash(place, job):
     os.kill(os.getpid(), 9)
 
 
-def hang(place, told):
+def hang(place, job):
     time.sleep(600)
 
 
-def wrong(place, told):
+def wrong(place, job):
     raise AssertionError("the sum is wrong: [1.0]")

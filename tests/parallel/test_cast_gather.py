@@ -34,9 +34,9 @@ ZERO_1, ZERO_3 = ({"parallel.shard": 2, "parallel.zero": zero} for zero in (1, 3
 @pytest.fixture
 def each(on_ranks):
     """By config: what each rank returned of the function, in one start of processes."""
-    def run(function, changes, world=2, **told):
+    def run(function, changes, world=2, **job):
         configs = [SMALL.replace(change).to_dict() for change in changes]
-        return list(zip(*on_ranks("each", SMALL, world, of=function, configs=configs, **told)))
+        return list(zip(*on_ranks("each", SMALL, world, of=function, configs=configs, **job)))
 
     return run
 
@@ -53,8 +53,8 @@ def test_casts_that_travel_are_those_of_whole_weights(each, world, changes):
     """The same bits: losses, gradient norms and weights, also after a resume; in float32 but for
     what is cast."""
     changes = [{"parallel.shard": world, **change} for change in changes]
-    found = each("gathers", changes, world, gathered=["float32", "fp8"])
-    for change, by_rank in zip(changes, found, strict=True):
+    results = each("gathers", changes, world, gathered=["float32", "fp8"])
+    for change, by_rank in zip(changes, results, strict=True):
         for gathered in ("float32", "fp8"):
             sent = messages(SMALL.replace(change | {"parallel.gathered": gathered}))
             due = sorted([*message, times] for message, times in sent.items())
@@ -79,18 +79,18 @@ def test_ranks_agree_on_what_is_to_agree(each):
     """Histories of amaxes, and what was drawn so far, are the same; noise of stochastic rounding is
     not; weights are."""
     cases = [("fp8-delayed", DATA), ("fp8-delayed", {"parallel.shard": 2}), ("nvfp4", DATA)]
-    found = each("agreed", [{"precision.recipe": recipe, **layout} for recipe, layout in cases])
-    for (recipe, _), (one, two) in zip(cases, found, strict=True):
-        assert one[:2] == two[:2] and (one[2] != two[2]) == RECIPES[recipe].stochastic
+    digests = each("agreed", [{"precision.recipe": recipe, **layout} for recipe, layout in cases])
+    for (recipe, _), (first, second) in zip(cases, digests, strict=True):
+        assert first[:2] == second[:2] and (first[2] != second[2]) == RECIPES[recipe].stochastic
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(each):
     """The loss of rank 1 times 1e30: its gradients overflow float16, the update is dropped by all,
     the scale is halved by all, and the next one is done by all."""
-    for one, other in each("overflows", [layout | {"precision.recipe": "fp16"}
-                                         for layout in (DATA, ZERO_1, ZERO_3)], factor=1e30):
-        moved, scale, _, _, moved_then, scale_then, *finite_then = one
-        assert one == other and not moved and moved_then and finite_then == [True, True]
+    for first, second in each("overflows", [layout | {"precision.recipe": "fp16"}
+                                            for layout in (DATA, ZERO_1, ZERO_3)], factor=1e30):
+        moved, scale, _, _, moved_then, scale_then, *finite_then = first
+        assert first == second and not moved and moved_then and finite_then == [True, True]
         assert scale == scale_then == 2.0**15
 
 
@@ -100,9 +100,9 @@ def test_an_infinity_in_the_rows_of_one_rank(each):
 
 
 def test_a_nan_on_one_rank_is_seen_by_all(each):
-    for one, other in each("overflows", [layout | {"precision.recipe": "bf16"}
-                                         for layout in (DATA, ZERO_3)], factor=float("nan")):
-        assert one == other and one[2:4] == [False, False]
+    for first, second in each("overflows", [layout | {"precision.recipe": "bf16"}
+                                            for layout in (DATA, ZERO_3)], factor=float("nan")):
+        assert first == second and first[2:4] == [False, False]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

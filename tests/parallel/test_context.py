@@ -39,8 +39,8 @@ HEADS = [(*way, "causal", heads, dtype) for way in BOTH for heads in (2, 4, H)
          for dtype in TOLERANCE]
 
 
-def on_context(parent, function, told, world):
-    with Processes(f"tests.parallel.context_ranks:{function}", told, world=world,
+def on_context(parent, function, job, world):
+    with Processes(f"tests.parallel.context_ranks:{function}", job, world=world,
                    parent=parent) as running:
         return running.wait()
 
@@ -51,15 +51,15 @@ def attended(request, parent):
     world = request.param
     cases = [case for case in dict.fromkeys(KINDS + NARROW + HEADS)
              if (world == 2 or case[1] == "tiled") and (case[0] == "ring" or case[3] % world == 0)]
-    found = on_context(parent, "attend", {"cases": cases}, world)
-    return world, dict(zip(cases, zip(*found), strict=True))
+    by_rank = on_context(parent, "attend", {"cases": cases}, world)
+    return world, dict(zip(cases, zip(*by_rank), strict=True))
 
 
 def test_parts_of_a_sequence_attend_as_the_whole(attended):
     """Answers and gradients, of every kind of attention, by every backend; heads of their own and
     grouped."""
-    for case, found in attended[1].items():
-        for off, *_ in found:
+    for case, by_rank in attended[1].items():
+        for off, *_ in by_rank:
             assert max(off) < TOLERANCE[case[-1]], (case, off)      # a NaN is not less, either
             assert len(off) == 4 + RULES[case[2]].sinks
 
@@ -133,15 +133,16 @@ def test_losses_are_those_of_one_process_and_messages_those_of_the_formula(paren
     """In float32. Sums in another order differ by some 2^-24 an update; the norm is a sum of
     squares."""
     configs = [SMALL.replace(model | way) for model, way in cases]
-    by_rank = on_context(parent, "trained", {"configs": [one.to_dict() for one in configs],
+    by_rank = on_context(parent, "trained", {"configs": [config.to_dict() for config in configs],
                                              "updates": 5}, world)
     alone = [updates(Training.build(SMALL.replace(model)), 5) for model in MODELS]
-    for (model, _), config, found in zip(cases, configs, zip(*by_rank), strict=True):
-        *numbers, sent = found[0]
-        assert all(other[:3] == numbers for other in found), f"ranks differ in {config.parallel}"
+    for (model, _), config, results in zip(cases, configs, zip(*by_rank), strict=True):
+        *numbers, sent = results[0]
+        assert all(other[:3] == numbers for other in results), f"ranks differ in {config.parallel}"
         for got, due in zip(numbers, alone[MODELS.index(model)]):
             assert got == pytest.approx(due, rel=1e-5), config.parallel
-        assert sent == sorted([*one, times] for one, times in messages(config).items()), config
+        assert sent == sorted([*message, times]
+                              for message, times in messages(config).items()), config
 
 
 @pytest.mark.slow
@@ -149,8 +150,9 @@ def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks):
     configs = [SMALL.replace({"model.width": 64, "model.context": 128, "grad_accum_steps": 1} | way)
                for way in (RING | axes(zero=0), RING | axes(zero=3) | FLOAT32,
                            EXCHANGE | axes(zero=1))]
-    found = on_ranks("each", SMALL, of="counted", configs=[one.to_dict() for one in configs])
-    for config, by_rank in zip(configs, zip(*found), strict=True):
+    results = on_ranks("each", SMALL, of="counted",
+                       configs=[config.to_dict() for config in configs])
+    for config, by_rank in zip(configs, zip(*results), strict=True):
         traced = predict_trace(config, 2, layout=config.parallel)
         for *_, peak, rows in by_rank:
             assert (peak, rows) == (traced.peak_bytes, traced.rows)

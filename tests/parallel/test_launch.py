@@ -33,39 +33,41 @@ RANK, HERE = "tests.bench.launch:rank", "tests.parallel.rank_functions"
 AT = rf"at step {STEP} in forward"
 
 
-def ranks(parent, function, told=None, *, world=2, said=None, **limits):
+def ranks(parent, function, job=None, *, world=2, messages=None, **limits):
     """What they returned, or the error."""
-    said = [] if said is None else said
-    with Processes(function, told, world=world, parent=parent, heard=lambda *one: said.append(one),
-                   **limits) as running:
+    messages = [] if messages is None else messages
+    with Processes(function, job, world=world, parent=parent,
+                   heard=lambda *pair: messages.append(pair), **limits) as running:
         try:
             return running.wait()
         except (ConfigError, RunFailedError) as error:
             return error
 
 
-def failed(parent, told, **limits):
+def failed(parent, job, **limits):
     """The error, and how many seconds after its cause it was there."""
-    said = []
-    found = ranks(parent, RANK, told, said=said, **limits)
-    return found, time.monotonic() - next(one["fault_at"] for _, one in said if "fault_at" in one)
+    messages = []
+    error = ranks(parent, RANK, job, messages=messages, **limits)
+    return error, time.monotonic() - next(
+        message["fault_at"] for _, message in messages if "fault_at" in message)
 
 
 def test_each_rank_knows_its_place_and_is_heard(parent):
-    said = []
-    found = ranks(parent, f"{HERE}:here", {"a": [1]}, world=3, said=said)
-    assert found == [[0, 3, 0, 3], [1, 3, 1, 3], [2, 3, 2, 3]]
-    assert sorted((rank, one["told"]) for rank, one in said) == [
+    messages = []
+    results = ranks(parent, f"{HERE}:here", {"a": [1]}, world=3, messages=messages)
+    assert results == [[0, 3, 0, 3], [1, 3, 1, 3], [2, 3, 2, 3]]
+    assert sorted((rank, message["job"]) for rank, message in messages) == [
         (rank, {"a": [1]}) for rank in range(3)]
-    pids = {one["pid"] for _, one in said}
+    pids = {message["pid"] for _, message in messages}
     assert len(pids) == 3 and not any(map(psutil.pid_exists, pids))
 
 
 def test_nothing_that_is_said_is_lost(parent):
-    said = []
-    ranks(parent, f"{HERE}:talk", {"lines": 3000}, said=said)
+    messages = []
+    ranks(parent, f"{HERE}:talk", {"lines": 3000}, messages=messages)
     for number in (0, 1):
-        assert [one["number"] for rank, one in said if rank == number] == list(range(3000))
+        assert [message["number"] for rank, message in messages
+                if rank == number] == list(range(3000))
 
 
 @pytest.mark.parametrize("fault, kind, sentence", [
@@ -79,8 +81,8 @@ def test_nothing_that_is_said_is_lost(parent):
 ])
 def test_who_fails_is_named_and_all_end(parent, fault, kind, sentence):
     """Rank 0 fails too, because the other is gone: "Connection closed by peer"."""
-    found, seconds = failed(parent, {"fault": fault})
-    assert type(found) is kind and re.match(rf"rank 1 of 2 ?{sentence}", str(found)), str(found)
+    error, seconds = failed(parent, {"fault": fault})
+    assert type(error) is kind and re.match(rf"rank 1 of 2 ?{sentence}", str(error)), str(error)
     assert seconds < 5 * patience()
 
 
@@ -94,17 +96,17 @@ def test_a_rank_out_of_memory_is_named_with_the_rows_of_its_ledger(parent, tmp_p
         "system.threads": 1, "precision.recipe": "fp32",
         "eval_every": 0, "checkpoint_every": 2,
         **{f"parallel.{axis}": n for axis, n in layout.items()}})
-    told = {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False, "rank": rank,
-            "room_bytes": room_bytes}
-    found = ranks(parent, "tests.parallel.training_ranks:out_of_memory", told)
+    job = {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False, "rank": rank,
+           "room_bytes": room_bytes}
+    raised = ranks(parent, "tests.parallel.training_ranks:out_of_memory", job)
     error = "RuntimeError: .*can't allocate memory.*" if room_bytes else "MemoryError"
     # ZeRO cuts no moments in int8
     size, way = r"[\d.]+ [kMG]?B", "moment_format=int8" if "data" in layout else "recompute=block"
-    assert isinstance(found, RunFailedError) and re.match(
+    assert isinstance(raised, RunFailedError) and re.match(
         rf"rank {rank} of 2: out of memory after step 2 \({error}\); held were {size} "
         rf"\(.*(weights|optimizer state) {size}.*\), and predicted {size} at the peak "
         rf"\(.*{size}.*; it would fit with --set memory.{way} .*; kept: step-00000002",
-        str(found)), found
+        str(raised)), raised
 
 
 @pytest.mark.parametrize("fault, limit, sentence, more", [
@@ -114,22 +116,22 @@ def test_a_rank_out_of_memory_is_named_with_the_rows_of_its_ledger(parent, tmp_p
     ("never calls", "progress_seconds", "got no further", r"in reduce(.|\n)*in _wait"),
 ])
 def test_who_hangs_is_named_with_its_stack(parent, fault, limit, sentence, more):
-    found, seconds = failed(parent, {"fault": fault}, **{limit: 2})
+    error, seconds = failed(parent, {"fault": fault}, **{limit: 2})
     assert re.match(rf"rank 1 of 2 {sentence} for 2 s {AT}, and rank 0 is at (.|\n)*{more}",
-                    str(found)), found
-    assert "run_rank" not in str(found) and seconds < (2 + 2 + 3) * patience()
+                    str(error)), error
+    assert "run_rank" not in str(error) and seconds < (2 + 2 + 3) * patience()
 
 
 def test_who_waits_for_no_message_is_to_blame(parent):
-    found = str(ranks(parent, f"{HERE}:wait_for_one", progress_seconds=1))
-    assert found.startswith("rank 1 of 2 got no further for 1 s at step 3 in reduce, and rank 0 is "
-                            "at step 3 in reduce, waiting\n"), found
+    error = str(ranks(parent, f"{HERE}:wait_for_one", progress_seconds=1))
+    assert error.startswith("rank 1 of 2 got no further for 1 s at step 3 in reduce, and rank 0 is "
+                            "at step 3 in reduce, waiting\n"), error
 
 
 def test_all_that_wait_for_one_another_are_named(parent):
-    found = str(ranks(parent, f"{HERE}:stand_still", progress_seconds=1))
-    assert found.startswith("ranks 0 and 1 of 2 got no further for 1 s: they wait for one another")
-    assert found.count("in stand_still") == 2 and "rank 0 is at step 3 in reduce" in found
+    error = str(ranks(parent, f"{HERE}:stand_still", progress_seconds=1))
+    assert error.startswith("ranks 0 and 1 of 2 got no further for 1 s: they wait for one another")
+    assert error.count("in stand_still") == 2 and "rank 0 is at step 3 in reduce" in error
 
 
 def test_an_abort_after_the_work_is_done_is_a_success(parent):
@@ -143,17 +145,17 @@ def test_who_leaves_by_exit_has_not_finished(parent):
 
 @pytest.mark.parametrize("function", ["tests.no_such:module", f"{HERE}:no_such_function"])
 def test_what_cannot_be_imported_is_said(parent, function):
-    found = ranks(parent, function)
-    assert (isinstance(found, RunFailedError)
-            and str(found).startswith(f"cannot import {function}: "))
+    error = ranks(parent, function)
+    assert (isinstance(error, RunFailedError)
+            and str(error).startswith(f"cannot import {function}: "))
 
 
 def test_they_are_asked_to_pause_go_on_and_stop(parent):
     """Nobody stands still who was asked to; and a stop stays one when the pause is over."""
     seen = []
 
-    def heard(rank, said):
-        seen.append(said.get("seen"))
+    def heard(rank, message):
+        seen.append(message.get("seen"))
         if seen.count("") == 2 and not seen.count("pause"):
             running.pause()
         if seen.count("pause") == 2:
@@ -163,16 +165,16 @@ def test_they_are_asked_to_pause_go_on_and_stop(parent):
 
     with Processes(f"{HERE}:obey", world=2, parent=parent, heard=heard,
                    progress_seconds=1) as running:
-        found = running.wait()
-    assert found == [["", "pause", "SIGINT"]] * 2
+        results = running.wait()
+    assert results == [["", "pause", "SIGINT"]] * 2
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 def test_killed_they_are_gone_at_once(parent, own):
     pids = []
 
-    def heard(rank, said):
-        pids.append(said.get("pid"))
+    def heard(rank, message):
+        pids.append(message.get("pid"))
         if len(list(filter(None, pids))) == 2:
             running.kill()
 
@@ -187,9 +189,9 @@ def test_a_supervisor_that_is_killed_is_no_wrong_input(parent):
     """The ranks end with it. The command line then exits with 1 (test_strangers)."""
     pids = []
 
-    def heard(rank, said):
-        if "pid" in said:
-            pids.append(said["pid"])
+    def heard(rank, message):
+        if "pid" in message:
+            pids.append(message["pid"])
             if len(pids) == 2:
                 psutil.Process(pids[0]).parent().kill()
 
@@ -204,25 +206,25 @@ def test_a_supervisor_that_is_killed_is_no_wrong_input(parent):
 
 
 def test_what_a_rank_leaves_is_ended(parent):
-    said = []
-    assert ranks(parent, f"{HERE}:leave_a_child", said=said) == [None, None]
-    assert not any(psutil.pid_exists(one["pid"]) for _, one in said)
+    messages = []
+    assert ranks(parent, f"{HERE}:leave_a_child", messages=messages) == [None, None]
+    assert not any(psutil.pid_exists(message["pid"]) for _, message in messages)
 
 
 CALLER = """
 from lpkit.parallel.processes import Processes
-with Processes("tests.parallel.rank_functions:tick", {told}, world=2,
-               heard=lambda rank, said: print(rank, flush=True)) as ranks:
+with Processes("tests.parallel.rank_functions:tick", {job}, world=2,
+               heard=lambda rank, message: print(rank, flush=True)) as ranks:
     ranks.wait()
 """
 
 
-@pytest.mark.parametrize("sent, told", [(signal.SIGTERM, {"stopped": None}),
-                                        (signal.SIGKILL, {"stopped": 1})], ids=str)
-def test_nothing_outlives_its_caller(tmp_path, sent, told):
+@pytest.mark.parametrize("sent, job", [(signal.SIGTERM, {"stopped": None}),
+                                       (signal.SIGKILL, {"stopped": 1})], ids=str)
+def test_nothing_outlives_its_caller(tmp_path, sent, job):
     for name in ("tmp", "runtime"):
         (tmp_path / name).mkdir()
-    with subprocess.Popen([sys.executable, "-c", CALLER.format(told=told)], text=True,
+    with subprocess.Popen([sys.executable, "-c", CALLER.format(job=job)], text=True,
                           stdout=subprocess.PIPE,
                           env=os.environ | {"TMPDIR": str(tmp_path / "tmp"),
                                             attack.MARK: str(tmp_path)}) as caller:
@@ -230,8 +232,8 @@ def test_nothing_outlives_its_caller(tmp_path, sent, told):
             assert caller.stdout.readline()
         # caller, keeper, warm parent, supervisor, two ranks
         until(lambda: len(family := attack.processes(tmp_path)) == 6
-                 and sum(one.status() == psutil.STATUS_STOPPED for one in family)
-                 == (told["stopped"] is not None))
+                 and sum(process.status() == psutil.STATUS_STOPPED for process in family)
+                 == (job["stopped"] is not None))
         caller.send_signal(sent)
         begun = time.monotonic()
         assert attack.until_nothing(tmp_path, begun + 4 * patience()) == []
@@ -247,8 +249,8 @@ def stand_in(monkeypatch):
 
 def config(**changes):
     return preset("cpu-3m").replace({"system.device": "cpu",
-                                     **{key.replace("__", "."): one
-                                        for key, one in changes.items()}})
+                                     **{key.replace("__", "."): value
+                                        for key, value in changes.items()}})
 
 
 def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
@@ -303,8 +305,9 @@ def test_the_command_does_the_same(stand_in, tmp_path, capsys):
     words = ["train", "cpu-3m", "system.device=cpu", "steps=5", "--processes", "2", "--json",
              "--out", str(tmp_path / "a")]
     assert cli.main(words) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["steps"] == 5 and "5/5" in said.err and "tokens/s" in said.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["steps"] == 5
+    assert "5/5" in captured.err and "tokens/s" in captured.err
     assert cli.main([*words[:-1], str(tmp_path / "b"), "seed=13"]) == 2
     assert capsys.readouterr().err.strip().endswith("of 2: seed=13 brings bad luck; choose another")
 
@@ -327,8 +330,8 @@ def test_what_the_command_refuses_starts_nothing(stand_in, tmp_path, monkeypatch
     except SystemExit as left:      # argparse's
         code = left.code
     assert code == 2 and not any(tmp_path.iterdir())
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert sentence in said and said.startswith("lpkit: "), said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert sentence in error and error.startswith("lpkit: "), error
 
 
 COMMAND = """
@@ -370,6 +373,6 @@ def test_the_terminal_of_the_command(tmp_path, function, keys, code, stopped_by)
             while terminal.read(4096):
                 pass
         assert command.wait(60) == code
-        said = command.stdout.read()
+        printed = command.stdout.read()
     assert attack.until_nothing(tmp_path, begun + 5 * patience()) == []
-    assert (json.loads(said)["stopped_by"] if said else None) == stopped_by
+    assert (json.loads(printed)["stopped_by"] if printed else None) == stopped_by

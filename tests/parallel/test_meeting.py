@@ -27,10 +27,10 @@ pytestmark = pytest.mark.dist
 PACKAGE = Path(lpkit.__file__).parent
 
 
-def ranks(parent, function, told=None, world=2, said=None, **limits):
-    said = [] if said is None else said
-    with Processes(f"tests.parallel.meeting_ranks:{function}", told, world=world, parent=parent,
-                   heard=lambda *one: said.append(one), **limits) as running:
+def ranks(parent, function, job=None, world=2, messages=None, **limits):
+    messages = [] if messages is None else messages
+    with Processes(f"tests.parallel.meeting_ranks:{function}", job, world=world, parent=parent,
+                   heard=lambda *pair: messages.append(pair), **limits) as running:
         return running.wait()
 
 
@@ -43,8 +43,8 @@ def names(tree):
             yield node.id
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (getattr(node, "module", None) or "").split(".")
-            for one in node.names:
-                yield from one.name.split(".")
+            for alias in node.names:
+                yield from alias.name.split(".")
 
 
 FORBIDDEN = {*OBJECTS, "pickle", "cPickle", "dill", "cloudpickle", "_tensor_to_object",
@@ -54,8 +54,8 @@ FORBIDDEN = {*OBJECTS, "pickle", "cPickle", "dill", "cloudpickle", "_tensor_to_o
 def test_no_module_reads_a_pickle_or_lets_ranks_send_objects():
     """DCP plans by object collectives, and keeps its plans in a pickle."""
     for path in PACKAGE.rglob("*.py"):
-        found = FORBIDDEN & set(names(ast.parse(path.read_text())))
-        assert not found, f"{path}: {found}"
+        forbidden = FORBIDDEN & set(names(ast.parse(path.read_text())))
+        assert not forbidden, f"{path}: {forbidden}"
     assert "torch.distributed.checkpoint" not in "".join(
         line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines()
         if "import" in line)
@@ -77,29 +77,30 @@ def test_a_run_that_trains_saves_and_goes_on_reads_no_pickle(parent, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc, SO_ATTACH_FILTER")
 def test_ranks_of_one_machine_listen_on_loopback_and_nobody_connects_to_a_run(parent):
     """Also where the environment names an interface that others reach, as the host's name may."""
-    others = [name for name, found in psutil.net_if_addrs().items()
+    others = [name for name, addresses in psutil.net_if_addrs().items()
               if name not in meeting.LOOPBACKS
-              and any(one.family.name == "AF_INET" for one in found)]
-    said = []
+              and any(address.family.name == "AF_INET" for address in addresses)]
+    messages = []
 
     def heard(rank, words):
-        said.append(words)
-        if len(said) == 2:
-            asked(running, said)
+        messages.append(words)
+        if len(messages) == 2:
+            asked(running, messages)
 
     with Processes("tests.parallel.meeting_ranks:wait", {"interface": [*others, ""][0]}, world=2,
                    parent=parent, heard=heard) as running:
         assert running.wait() == [[2.0] * 3] * 2
-    assert all(set(one["all"]) <= {"127.0.0.1", "::1"} and one["at"] for one in said)
+    assert all(set(message["all"]) <= {"127.0.0.1", "::1"} and message["at"]
+               for message in messages)
 
 
-def asked(running, said):
+def asked(running, messages):
     """Both ranks wait: look at them, and let them go on. What raises here is raised by `wait`."""
-    for one in said:
-        seen = {(found.laddr.ip, found.laddr.port)
-                for found in psutil.Process(one["pid"]).net_connections("tcp")
-                if found.status == psutil.CONN_LISTEN}
-        assert seen == {tuple(at) for at in one["at"]} and not any(reached(*at) for at in seen)
+    for message in messages:
+        seen = {(connection.laddr.ip, connection.laddr.port)
+                for connection in psutil.Process(message["pid"]).net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN}
+        assert seen == {tuple(at) for at in message["at"]} and not any(reached(*at) for at in seen)
     running.stop()
 
 
@@ -109,10 +110,10 @@ def asked(running, said):
 def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, family, at, filters):
     own = socket.socket.setsockopt
 
-    def hardened(one, level, option, value):
+    def hardened(sock, level, option, value):
         if not filters and (level, option) == (socket.SOL_SOCKET, meeting.SO_ATTACH_FILTER):
             raise PermissionError(1, "Operation not permitted")
-        own(one, level, option, value)
+        own(sock, level, option, value)
 
     monkeypatch.setattr(socket.socket, "setsockopt", hardened)
     try:
@@ -126,20 +127,20 @@ def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, family, at, 
         assert not reached(*server.getsockname()[:2])
 
 
-@pytest.mark.parametrize("function, told, sentence", [
+@pytest.mark.parametrize("function, job, sentence", [
     *(("lie", {"lie": lie}, "rank [01] of 2: the process that answers rank [01] as rank [01] does "
                             "not know the secret of this launch: another program .*; start again")
       for lie in ("secret", "reflected", "group")),
     ("silent", None, "rank 0 of 2: rank 0 cannot make sure of the others: another program"),
     ("abort", None, "rank 1 of 2 died at step 0 in meeting the others of SIGABRT: another program"),
 ], ids=["secret", "reflected", "group", "silent", "abort"])
-def test_a_stranger_is_refused_in_one_sentence(parent, function, told, sentence):
+def test_a_stranger_is_refused_in_one_sentence(parent, function, job, sentence):
     """A rank that proves nothing is not waited for."""
-    said = []
-    with pytest.raises(ConfigError, match=f"^{sentence}") as found:
-        ranks(parent, function, told, said=said)
-    assert "\n" not in str(found.value)
-    assert function != "silent" or 0.9 < said[0][1]["seconds"] < 20
+    messages = []
+    with pytest.raises(ConfigError, match=f"^{sentence}") as refusal:
+        ranks(parent, function, job, messages=messages)
+    assert "\n" not in str(refusal.value)
+    assert function != "silent" or 0.9 < messages[0][1]["seconds"] < 20
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -150,15 +151,15 @@ def test_a_message_may_come_long_after_the_time_for_a_proof(parent, late):
 
 
 def test_what_ranks_say_arrives_whole_and_has_a_bound(parent):
-    said = []
+    messages = []
     with pytest.raises(RunFailedError,
                        match=r"RuntimeError: rank 0 says 202 bytes, and 100 are the most"):
-        ranks(parent, "too_much", said=said)
+        ranks(parent, "too_much", messages=messages)
     for rank in range(2):
-        assert [one["error"] for each, one in said if each == rank][:2] == [
+        assert [message["error"] for each, message in messages if each == rank][:2] == [
             ["FileNotFoundError", "[Errno 2] No such file or directory: 'a' -> 'b'"],
             ["ConfigError", "a setting"]]
-    assert [one["error"] for _, one in said if "other" in one["error"][1]] in (
+    assert [message["error"] for _, message in messages if "other" in message["error"][1]] in (
         [["KeyError", "'other'"], ["RuntimeError", "KeyError: 'other'"]],
         [["RuntimeError", "KeyError: 'other'"], ["KeyError", "'other'"]])
 
@@ -213,8 +214,8 @@ def test_ranks_of_torchrun_on_one_machine_meet_in_a_private_folder(tmp_path, mon
 @pytest.mark.slow
 def test_several_machines_still_meet(tmp_path):
     """Two agents of torchrun, each with a rank: to the ranks, they are two machines."""
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port = one.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     agents = [subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
          "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
@@ -223,6 +224,6 @@ def test_several_machines_still_meet(tmp_path):
          "parallel.shard=2", "--out", "run"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for node in range(2)]
-    said = [agent.communicate(timeout=240)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert Run(tmp_path / "run").summary["status"] == "complete"

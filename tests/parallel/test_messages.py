@@ -167,8 +167,9 @@ def test_two_processes_send_and_hold_what_was_said(on_ranks):
     for config, by_rank in zip(configs, counted(on_ranks, configs), strict=True):
         due, traced = messages(config), predict_trace(config).peak_bytes
         for sent, control, peak_bytes, _ in by_rank:
-            assert {Message(*one): count for *one, count in sent} == due and not control
-            assert 0.97 * traced < peak_bytes < 1.03 * traced + max(one.nbytes for one in due)
+            assert {Message(*fields): count for *fields, count in sent} == due and not control
+            assert 0.97 * traced < peak_bytes < 1.03 * traced + max(
+                message.nbytes for message in due)
 
 
 def test_bytes_of_ranks_that_gather_casts(on_ranks):
@@ -181,8 +182,8 @@ def test_bytes_of_ranks_that_gather_casts(on_ranks):
     configs = [base.replace({"parallel.zero": 2}), base.replace({
         "parallel.zero": 3, "model.tied": False, "model.vocab": 2048, "memory.recompute": "block"})]
     for config, by_rank in zip(configs, counted(on_ranks, configs), strict=True):
-        due, whole = (memory(one, room("cpu"), attention="sdpa").peak_bytes
-                      for one in (config, config.replace({"parallel.gathered": "float32"})))
+        due, whole = (memory(variant, room("cpu"), attention="sdpa").peak_bytes
+                      for variant in (config, config.replace({"parallel.gathered": "float32"})))
         assert predict_trace(config).peak_bytes == pytest.approx(due, rel=0.03)
         assert due < 0.95 * whole
         for *_, peak_bytes, _ in by_rank:

@@ -45,15 +45,15 @@ def goes_on(on_ranks, folder, config, layouts):
     """Two updates in each layout, one after the other, against one process all along. Float32 sums
     in another order differ by some 2^-24 of the loss an update; 1e-5 at the end allows for their
     growth."""
-    one, many = folder / "one", folder / "many"
+    single, many = folder / "one", folder / "many"
     for i, layout in enumerate(layouts):
         config = laid(config.replace({"steps": 2 * (i + 1)}), vars(Layout()) | layout)
-        train(laid(config, vars(Layout())), out=one, resume=i > 0)
+        train(laid(config, vars(Layout())), out=single, resume=i > 0)
         if config.parallel.devices == 1:
             train(config, out=many, resume=True)
         else:
             on_ranks("chain", config, config.parallel.devices, out=str(many), resume=i > 0)
-    alone, together = Run(one).metrics, Run(many).metrics
+    alone, together = Run(single).metrics, Run(many).metrics
     assert len(alone) == len(together) == 2 * len(layouts)
     for a, b in zip(alone, together):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
@@ -84,13 +84,14 @@ def test_an_early_rank_waits_and_a_late_rank_does_not(on_ranks, tmp_path):
 
 
 def test_each_rank_tells_its_share_of_waiting(parent, tmp_path):
-    said, config = [], SMALL.replace({"steps": 2, "parallel.shard": 2})
+    messages, config = [], SMALL.replace({"steps": 2, "parallel.shard": 2})
     with Processes("tests.parallel.training_ranks:chain",
                    {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False},
-                   world=2, parent=parent, heard=lambda *one: said.append(one)) as running:
+                   world=2, parent=parent, heard=lambda *pair: messages.append(pair)) as running:
         running.wait()
-    assert sorted((rank, one["step"]) for rank, one in said) == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert all(0 < one["communication_share"] < 1 for _, one in said)
+    assert sorted((rank, message["step"]) for rank, message in messages) == [
+        (0, 1), (0, 2), (1, 1), (1, 2)]
+    assert all(0 < message["communication_share"] < 1 for _, message in messages)
     assert all(line["extra"]["waited_seconds"] < line["step_seconds"]
                for line in Run(tmp_path / "run").metrics)
 
@@ -118,8 +119,8 @@ def test_weights_of_targets_count_over_all_ranks(on_ranks, layout):
     alone = Training.build(config, data=Drawn())
     done = alone.update(0)
     due = [done.loss.item(), done.grad_norm.item(), alone.evaluate()]
-    found = on_ranks("weights_and_zeros", laid(config, layout))
-    assert found[0] == found[1] == pytest.approx(due, rel=1e-5)
+    numbers = on_ranks("weights_and_zeros", laid(config, layout))
+    assert numbers[0] == numbers[1] == pytest.approx(due, rel=1e-5)
 
 
 def test_ranks_that_differ_are_named(on_ranks):
@@ -188,10 +189,10 @@ def test_worlds_that_cannot_be(monkeypatch, environment, sentence):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for name, value in environment.items():
             monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)
-        with pytest.raises(ConfigError, match=sentence) as found, here(
+        with pytest.raises(ConfigError, match=sentence) as refusal, here(
                 SMALL.replace({"parallel.data": 2})):
             pass
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("gpus, nccl, sentence", [

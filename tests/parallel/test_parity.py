@@ -29,8 +29,9 @@ def test_a_part_of_the_matrix(parent, monkeypatch):
         most = 5e-4 if layout in ("replicas", "ZeRO 1") or "ZeRO 3" in layout else 2e-3
         assert (row.same if recipe == "fp32" else
                 far.loss < most and far.grad_norm < 4e-2 and far.weights < 6e-3), row
-    one, other = (rows["fp8-tensorwise", f"ZeRO 3, {gathered}"] for gathered in ("fp8", "float32"))
-    assert one.distance == other.distance
+    fp8, float32 = (rows["fp8-tensorwise", f"ZeRO 3, {gathered}"]
+                    for gathered in ("fp8", "float32"))
+    assert fp8.distance == float32.distance
     heads, lines = parity.table(measured)
     assert [line[0] for line in lines] == ["fp32", "fp8-tensorwise"]
     assert {len(line) for line in lines} == {len(heads)}

@@ -51,13 +51,13 @@ def test_every_order_that_a_row_allows_is_one():
     """The stages lie where the row says, backward is split where it says, and nothing waits for
     ever (`clock` raises)."""
     count = 0
-    for name, (ranks, chunks, m), found in orders():
+    for name, (ranks, chunks, m), by_rank in orders():
         row = PIPELINES[name]
-        assert {rank: {stage for stage, _, _ in actions} for rank, actions in found.items()} == {
+        assert {rank: {stage for stage, _, _ in actions} for rank, actions in by_rank.items()} == {
             rank: set(row.stages(rank, ranks, chunks)) for rank in range(ranks)}
-        kinds = [kind for actions in found.values() for _, kind, _ in actions]
+        kinds = [kind for actions in by_rank.values() for _, kind, _ in actions]
         assert kinds.count("F") == ranks * chunks * m and ("W" in kinds) == row.splits
-        clock(found, forward=1.0, dx=1.0, dw=1.0)
+        clock(by_rank, forward=1.0, dx=1.0, dw=1.0)
         count += 1
     assert count > 150
 
@@ -97,20 +97,21 @@ class StandIn:
 
 
 def pytorchs(row, ranks, chunks, m):
-    kind, found = row.load(), {}
+    kind, by_rank = row.load(), {}
     for rank in range(ranks):
         stages = [StandIn(stage, rank, ranks * chunks, ranks)
                   for stage in row.stages(rank, ranks, chunks)]
         single = issubclass(kind, PipelineScheduleSingle)
-        made = kind(stages[0] if single else stages, m, loss_fn=print)
+        schedule = kind(stages[0] if single else stages, m, loss_fn=print)
         if not single:
-            return {rank: [(one.stage_index, one.computation_type.value, one.microbatch_index)
-                           for one in actions if one.is_compute_op]
-                    for rank, actions in made.pipeline_order_with_comms.items()}
-        made._initialize_stage = stages[0].nothing
-        made._step_microbatches([()] * m, [{}] * m, [None] * m, [])
-        found[rank] = stages[0].called
-    return found
+            return {rank: [(action.stage_index, action.computation_type.value,
+                            action.microbatch_index)
+                           for action in actions if action.is_compute_op]
+                    for rank, actions in schedule.pipeline_order_with_comms.items()}
+        schedule._initialize_stage = stages[0].nothing
+        schedule._step_microbatches([()] * m, [{}] * m, [None] * m, [])
+        by_rank[rank] = stages[0].called
+    return by_rank
 
 
 def test_closed_orders_are_pytorchs():
@@ -125,14 +126,14 @@ def test_closed_orders_are_pytorchs():
 # ---- the clock
 
 
-def by_relaxation(found, seconds, message):
+def by_relaxation(by_rank, seconds, message):
     """The end of an update, another way: each action begins after the last action of its rank and
     after what it needs, until nothing moves."""
-    rank_of = {stage: rank for rank, actions in found.items() for stage, _, _ in actions}
+    rank_of = {stage: rank for rank, actions in by_rank.items() for stage, _, _ in actions}
     last, ends, before = max(rank_of), {}, None
     while ends != before:
         before = dict(ends)
-        for rank, actions in found.items():
+        for rank, actions in by_rank.items():
             now = 0.0
             for stage, kind, micro in actions:
                 needed, at = {"F": ("F", stage - 1), "W": ("I", stage)}.get(
@@ -145,13 +146,13 @@ def by_relaxation(found, seconds, message):
 
 def test_the_clock_is_that_of_the_longest_path():
     rng = torch.Generator().manual_seed(0)
-    for name, (ranks, chunks, _), found in orders([(1, 1, 3), (3, 2, 6), (4, 1, 8), (4, 3, 12)]):
+    for name, (ranks, chunks, _), by_rank in orders([(1, 1, 3), (3, 2, 6), (4, 1, 8), (4, 3, 12)]):
         f, i, w = (torch.rand(3, ranks * chunks, generator=rng) + 0.5).tolist()
-        done = clock(found, forward=f, dx=i, dw=w, message_seconds=0.3)
+        done = clock(by_rank, forward=f, dx=i, dw=w, message_seconds=0.3)
         seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w)]}
-        due = by_relaxation(found, seconds, 0.3)
+        due = by_relaxation(by_rank, seconds, 0.3)
         assert done.step_seconds == pytest.approx(due, rel=1e-12), name
-        work = sum(map(sum, (f, i, w))) * len({micro for _, _, micro in found[0]})
+        work = sum(map(sum, (f, i, w))) * len({micro for _, _, micro in by_rank[0]})
         assert done.bubble_share == pytest.approx(1 - work / (ranks * done.step_seconds), abs=1e-12)
 
 
@@ -166,9 +167,10 @@ def test_bubbles_are_the_closed_forms(name):
     tenth of the update."""
     row, off = PIPELINES[name], []
     for ranks, chunks, m in cut_in(row):
-        found = order(name, ranks, chunks, m)
+        by_rank = order(name, ranks, chunks, m)
         for f, i, w in itertools.product((0.5, 1, 3), repeat=3):
-            step, work = clock(found, forward=f, dx=i, dw=w).step_seconds, m * chunks * (f + i + w)
+            step = clock(by_rank, forward=f, dx=i, dw=w).step_seconds
+            work = m * chunks * (f + i + w)
             bubble = row.bubble(ranks, f, i, w)
             if not row.even or f == i == w:
                 assert step - work == pytest.approx(bubble, rel=1e-9, abs=1e-9), (f, i, w)
@@ -182,8 +184,8 @@ def test_messages_in_a_row_are_those_of_the_clock(name):
     it is less."""
     row = PIPELINES[name]
     for sizes in cut_in(row):
-        found = order(name, *sizes)
-        took = [clock(found, forward=1, dx=1, dw=1, message_seconds=late).step_seconds
+        by_rank = order(name, *sizes)
+        took = [clock(by_rank, forward=1, dx=1, dw=1, message_seconds=late).step_seconds
                 for late in (0, 1e-3)]
         assert 1e3 * (took[1] - took[0]) == pytest.approx(row.hops(*sizes), rel=1e-6), sizes
 
@@ -200,20 +202,20 @@ def test_shares_of_a_predicted_update_are_those_of_the_clock(name):
     layout = Layout(pipeline=ranks, tensor=8, schedule=name, interleave=least_chunks(name))
     config = preset("llama-8b").replace({"model.vocab": 8, "global_batch": m,
         "grad_accum_steps": m})
-    found = step_time(config, on, layout)
-    late = found["pipeline: send and receive"].seconds / row.hops(ranks, layout.interleave, m)
+    predicted = step_time(config, on, layout)
+    late = predicted["pipeline: send and receive"].seconds / row.hops(ranks, layout.interleave, m)
     assert late > 0 and set(rank_layers(config.model, layout)) == {8}
-    mine = [one for one in found.rows
-            if not one.name.startswith(("pipeline", "optimizer", "tensor"))]
-    between = found["tensor: gathers and scatters"].seconds / 2
-    forward, backward = (sum(one.phases.get(phase, 0) for one in mine) + between
+    mine = [cost for cost in predicted.rows
+            if not cost.name.startswith(("pipeline", "optimizer", "tensor"))]
+    between = predicted["tensor: gathers and scatters"].seconds / 2
+    forward, backward = (sum(cost.phases.get(phase, 0) for cost in mine) + between
                          for phase in ("forward", "backward"))
     each = m * layout.interleave
     done = clock(order(name, ranks, layout.interleave, m), forward=forward / each,
                  dx=backward / each / 2, dw=backward / each / 2,
                  message_seconds=late)
     due = 1 - (forward + backward) / done.step_seconds
-    lost = found["pipeline: send and receive"].seconds + found["pipeline: bubble"].seconds
+    lost = predicted["pipeline: send and receive"].seconds + predicted["pipeline: bubble"].seconds
     share = lost / (lost + forward + backward)
     assert share == pytest.approx(due, abs=0.005 if row.even else 0.0025) and due > 0.04
 
@@ -233,44 +235,44 @@ def test_peaks():
     assert done["interleaved"].rank_peaks[0] == 4 + 2 * 3 + 1
 
 
-@pytest.mark.parametrize("spoil, said", [
+@pytest.mark.parametrize("spoil, message", [
     (lambda o: o[0].pop(), "actions for 4 micro-batches in 2 stages; each micro-batch needs"),
     (lambda o: o[0].append((0, "B", 3)), "actions for 4 micro-batches in 2 stages; each"),
     (lambda o: o[1].reverse(), "rank [01] waits forever for the input of . of micro-batch . in"),
     (lambda o: o[0].__setitem__(0, (0, "W", 0)), "rank 0 waits forever for the input of W of")])
-def test_an_order_that_is_none_is_refused(spoil, said):
-    found = order("1f1b", 2, 1, 4)
-    spoil(found)
-    with pytest.raises(ConfigError, match=said):
-        clock(found, forward=1, dx=1, dw=1)
+def test_an_order_that_is_none_is_refused(spoil, message):
+    by_rank = order("1f1b", 2, 1, 4)
+    spoil(by_rank)
+    with pytest.raises(ConfigError, match=message):
+        clock(by_rank, forward=1, dx=1, dw=1)
 
 
 # ---- the runtime
 
-def on_pipeline(parent, function, ranks, **told):
-    with Processes(f"tests.parallel.pipeline_ranks:{function}", told, world=ranks,
+def on_pipeline(parent, function, ranks, **job):
+    with Processes(f"tests.parallel.pipeline_ranks:{function}", job, world=ranks,
                    parent=parent) as running:
         return running.wait()
 
 
 def test_both_sides_of_a_pair_agree_on_the_order_of_messages():
     """NCCL knows no tags. And who receives asks for each message once, and before it needs it."""
-    for name, (ranks, _, _), found in orders():
-        stages = 1 + max(stage for actions in found.values() for stage, _, _ in actions)
-        sends, asks = zip(*(routes(found, rank) for rank in range(ranks)))
+    for name, (ranks, _, _), by_rank in orders():
+        stages = 1 + max(stage for actions in by_rank.values() for stage, _, _ in actions)
+        sends, asks = zip(*(routes(by_rank, rank) for rank in range(ranks)))
         for a, b in itertools.permutations(range(ranks), 2):
-            sent = [made for made in (message(action, stages, 1) for action in found[a])
-                    if sends[a].get(made) == b]
-            received = [made for asked in asks[b] for made, source in asked if source == a]
+            sent = [msg for msg in (message(action, stages, 1) for action in by_rank[a])
+                    if sends[a].get(msg) == b]
+            received = [msg for asked in asks[b] for msg, source in asked if source == a]
             assert sent == received, (name, a, b)
         for b in range(ranks):
             there = set()
-            for action, asked in zip(found[b], asks[b]):
-                there |= {one for one, _ in asked}
+            for action, asked in zip(by_rank[b], asks[b]):
+                there |= {msg for msg, _ in asked}
                 needed = message(action, stages, 0)
                 if needed is not None and needed not in there:
                     before = needed[1] + (1 if needed[0] == "B" else -1)
-                    assert before in {stage for stage, _, _ in found[b]}
+                    assert before in {stage for stage, _, _ in by_rank[b]}
 
 
 @pytest.mark.dist
@@ -278,12 +280,13 @@ def test_both_sides_of_a_pair_agree_on_the_order_of_messages():
 def test_gradients_are_those_of_one_process(parent, ranks, untagged):
     """Bit for bit where micro-batches are summed in the same order: looped breadth-first takes the
     last first. PyTorch's runtime divides by the micro-batches at the end: 1e-6 of the largest."""
-    found = on_pipeline(parent, "gradients", ranks, untagged=untagged, peer=not untagged,
-                        cases=[(name, least_chunks(name), 8) for name in PIPELINES])
+    by_rank = on_pipeline(parent, "gradients", ranks, untagged=untagged, peer=not untagged,
+                          cases=[(name, least_chunks(name), 8) for name in PIPELINES])
     for name in PIPELINES:
         stages = ranks * least_chunks(name)
         due = whole(stages, 8, range(8)[::-1] if name == "looped-bfs" else range(8))
-        of_stages = {int(stage): both for one in found for stage, both in one[name].items()}
+        of_stages = {int(stage): both for of_rank in by_rank
+                     for stage, both in of_rank[name].items()}
         assert sorted(of_stages) == list(range(stages))
         for stage, (ours, theirs) in of_stages.items():
             assert torch.equal(torch.tensor(ours), due[stage]), (name, stage)
@@ -294,12 +297,12 @@ def test_gradients_are_those_of_one_process(parent, ranks, untagged):
 def test_a_rehearsal_computes_as_the_clock_says(parent):
     """Stages that sleep, to see 4 ranks on 2 cores. What they hold, and in which order they
     compute, is exact; of seconds a busy machine has more than the clock."""
-    found, each = order("zbv", 4, 2, 8), {"forward": 0.015, "dx": 0.025, "dw": 0.01}
-    done, due = rehearse(found, **each, rounds=1, parent=parent), clock(found, **each)
+    by_rank, each = order("zbv", 4, 2, 8), {"forward": 0.015, "dx": 0.025, "dw": 0.01}
+    done, due = rehearse(by_rank, **each, rounds=1, parent=parent), clock(by_rank, **each)
     assert done.how == "rehearsed: stages that sleep" != due.how
     assert (done.peaks, done.rank_peaks) == (due.peaks, due.rank_peaks)
     naps = {"F": 0.015, "I": 0.025, "W": 0.01, "B": 0.035}
-    for rank, actions in found.items():
+    for rank, actions in by_rank.items():
         assert all(end - begin >= naps[kind] for begin, end, (_, kind, _) in zip(
             done.begins[rank], done.ends[rank], actions, strict=True))
     assert done.step_seconds >= due.step_seconds
@@ -345,10 +348,10 @@ def test_layouts_train_as_one_process(parent, ranks, cases):
     assert {name for name, *_ in ON_TWO + ON_FOUR} == {*PIPELINES}
     configs = [laid(SMALL.replace(settings), {"pipeline": 2, "schedule": name, "interleave": chunks,
                                               **axes}) for name, chunks, axes, settings in cases]
-    found, *others = on_pipeline(parent, "trains", ranks, steps=3,
+    first, *others = on_pipeline(parent, "trains", ranks, steps=3,
                                  configs=[config.to_dict() for config in configs])
-    assert all(other == found for other in others)
-    for config, theirs in zip(configs, found, strict=True):
+    assert all(other == first for other in others)
+    for config, theirs in zip(configs, first, strict=True):
         assert (len({*rank_layers(config.model, config.parallel)}) > 1) == (
             config.model.vocab == 1024)
         due = trained(Training.build(config.replace(ALONE)), 3)
@@ -362,9 +365,9 @@ def test_zero_bubble_computes_as_many_products_as_one_process(parent):
     due = counted(Training.build(config))
     layouts = [{"schedule": name, "interleave": least_chunks(name)}
                for name in ("1f1b", "zero-bubble", "dualpipev")]
-    one, other = on_pipeline(parent, "products", 2, configs=[
+    first, second = on_pipeline(parent, "products", 2, configs=[
         laid(config, {"pipeline": 2, **layout}).to_dict() for layout in layouts])
-    assert [a + b for a, b in zip(one, other)] == [due] * 3 and due > 0
+    assert [a + b for a, b in zip(first, second)] == [due] * 3 and due > 0
 
 
 @pytest.mark.dist
@@ -422,10 +425,10 @@ def sized(layers, head):
 
 def loads(m, layout, cut):
     """The work of each rank, in layers."""
-    found = [float(len(each)) for each in cut]
-    found[-1] += head_layers(m)
+    work = [float(len(each)) for each in cut]
+    work[-1] += head_layers(m)
     stages = PIPELINES[layout.schedule].stages
-    return [sum(found[stage] for stage in stages(rank, layout.pipeline, layout.interleave))
+    return [sum(work[stage] for stage in stages(rank, layout.pipeline, layout.interleave))
             for rank in range(layout.pipeline)]
 
 
@@ -441,24 +444,25 @@ def test_no_cut_has_a_faster_slowest_rank(head):
         layout = Layout(pipeline=ranks, schedule=name, interleave=least_chunks(name))
         m = sized(layers, head)
         assert head_layers(m) == pytest.approx(head, rel=0.01)
-        found = stage_layers(m, layout)
-        assert [layer for one in found for layer in one] == list(range(layers)) and all(found)
-        by_rank = [sum(len(found[stage])
+        stages = stage_layers(m, layout)
+        assert [layer for stage in stages for layer in stage] == list(range(layers)) and all(stages)
+        by_rank = [sum(len(stages[stage])
                        for stage in PIPELINES[name].stages(rank, ranks, layout.interleave))
                    for rank in range(ranks)]
         if PIPELINES[name].places == "v":
             by_rank = by_rank[1:] + by_rank[:1]
         assert rank_layers(m, layout) == (*by_rank,)
-        took = max(loads(m, layout, found))
+        took = max(loads(m, layout, stages))
         least = min(max(loads(m, layout, cut)) for cut in cuts(layers, ranks * layout.interleave))
-        even = len({*map(len, found)}) == 1
+        even = len({*map(len, stages)}) == 1
         assert took == pytest.approx(least) or (even and took < (1 + GAIN) * least), (layers, name)
 
 
 def test_work_of_layers_and_head_is_that_of_the_flops():
     m = preset("llama-8b").model
-    flops = [(one.name, one.flops * (m.T + 1) / (2 * m.T) if one.pairs else one.flops)
-             for one in products(m, batch=1)]
+    flops = [(product.name,
+              product.flops * (m.T + 1) / (2 * m.T) if product.pairs else product.flops)
+             for product in products(m, batch=1)]
     head = sum(number for name, number in flops if name == "head")
     layers = sum(number for _, number in flops) - head
     assert head_layers(m) == pytest.approx(head / (layers / m.L), rel=1e-3)
@@ -471,13 +475,13 @@ def test_layers_of_stages():
         if stages_fit(layers, stages, chunks) and (stages > 1 or chunks == 1):
             layout = Layout(pipeline=stages, interleave=chunks,
                             schedule="interleaved" if chunks > 1 else "1f1b")
-            found = stage_layers(sized(layers, 0.5), layout)
-            assert [layer for one in found for layer in one] == list(range(layers))
+            cut = stage_layers(sized(layers, 0.5), layout)
+            assert [layer for stage in cut for layer in stage] == list(range(layers))
             fewer = layers % (stages * chunks) > 0
             sizes = [(layers + 2 * fewer) // (stages * chunks)] * (stages * chunks)
             sizes[0] -= fewer
             sizes[-1] -= fewer
-            assert [*map(len, found)] == sizes
+            assert [*map(len, cut)] == sizes
             assert (rank_layers(sized(layers, 9), layout, balanced=False)
                     == rank_layers(sized(layers, 0.5), layout))
 

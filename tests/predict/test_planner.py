@@ -460,4 +460,4 @@ def test_it_answers_soon_and_at_once(page):
 def test_the_script_explains_itself():
     done = subprocess.run([sys.executable, DOCS / "make_planner.py", "--help"], capture_output=True,
                           text=True, check=True)
-    assert "npm package pyodide" in done.stdout
+    assert "fetches Pyodide once" in done.stdout
