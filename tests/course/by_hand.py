@@ -15,7 +15,7 @@ FORMULAS: list[tuple[str, str]] = []        # cell, what stands in it
 
 def printed(cell: str, *says: str):
     def keep(function):
-        FORMULAS.extend((cell, one) for one in says)
+        FORMULAS.extend((cell, phrase) for phrase in says)
         return function
     return keep
 

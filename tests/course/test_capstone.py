@@ -107,9 +107,9 @@ def test_marks():
         edge = (right[name] + question.tolerance if question.unit == "dB"
                 else right[name] * (1 + question.tolerance))
         for factor, status in ((0.999, "right"), (1.01, "wrong")):
-            said = right[name] + (edge - right[name]) * factor
-            assert mark(case, lambda sheet, said=said, name=name: {**right, name: said}).marks[
-                name] == status, name
+            answer = right[name] + (edge - right[name]) * factor
+            score = mark(case, lambda sheet, answer=answer, name=name: {**right, name: answer})
+            assert score.marks[name] == status, name
     for nothing in (None, ...):
         score = mark(case, lambda sheet, nothing=nothing: {**right, "peak": nothing})
         assert score.marks["peak"] == "to do" and score.right == 10
@@ -118,9 +118,9 @@ def test_marks():
                 and QUESTIONS["noise"].shown(right["noise"]) in page)
 
 
-@pytest.mark.parametrize("said", ["much", math.nan, math.inf, [1], 1j])
-def test_what_is_no_number_is_wrong_and_not_an_error(said):
-    score = mark(draw(0), lambda sheet: {"parameters": said})
+@pytest.mark.parametrize("answer", ["much", math.nan, math.inf, [1], 1j])
+def test_what_is_no_number_is_wrong_and_not_an_error(answer):
+    score = mark(draw(0), lambda sheet: {"parameters": answer})
     assert (score.marks["parameters"] == "wrong" and score.right == 0
             and "not a number" in score._repr_html_())
 

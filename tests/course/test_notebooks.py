@@ -118,10 +118,10 @@ def test_parameters_first_and_commented(book):
     first = code_of(book)[0]
     assert (first.metadata.get("tags") == ["parameters"]
             and notebooks.tagged(book, "parameters") == [first])
-    found = parameters(book)
-    assert (found["tier"].annotation == "Literal['smoke', 'cpu', 'gpu']"
-            and found["tier"].default == "cpu")
-    assert all(parameter.comment for parameter in found.values()), (
+    by_name = parameters(book)
+    assert (by_name["tier"].annotation == "Literal['smoke', 'cpu', 'gpu']"
+            and by_name["tier"].default == "cpu")
+    assert all(parameter.comment for parameter in by_name.values()), (
         "say after each parameter what it is, and its unit")
 
 
@@ -164,11 +164,11 @@ def test_a_page_opens_with_few_imports_and_no_code_is_cut(path):
 def test_headings_in_order(book):
     """`## Predict` ... `## Further reading`, each once; an exercise heading may be plural or
     numbered."""
-    found = re.findall(r"^## +(.+?)\s*$", text_of(book), flags=re.MULTILINE)
-    known = [next(heading for heading in HEADINGS if title.startswith(heading)) for title in found
+    titles = re.findall(r"^## +(.+?)\s*$", text_of(book), flags=re.MULTILINE)
+    known = [next(heading for heading in HEADINGS if title.startswith(heading)) for title in titles
              if title.startswith(tuple(HEADINGS))]
-    assert list(dict.fromkeys(known)) == HEADINGS, found
-    assert known == sorted(known, key=HEADINGS.index), found
+    assert list(dict.fromkeys(known)) == HEADINGS, titles
+    assert known == sorted(known, key=HEADINGS.index), titles
 
 
 def test_thin(book):
@@ -284,8 +284,9 @@ def test_what_to_look_for_has_its_answers(book):
         asked = len(re.findall(r"^- ", cell.source.split("Things to look for:")[1], re.MULTILINE))
         section = itertools.takewhile(lambda after: not re.match("## |.*Things to look for:",
             after.source, re.DOTALL), book.cells[i + 1:])
-        found = [after.source for after in section if "<summary>Answers</summary>" in after.source]
-        assert len(found) == 1 and len(re.findall(r"^\d+\. ", found[0], re.MULTILINE)) == asked
+        answers = [after.source for after in section
+                   if "<summary>Answers</summary>" in after.source]
+        assert len(answers) == 1 and len(re.findall(r"^\d+\. ", answers[0], re.MULTILINE)) == asked
 
 
 def answers_of(number):
@@ -302,10 +303,10 @@ def test_answers_about_memory_are_those_of_the_explorer():
                       **{"precision": "bf16", "optimizer": "adamw", "zero": 0, "recompute": "none",
                          **changes})
 
-    def row(found, name):
-        return quantity(found.at(found.peak_moment)[name], "bytes")
+    def row(estimate, name):
+        return quantity(estimate.at(estimate.peak_moment)[name], "bytes")
 
-    said, plain, fp8 = answers_of("01"), held("llama-8b"), held("llama-8b",
+    text, plain, fp8 = answers_of("01"), held("llama-8b"), held("llama-8b",
         precision="fp8-tensorwise")
     for words in (row(plain, "optimizer state"), row(plain, "activations"),
                   row(fp8, "activations").removesuffix(" GB"), row(fp8, "low-precision weights"),
@@ -314,13 +315,13 @@ def test_answers_about_memory_are_those_of_the_explorer():
                            "bytes"),
                   row(held("llama-1b", recompute="block"), "logits' gradients"),
                   row(held("llama-1b", recompute="block"), "activations")):
-        assert words in said, words
+        assert words in text, words
     for zero in (1, 2):
         assert (f"{quantity(held('llama-8b', zero=zero).peak_bytes, 'bytes')} with stage {zero}"
-                in said)
+                in text)
     for sequences in (2, 8):
-        found = held("llama-1b", recompute="block", sequences=sequences)
-        assert (max(found.at(found.peak_moment).items(), key=lambda item: item[1])[0]
+        estimate = held("llama-1b", recompute="block", sequences=sequences)
+        assert (max(estimate.at(estimate.peak_moment).items(), key=lambda item: item[1])[0]
                 == "logits' gradients")
 
 
@@ -332,77 +333,77 @@ def test_answers_about_outliers_are_those_of_the_explorer():
     def in_row(size):
         return outliers.look("int8", float(size), 9, 40, 0)["kinds"][9].count(2)
 
-    said = answers_of("04")
+    text = answers_of("04")
     assert ((in_row(300), in_row(708), in_row(709), in_row(1000)) == (87, 126, 127, 127)
-            and "87 of the 127" in said and "709" in said)
-    assert zeroed("fp8-tensorwise", 1000) == 11 and "11 become zero" in said
-    assert (zeroed("nvfp4", 1e6) == 3537 and "3,537" in said and zeroed("mxfp8", 1e6) == 31
-            and "31 others" in said)
-    assert zeroed("nvfp4-published", 1e6) == 2752 and "2,752" in said
+            and "87 of the 127" in text and "709" in text)
+    assert zeroed("fp8-tensorwise", 1000) == 11 and "11 become zero" in text
+    assert (zeroed("nvfp4", 1e6) == 3537 and "3,537" in text and zeroed("mxfp8", 1e6) == 31
+            and "31 others" in text)
+    assert zeroed("nvfp4-published", 1e6) == 2752 and "2,752" in text
     for recipe, size, words in (("fp8-tensorwise", 1000, "32.0 dB"),
                                 ("fp8-tensorwise", 3, "31.2 with"), ("mxfp8", 300, "31.5"),
                                 ("nvfp4-published", 3e5, "16.6 dB and"), ("nvfp4", 3e5, "11.7"),
                                 ("nvfp4-published", 1e6, "2.9 dB"),
                                 ("nvfp4", 1e6, "2.1")):
-        assert (words in said and f"{outliers.look(recipe, float(size), 9, 40, 0)['sqnr_db']:.1f}"
+        assert (words in text and f"{outliers.look(recipe, float(size), 9, 40, 0)['sqnr_db']:.1f}"
                 in words)
 
 
 def test_answers_about_a_plan_are_the_plan():
-    said = answers_of("09")
+    text = answers_of("09")
 
     def soonest(devices, machine="h200", **limits):
         return plan(lpkit.preset("llama-70b"), 1e12, machine, devices=devices, **limits)
 
     eight, some, many, old = soonest(8), soonest(64), soonest(4096), soonest(512, "a100-40")
-    assert "need 9.53 GB more each" in eight.refusals["memory"].nearest and "9.53 GB" in said
+    assert "need 9.53 GB more each" in eight.refusals["memory"].nearest and "9.53 GB" in text
     assert (some.refusals["memory"].layouts == 3 and some.counted == 22 and len(some.options) == 16
-            and "other 16" in said)
+            and "other 16" in text)
     shares = {row.name: row.seconds / many.options[0].time.step_seconds
               for row in many.options[0].time.rows}
     for name in ("tensor: gathers and scatters", "pipeline: bubble"):
-        assert f"{shares[name]:.1%}" in said
-    assert (f"{many.options[0].time.mfu:.0%}" == "30%" and "47% to 30%" in said
-            and f"{many.options[0].bill.seconds / 86_400:.2f} days" in said)
+        assert f"{shares[name]:.1%}" in text
+    assert (f"{many.options[0].time.mfu:.0%}" == "30%" and "47% to 30%" in text
+            and f"{many.options[0].bill.seconds / 86_400:.2f} days" in text)
     assert ("$1,155,776" in soonest(512, budget=250_000.0).refusals["budget"].nearest
-            and "1,155,776 dollars" in said)
+            and "1,155,776 dollars" in text)
     cheap, whole = old.options[:2]
     again = next(row for row in whole.time.rows if row.name == "recomputation")
     assert ((cheap.recompute, whole.recompute) == ("selective", "block")
-            and f"{cheap.bill.seconds / 86_400:.1f} days" in said)
-    assert (f"{again.seconds / whole.time.step_seconds:.1%}" in said
-            and f"takes {whole.bill.seconds / 86_400:.1f}." in said)
+            and f"{cheap.bill.seconds / 86_400:.1f} days" in text)
+    assert (f"{again.seconds / whole.time.step_seconds:.1%}" in text
+            and f"takes {whole.bill.seconds / 86_400:.1f}." in text)
 
 
 def test_answers_about_formats_are_their_values():
-    said, found = answers_of("03"), listed()
+    text, formats = answers_of("03"), listed()
     for name in ("e5m2", "e4m3fn"):
-        odd = [code for code, value in enumerate(found[name].values) if not math.isfinite(value)]
-        assert (f"{odd[0]}" in said and f"{odd[-1]}" in said
+        odd = [code for code, value in enumerate(formats[name].values) if not math.isfinite(value)]
+        assert (f"{odd[0]}" in text and f"{odd[-1]}" in text
                 and len(odd) == {"e5m2": 8, "e4m3fn": 2}[name])
-    sizes = sorted({abs(value) for value in found["e2m1"].values})
-    assert "{}, {}, {}, {}, {}, {}, {} and {},".format(*(f"{size:g}" for size in sizes)) in said
-    e4m3 = sorted({abs(value) for value in found["e4m3fn"].values if math.isfinite(value)
+    sizes = sorted({abs(value) for value in formats["e2m1"].values})
+    assert "{}, {}, {}, {}, {}, {}, {} and {},".format(*(f"{size:g}" for size in sizes)) in text
+    e4m3 = sorted({abs(value) for value in formats["e4m3fn"].values if math.isfinite(value)
                    and value})
     gaps = {value: above / value - 1 for value, above in itertools.pairwise(e4m3)}
     low = [f"{gap:.0%}" for value, gap in gaps.items() if value < 2.0**-6]
     assert (low[::-1][:3] == ["14%", "17%", "20%"] and low[0] == "100%"
-            and "14%, 17%, 20%, up to 100%" in said)
+            and "14%, 17%, 20%, up to 100%" in text)
 
 
 def test_answers_about_chance_are_those_of_the_record():
-    said, (_, losses) = answers_of("19"), chance.pool()
+    text, (_, losses) = answers_of("19"), chance.pool()
     sigma = chance.sigma_of(losses)
     for seeds, bar, share in ((20, 0.005, 0.07), (30, 0.005, 0.04), (3, 0.015, 0.05),
                               (1, 0.0, 0.5)):
         assert chance.share_kept(chance.gains_of_nothing(losses, seeds=seeds),
                                  bar) == pytest.approx(share, abs=0.006)
     assert (2 * (1.645 * sigma / 0.005) ** 2 == pytest.approx(25.6, abs=0.05)
-            and "25.6, so 26" in said and "At 20 it is 7%, at 30 it is 4%" in said)
+            and "25.6, so 26" in text and "At 20 it is 7%, at 30 it is 4%" in text)
 
 
 def test_answers_about_optimizers_are_those_of_the_explorer():
-    said = answers_of("20")
+    text = answers_of("20")
     show = optimizers.rules_view({name: lpkit.preset(name)
                                   for name in ("cpu-3m", "gpt2-124m", "llama-8b")})
 
@@ -411,61 +412,61 @@ def test_answers_about_optimizers_are_those_of_the_explorer():
         return dict(zip(bars["y"], bars["x"]))[rule]
 
     assert (f"{drawn('cpu-3m', 4096, 'muon', 0):.2f} and {drawn('cpu-3m', 4096, 'normuon', 0):.2f} "
-            f"in `cpu-3m`" in said)
+            f"in `cpu-3m`" in text)
     assert (f"{drawn('gpt2-124m', 4096, 'soap', 0):.1f} and "
-            f"{drawn('llama-8b', 4096, 'soap', 0):.1f}." in said)
+            f"{drawn('llama-8b', 4096, 'soap', 0):.1f}." in text)
     for tokens in (65_536, 131_072):
-        assert f"{tokens:,} it is {drawn('cpu-3m', tokens, 'muon', 1):.2f}%" in said
+        assert f"{tokens:,} it is {drawn('cpu-3m', tokens, 'muon', 1):.2f}%" in text
     assert (drawn("cpu-3m", 90_000, "muon", 1) == pytest.approx(1, abs=0.01)
-            and "from 90,000 tokens on" in said)
+            and "from 90,000 tokens on" in text)
     config = lpkit.preset("cpu-3m").replace({"optimizer": "muon"})
     assert muons.published(config) == 0.3125
 
 
 def test_what_is_said_of_a_step_of_lora_is_the_formula():
-    said = said_in("24")
+    text = said_in("24")
     config = lpkit.preset("cpu-3m").replace({"global_batch": 4, "grad_accum_steps": 1,
         "model.context": 128, "precision.recipe": "fp32", "system.device": "cpu",
                                              "system.compile": False})
     three = begun_from.three(config, rank=2)
-    full, lora, qkv = (lpkit.predict_trace(one) for one in three.values())
-    assert (f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the model's" in said
-            and f"{lora.peak_bytes / full.peak_bytes:.0%} of the peak is left" in said)
-    few = [lpkit.predict_trace(one.replace({"global_batch": 2, "model.context": 64})).peak_bytes
-           for one in list(three.values())[:2]]
-    assert f"it is {few[1] / few[0]:.0%} with 2 sequences of 64 tokens instead of 4 of 128" in said
-    kept = [one.operations for one in (full, lora, qkv)]
+    full, lora, qkv = (lpkit.predict_trace(arm) for arm in three.values())
+    assert (f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the model's" in text
+            and f"{lora.peak_bytes / full.peak_bytes:.0%} of the peak is left" in text)
+    few = [lpkit.predict_trace(arm.replace({"global_batch": 2, "model.context": 64})).peak_bytes
+           for arm in list(three.values())[:2]]
+    assert f"it is {few[1] / few[0]:.0%} with 2 sequences of 64 tokens instead of 4 of 128" in text
+    kept = [trace.operations for trace in (full, lora, qkv)]
     below = kept[0]["head"] + kept[0]["norm1"] - kept[1]["norm1"]
     between = sum(size for name, size in kept[1].items() if ".B" in name)
     inputs = sum(kept[1][f"{name}.A"] for name in ("mlp.up", "mlp.down"))
-    assert (all(f"{size:,}" in said for size in (below, between, inputs))
-            and f"{below / sum(kept[0].values()):.0%} of all saved bytes" in said)
+    assert (all(f"{size:,}" in text for size in (below, between, inputs))
+            and f"{below / sum(kept[0].values()):.0%} of all saved bytes" in text)
     times = [full.peak_bytes / lora.peak_bytes for model in (begun_from.seven_billion(),
         begun_from.gpt3())
              for full, lora in begun_from.rented(model, 4, "h100").values()]
-    assert f"in this table it is from {min(times):.1f} to {max(times):.1f}" in said
+    assert f"in this table it is from {min(times):.1f} to {max(times):.1f}" in text
 
 
 def test_what_is_said_of_schedules_is_their_picture():
-    said = said_in("23")
+    text = said_in("23")
     config = lpkit.preset("cpu-3m").replace(less.SMALL | {"steps": 8})
     left_out = fmean(1 - p for t in (10**6,) for p in progressive(Progressive(gamma=1.0), less.BERT,
         2, t))
     assert (left_out == pytest.approx(1 - less.progressive(0.5, 1.0, less.BERT, 10**6))
-            and f"{left_out:.1%} for BERT's 12 layers" in said)
+            and f"{left_out:.1%} for BERT's 12 layers" in text)
     assert (sum(less.TOKENS) / less.BERT == 0.75
-            and "25% of token dropping is exactly the area that it leaves out" in said)
+            and "25% of token dropping is exactly the area that it leaves out" in text)
     updates = {steps: less.arms(steps)[less.STACKED].steps for steps in (100, 8)}
     stacked = less.picture(less.arms(8)[less.STACKED].replace({"steps": 8}))
-    assert f"{100 * fmean(itertools.chain(*stacked)):.0f}%" == "69%" and "x 4) / 4`, 69%" in said
+    assert f"{100 * fmean(itertools.chain(*stacked)):.0f}%" == "69%" and "x 4) / 4`, 69%" in text
     dropping = less.scheduled(config, "progressive-layer-drop")
     drawn = [1 - less.flops(dropping.replace({"seed": seed})) / less.flops(config)
              for seed in range(300)]
     assert fmean(drawn) == pytest.approx(less.expected(config),
         abs=0.01), "the mean over draws, by Monte Carlo"
     assert (f"{less.expected(config):.1%} is the mean, and 64 draws scatter by "
-            f"{100 * stdev(drawn):.0f} points" in said)
-    assert (f"a factor of {1 / 0.76:.2f} is cost per sample" in said
+            f"{100 * stdev(drawn):.0f} points" in text)
+    assert (f"a factor of {1 / 0.76:.2f} is cost per sample" in text
             and updates == {100: 137, 8: 11}
             and f"{100 * drawn[0]:.0f}" == f"{RIGHT['23.area']}")
 
@@ -478,20 +479,20 @@ def test_flops_of_a_schedule_are_those_that_are_counted():
 
 
 def test_a_model_alone_has_the_flops_of_the_whole():
-    found = less.arms(150)
-    budget = less.flops(found[less.WHOLE])
-    for name, config in found.items():
+    arms = less.arms(150)
+    budget = less.flops(arms[less.WHOLE])
+    for name, config in arms.items():
         assert less.flops(config) == pytest.approx(budget, rel=0.005), name
 
 
 def test_what_is_said_of_pipelines_is_the_clock():
-    said = said_in("17")
+    text = said_in("17")
     answers = answers_of("17")
 
     def at(schedule, chunks=1, message=0.0, dw=1.0, m=8):
-        one = pipelines.path(schedule, 4, m, chunks)
-        found = pipelines.timed(one, 1.0, 1.0, dw, message)
-        return found.step_seconds, found.bubble_share, pipelines.held(one, found)
+        path = pipelines.path(schedule, 4, m, chunks)
+        timing = pipelines.timed(path, 1.0, 1.0, dw, message)
+        return timing.step_seconds, timing.bubble_share, pipelines.held(path, timing)
 
     gpipe, plain = at("gpipe"), at("1f1b")
     assert (gpipe[:2] == plain[:2] and f"The update ({plain[0]:g}) and its bubble ({plain[1]:.1%})"
@@ -509,26 +510,27 @@ def test_what_is_said_of_pipelines_is_the_clock():
     v = at("zbv")
     assert (v[0] * v[1] == pytest.approx(long[0][0] * long[0][1] / 2)
             and v[2] == long[0][2] == [4] * 4)
-    assert f"with 32 micro-batches its bubble is {at('1f1b', m=32)[1]:.0%}" in said
+    assert f"with 32 micro-batches its bubble is {at('1f1b', m=32)[1]:.0%}" in text
     counts = {pipelines.WHOLE: (4, 8, 0), pipelines.LATER: (4, 4, 4), pipelines.TWICE: (4, 8, 8)}
-    found = {how: SimpleNamespace(products=dict(zip(pipelines.PARTS, parts)))
-             for how, parts in counts.items()}
-    one, later, twice = (clocked for _, clocked in pipelines.by_products(found, 4, 8).values())
-    assert f"{twice.bubble_share:.0%} instead of {one.bubble_share:.0%}" in said
-    assert (f"{1 - later.step_seconds / one.step_seconds:.0%} less than 1F1B if the backward runs "
-            f"in two parts, and {twice.step_seconds / one.step_seconds - 1:.0%} more" in said)
+    counted = {how: SimpleNamespace(products=dict(zip(pipelines.PARTS, parts)))
+               for how, parts in counts.items()}
+    whole, later, twice = (clocked for _, clocked in pipelines.by_products(counted, 4, 8).values())
+    assert f"{twice.bubble_share:.0%} instead of {whole.bubble_share:.0%}" in text
+    assert (f"{1 - later.step_seconds / whole.step_seconds:.0%} less than 1F1B if the backward "
+            f"runs in two parts, and {twice.step_seconds / whole.step_seconds - 1:.0%} more"
+            in text)
 
 
 def test_exercises_on_pipelines_are_the_kits():
     for p, m in ((1, 1), (2, 5), (4, 4), (4, 9), (6, 7)):
-        one = pipelines.path("1f1b", p, m)
+        path = pipelines.path("1f1b", p, m)
         orders = [pipelines.one_f_one_b(rank, p, m) for rank in range(p)]
-        assert orders == [[f"{kind}{micro}" for _, kind, micro in one.order[rank]]
+        assert orders == [[f"{kind}{micro}" for _, kind, micro in path.order[rank]]
                           for rank in range(p)]
-        found = pipelines.timed(one, 1.0, 1.5, 0.5)
-        assert (pipelines.step_seconds(orders, 1.0, 2.0) == found.step_seconds
-                and pipelines.bubble(p, m, 1) == pytest.approx(found.bubble_share))
-        assert found.rank_peaks == {rank: min(p - rank, m) for rank in range(p)}
+        timing = pipelines.timed(path, 1.0, 1.5, 0.5)
+        assert (pipelines.step_seconds(orders, 1.0, 2.0) == timing.step_seconds
+                and pipelines.bubble(p, m, 1) == pytest.approx(timing.bubble_share))
+        assert timing.rank_peaks == {rank: min(p - rank, m) for rank in range(p)}
 
 
 def test_newton_schulz_of_singular_values_is_muons():
@@ -555,7 +557,7 @@ def test_singular_values_end_near_1_from_the_least_on():
 
 
 def test_what_is_said_of_batches_is_in_the_record():
-    record, said = batches.Record.read(), said_in("21")
+    record, text = batches.Record.read(), said_in("21")
     steps = {(name, batch): record.best(name, batch, 2.4).steps for name in batches.RATES
              for batch in (*batches.BATCHES, batches.ANCHOR)}
     for name, saved in (("adamw", (45, 18)), ("sgd", (28, 6))):
@@ -565,11 +567,11 @@ def test_what_is_said_of_batches_is_in_the_record():
     assert (steps["adamw", 4] == pytest.approx(468, abs=0.5)
             and record.predicted("adamw", 4, 2.4).value == pytest.approx(683, abs=0.5))
     assert (batches.law_error(record, "adamw", 2.4) == pytest.approx(0.07, abs=0.002)
-            and "within 7%" in said)
+            and "within 7%" in text)
     assert (record.law("adamw", 2.4)[1] == pytest.approx(22.3, abs=0.1)
             and record.on_the_way("adamw", 2.4)[0] == pytest.approx(38.6, abs=0.1))
     assert (batches.rate_exponent(record, "adamw") == pytest.approx(0.42, abs=0.005)
-            and "power of 0.42" in said)
+            and "power of 0.42" in text)
     assert [batches.held_cells(record, name) for name in batches.RATES] == [5, 5]
 
 
@@ -588,34 +590,34 @@ def test_ticks_between_powers_of_ten_are_whole_numbers():
 
 
 def test_what_is_said_of_widths_is_in_the_record():
-    found, said = {how: widths.transfer(widths.width_runs(), how)
-                   for how in widths.PARAMETRISATIONS}, said_in("27")
-    standard, mup = found["standard"], found["muP"]
+    transfers, text = {how: widths.transfer(widths.width_runs(), how)
+                       for how in widths.PARAMETRISATIONS}, said_in("27")
+    standard, mup = transfers["standard"], transfers["muP"]
     assert ((standard.best[32], standard.best[256]) == (0.032, 0.002)
-            and "falls from 0.032 to 0.002" in said)
+            and "falls from 0.032 to 0.002" in text)
     assert (standard.best[32] / standard.best[256] == RIGHT["27.rate"]
             and max(mup.best.values()) == 2 * min(mup.best.values()))
     assert (f"{standard.cost:.0%}" == "14%" and f"{mup.cost:.0%}" == "3%"
-            and "costs the wide one 14% of its loss" in said and "costs 3%" in said)
+            and "costs the wide one 14% of its loss" in text and "costs 3%" in text)
     assert (f"({mup.own:.2f} nats) is worse than the wide standard model at its best rate "
-            f"({standard.own:.2f})" in said)
+            f"({standard.own:.2f})" in text)
 
 
 def test_what_is_said_of_searches_is_in_the_record():
-    found, said = search.searches(), said_in("28")
-    pairs = [(min(one), min(other)) for one, other in zip(found["tpe"], found["random"])]
+    searches, text = search.searches(), said_in("28")
+    pairs = [(min(tpe), min(other)) for tpe, other in zip(searches["tpe"], searches["random"])]
     ahead, behind = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
     assert ((ahead, behind) == (RIGHT["28.ahead"], 5)
             and f"ahead in {ahead} pairs, behind in {behind} and level in {20 - ahead - behind}"
-            in said)
-    assert f"with a probability of {search.coin(ahead, behind):.2f}" in said
+            in text)
+    assert f"with a probability of {search.coin(ahead, behind):.2f}" in text
     gains = [math.log(b / a) for a, b in pairs]
     drawn = torch.tensor(gains, dtype=torch.float64)[torch.randint(20, (100_000, 20),
         generator=torch.Generator().manual_seed(0))].mean(1)
-    gain = search.gain(found, 20)
+    gain = search.gain(searches, 20)
     assert (gain.mean == pytest.approx(fmean(gains))
-            and f"by {gain.mean:.1%} ({gain.low * 100:.1f} to {gain.high:.1%})" in said
-            and f"p = {gain.p:.3f}" in said)
+            and f"by {gain.mean:.1%} ({gain.low * 100:.1f} to {gain.high:.1%})" in text
+            and f"p = {gain.p:.3f}" in text)
     assert (drawn.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
             == pytest.approx([gain.low, gain.high], abs=0.001)), "by the bootstrap"
     signs = (torch.randint(0, 2, (100_000, 20), generator=torch.Generator().manual_seed(1)).double()
@@ -626,23 +628,23 @@ def test_what_is_said_of_searches_is_in_the_record():
 
 
 def test_what_is_said_of_fewer_bits_is_in_the_record():
-    seeds, said = fewer.recorded("fewer-bits"), said_in("29")
+    seeds, text = fewer.recorded("fewer-bits"), said_in("29")
     mean = {(name, part): fmean(row["parts"][name][part] for row in seeds)
             for name in fewer.SPLIT for part in ("added", "slope", "curvature", "diagonal")}
     pruning, rounding, other = ("magnitude 50%", "RTN int3", "SparseGPT 50%")
-    assert f"adds {mean[pruning, 'added']:.4f} nats" in said
+    assert f"adds {mean[pruning, 'added']:.4f} nats" in text
     assert (f"along its change is {mean[pruning, 'curvature']:.4f}, and its slope is "
-            f"{mean[pruning, 'slope']:.4f}" in said)
-    assert f"the diagonal predicts {mean[pruning, 'diagonal']:.4f}, because" in said
+            f"{mean[pruning, 'slope']:.4f}" in text)
+    assert f"the diagonal predicts {mean[pruning, 'diagonal']:.4f}, because" in text
     assert (f"(diagonal {mean[rounding, 'diagonal']:.4f}, curvature "
-            f"{mean[rounding, 'curvature']:.4f})" in said)
+            f"{mean[rounding, 'curvature']:.4f})" in text)
     assert (f"the diagonal predicts {mean[other, 'diagonal']:.4f}, and the curvature is "
-            f"{mean[other, 'curvature']:.4f}" in said)
-    assert f"predicts {fewer.seen(seeds, rounding):.0%} of what 3-bit" in said
-    assert f"and {fewer.seen(seeds, pruning):.0%} of what pruning" in said
+            f"{mean[other, 'curvature']:.4f}" in text)
+    assert f"predicts {fewer.seen(seeds, rounding):.0%} of what 3-bit" in text
+    assert f"and {fewer.seen(seeds, pruning):.0%} of what pruning" in text
     assert round(100 * fewer.seen(seeds, pruning)) == RIGHT["29.seen"]
     peak = find("h100").flops["bf16"] / 1e12
-    assert f"{peak:,.0f} TFLOP/s in bf16, and {2 * peak:,.0f} with 2:4 sparsity" in said
+    assert f"{peak:,.0f} TFLOP/s in bf16, and {2 * peak:,.0f} with 2:4 sparsity" in text
     added = fmean(row["effects"][rounding]["added"] / row["loss"] for row in seeds)
     assert round(100 * added, 2) == RIGHT["29.int3"]
     assert len(seeds) == fewer.wins(seeds, "SparseGPT", "50%") == fewer.wins(
@@ -650,26 +652,26 @@ def test_what_is_said_of_fewer_bits_is_in_the_record():
 
 
 def test_what_is_said_of_training_with_fewer_bits_is_in_the_record():
-    seeds, said = fewer.recorded("fewer-trained"), said_in("29")
+    seeds, text = fewer.recorded("fewer-trained"), said_in("29")
 
     def mean(*keys):
         return fmean(functools.reduce(lambda row, key: row[key], keys, row) for row in seeds)
 
     qat, after = (mean("rounding", "int3", way) for way in ("QAT", "trained on, rounded"))
-    assert f"gains nothing: {qat:.3f} nats, and {after:.3f} for the model" in said
+    assert f"gains nothing: {qat:.3f} nats, and {after:.3f} for the model" in text
     gain = mean("rounding", "int2", "trained on, rounded") - mean("rounding", "int2", "QAT")
-    assert f"At 2 bits QAT gains {gain:.3f} nats" in said
+    assert f"At 2 bits QAT gains {gain:.3f} nats" in text
     assert (f"({mean('distillation', 'distilled'):.3f} nats with the teacher, "
-            f"{mean('distillation', 'alone'):.3f} without)" in said)
+            f"{mean('distillation', 'alone'):.3f} without)" in text)
     ticket, other = mean("lottery", "ticket"), mean("lottery", "reshuffled")
-    assert f"at random places by {other - ticket:.3f} nats" in said
+    assert f"at random places by {other - ticket:.3f} nats" in text
     assert all(row["lottery"]["ticket"] < row["lottery"]["reshuffled"] for row in seeds)
-    assert f"from another start they give {mean('lottery', 'another start'):.3f}" in said
-    assert f"below the dense model ({mean('lottery', 'dense'):.3f})" in said
+    assert f"from another start they give {mean('lottery', 'another start'):.3f}" in text
+    assert f"below the dense model ({mean('lottery', 'dense'):.3f})" in text
 
 
 def test_what_is_said_of_silicon_is_the_formula():
-    said, answers = said_in("30"), answers_of("30")
+    text, answers = said_in("30"), answers_of("30")
 
     def shares(dataflow, tokens, rows=128, columns=128):
         array = silicon.Array(rows, columns, dataflow)
@@ -697,7 +699,7 @@ def test_what_is_said_of_silicon_is_the_formula():
             square = silicon.model_utilization(silicon.Array(128, 128, dataflow), listed)
             best = silicon.model_utilization(
                 silicon.best_aspect(128 * 128, dataflow, listed), listed)
-            assert best / square < 1.08 and "gain more than 8%" in said
+            assert best / square < 1.08 and "gain more than 8%" in text
         best = silicon.best_aspect(128 * 128, "weight", one_token)
         assert silicon.model_utilization(best, one_token) < 0.003
         flat, tall = (silicon.best_aspect(128 * 128, dataflow, one_token)
@@ -706,21 +708,21 @@ def test_what_is_said_of_silicon_is_the_formula():
 
 
 def test_energies_and_powers_in_30_are_those_of_its_tables():
-    said = said_in("30")
+    text = said_in("30")
     joules = {(fmt, density): 1e3 * sum(silicon.energy(
         silicon.Array(128, 128), (1024, 3072, 768), fmt, density).values())
         for fmt in silicon.PJ for density in (1.0, 0.1)}
     assert (f"takes {joules['fp32', 0.1]:.1f} instead of {joules['fp32', 1.0]:.1f} mJ: "
-            f"{joules['fp32', 1.0] / joules['fp32', 0.1]:.1f} times less" in said
-            and f"FP16 without any zero takes {joules['fp16', 1.0]:.1f} mJ" in said
-            and f"the gain is {joules['int8', 1.0] / joules['int8', 0.1]:.1f}" in said)
+            f"{joules['fp32', 1.0] / joules['fp32', 0.1]:.1f} times less" in text
+            and f"FP16 without any zero takes {joules['fp16', 1.0]:.1f} mJ" in text
+            and f"the gain is {joules['int8', 1.0] / joules['int8', 0.1]:.1f}" in text)
     for column in (0, 1):
         row = [f"{silicon.PJ[fmt][column]:g}" for fmt in ("int8", "fp16", "fp32")]
-        assert f"| {('multiply', 'add')[column]}, pJ | {' | '.join(row)} |" in said
-    assert f"| pJ | {' | '.join(f'{pj:,}' for pj in silicon.READ_PJ.values())} or more |" in said
+        assert f"| {('multiply', 'add')[column]}, pJ | {' | '.join(row)} |" in text
+    assert f"| pJ | {' | '.join(f'{pj:,}' for pj in silicon.READ_PJ.values())} or more |" in text
     ends = [spec["y"][-1] for spec in silicon.power_figure()["data"]]
-    assert (f"takes {ends[0]:.0%} of the energy" in said
-            and f"it takes {ends[2] - 1:.0%} *more* than the fastest" in said)
+    assert (f"takes {ends[0]:.0%} of the energy" in text
+            and f"it takes {ends[2] - 1:.0%} *more* than the fastest" in text)
     # by the page of the first, whose author fitted a line, and by the Wikipedia's factor of 6.4
     assert silicon.power_line(silicon.ATHLON)[0] == pytest.approx(71, abs=0.5)
     (fast, high), *_, (slow, low) = silicon.PENTIUM
@@ -728,22 +730,22 @@ def test_energies_and_powers_in_30_are_those_of_its_tables():
 
 
 def test_what_is_said_of_the_whole_stack_is_in_the_record():
-    record, said = stack.Record.read(), said_in("31")
+    record, text = stack.Record.read(), said_in("31")
     whole, ahead = (record.factor(stack.WHOLE, unit) for unit in ("seconds", "H100 seconds"))
     assert ((round(whole.value, 2), round(ahead.value, 2))
             == (RIGHT["31.whole"], RIGHT["31.h100"]) and whole.low < 5 < whole.high)
     assert (f"need {whole.value:.2f} times fewer seconds ({whole.low:.2f} to {whole.high:.2f}, "
-            f"{len(record.updates['baseline'])} seeds)" in said)
+            f"{len(record.updates['baseline'])} seeds)" in text)
     best = max(stack.subsets(stack.ARMS), key=lambda arms: record.factor(arms, "seconds").value)
     assert best == stack.WHOLE - {"small batches first"} and (
-        f"reach {record.factor(best, 'seconds')!s}" in said)
+        f"reach {record.factor(best, 'seconds')!s}" in text)
     pairs = [1 / record.gap("seconds", 1, frozenset(pair)).value
              for pair in itertools.combinations(stack.ARMS, 2)]
-    assert f"they range from {min(pairs):.2f} to {max(pairs):.2f}" in said
-    assert f"Effects up to pairs give {str(record.gap('seconds', 2)).split()[0]} of" in said
+    assert f"they range from {min(pairs):.2f} to {max(pairs):.2f}" in text
+    assert f"Effects up to pairs give {str(record.gap('seconds', 2)).split()[0]} of" in text
     kernels = frozenset(("fused attention", "larger micro-batches"))
     left = [record.factor(stack.WHOLE, unit, kernels).value for unit in ("seconds", "H100 seconds")]
-    assert f"leaves {left[0]:.2f} here and {left[1]:.2f} on an H100" in said
+    assert f"leaves {left[0]:.2f} here and {left[1]:.2f} on an H100" in text
 
 
 def test_a_goal_that_fails_has_a_card_that_says_so():
@@ -779,10 +781,10 @@ def test_minutes_stand_below_the_title(book):
                       for cell in itertools.dropwhile(
                           lambda cell: not cell.source.startswith("## More, for another day"),
                           book.cells))
-    main = [one for name, one in EXERCISES.items()
+    main = [exercise for name, exercise in EXERCISES.items()
             if name.startswith(book.cells[0].source[2:4] + ".") and f'"{name}"' not in later]
-    assert sum(one.name in PUZZLES for one in main) <= 5, "more is for another day"
-    tasks = sum(one.minutes for one in main)
+    assert sum(exercise.name in PUZZLES for exercise in main) <= 5, "more is for another day"
+    tasks = sum(exercise.minutes for exercise in main)
     whole, *of = map(int, re.search(r"^\*About (\d+) minutes(?:, (\d+) of them for the "
                                     r"exercises)?\.\*$",
                                     book.cells[0].source, re.MULTILINE).groups(default=0))
@@ -818,8 +820,8 @@ def test_no_guess_is_right_where_it_starts():
                     case ast.Call(func=ast.Name(id="keep"),
                                   args=[ast.Constant(value=key),
                                         ast.Call(func=ast.Name(id="Guess"), keywords=given)]):
-                        ends[key] = {one.arg: ast.literal_eval(one.value) for one in given
-                                     if one.arg != "unit"}
+                        ends[key] = {keyword.arg: ast.literal_eval(keyword.value)
+                                     for keyword in given if keyword.arg != "unit"}
     assert ends.keys() == RIGHT.keys()
     for key, scale in ends.items():
         assert (scale.keys() == {"low", "high"} and 3 * scale["low"] < RIGHT[key]
@@ -837,10 +839,11 @@ def test_seconds_know_what_others_took(book):
         for node in ast.walk(ast.parse(cell.source)):
             match node:
                 case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), keywords=given):
-                    said = {one.arg: one.value for one in given}
-                    seconds = name == "Row" and getattr(said.get("unit"), "value", "") in ("s",
+                    arguments = {keyword.arg: keyword.value for keyword in given}
+                    seconds = name == "Row" and getattr(arguments.get("unit"), "value", "") in ("s",
                         "seconds")
-                    assert "others" in said or not (seconds or name in TIMED), ast.unparse(node)
+                    assert ("others" in arguments
+                            or not (seconds or name in TIMED)), ast.unparse(node)
 
 
 def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
@@ -851,8 +854,8 @@ def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
     ways = [(re.findall(r"\]\((\S+?\.ipynb)\)", line), int(line.rsplit("|", 2)[1]))
             for line in page.splitlines() if ".ipynb)" in line]
     assert {name for names, _ in ways for name in names} == minutes.keys()
-    for names, said in ways:
-        assert said == sum(minutes[name] for name in names), names
+    for names, total in ways:
+        assert total == sum(minutes[name] for name in names), names
     assert f"about {sum(minutes.values()) / 60:.0f} hours" in page
     record = json.loads(next((BOOKS[0].parents[1] / "data/measured").glob(
         "course-*.json")).read_text())
@@ -881,15 +884,15 @@ def test_the_kernel_that_10_shows_is_one(tmp_path):
 def test_a_recomputed_forward_casts_again():
     """08 says so. If casts were made once, recomputation in 8 bits would save half of what the
     first products of Linears take."""
-    said = said_in("08")
-    assert ("A block that runs again also casts again" in said
-            and "In a narrow model it saves no time there" in said)
+    text = said_in("08")
+    assert ("A block that runs again also casts again" in text
+            and "In a narrow model it saves no time there" in text)
     saved = {}
     for name in ("gpt2-350m", "llama-8b"):
         config = lpkit.preset(name).replace({"global_batch": 4, "grad_accum_steps": 1,
             "memory.recompute": "block"})
         plain, fp8 = ({row.name: row.seconds for row in step_time(config, CATALOGUE["h100"],
-            precision=one).rows} for one in ("bf16", "fp8-tensorwise"))
+            precision=recipe).rows} for recipe in ("bf16", "fp8-tensorwise"))
         products = sum(seconds for row, seconds in plain.items()
                        if row.startswith(("attention.", "mlp."))) / 3
         saved[name] = (plain["recomputation"] - fp8["recomputation"]) / products
@@ -939,7 +942,7 @@ def test_14_names_what_trains_in_place_of_the_papers_zero_2():
     states = dict.fromkeys(ranks.STATES, 1.0)
     rank = SimpleNamespace(most=states, losses=[1.0] * 4, sent_bytes={"all-gather": 1.0},
                            messages={})
-    stand_ins = dict(vars(ranks), spread=lambda *_, **told: dict.fromkeys(names, Config()),
+    stand_ins = dict(vars(ranks), spread=lambda *_, **options: dict.fromkeys(names, Config()),
                      states=lambda _: states, losses=lambda *_: [1.0] * 4,
                      steps=lambda configs, **_: dict.fromkeys(configs, rank), sent=lambda _: {},
                      counted=lambda _: {"all-gather": 1.0})
@@ -951,5 +954,5 @@ def test_14_names_what_trains_in_place_of_the_papers_zero_2():
           **{f"guess_{name}": SimpleNamespace(scored=lambda row: row)
              for name in ("one", "two", "sent", "three", "more")})
     assert len(shown) >= 3
-    for one in shown:
-        assert "FSDP2, gathered once" in repr(one) and "ZeRO 2" not in repr(one), one
+    for output in shown:
+        assert "FSDP2, gathered once" in repr(output) and "ZeRO 2" not in repr(output), output

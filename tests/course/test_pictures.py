@@ -18,10 +18,10 @@ from lpkit.errors import ConfigError
 from tests import NOTEBOOKS
 
 HOME = Path(NOTEBOOKS)
-found = importlib.util.spec_from_file_location("make_pictures",
+module_spec = importlib.util.spec_from_file_location("make_pictures",
     HOME.parent / "docs" / "make_pictures.py")
-make_pictures = importlib.util.module_from_spec(found)
-found.loader.exec_module(make_pictures)
+make_pictures = importlib.util.module_from_spec(module_spec)
+module_spec.loader.exec_module(make_pictures)
 SHOWN = re.compile(r"# (\d\d) .+\n\n!\[([^\]]+)\]\(pictures/([\w.]+)\)\n\n(?!!)")
 BOOKS = [path for path in notebooks.course() if path.name[:2] not in make_pictures.WITHOUT]
 
@@ -45,8 +45,8 @@ def test_a_notebook_opens_with_the_picture_of_its_main_figure(path):
     picture = HOME / "pictures" / shown[3]
     assert picture.stem == number and 2000 < picture.stat().st_size <= still.MOST
     assert row.words in title_of(picture)
-    lesson = "".join(one.read_text(encoding="utf-8")
-                     for one in (HOME / "lessons").glob(f"l{number}_*.py"))
+    lesson = "".join(source.read_text(encoding="utf-8")
+                     for source in (HOME / "lessons").glob(f"l{number}_*.py"))
     literal = [part for part in re.split(r"\s+", row.words) if part]
     assert all(part in lesson + path.read_text(encoding="utf-8")
                for part in literal), "a title of this lesson"

@@ -72,10 +72,10 @@ def test_every_notebook_has_needs_that_exist():
 def test_minutes_are_the_notebooks_own():
     """Held against what stands below the title: without exercises, and with all of them."""
     for number, book in books().items():
-        said = re.search(r"\*About (\d+) minutes(?:, (\d+) of them for the exercises)?\.\*",
-                         nbformat.read(book.path, as_version=4).cells[0].source)
-        assert Step(number, " ".join(book.exercises)).minutes == int(said[1])
-        assert Step(number).minutes == int(said[1]) - int(said[2] or 0) > 10
+        minutes = re.search(r"\*About (\d+) minutes(?:, (\d+) of them for the exercises)?\.\*",
+                            nbformat.read(book.path, as_version=4).cells[0].source)
+        assert Step(number, " ".join(book.exercises)).minutes == int(minutes[1])
+        assert Step(number).minutes == int(minutes[1]) - int(minutes[2] or 0) > 10
     short = Day(1, (Step("00"), Aside("a talk", 5), Step("01", "peak_bytes")))
     assert short.minutes == 15 + 5 + 19 + 6
 
@@ -149,17 +149,18 @@ def test_a_page_says_what_a_teacher_needs(number):
 def test_mistakes_are_those_that_the_judge_knows(number):
     """`exercise`, *what the judge says*: how to help. Of most exercises that a room does."""
     part = PAGES[number].partition(f"## {PARTS[1]}")[2].partition("\n## ")[0]
-    bullets = [re.match(r"`(\w+)`(.*)", " ".join(one.split())) for one in part.split("\n- ")[1:]]
+    bullets = [re.match(r"`(\w+)`(.*)", " ".join(bullet.split()))
+               for bullet in part.split("\n- ")[1:]]
     if number == "99":
-        assert {one[1] for one in bullets} <= capstone.QUESTIONS.keys() and len(bullets) > 5
+        assert {bullet[1] for bullet in bullets} <= capstone.QUESTIONS.keys() and len(bullets) > 5
         return
     mine = books()[number].exercises
-    said = [(one[1], re.match(r", \*(.+?)\*: ", one[2])) for one in bullets]
-    named = {name for name, _ in said}
-    assert all(hint for _, hint in said) and named <= mine.keys(), said
+    hints = [(bullet[1], re.match(r", \*(.+?)\*: ", bullet[2])) for bullet in bullets]
+    named = {name for name, _ in hints}
+    assert all(hint for _, hint in hints) and named <= mine.keys(), hints
     assert (len(named) >= min(3, len(mine)) and len(named) >= 0.8
             * len(mine)), f"what of {mine.keys() - named}?"
-    for name, hint in said:
+    for name, hint in hints:
         assert hint[1] in mine[name].mistakes, f"{name}: the judge says nothing like {hint[1]!r}"
 
 

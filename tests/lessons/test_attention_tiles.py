@@ -23,9 +23,10 @@ def test_what_is_held_is_what_the_rows_say(name):
     """Kept to the byte. Of a tile's copies some are views where heads lie apart, so its peak may be
     2% less."""
     model = attention_tiles.model_of(1024, heads=2, head_width=64)
-    said, found = attention_tiles.formula(name, model), attention_tiles.measured(name, model)
-    assert found.kept_bytes == said.kept_bytes
-    assert found.peak_bytes == pytest.approx(said.peak_bytes, rel=0.02 if name == "tiled" else 0)
+    formula, measured = attention_tiles.formula(name, model), attention_tiles.measured(name, model)
+    assert measured.kept_bytes == formula.kept_bytes
+    assert measured.peak_bytes == pytest.approx(formula.peak_bytes,
+                                                rel=0.02 if name == "tiled" else 0)
 
 
 def test_a_line_and_a_parabola():
@@ -85,8 +86,8 @@ def test_figures_show_their_numbers():
         spec = show(number)
         go.Figure(json.loads(json.dumps(spec, allow_nan=False)))
         drawn = [value for row in spec["data"][0]["z"] for value in row if value is not None]
-        assert len(drawn) == sum(min(8, i + 1 - one.keys.start) for one in steps[:number]
-                                 for i in range(one.queries.start, one.queries.stop))
+        assert len(drawn) == sum(min(8, i + 1 - step.keys.start) for step in steps[:number]
+                                 for i in range(step.queries.start, step.queries.stop))
         by_name = {(trace["name"], trace.get("yaxis")): trace["y"] for trace in spec["data"][1:]}
         assert (by_name["so far", "y2"] == step.m.tolist()
                 and by_name["so far", "y3"] == step.there.tolist())

@@ -99,8 +99,8 @@ def test_nvidia_s_compiler_takes_it(target):
     nvrtc = pytest.importorskip("nvidia.cu13", reason="NVRTC is not installed")
     folder = Path(next(iter(nvrtc.__path__)), "lib")
     # it looks for them by name alone
-    [ctypes.CDLL(str(one)) for one in folder.glob("libnvrtc-builtins.so.*")]
-    [lib] = [ctypes.CDLL(str(one)) for one in folder.glob("libnvrtc.so.*")]
+    [ctypes.CDLL(str(path)) for path in folder.glob("libnvrtc-builtins.so.*")]
+    [lib] = [ctypes.CDLL(str(path)) for path in folder.glob("libnvrtc.so.*")]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     source = (cuda_norm.SOURCE.read_text() + "\ntemplate __global__ void "
                                              "add_rms_norm<bits16>(const bits16*, const bits16*, " \

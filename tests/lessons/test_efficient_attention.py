@@ -58,8 +58,8 @@ def test_a_kind_to_look_at_is_one_that_is_cheaper(name):
 
 def test_kinds_are_told_apart_in_the_legend_of_their_marks():
     curves = {name: {128: 1.0, 256: 2.0} for name in KINDS}
-    marks = [(one["marker"]["color"], one["marker"]["symbol"])
-             for one in cost_figure(curves, curves, unit="s")["data"] if one["name"]]
+    marks = [(trace["marker"]["color"], trace["marker"]["symbol"])
+             for trace in cost_figure(curves, curves, unit="s")["data"] if trace["name"]]
     assert len(marks) == len(set(marks)) == len(KINDS)
 
 

@@ -123,14 +123,14 @@ def test_a_zero_block_is_harmless_to_the_kit_itself():
     assert not math.isfinite(train(broken, 0, 1)[0])
 
 
-@pytest.mark.parametrize("settings, said", [
+@pytest.mark.parametrize("settings, message", [
     (Injection(fault="stale-max"), "stale-amax"),
     (Injection(fault="stale-amax", layers=("blocks.9.*",)), "matches no low-precision Linear"),
     (Injection(fault="stale-amax"), "has no history to spoil"),
 ])
-def test_a_plant_that_cannot_be(settings, said):
+def test_a_plant_that_cannot_be(settings, message):
     model = Training.build(TINY.replace({"precision.recipe": "fp8-tensorwise"})).model
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         inject(model, settings)
 
 
@@ -188,24 +188,24 @@ def solved(case: Case):
 def test_a_seen_fault_is_named_by_both_witnesses_and_its_cure_cures(starts, name):
     """Far beyond chance: five times what the search calls clear, and half of a tensor."""
     case = Case.open(starts, name, seed=0)
-    (first, second, *_), finding, recovered, said = solved(case)
+    (first, second, *_), finding, recovered, text = solved(case)
     assert first[0] == case.layer and first[1] > 0.5 + second[1]
     assert ({layer for layer, _ in finding.culprits} == {case.layer} and finding.certainty != "low"
             and finding.effect > 20), str(finding)
     assert (recovered == pytest.approx(1, abs=0.1)
-            and f"With {case.layer} in {FAULTS[name].cure}" in said)
+            and f"With {case.layer} in {FAULTS[name].cure}" in text)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_an_unseen_fault_accuses_nobody(starts, name):
     case = Case.open(starts, name, seed=0)
-    _, finding, _, said = solved(case)
-    assert finding.certainty == "low" and "chance" in said and FAULTS[name].unseen in said
+    _, finding, _, text = solved(case)
+    assert finding.certainty == "low" and "chance" in text and FAULTS[name].unseen in text
     assert case.answers == [f"{name} in {case.layer}", f"{TIED} in {case.layer}"]
 
 
 @pytest.mark.parametrize("name, layer", [
-    (name, layer) for i, name in enumerate(one for one in SEEN if one != "zero-amax-block")
+    (name, layer) for i, name in enumerate(fault for fault in SEEN if fault != "zero-amax-block")
     for layer in PLACES[i % 2::2]])
 def test_wherever_it_is_hidden_the_telemetry_names_it(starts, name, layer):
     """Each fault at half of the places, each place under half of the faults. (A NaN: above.)"""
@@ -277,8 +277,8 @@ def test_an_accusation_is_a_click_a_choice_and_a_lock_and_is_kept(starts, tmp_pa
 def test_a_run_that_breaks_says_so_in_the_figure():
     spec = case_figure({"well": [3.0, 2.9], "ill": [3.0, math.nan]})
     assert [trace["y"] for trace in spec["data"]] == [[3.0, 2.9], [3.0, None]]
-    (said,) = spec["layout"]["annotations"]
-    assert said["text"] == "ill: NaN from step 2 on"
+    (annotation,) = spec["layout"]["annotations"]
+    assert annotation["text"] == "ill: NaN from step 2 on"
 
 
 def test_the_path_of_the_search_is_drawn_as_it_was_walked():
@@ -316,19 +316,19 @@ def made_up(damage: dict, noise: float = 1e-3):
 def test_every_single_culprit_is_found():
     for unit in UNITS:
         loss, calls = made_up({unit: 0.1})
-        found = search("it", UNITS, loss)
-        assert found.culprits == (unit,) and found.certainty == "high"
-        assert (found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3)
-                and found.alone.recovery == pytest.approx(1))
-        assert found.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
-        assert unit[0] in str(found) and f"({unit[1]})" in str(found)
+        finding = search("it", UNITS, loss)
+        assert finding.culprits == (unit,) and finding.certainty == "high"
+        assert (finding.gap == pytest.approx(0.1) and finding.noise == pytest.approx(1e-3)
+                and finding.alone.recovery == pytest.approx(1))
+        assert finding.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
+        assert unit[0] in str(finding) and f"({unit[1]})" in str(finding)
 
 
 def test_products_that_share_a_fault_are_named_together():
     loss, _ = made_up({(LAYERS[5], "dx"): 0.1, (LAYERS[5], "y"): 0.1})
-    found = search("it", UNITS, loss)
-    assert {layer for layer, _ in found.culprits} == {LAYERS[5]} and found.certainty == "high"
-    assert {(LAYERS[5], "dx"), (LAYERS[5], "y")} <= set(found.culprits)
+    finding = search("it", UNITS, loss)
+    assert {layer for layer, _ in finding.culprits} == {LAYERS[5]} and finding.certainty == "high"
+    assert {(LAYERS[5], "dx"), (LAYERS[5], "y")} <= set(finding.culprits)
 
 
 @pytest.mark.parametrize("damage", [{}, {UNITS[3]: 2e-3}, dict.fromkeys(UNITS, 0.01),
@@ -362,13 +362,14 @@ def test_a_wrong_layer_is_never_named_with_high_certainty(times, own, seeds):
     for world in range(WORLDS):
         unit = random.Random(world).choice(UNITS)
         loss = by_chance({unit: times * 1e-3}, own=own * 1e-3, world=world)
-        found = search("it", UNITS, loss, seeds=seeds)
-        missed = not times or {name for name, _ in found.culprits} != {unit[0]}
-        wrong += missed and found.certainty != "low"
-        high += missed and found.certainty == "high"
-        assert found.runs <= found.seeds * (9 + 2 * math.ceil(math.log2(len(LAYERS))))
-        assert found.seeds <= 3 * seeds
-        assert found.certainty != "low" or str(found).startswith(("Cannot tell", "Nothing to find"))
+        finding = search("it", UNITS, loss, seeds=seeds)
+        missed = not times or {name for name, _ in finding.culprits} != {unit[0]}
+        wrong += missed and finding.certainty != "low"
+        high += missed and finding.certainty == "high"
+        assert finding.runs <= finding.seeds * (9 + 2 * math.ceil(math.log2(len(LAYERS))))
+        assert finding.seeds <= 3 * seeds
+        assert finding.certainty != "low" or str(finding).startswith(
+            ("Cannot tell", "Nothing to find"))
     assert high == 0 and wrong <= 0.05 * WORLDS
 
 
@@ -378,9 +379,9 @@ def test_a_large_effect_is_found_in_every_world(times, own, seeds):
     for world in range(WORLDS):
         unit = random.Random(world).choice(UNITS)
         loss = by_chance({unit: times * 1e-3}, own=own * 1e-3, world=world)
-        found = search("it", UNITS, loss, seeds=seeds)
-        assert {name for name, _ in found.culprits} == {unit[0]} and unit in found.culprits
-        assert found.certainty == "high", str(found)
+        finding = search("it", UNITS, loss, seeds=seeds)
+        assert {name for name, _ in finding.culprits} == {unit[0]} and unit in finding.culprits
+        assert finding.certainty == "high", str(finding)
 
 
 def test_more_seeds_are_drawn_where_seeds_do_not_agree():
@@ -392,10 +393,10 @@ def test_more_seeds_are_drawn_where_seeds_do_not_agree():
         cost = sum(cost for unit, cost in damage.items() if unit not in promoted)
         return 2 + cost + 1e-3 * (nudge > 0)
 
-    found = search("it", UNITS, loss, seeds=2)
-    assert 2 < found.seeds <= 6 and found.certainty == "high"
-    assert {name for name, _ in found.culprits} == {culprit[0]}
-    assert found.alone.recovery == pytest.approx(1 - 0.4 / found.seeds)
+    finding = search("it", UNITS, loss, seeds=2)
+    assert 2 < finding.seeds <= 6 and finding.certainty == "high"
+    assert {name for name, _ in finding.culprits} == {culprit[0]}
+    assert finding.alone.recovery == pytest.approx(1 - 0.4 / finding.seeds)
 
 
 def test_what_seeds_do_not_agree_on_cannot_be_told():
@@ -403,24 +404,25 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
     def loss(promoted, seed, nudge):
         return 2 + (0.0 if set(promoted) == set(UNITS) else [0.3, -0.2][seed % 2])
 
-    found = search("it", UNITS, loss)
-    assert found.certainty == "low" and found.culprits == tuple(UNITS)
-    assert str(found).startswith("Cannot tell")
-    assert "12 layers, blocks.0.qkv to blocks.2.down" in str(found)
+    finding = search("it", UNITS, loss)
+    assert finding.certainty == "low" and finding.culprits == tuple(UNITS)
+    assert str(finding).startswith("Cannot tell")
+    assert "12 layers, blocks.0.qkv to blocks.2.down" in str(finding)
 
 
 # ---- on real runs
 
 @pytest.mark.slow
 def test_bisect_finds_nothing_where_nothing_is(starts):
-    found = bisect(starts, "fp8-tensorwise", seeds=2, steps=4)
-    assert found.certainty == "low"
+    finding = bisect(starts, "fp8-tensorwise", seeds=2, steps=4)
+    assert finding.certainty == "low"
     again = bisect(starts, "fp8-tensorwise", seeds=2, steps=4)
-    assert found == again
+    assert finding == again
 
 
-@pytest.mark.parametrize("suspect, said", [("mxfp9", "mxfp8"), ("bf16", "no low-precision product"),
-                                           (Injection(fault="x"), "no fault")])
-def test_a_suspect_that_cannot_be(suspect, said):
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize("suspect, message", [("mxfp9", "mxfp8"),
+                                              ("bf16", "no low-precision product"),
+                                              (Injection(fault="x"), "no fault")])
+def test_a_suspect_that_cannot_be(suspect, message):
+    with pytest.raises(ConfigError, match=message):
         bisect(Starts(TINY, steps=0), suspect, seeds=1, steps=1)

@@ -39,7 +39,7 @@ def test_the_llama_suffers_where_the_notebook_says_whoever_wrote_it(models, batc
     run = lesson.trained(model, batches, "int8", 2e-3)
     rows = lpkit.convert(lpkit.unconvert(model), "int8").rows
     kinds = {lesson.short(row.name) for row in rows if row.status == CONVERTED}
-    assert kinds == {f"{one}_proj" for one in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert kinds == {f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}
     assert ([row.name for row in rows if row.status == KEPT] == ["lm_head"]
             and sum(row.status == CONVERTED for row in rows) == 14)
     (worst, db), (_, other), *_ = lesson.by_kind(lesson.noise(run.seen.samples, "int8", "x",
@@ -52,12 +52,12 @@ def test_the_llama_suffers_where_the_notebook_says_whoever_wrote_it(models, batc
 def test_what_the_notebook_says_of_formats_and_of_the_encoder(batches):
     model = lesson.models(*SIZES)[lesson.ENCODER]()
     run = lesson.trained(model, batches, "int8", 2e-3)
-    found = lesson.by_kind(lesson.noise(run.seen.samples, "int8", "x", 1))
-    assert (found.keys() == {"linear1", "linear2", "head"}
-            and max(found.values()) - min(found.values()) < 1)
+    noise = lesson.by_kind(lesson.noise(run.seen.samples, "int8", "x", 1))
+    assert (noise.keys() == {"linear1", "linear2", "head"}
+            and max(noise.values()) - min(noise.values()) < 1)
     for recipe, db in (("mxfp8", 31), ("fp8-rowwise", 31), ("nvfp4", 20)):
-        assert all(one == pytest.approx(db, abs=2) for one in lesson.noise(run.seen.samples, recipe,
-            "x", 1).values()), recipe
+        assert all(noise_db == pytest.approx(db, abs=2) for noise_db in lesson.noise(
+            run.seen.samples, recipe, "x", 1).values()), recipe
 
 
 def test_the_peak_that_teachers_are_told_is_predicted_and_held(batches):

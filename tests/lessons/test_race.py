@@ -58,11 +58,12 @@ def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
     sides = {"y": (x, w), "dx": (g, w.T), "dw": (g.T, x.T)}
     shares = []
     for product, operands in sides.items():
-        made = []
+        quantised = []
         for i, (operand, cast) in enumerate(zip(operands, getattr(recipe, product))):
             noise = Noise(seed=i + 1) if cast.rounding == "stochastic" else None
-            made.append(quantise(operand.contiguous(), cast, noise=noise).dequantise(torch.float64))
-        true, got = operands[0].double() @ operands[1].double().T, made[0] @ made[1].T
+            quantised.append(
+                quantise(operand.contiguous(), cast, noise=noise).dequantise(torch.float64))
+        true, got = operands[0].double() @ operands[1].double().T, quantised[0] @ quantised[1].T
         shares.append(float((got - true).square().sum() / true.square().sum()))
     assert (recipe_race.predicted_db(recipe, SMALL)
             == pytest.approx(-10 * math.log10(sum(shares) / 3), abs=1))
@@ -88,8 +89,8 @@ def test_recipes_closer_than_the_seeds_of_one_are_not_named(highest, right, word
     question = Pick("which?", [*by_seed, TIED])
     question.value = right
     question.lock()
-    said = recipe_race.farthest_of_seeds(by_seed, question)
-    assert words in said and f"(your guess: {right})" in said and "by up to 1.00 points" in said
+    text = recipe_race.farthest_of_seeds(by_seed, question)
+    assert words in text and f"(your guess: {right})" in text and "by up to 1.00 points" in text
 
 
 def test_who_runs_on_a_cpu_and_what_is_trained():
@@ -100,50 +101,51 @@ def test_who_runs_on_a_cpu_and_what_is_trained():
     # alone
     assert set(CASTING) - set(recipes) == {"fp8-blockwise-pow2", "nvfp4-published"}
     assert recipes == [name for name in CASTING if name in recipes]
-    made = recipe_race.entries(SMALL, recipes)
-    assert list(made) == ["bf16", *recipes, recipe_race.AGAIN]
-    assert [config.precision.recipe.name for config in made.values()] == ["bf16", *recipes, "bf16"]
-    assert [config.seed for config in made.values()] == [0] * (1 + len(recipes)) + [1]
+    configs = recipe_race.entries(SMALL, recipes)
+    assert list(configs) == ["bf16", *recipes, recipe_race.AGAIN]
+    assert [config.precision.recipe.name
+            for config in configs.values()] == ["bf16", *recipes, "bf16"]
+    assert [config.seed for config in configs.values()] == [0] * (1 + len(recipes)) + [1]
 
 
 # what runs did
 
 def run(losses, vals, seconds, backend="emulated"):
-    metrics = [{"step": i, "loss": loss, "step_seconds": one}
+    metrics = [{"step": i, "loss": loss, "step_seconds": duration}
                | ({"val_loss": vals[i]} if i in vals else {})
-               for i, (loss, one) in enumerate(zip(losses, seconds), 1)]
+               for i, (loss, duration) in enumerate(zip(losses, seconds), 1)]
     return SimpleNamespace(metrics=metrics, path=recipe_race.MEASURED / "nowhere",
                            summary={"status": "complete", "chosen": {"backend": {"used": backend}}})
 
 
 def test_outcomes_by_hand():
     ours, base = [3.0] * 5, [3.0] * 5
-    found = recipe_race.outcomes({
+    outcomes = recipe_race.outcomes({
         "bf16": run(base, {2: 4.0, 4: 2.0}, [9, 9, 2.0, 3.0, 2.5], "pytorch"),
         "mxfp8": run(ours, {2: 4.04, 4: 1.99}, [1, 1, 3.0, 2.4, 2.8]),
         "nvfp4": run(ours[:3], {2: 4.4}, [9, 9, 4.0]),
         recipe_race.AGAIN: run(base, {2: 4.4, 4: 2.06}, [9, 9, 1.5, 2.0, 2.0], "pytorch")})
-    assert list(found) == ["bf16", "mxfp8", "nvfp4", recipe_race.AGAIN]
+    assert list(outcomes) == ["bf16", "mxfp8", "nvfp4", recipe_race.AGAIN]
     # how sure a clock is
-    assert (found["bf16"].gaps == {2: 0, 4: 0} and found["bf16"].step_times
+    assert (outcomes["bf16"].gaps == {2: 0, 4: 0} and outcomes["bf16"].step_times
             == pytest.approx(2.0 / 1.5))
-    assert (found["mxfp8"].gaps == pytest.approx({2: 1.0, 4: -0.5})
-            and found["mxfp8"].last == pytest.approx(-0.5))
+    assert (outcomes["mxfp8"].gaps == pytest.approx({2: 1.0, 4: -0.5})
+            and outcomes["mxfp8"].last == pytest.approx(-0.5))
     # the first two steps left out; the better bf16
-    assert found["mxfp8"].step_times == pytest.approx(2.4 / 1.5)
-    assert found["nvfp4"].gaps == pytest.approx({2: 10.0})             # where both were evaluated
-    assert recipe_race.band(found) == pytest.approx(3.0)                      # of the later half
-    assert found["mxfp8"].noise_db is None and found["mxfp8"].backend == "emulated"
+    assert outcomes["mxfp8"].step_times == pytest.approx(2.4 / 1.5)
+    assert outcomes["nvfp4"].gaps == pytest.approx({2: 10.0})       # where both were evaluated
+    assert recipe_race.band(outcomes) == pytest.approx(3.0)         # of the later half
+    assert outcomes["mxfp8"].noise_db is None and outcomes["mxfp8"].backend == "emulated"
 
 
 def test_a_series_that_was_stopped_early_has_less_to_say():
     assert recipe_race.outcomes({"bf16": run([], {}, [])}) == {}
     assert (recipe_race.outcomes({"bf16": run([3.0], {}, [1.0])})["bf16"].last is None
             and recipe_race.band({}) is None)
-    found = recipe_race.outcomes({"bf16": run([3.0], {}, [1.0]), "mxfp8": run([3.0], {}, [2.0])})
-    assert (found["mxfp8"].gaps == {} and found["mxfp8"].last is None
-            and found["mxfp8"].step_times == 2.0)
-    heads, rows = recipe_race.table(found, {"mxfp8": 28.64}, advise(SMALL, "h200"))
+    outcomes = recipe_race.outcomes({"bf16": run([3.0], {}, [1.0]), "mxfp8": run([3.0], {}, [2.0])})
+    assert (outcomes["mxfp8"].gaps == {} and outcomes["mxfp8"].last is None
+            and outcomes["mxfp8"].step_times == 2.0)
+    heads, rows = recipe_race.table(outcomes, {"mxfp8": 28.64}, advise(SMALL, "h200"))
     assert (len(rows[1]) == len(heads) and rows[1][:3] == ("mxfp8", "emulated", "28.6 dB")
             and rows[1][-1] == "")
     go.Figure(plain(gap_figure({}, band=None, predicted={"mxfp8": 28.6}, measured={}, base="bf16")),
@@ -209,11 +211,11 @@ def test_a_series_trains_all_and_each_is_the_run_alone(tiny, tmp_path):
     assert (explorer.choices["layer"] == "blocks.1.mlp.up"
             and "nvfp4" in explorer.figure.spec["layout"]["title"]["text"])
 
-    found = recipe_race.outcomes(runs)
+    outcomes = recipe_race.outcomes(runs)
     cast = [sample for sample in seen["fp8-tensorwise"] if sample.layer != "head"]
-    assert found["fp8-tensorwise"].noise_db == recipe_race.measured_db(cast) == pytest.approx(
+    assert outcomes["fp8-tensorwise"].noise_db == recipe_race.measured_db(cast) == pytest.approx(
         recipe_race.predicted_db(RECIPES["fp8-tensorwise"], tiny), abs=1)
-    assert found[recipe_race.AGAIN].noise_db is None and recipe_race.band(found) > 0
+    assert outcomes[recipe_race.AGAIN].noise_db is None and recipe_race.band(outcomes) > 0
 
 
 def test_stop_ends_the_run_at_hand_and_begins_no_other(tiny, tmp_path):

@@ -32,17 +32,17 @@ def test_the_covariance_of_what_an_mlp_does_is_that_of_samples(phi, torchs, rho)
     z = torch.randn(2, 4_000_000, generator=draw, dtype=torch.float64)
     z[1] = rho * z[0] + math.sqrt(1 - rho**2) * z[1]
     y = torchs(z * torch.tensor(q).sqrt()[:, None])
-    found = signals.powers(signals.hermite(phi, q), np.array([[1, rho], [rho, 1]]))
-    assert np.allclose(found, (y @ y.mT / y.shape[1]).numpy(), rtol=0.01)
+    powers = signals.powers(signals.hermite(phi, q), np.array([[1, rho], [rho, 1]]))
+    assert np.allclose(powers, (y @ y.mT / y.shape[1]).numpy(), rtol=0.01)
 
 
 @pytest.mark.parametrize("rho", [-0.7, 0.2, 0.95])
 def test_relu_has_the_arc_cosine_kernel(rho):
     """Cho and Saul 2009: (sqrt(1 - rho^2) + (pi - arccos rho) rho) / 2 pi. A kink takes many
     polynomials."""
-    found = signals.powers(signals.hermite(lambda z: np.maximum(z, 0), np.ones(2)),
+    power = signals.powers(signals.hermite(lambda z: np.maximum(z, 0), np.ones(2)),
                            np.array([[1, rho], [rho, 1]]))[0, 1]
-    assert found == pytest.approx((math.sqrt(1 - rho**2) + (math.pi - math.acos(rho)) * rho)
+    assert power == pytest.approx((math.sqrt(1 - rho**2) + (math.pi - math.acos(rho)) * rho)
                                   / (2 * math.pi), rel=0.03)
 
 

@@ -45,8 +45,8 @@ def clocked(function, n, numbers, near=None):
     with ThreadPoolExecutor(n) as pool:
         sums = list(pool.map(lambda rank: function(given[rank].clone(), rank, n, links[rank]),
                              range(n)))
-    for one in sums:
-        torch.testing.assert_close(one, given.sum(0))
+    for total in sums:
+        torch.testing.assert_close(total, given.sum(0))
     return max(link.now for link in links)
 
 
@@ -99,20 +99,20 @@ def test_bytes_of_the_record_are_those_of_the_rows():
     record = lesson.record()
     for method in lesson.METHODS:
         assert record.bytes_of(method) == pytest.approx(lesson.predicted_bytes(method), abs=1)
-        assert [one["seed"] for one in record.by_method[method]] == list(range(lesson.SEEDS))
+        assert [run["seed"] for run in record.by_method[method]] == list(range(lesson.SEEDS))
         assert (record.by_method[method][0]["apart"] > 0) == method.startswith("gossip")
 
 
 def test_what_the_page_says_of_the_record():
     book = nbformat.read(f"{NOTEBOOKS}/18_talk_less.ipynb", as_version=4)
-    said = " ".join(" ".join(cell.source.split()) for cell in book.cells)
+    text = " ".join(" ".join(cell.source.split()) for cell in book.cells)
     record = lesson.record()
     for method, words in SAID.items():
-        assert words.format(100 * fmean(record.more(method))) in said, method
+        assert words.format(100 * fmean(record.more(method))) in text, method
     bits, plain = (REDUCTIONS[name].sent for name in ("bits-4", "local-10"))
     least = next(n for n in range(2, 99) if bits((1 << 20,), n, 4) > 10 * plain((1 << 20,), n, 4))
-    assert f"from {least} ranks on, 4 bits send more" in said
-    assert f"It sends {fewer('top-k-0.001'):.0f} times fewer bytes" in said
+    assert f"from {least} ranks on, 4 bits send more" in text
+    assert f"It sends {fewer('top-k-0.001'):.0f} times fewer bytes" in text
 
 
 def fewer(method):

@@ -33,19 +33,19 @@ def test_formula_and_step_agree_and_what_is_exact_is():
         name="this", title="a CPU", kind="cpu", flops={"fp32": 1e11, "bf16": 1e11},
         memory_bytes=2**33, bytes_per_second=1e10,
         link_bytes_per_second=None, watts=None, price_per_hour=None, source="made up")
-    said, found = memory_techniques.predicted(config, cpu), memory_techniques.measured(config,
-        rounds=1)
-    assert list(said) == list(found) == list(memory_techniques.TECHNIQUES)
-    for name, row in found.items():
-        assert said[name].peak_bytes == pytest.approx(row.peak_bytes, rel=0.02), name
-        assert (row.losses == pytest.approx(found["plain"].losses, rel=1e-2)
+    predicted = memory_techniques.predicted(config, cpu)
+    measured = memory_techniques.measured(config, rounds=1)
+    assert list(predicted) == list(measured) == list(memory_techniques.TECHNIQUES)
+    for name, row in measured.items():
+        assert predicted[name].peak_bytes == pytest.approx(row.peak_bytes, rel=0.02), name
+        assert (row.losses == pytest.approx(measured["plain"].losses, rel=1e-2)
                 and len(row.losses) == 2), name
         if memory_techniques.TECHNIQUES[name].exact:
-            assert row.losses == found["plain"].losses, name
-    assert found["plain"].slowdown == said["plain"].slowdown == 1
+            assert row.losses == measured["plain"].losses, name
+    assert measured["plain"].slowdown == predicted["plain"].slowdown == 1
     # recomputing all blocks adds a forward pass to three, less head and loss
-    assert 1 < said["recompute, every 2nd"].slowdown < said["recompute"].slowdown < 4 / 3
-    assert said["8-bit moments"].slowdown is None
+    assert 1 < predicted["recompute, every 2nd"].slowdown < predicted["recompute"].slowdown < 4 / 3
+    assert predicted["8-bit moments"].slowdown is None
 
 
 def test_few_bits_err_as_normal_numbers_do():

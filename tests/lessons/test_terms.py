@@ -37,16 +37,16 @@ def test_what_is_kept_in_letters_is_what_is_kept(kind, attention, precision):
     for name, model in MODELS.items():
         for batch in (1, 3):
             how = dict(kind=kind, attention=attention, **PRECISIONS[precision])
-            said, numbers = kept(Lettered(model), batch=letter("B", batch), **how), sizes(model,
+            lettered, numbers = kept(Lettered(model), batch=letter("B", batch), **how), sizes(model,
                 B=batch)
             plain = kept(model, batch=batch, **how)
-            assert said.operations.keys() == plain.operations.keys()
+            assert lettered.operations.keys() == plain.operations.keys()
             for operation, nbytes in plain.operations.items():
-                term = said.operations[operation]
+                term = lettered.operations[operation]
                 assert evaluated(str(term), numbers) == nbytes == term, (name, operation, str(term))
                 assert evaluated(term.put_in(numbers), {}) == nbytes, (name, operation,
                     term.put_in(numbers))
-            assert evaluated(str(said.total_bytes), numbers) == plain.total_bytes
+            assert evaluated(str(lettered.total_bytes), numbers) == plain.total_bytes
 
 
 def test_letters_hold_for_other_sizes_too():
@@ -56,10 +56,10 @@ def test_letters_hold_for_other_sizes_too():
             residual_bytes=4)
         other = replace(small, layers=5, width=96, heads=8, kv_heads=small.kv_heads and 4,
                         mlp_width=200, vocab=77, context=300)
-        said, plain = kept(Lettered(small), batch=letter("B", 3), **how), kept(other, batch=2,
+        lettered, plain = kept(Lettered(small), batch=letter("B", 3), **how), kept(other, batch=2,
             **how)
         for operation, nbytes in plain.operations.items():
-            assert (evaluated(str(said.operations[operation]), sizes(other, B=2))
+            assert (evaluated(str(lettered.operations[operation]), sizes(other, B=2))
                     == nbytes), operation
         count = sum(parameters(Lettered(small)).values())
         assert evaluated(str(count), sizes(other)) == parameter_count(other)
@@ -71,9 +71,9 @@ def test_letters_hold_for_other_sizes_too():
 def test_parameters_and_flops_in_letters(model):
     for part, count in parameters(model).items():
         assert evaluated(str(parameters(Lettered(model))[part]), sizes(model)) == count, part
-    for said, plain in zip(products(Lettered(model), batch=letter("B", 3)),
-                           products(model, batch=3), strict=True):
-        assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops == said.flops
+    for lettered, plain in zip(products(Lettered(model), batch=letter("B", 3)),
+                               products(model, batch=3), strict=True):
+        assert evaluated(str(lettered.flops), sizes(model, B=3)) == plain.flops == lettered.flops
 
 
 def test_a_letter_of_value_1_is_not_1_to_a_cache():
@@ -82,16 +82,16 @@ def test_a_letter_of_value_1_is_not_1_to_a_cache():
     asked = MicroBatch(model=Lettered(model), batch=letter("B", 1))
     operations(asked)
     assert operations(replace(asked, batch=1)) is not operations(asked)
-    for said, plain in zip(products(Lettered(model), batch=letter("B", 3)),
-                           products(model, batch=3), strict=True):
-        assert evaluated(str(said.flops), sizes(model, B=3)) == plain.flops
+    for lettered, plain in zip(products(Lettered(model), batch=letter("B", 3)),
+                               products(model, batch=3), strict=True):
+        assert evaluated(str(lettered.flops), sizes(model, B=3)) == plain.flops
 
 
 def test_the_parameters_of_01_are_the_codes():
     """Of its two formulas that are typeset, and so written by hand."""
     cell = next(cell for cell in numbered("01").cells if cell.id == "memory-formula-0")
-    found = re.findall(r"^N = (.+)$", cell.source, re.MULTILINE)
-    for latex, name in zip(found, ("gpt2-124m", "llama-8b"), strict=True):
+    formulas = re.findall(r"^N = (.+)$", cell.source, re.MULTILINE)
+    for latex, name in zip(formulas, ("gpt2-124m", "llama-8b"), strict=True):
         text = re.sub(r"\\underbrace{(.+?)}_{\\text{.+?}}", r"\1", latex).replace(r"\,",
             "").replace("^2", "²")
         model = preset(name).model

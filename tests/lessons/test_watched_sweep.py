@@ -25,15 +25,15 @@ pytest.importorskip("optuna")
 
 
 def made_up(what, configs, judges):
-    found = []
+    results = []
     for config, judge in zip(configs, judges):
         loss = (None if config.optimizer.lr > 0.05
                 else 2 + (math.log10(config.optimizer.lr) + 2) ** 2)
         curve = [(step, loss and loss + 10 / step) for step in range(5, 41, 5)]
         judge(curve)
-        found.append({"val_loss": loss, "seconds": 1.0, "error": None if loss else "inf",
-                      "name": "x", "evaluations": curve})
-    return found
+        results.append({"val_loss": loss, "seconds": 1.0, "error": None if loss else "inf",
+                        "name": "x", "evaluations": curve})
+    return results
 
 
 def test_a_sweep_is_drawn_again_as_trials_end(tmp_path):
@@ -49,36 +49,38 @@ def test_a_sweep_is_drawn_again_as_trials_end(tmp_path):
         assert live.spec is shown, "no other trial, no other figure"
         drawn.append(len(shown["data"][0]["line"]["color"]))
 
-    found = sweep.settle(lesson.SEARCHED, out, made_up, ended)
-    lost = [lesson.last_loss(one) is None for one in found["trials"]]
-    assert (drawn == list(itertools.accumulate(not one for one in lost))
+    settled = sweep.settle(lesson.SEARCHED, out, made_up, ended)
+    lost = [lesson.last_loss(trial) is None for trial in settled["trials"]]
+    assert (drawn == list(itertools.accumulate(not gone for gone in lost))
             and any(lost)), "each with a number has a line"
     spec = live.spec
     # plotly knows every key
     go.Figure({"data": spec["data"], "layout": {"title": spec["layout"]["title"]}})
-    pruned = [one for one in found["trials"] if one["pruned"]]
+    pruned = [trial for trial in settled["trials"] if trial["pruned"]]
     assert spec["layout"]["title"]["text"] == f"16 of 16 trials, {len(pruned)} pruned" and pruned
     rate, beta1, schedule, ended, losses = spec["data"][0]["dimensions"]
-    there = [one for one, gone in zip(found["trials"], lost) if not gone]
-    assert rate["values"] == pytest.approx([math.log10(one["settings"]["optimizer.lr"])
-        for one in there]) and rate["range"] == [-4, -1]
+    there = [trial for trial, gone in zip(settled["trials"], lost) if not gone]
+    assert rate["values"] == pytest.approx([math.log10(trial["settings"]["optimizer.lr"])
+        for trial in there]) and rate["range"] == [-4, -1]
     assert rate["ticktext"] == ["0.0001", "0.001", "0.01", "0.1"] and beta1["range"] == [0.5, 0.99]
     assert ([schedule["ticktext"][i] for i in schedule["values"]]
-            == [one["settings"]["schedule"] for one in there])
-    assert ended["values"] == [one["pruned"]["step"] if one["pruned"] else 40 for one in there]
+            == [trial["settings"]["schedule"] for trial in there])
+    assert ended["values"] == [trial["pruned"]["step"] if trial["pruned"] else 40
+                               for trial in there]
     assert (losses["values"] == spec["data"][0]["line"]["color"]
-            == [lesson.last_loss(one) for one in there])
-    ends = [one["pruned"]["step"] if one["pruned"] else 40 for one in found["trials"]]
-    assert lesson.saved_steps(found["trials"], 40) == pytest.approx(1 - sum(ends) / 16 / 40)
+            == [lesson.last_loss(trial) for trial in there])
+    ends = [trial["pruned"]["step"] if trial["pruned"] else 40 for trial in settled["trials"]]
+    assert lesson.saved_steps(settled["trials"], 40) == pytest.approx(1 - sum(ends) / 16 / 40)
 
 
 def test_a_search_runs_in_a_thread_and_may_be_watched(tmp_path):
-    told = replace(lesson.SEARCHED, trials=7, settings={**lesson.SEARCHED.settings, "steps": 10})
-    search = lesson.Search(told, tmp_path / "few").begin()
-    live = lesson.LiveSweep(told, search.out)
+    searched = replace(lesson.SEARCHED, trials=7,
+                       settings={**lesson.SEARCHED.settings, "steps": 10})
+    search = lesson.Search(searched, tmp_path / "few").begin()
+    live = lesson.LiveSweep(searched, search.out)
     with ThreadPoolExecutor(1) as pool:     # a test with a browser has left a loop of its own here
-        found = pool.submit(lambda: asyncio.run(live.until(search))).result()
-    assert (len(found["trials"]) == 7 == live.drawn
+        result = pool.submit(lambda: asyncio.run(live.until(search))).result()
+    assert (len(result["trials"]) == 7 == live.drawn
             and live.spec["layout"]["title"]["text"].startswith("7 of 7 trials"))
     assert not [path for path in tmp_path.iterdir() if path.is_dir() or path.suffix == ".stop"]
 
@@ -107,7 +109,7 @@ def test_updates_that_grow_have_the_sizes_that_are_predicted(name, shapes):
         "steps": 200})
     training = Training.build(config)
     assert ([tuple(training.batch(step).tokens.shape) for step in (0, 49, 50, 99, 100, 199)]
-            == [one for one in shapes for _ in (0, 1)])
+            == [shape for shape in shapes for _ in (0, 1)])
     assert math.isfinite(training.update(0).loss.item())
     tokens = sum(training.batch(step).tokens.numel() for step in range(200))
     assert config.tokens_after(200) == tokens

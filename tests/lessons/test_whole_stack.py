@@ -16,7 +16,7 @@ from lpkit.errors import ConfigError
 from lpkit.presets import preset
 from lpkit.training.training import Training
 
-KINDS = {lesson.kind(one, step) for one in map(lesson.config, lesson.subsets(ARMS))
+KINDS = {lesson.kind(config, step) for config in map(lesson.config, lesson.subsets(ARMS))
          for step in (0, 20, 40)}
 
 
@@ -43,8 +43,8 @@ def test_flops_are_those_that_pytorch_counts():
 def test_the_runs_that_count_updates_learn_as_the_priced_ones(arms):
     """Attention and micro-batches add the same numbers in other orders."""
     losses = []
-    for one in (lesson.config(arms, 0.012), lesson.learning(arms, 0.012, 0)):
-        training = Training.build(one)
+    for config in (lesson.config(arms, 0.012), lesson.learning(arms, 0.012, 0)):
+        training = Training.build(config)
         losses.append([training.update(step).loss.item() for step in range(6)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -52,7 +52,8 @@ def test_the_runs_that_count_updates_learn_as_the_priced_ones(arms):
 def test_a_run_costs_the_sum_of_its_updates():
     config = lesson.config(frozenset(["small batches first"]))
     for updates in (1, 20, 33, 70):
-        tokens = lesson.total(config, updates, lambda one, step: math.prod(one.sizes_at(step)))
+        tokens = lesson.total(config, updates,
+                              lambda run_config, step: math.prod(run_config.sizes_at(step)))
         assert tokens == config.tokens_after(updates)
     each = [lesson.flops(config, step) for step in range(70)]
     assert lesson.total(config, 60.5, lesson.flops) == pytest.approx(sum(each[:60]) + each[60] / 2)
@@ -63,12 +64,12 @@ def test_effects_of_all_parts_are_the_whole():
     sets = lesson.subsets("abcd")
     drawn = torch.randn(len(sets), generator=generator, dtype=torch.float64)
     logs = dict(zip(sets, drawn.tolist()))
-    found = lesson.effects(logs)
+    effects = lesson.effects(logs)
     # by linear algebra: a row for each set, a column for each part of it
     parts = torch.tensor([[float(part <= some) for part in sets] for some in sets],
                          dtype=torch.float64)
     solved = torch.linalg.solve(parts, torch.tensor(list(logs.values()), dtype=torch.float64))
-    assert list(found.values()) == pytest.approx(solved.tolist(), abs=1e-12)
+    assert list(effects.values()) == pytest.approx(solved.tolist(), abs=1e-12)
 
 
 def test_factors_that_multiply_have_no_effects_of_pairs():
@@ -78,23 +79,23 @@ def test_factors_that_multiply_have_no_effects_of_pairs():
     assert (whole.value, whole.low, whole.high) == pytest.approx([math.prod(factors.values())] * 3)
     for order in (1, 2):
         assert record.gap("updates", order).value == pytest.approx(1.0)
-    for one, other in itertools.combinations(ARMS, 2):
-        assert record.gap("updates", 1, frozenset((one, other))).value == pytest.approx(1.0)
+    for first, second in itertools.combinations(ARMS, 2):
+        assert record.gap("updates", 1, frozenset((first, second))).value == pytest.approx(1.0)
 
 
 def test_two_techniques_that_save_the_same_updates_do_not_multiply():
     """In closed form: of 80 updates 20 have a quarter of the layers or sequences, 20 a half."""
     record = record_of(dict.fromkeys(LEARNING, 1.0))
     both = frozenset(("stacked layers", "small batches first"))
-    one = lesson.config(BASELINE)
+    baseline = lesson.config(BASELINE)
     seconds = {kind: math.prod(float(words.split()[0]) for words in kind.split(", ")[-2:])
                for kind in KINDS}
     record = lesson.Record(record.updates, record.rates, seconds)
-    found = [80 * 128 / record.costs(arms, "seconds")[1] for arms in (*map(
+    speedups = [80 * 128 / record.costs(arms, "seconds")[1] for arms in (*map(
         frozenset, zip(both)), both)]
     singly, together = 80 / (20 / 4 + 20 / 2 + 40), 80 / (20 / 16 + 20 / 4 + 40)
-    assert found == pytest.approx([singly, singly, together])
-    assert one.micro_batches == 16 and together < singly**2
+    assert speedups == pytest.approx([singly, singly, together])
+    assert baseline.micro_batches == 16 and together < singly**2
 
 
 def test_an_h100s_seconds_of_stages_are_those_of_the_governor():

@@ -62,20 +62,20 @@ def holds(spec: dict) -> None:
                for letter in "xy"]
         x, y = ([math.nan if is_log and value <= 0 else value for value in values]
                 for values, is_log in zip((x, y), log))
-        found = artists(drawing, number)
+        trace_artists = artists(drawing, number)
         if kind == "bar" and layout.get("barmode") not in ("stack", "relative"):
             flat = trace.get("orientation") == "h"
             sizes = [value for value in (x if flat else y) if math.isfinite(value)]
-            drawn = [patch.get_width() if flat else patch.get_height() for patch in found]
+            drawn = [patch.get_width() if flat else patch.get_height() for patch in trace_artists]
             assert drawn == pytest.approx(sizes, rel=1e-9), (layout["title"], number)
         if kind == "scatter" and not trace.get("stackgroup"):
             mode, points = trace.get("mode", "lines"), set(zip(x, y)) if x and y else set()
-            lines = [artist for artist in found if hasattr(artist, "get_xydata")]
+            lines = [artist for artist in trace_artists if hasattr(artist, "get_xydata")]
             if x and y and "lines" in mode and (trace.get("line") or {}).get("width", 2):
                 [line] = lines
                 np.testing.assert_array_equal(line.get_xydata(), np.array([x, y], dtype=float).T)
             if "markers" in mode and points:
-                dots = [tuple(offset) for artist in found if hasattr(artist, "get_offsets")
+                dots = [tuple(offset) for artist in trace_artists if hasattr(artist, "get_offsets")
                         for offset in np.ma.filled(artist.get_offsets(), math.nan)]
                 whole = sorted(point for point in zip(x, y) if all(map(math.isfinite, point)))
                 assert sorted(dot for dot in dots if all(map(math.isfinite, dot))) == whole
@@ -209,13 +209,13 @@ def test_ticks_are_written_in_full(axis, ends, wanted):
     assert ticks.words(axis, ticks.positions(axis, "y", *ends, 200)) == wanted
 
 
-@pytest.mark.parametrize(("form", "value", "said"),
+@pytest.mark.parametrize(("form", "value", "text"),
                          [(".1f", 2.25, "2.2"), (".0%", 0.256, "26%"), (".2~%", 0.5, "50%"),
                           (",d", 12345.4, "12,345"),
                                                       (".3~s", 1.5e6, "1.5M"),
                           ("~g", -0.5, "\N{MINUS SIGN}0.5")])
-def test_numbers_are_written_as_d3_does(form, value, said):
-    assert ticks.d3(form, value) == said
+def test_numbers_are_written_as_d3_does(form, value, text):
+    assert ticks.d3(form, value) == text
     with pytest.raises(ConfigError, match="cannot write numbers"):
         ticks.d3("$" + form, value)
 
@@ -297,10 +297,11 @@ def test_nbconvert_shows_the_picture_and_the_site_the_live_figure():
     bundle = Figure(plain(SPECS["lines"]))._repr_mimebundle_()
     output = nbformat.v4.new_output("display_data", bundle)
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("figure", outputs=[output])])
-    for one in (book, nbformat.from_dict(without_widgets(json.loads(json.dumps(book))))):
-        page, _ = HTMLExporter().from_notebook_node(one)
+    for notebook in (book, nbformat.from_dict(without_widgets(json.loads(json.dumps(book))))):
+        page, _ = HTMLExporter().from_notebook_node(notebook)
         pictures = re.findall(r'<img[^>]*src="data:image/svg\+xml;base64,([^"]+)"', page)
-        assert [base64.b64decode(one).decode() for one in pictures] == [bundle["image/svg+xml"]]
+        assert [base64.b64decode(picture).decode() for picture in pictures] == [
+            bundle["image/svg+xml"]]
     assert WIDGET_MIME in bundle and PLOTLY_MIME in bundle
 
 

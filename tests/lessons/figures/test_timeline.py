@@ -70,12 +70,12 @@ def test_the_moments_of_the_formula_sit_over_their_part_of_the_step():
 def test_a_measured_step_and_its_formula_meet():
     config = Config(model=MODEL, global_batch=2).replace({"precision.recipe": "fp32",
         "system.device": "cpu"})
-    found = measure.memory(config)
-    figure = timeline_figure(found.timeline,
-                             formula=memory(config, attention=found.chosen["attention"].used))
+    measured = measure.memory(config)
+    figure = timeline_figure(measured.timeline,
+                             formula=memory(config, attention=measured.chosen["attention"].used))
     *_, line, marks = figure["data"]
-    assert len(line["y"]) <= 400 and max(line["y"]) == found.peak_bytes
-    assert max(marks["y"]) == pytest.approx(found.peak_bytes, rel=0.01)
+    assert len(line["y"]) <= 400 and max(line["y"]) == measured.peak_bytes
+    assert max(marks["y"]) == pytest.approx(measured.peak_bytes, rel=0.01)
     # each moment, and not only the peak, is what was there; its marker is over the largest point of
     # its part
     assert [line["y"][x] for x in marks["x"]] == pytest.approx(marks["y"], rel=0.03)

@@ -228,8 +228,8 @@ def test_colours_with_a_meaning_are_told_apart_by_all_eyes(eyes):
                                                        "mxfp8", "nvfp4", "int8")}
     for table in (ANSWER_COLOURS, ROLE_COLOURS, formats):
         seen = {name: lab(EYES[eyes] @ linear(colour)) for name, colour in table.items()}
-        for one, other in itertools.combinations(seen, 2):
-            assert np.linalg.norm(seen[one] - seen[other]) > 10, (one, other)
+        for first, second in itertools.combinations(seen, 2):
+            assert np.linalg.norm(seen[first] - seen[second]) > 10, (first, second)
 
 
 def test_a_format_has_one_colour_and_a_line_is_told_from_white():
@@ -475,9 +475,9 @@ def test_what_is_off_by_a_little_and_by_a_lot_can_both_be_read():
     [formula] = figure["data"]
     assert (formula["x"] == sorted(formula["x"]) and formula["x"][4] == 0
             and len(set(formula["x"])) == len(errors))
-    said = [text.partition(" (")[2].rstrip(")") for text in formula["text"]]
-    assert said == ["-90%", "-67%", "-10%", "-0.001%", "exact", "+0.001%", "+0.1%", "+10%",
-                    "+100%", "+200%"]
+    deviations = [text.partition(" (")[2].rstrip(")") for text in formula["text"]]
+    assert deviations == ["-90%", "-67%", "-10%", "-0.001%", "exact", "+0.001%", "+0.1%", "+10%",
+                          "+100%", "+200%"]
     x = figure["layout"]["xaxis"]
     assert (x["range"][0] < formula["x"][0] and formula["x"][-1] < x["range"][1]
             and x["title"]["text"] == "error against the measurement, %")
@@ -551,11 +551,12 @@ def test_disturbed_seconds_are_pale_and_say_how_much_others_took():
 def test_every_figure_that_draws_seconds_can_be_pale():
     """By the one mechanism of `draw.figure`: whoever takes `others` hands it on and marks what it
     is about."""
-    one = SimpleNamespace(spans=[SimpleNamespace(kind="forward", start=0.0, end=1.0, nbytes=0)])
+    timeline = SimpleNamespace(spans=[
+        SimpleNamespace(kind="forward", start=0.0, end=1.0, nbytes=0)])
     product = Product(name="head", M=64, N=64, K=64, calls=1)
     machine = CATALOGUE["h200"]
     for spec in (cost_figure({"full": {128: 1.0}}, {"full": {128: 2.0}}, unit="s", others=0.4),
-                 overlap_figure({"ZeRO 0": [one]}, others=0.4),
+                 overlap_figure({"ZeRO 0": [timeline]}, others=0.4),
                  bought_figure({"plain": (9, 1), "a": (5, 1.2)}, {"plain": (9, 1), "a": (5, 1.3)},
                                others=0.4),
                  roofline_figure(machine, {product: 1e12}, dtype="bf16", itemsize=2, others=0.4)):
@@ -571,7 +572,7 @@ def test_a_formula_that_is_far_off_says_so():
     assert ("cannot tell" in replace(row, others=0.5).far
             and "others took 50%" in replace(row, others=0.5).far)
     assert row.far in Comparison((row,))._repr_html_()
-    assert (not any(replace(row, measured=one).far for one in (1.0, 0.5, 3.9, None))
+    assert (not any(replace(row, measured=value).far for value in (1.0, 0.5, 3.9, None))
             and not replace(row, unit="dB").far)
 
 
@@ -593,14 +594,14 @@ def test_no_point_lies_above_a_roof():
 
 def test_a_progress_line_ends_also_where_its_steps_are_not_all_taken(monkeypatch):
     """13's never ended: its measurement stops when its seconds are spent."""
-    said = []
-    line = SimpleNamespace(update=lambda bundle, raw: said.append(bundle))
+    bundles = []
+    line = SimpleNamespace(update=lambda bundle, raw: bundles.append(bundle))
     monkeypatch.setattr(waiting, "display", lambda *_, **__: line)
     for i in waiting.progress(range(9)):
         if i == 3:
             break
-    assert said[-1]["text/plain"].startswith("3 of 9 parts took ")
-    assert "<progress" not in said[-1]["text/html"]
-    assert "<progress" in said[0]["text/html"]
+    assert bundles[-1]["text/plain"].startswith("3 of 9 parts took ")
+    assert "<progress" not in bundles[-1]["text/html"]
+    assert "<progress" in bundles[0]["text/html"]
     list(waiting.progress(range(2)))
-    assert said[-1]["text/plain"].startswith("2 of 2 parts took ")
+    assert bundles[-1]["text/plain"].startswith("2 of 2 parts took ")

@@ -39,7 +39,7 @@ H200, LLAMA = CATALOGUE["h200"], preset("llama-70b")
 
 
 @pytest.fixture(scope="module")
-def found():
+def planned():
     return plan(preset("llama-405b"), 1e12, "h100", devices=4096)
 
 
@@ -47,9 +47,9 @@ def ends(trace):
     return [base + x for base, x in zip(trace["base"], trace["x"])]
 
 
-def test_the_stairs_end_at_the_peak_and_at_the_step(found):
-    for option in found.options[:6]:
-        spec = json.loads(json.dumps(option_figure(option, found), allow_nan=False))
+def test_the_stairs_end_at_the_peak_and_at_the_step(planned):
+    for option in planned.options[:6]:
+        spec = json.loads(json.dumps(option_figure(option, planned), allow_nan=False))
         memory_stairs, *times = spec["data"]
         assert max(ends(memory_stairs)) == pytest.approx(option.memory.peak_bytes)
         shown = [trace for trace in times if "hidden" not in trace["name"]]
@@ -61,14 +61,14 @@ def test_the_stairs_end_at_the_peak_and_at_the_step(found):
                 == [share * CATALOGUE["h100"].memory_bytes for share in (1, USABLE_MEMORY_SHARE)])
 
 
-def test_every_row_opens_to_its_formula_and_source(found):
-    for option in found.options[:6]:
+def test_every_row_opens_to_its_formula_and_source(planned):
+    for option in planned.options[:6]:
         page = html.unescape(re.sub(r"</?a[^>]*>", "", opened(option)))
         assert page.count("<details") == len(option.memory.rows) + len(option.time.rows)
         assert page.count("<details open") == 2
         for row in (*option.memory.rows, *option.time.rows):
             assert row.formula in page and row.source in page
-    piped = next(option for option in found.options if option.layout.pipeline > 1)
+    piped = next(option for option in planned.options if option.layout.pipeline > 1)
     assert "href='https://arxiv.org/abs/2104.04473'>https" in opened(piped)
 
 
@@ -77,7 +77,8 @@ def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
     best = plan(LLAMA, 1e12, H200, devices=512)
     assert (str(best.options[0].layout) in table
             and "23.6 days (19.4 days to 31.6 days)" in spec["layout"]["title"]["text"])
-    assert all(html.escape(one.nearest) in table for one in best.refusals.values() if one.layouts)
+    assert all(html.escape(refusal.nearest) in table
+               for refusal in best.refusals.values() if refusal.layouts)
     spec, table = plan_view(LLAMA, H200, 1e12, 8, **FREE)
     assert spec["data"] == [] and " more each" in table
     spec, table = plan_view(LLAMA, H200, 1e12, 512, 250_000.0, math.inf)
@@ -92,12 +93,12 @@ def test_a_redraw_evaluates_few_formulas():
             assert plan(preset(name), 1e12, "b200", devices=devices).evaluations < 700
 
 
-def test_layouts_are_chosen_and_drawn(found):
-    show, controls = layouts_view(found)
+def test_layouts_are_chosen_and_drawn(planned):
+    show, controls = layouts_view(planned)
     explorer = Explorer(show, **controls)
     first = explorer.table.value
-    explorer.set(layout=found.options[3])
-    assert explorer.table.value != first and explorer.table.value == opened(found.options[3])
+    explorer.set(layout=planned.options[3])
+    assert explorer.table.value != first and explorer.table.value == opened(planned.options[3])
 
 
 def test_a_budget_buys_flops_and_the_curve_has_its_least_at_the_optimum():
@@ -131,34 +132,36 @@ def test_a_roofline_and_what_comes_on_top_of_it():
     run = runs("llama-3")[0]
     spec, rows = optimism_view(run)
     names = spec["data"][0]["y"]
-    said = {name: sum(trace["x"][i] for trace in spec["data"][:-1]) for i, name in enumerate(names)}
+    seconds = {name: sum(trace["x"][i] for trace in spec["data"][:-1])
+               for i, name in enumerate(names)}
     least = run.published * 1e12 * run.published_seconds / (989.4e12)
-    assert least < said["roofline"] < said["kernels alone"] < said["in a step"]
-    assert said["in a step"] == pytest.approx(run.published_seconds, rel=0.05)
+    assert least < seconds["roofline"] < seconds["kernels alone"] < seconds["in a step"]
+    assert seconds["in a step"] == pytest.approx(run.published_seconds, rel=0.05)
     assert spec["data"][-1]["x"] == [run.published_seconds]
-    assert f"{said['roofline'] / run.published_seconds:.0%}" in rows
+    assert f"{seconds['roofline'] / run.published_seconds:.0%}" in rows
 
 
 def test_every_run_that_the_formula_takes_is_drawn_where_it_is_off():
     taken, _ = table()
     traces = {trace["name"]: trace for trace in json.loads(json.dumps(unseen_figure(taken)))[
         "data"]}
-    held = [one for one in taken if one["held_out"]]
+    held = [run for run in taken if run["held_out"]]
     assert len(traces["may be fitted"]["x"]) == len(taken) - len(held)
     outside = traces["held out, outside the printed range"]["x"]
-    assert sorted(outside) == sorted(1 + one["error"] for one in held if not one["inside"])
+    assert sorted(outside) == sorted(1 + run["error"] for run in held if not run["inside"])
     assert len(traces["held out"]["x"]) + len(outside) == len(held)
 
 
 def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():
-    made = grid({"llama-70b": LLAMA}, ["h200"], [8, 64], [1e11, 1e12])
+    candidates = grid({"llama-70b": LLAMA}, ["h200"], [8, 64], [1e11, 1e12])
     best = plan(LLAMA, 1e12, "h200", devices=64).options[0]
-    assert [one.name for one in made] == ["llama-70b, 100B tokens, 64 h200",
+    assert [candidate.name for candidate in candidates] == ["llama-70b, 100B tokens, 64 h200",
         "llama-70b, 1.00T tokens, 64 h200"]
-    assert {one.config for one in made} == {best.config} and best.config.parallel == best.layout
-    held = memory(made[0].config, "h200")
+    assert ({candidate.config for candidate in candidates} == {best.config}
+            and best.config.parallel == best.layout)
+    held = memory(candidates[0].config, "h200")
     assert held.peak_bytes == best.memory.peak_bytes <= USABLE_MEMORY_SHARE * H200.memory_bytes
-    point = triangle(made)[1]
+    point = triangle(candidates)[1]
     assert point.values["days"] == pytest.approx(best.bill.seconds / 86_400)
     assert point.values["dollars"] == pytest.approx(best.bill.cost)
-    assert len(frontier(triangle(made), least=("days", "loss", "dollars"))) == 2
+    assert len(frontier(triangle(candidates), least=("days", "loss", "dollars"))) == 2

@@ -5,9 +5,9 @@ from lessons.judging.puzzles import Puzzle
 from lessons.ranks.on_ranks import OnRanks
 
 EXERCISES = exercises()
-PUZZLES = {name: one for name, one in EXERCISES.items() if isinstance(one, Puzzle)}
-ON_RANKS = {name: one for name, one in EXERCISES.items() if isinstance(one, OnRanks)}
+PUZZLES = {name: exercise for name, exercise in EXERCISES.items() if isinstance(exercise, Puzzle)}
+ON_RANKS = {name: exercise for name, exercise in EXERCISES.items() if isinstance(exercise, OnRanks)}
 
 
-def imported(place, told):
+def imported(place, given):
     """In a rank: whose parent has imported this module, and with it the lessons."""

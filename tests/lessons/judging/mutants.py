@@ -108,9 +108,10 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
                 yield replaced(node, args=[args[1], args[0], *args[2:]])
             if name == "range":
                 yield replaced(node, args=shorter(args))
-            for one in keywords:
-                if one.arg != "strict":
-                    yield replaced(node, keywords=[other for other in keywords if other is not one])
+            for keyword in keywords:
+                if keyword.arg != "strict":
+                    yield replaced(node, keywords=[other for other in keywords
+                                                   if other is not keyword])
         case ast.Subscript(slice=ast.Slice()):
             for bound in ("lower", "upper", "step"):
                 if getattr(node.slice, bound):
@@ -128,8 +129,9 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield replaced(node, test=ast.UnaryOp(op=ast.Not(), operand=test))
             yield replaced(node, test=ast.Constant(value=True))
             yield replaced(node, test=ast.Constant(value=False))
-        case ast.ListComp(generators=[one]) | ast.GeneratorExp(generators=[one]) if one.ifs:
-            yield replaced(node, generators=[replaced(one, ifs=[])])
+        case (ast.ListComp(generators=[generator])
+              | ast.GeneratorExp(generators=[generator])) if generator.ifs:
+            yield replaced(node, generators=[replaced(generator, ifs=[])])
         case ast.Tuple(elts=[first, second], ctx=ast.Load()):
             yield replaced(node, elts=[second, first])
 
@@ -157,34 +159,35 @@ def mutants(name: str) -> list[Mutant]:
     """All changes of the solution, each once; annotations and the docstring stay."""
     source = EXERCISES[name].solution
     tree = ast.parse(source)
-    kept = {id(inner) for one in ast.walk(tree) for outer in (getattr(one, "annotation", None),
-        getattr(one, "returns", None),
-            one if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) else None)
+    kept = {id(inner) for node in ast.walk(tree) for outer in (getattr(node, "annotation", None),
+        getattr(node, "returns", None),
+            node if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None)
         if outer for inner in ast.walk(outer)}
-    found, lines = {}, ast.unparse(tree)
+    by_text, lines = {}, ast.unparse(tree)
     for place in (node for node in ast.walk(tree) if id(node) not in kept):
         for other in changes(place):
             changed = ast.unparse(ast.fix_missing_locations(put(tree, place, other)))
             if changed != lines:
-                found.setdefault(changed,
-                                 next(f"{number}: {new.strip()}" for number, (old,
+                by_text.setdefault(changed,
+                                   next(f"{number}: {new.strip()}" for number, (old,
                                      new) in enumerate(zip_longest(
                     lines.splitlines(), changed.splitlines(), fillvalue="")) if new != old))
-    return [Mutant(name, change, text) for text, change in found.items()]
+    return [Mutant(name, change, text) for text, change in by_text.items()]
 
 
 def put(node: ast.AST, place: ast.AST, other: ast.AST) -> ast.AST:
     """A copy of the tree in which `other` stands in the place."""
     if node is place:
         return other
-    made = copy.copy(node)
+    copied = copy.copy(node)
     for field, value in ast.iter_fields(node):
         if isinstance(value, list):
-            setattr(made, field, [put(one, place, other) if isinstance(one, ast.AST) else one
-                                  for one in value])
+            setattr(copied, field, [put(element, place, other)
+                                    if isinstance(element, ast.AST) else element
+                                    for element in value])
         elif isinstance(value, ast.AST):
-            setattr(made, field, put(value, place, other))
-    return made
+            setattr(copied, field, put(value, place, other))
+    return copied
 
 
 def is_wrong(mutant: Mutant) -> bool:
@@ -219,15 +222,15 @@ def on_threads(exercise: on_ranks.OnRanks, attempt: Callable) -> list[str]:
     """Why the judge finds an attempt wrong, empty where it does not: ranks are threads, collectives
     a list and a barrier."""
     world = on_ranks.WORLD
-    told, meet, whys = [None] * world, threading.Barrier(world, timeout=5), []
+    sent, meet, whys = [None] * world, threading.Barrier(world, timeout=5), []
 
     def rank(own: int) -> None:
         def shared(x):
-            told[own] = x.detach().clone()
+            sent[own] = x.detach().clone()
             meet.wait()
-            found = torch.stack(told)
+            stacked = torch.stack(sent)
             meet.wait()
-            return found
+            return stacked
 
         collectives = {"reduce_scatter": lambda x: shared(x).sum(0).chunk(world)[own].clone(),
                        "all_gather": lambda x: shared(x).flatten(),
@@ -249,19 +252,20 @@ def on_threads(exercise: on_ranks.OnRanks, attempt: Callable) -> list[str]:
             meet.abort()
 
     ranks = [threading.Thread(target=rank, args=(own,)) for own in range(world)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join()
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
     return list(filter(None, whys))
 
 
 def judged_right(chosen: list[Mutant]) -> list[Mutant]:
-    kernels = [one for one in chosen if one.name in PUZZLES]
-    found = puzzles.run([(one.name, one.source) for one in kernels]) if kernels else []
-    wrong = {id(one) for one, verdict in zip(kernels, found) if verdict["status"] == "wrong"}
-    return [one for one in chosen if id(one) not in wrong
-            and (one.name in PUZZLES or not is_wrong(one))]
+    kernels = [mutant for mutant in chosen if mutant.name in PUZZLES]
+    verdicts = puzzles.run([(mutant.name, mutant.source) for mutant in kernels]) if kernels else []
+    wrong = {id(mutant) for mutant, verdict in zip(kernels, verdicts)
+             if verdict["status"] == "wrong"}
+    return [mutant for mutant in chosen if id(mutant) not in wrong
+            and (mutant.name in PUZZLES or not is_wrong(mutant))]
 
 
 def is_same(mutant: Mutant) -> bool:
@@ -366,10 +370,10 @@ if __name__ == "__main__":
             every = mutants(name)
             right, total = judged_right(every), total + len(every)
             print(f"{name}: {len(right)} of {len(every)} are judged right", flush=True)
-            for one in every:
-                if (one in right) != is_same(one):
+            for mutant in every:
+                if (mutant in right) != is_same(mutant):
                     wrong += 1
-                    print("    ", "it is right, and not in SAME:" if one in right
-                          else "it is wrong, and in SAME:", one.change, flush=True)
+                    print("    ", "it is right, and not in SAME:" if mutant in right
+                          else "it is wrong, and in SAME:", mutant.change, flush=True)
     print(f"{total} changes; {wrong} are not judged as they should be")
     sys.exit(bool(wrong))

@@ -72,13 +72,13 @@ HOSTILE = {
             frame = frame.f_back""",
     "its own objects": """
         import gc
-        for one in gc.get_objects():
-            if type(one) is dict and "want" in one: return one["want"]""",
+        for thing in gc.get_objects():
+            if type(thing) is dict and "want" in thing: return thing["want"]""",
     "the judge killed": "os.kill(os.getppid(), 9)\ntime.sleep(9)",
     "the judge stopped and killed": "os.kill(os.getppid(), signal.SIGSTOP)\nos.kill(os.getppid(), "
                                     "9)\ntime.sleep(9)",
-    "all above killed": "import psutil\nfor one in psutil.Process().parents()[1::-1]: "
-                        "one.kill()\ntime.sleep(9)",
+    "all above killed": "import psutil\nfor process in psutil.Process().parents()[1::-1]: "
+                        "process.kill()\ntime.sleep(9)",
     "the judge's files": f"""
         for fd in range(256):
             try:
@@ -118,21 +118,21 @@ def unharmed():
 
 def judges():
     """What the warm processes of this one have forked."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    forked = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found += (one.children() if "lessons.judging.judge_process" in " ".join(one.cmdline())
-                      else [])
-    return found
+            forked += (process.children()
+                       if "lessons.judging.judge_process" in " ".join(process.cmdline()) else [])
+    return forked
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_whatever_an_answer_does_is_a_sentence_and_the_next_is_judged(kind):
     source = hostile("def uniform_loss(vocab):", HOSTILE[kind], "return 0.0")
-    found = asked("00.uniform_loss", SECONDS,
-                  parcel=vars(Parcel(entry="uniform_loss", texts={"uniform_loss": source})))
-    assert (found["status"] == "wrong" and len(found["detail"]) > 10
-            and "Traceback" not in found["detail"]), found
+    verdict = asked("00.uniform_loss", SECONDS,
+                    parcel=vars(Parcel(entry="uniform_loss", texts={"uniform_loss": source})))
+    assert (verdict["status"] == "wrong" and len(verdict["detail"]) > 10
+            and "Traceback" not in verdict["detail"]), verdict
     unharmed()
 
 
@@ -141,10 +141,10 @@ def test_whatever_an_answer_does_is_a_sentence_and_the_next_is_judged(kind):
 @pytest.mark.parametrize("kind", ("right verdicts into every file", "json replaced",
                                   "the comparison replaced", "its own frames", "its own objects"))
 def test_whatever_a_kernel_does_is_a_sentence_and_the_next_is_judged(kind):
-    found, = puzzles.run([("10.copy", hostile("def copy(x, y, n, BLOCK):", HOSTILE[kind],
+    verdict, = puzzles.run([("10.copy", hostile("def copy(x, y, n, BLOCK):", HOSTILE[kind],
         "return"))], seconds=SECONDS)
-    assert (found["status"] == "wrong" and len(found["detail"]) > 10
-            and "Traceback" not in found["detail"]), found
+    assert (verdict["status"] == "wrong" and len(verdict["detail"]) > 10
+            and "Traceback" not in verdict["detail"]), verdict
     unharmed()
 
 
@@ -177,12 +177,12 @@ def from_a_notebook(text, name, **names):
     return names[name]
 
 
-def said(text, name="answer", exercise="00.uniform_loss", **names):
+def verdict_of(text, name="answer", exercise="00.uniform_loss", **names):
     return EXERCISES[exercise].judged(from_a_notebook(textwrap.dedent(text), name, **names))
 
 
 def test_the_line_of_an_exception_is_that_of_the_cell():
-    verdict = said("""
+    verdict = verdict_of("""
         unused = 3
 
         def helper(x):
@@ -196,16 +196,16 @@ def test_the_line_of_an_exception_is_that_of_the_cell():
 
 
 def test_what_it_prints_goes_with_a_wrong_verdict():
-    assert said("def answer(vocab):\n    print('half way')\n    return 1").detail.startswith(
+    assert verdict_of("def answer(vocab):\n    print('half way')\n    return 1").detail.startswith(
         "for vocab=2 expected 0.693147, got 1. It printed: half way\nhalf way")
 
 
 def test_one_that_does_not_end_names_its_case(monkeypatch):
     monkeypatch.setattr(judge, "SECONDS", 1.0)
     began = time.monotonic()
-    assert (said("def answer(vocab):\n    while vocab > 2: pass\n    return math.log(vocab)").detail
-            == \
-        "for vocab=256 it did not end within 1 s")
+    verdict = verdict_of(
+        "def answer(vocab):\n    while vocab > 2: pass\n    return math.log(vocab)")
+    assert verdict.detail == "for vocab=256 it did not end within 1 s"
     assert time.monotonic() - began < 10 * patience()
 
 
@@ -216,16 +216,16 @@ def test_beside_other_work_it_has_more_time(monkeypatch):
         yield Answer(3)
         time.sleep(60)
 
-    for load, said in ((0.0, [""]), (20.0, [3, ""])):
+    for load, expected in ((0.0, [""]), (20.0, [3, ""])):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load * cores(), 0, 0))
         with Attempt(slow, 0.2) as attempt:
             answers = list(attempt)
-        assert ([one.value or "" for one in answers] == said
+        assert ([answer.value or "" for answer in answers] == expected
                 and answers[-1].why == "it did not end within 0 s")
 
 
 def test_helpers_imports_numbers_closures_defaults_and_decorators_travel():
-    assert said("""
+    assert verdict_of("""
         import functools
         from math import log as ln
 
@@ -259,19 +259,19 @@ def test_helpers_imports_numbers_closures_defaults_and_decorators_travel():
     (torch.zeros(1 << 25), "take 128 MB; at most 64 MB can be sent"),
 ])
 def test_what_cannot_travel_is_a_sentence_and_no_wrong_answer(value, words):
-    verdict = said("def answer(vocab):\n    return math.log(vocab) if thing is not None else 0",
-                   thing=value)
+    verdict = verdict_of(
+        "def answer(vocab):\n    return math.log(vocab) if thing is not None else 0", thing=value)
     assert verdict.status == "to do" and words in verdict.detail
 
 
 def test_a_name_that_is_nowhere_is_the_learner_s_error():
-    assert "NameError: name 'nowhere' is not defined, in line 2" in said("def answer(vocab):\n    "
-        "return nowhere(vocab)").detail
+    verdict = verdict_of("def answer(vocab):\n    return nowhere(vocab)")
+    assert "NameError: name 'nowhere' is not defined, in line 2" in verdict.detail
 
 
 def test_a_stub_starts_nothing(monkeypatch):
     monkeypatch.setattr(judge, "asked", None)
-    assert (said('def answer(vocab):\n    """What?"""\n    raise NotImplementedError').status
+    assert (verdict_of('def answer(vocab):\n    """What?"""\n    raise NotImplementedError').status
             == "to do")
 
 

@@ -75,23 +75,23 @@ class Read(HTMLParser):
 
 
 def test_it_counts_what_the_file_has():
-    found = Read(page("Ada", ADA, EXERCISES))
-    numbers = [found.text["b"][i] for i in range(5)]
+    parsed = Read(page("Ada", ADA, EXERCISES))
+    numbers = [parsed.text["b"][i] for i in range(5)]
     # twice of 03 and once of 00; neither what was never right, nor what the course has no more
     assert numbers == [f"3 of {len(EXERCISES)}", "3", "6", "2 of 3", "1 of 2"]
-    rows = [found.text["td"][i:i + 3] for i in range(0, len(found.text["td"]), 3)]
+    rows = [parsed.text["td"][i:i + 3] for i in range(0, len(parsed.text["td"]), 3)]
     assert rows == [["clip", "2026-11-25", "2 attempts"], ["value_of", "2026-11-20", "1 attempt"],
                     ["cast", "2026-11-21", "4 attempts"],
                    ["no_more", "2026-11-23", "1 attempt"], ["gone", "2026-11-19", "1 attempt"]]
-    heads = found.text["h2"]
+    heads = parsed.text["h2"]
     assert (heads[2] == f"03 Number formats2 of {sum(name.startswith('03.') for name in EXERCISES)}"
             and heads[-1] == "770 of 0")
     assert [head[:2] for head in heads] == ["00", "01", "03", "05", "06", "08", "09", "77"]
-    [of_05] = [text for text in found.text["section"] if text.startswith("05")]
+    [of_05] = [text for text in parsed.text["section"] if text.startswith("05")]
     assert of_05.endswith("guesses: 2; 90% intervals held: 1 of 2")
-    assert "from 2026-11-19 to 2026-11-25" in found.text["header"][0]
-    assert ("not signed" in found.text["header"][0]
-            and "the learner's file on" in " ".join(found.text["footer"][0].split()))
+    assert "from 2026-11-19 to 2026-11-25" in parsed.text["header"][0]
+    assert ("not signed" in parsed.text["header"][0]
+            and "the learner's file on" in " ".join(parsed.text["footer"][0].split()))
     assert "Nothing was solved" in Read(page("Ada", Learner(), EXERCISES)).text["main"][0]
 
 
@@ -99,19 +99,19 @@ def test_a_name_and_a_file_are_text_and_nothing_else():
     file = Learner(guesses=(guess(f"06.{HOSTILE}", True),), exercises={
         f"03.{HOSTILE}": solved(HOSTILE), f"{HOSTILE}.a": solved("2026-11-20"),
         "../../x.y": solved("2026-11-20")})
-    found, plain = Read(page(HOSTILE, file, EXERCISES)), Read(page("Ada", ADA, EXERCISES))
-    assert (found.tags == plain.tags and found.text["h1"] == [HOSTILE]
-            and found.text["title"] == [f"lpkit: {HOSTILE}"])
-    assert HOSTILE in found.text["td"]
-    assert ({key for key, _ in found.attributes} == {key for key, _ in plain.attributes}
+    parsed, plain = Read(page(HOSTILE, file, EXERCISES)), Read(page("Ada", ADA, EXERCISES))
+    assert (parsed.tags == plain.tags and parsed.text["h1"] == [HOSTILE]
+            and parsed.text["title"] == [f"lpkit: {HOSTILE}"])
+    assert HOSTILE in parsed.text["td"]
+    assert ({key for key, _ in parsed.attributes} == {key for key, _ in plain.attributes}
             <= {"class", "style", "lang", "charset", "content", "http-equiv", "name"})
-    assert not found.open, "what a name closes"
+    assert not parsed.open, "what a name closes"
 
 
 def test_it_is_written_beside_the_notebook_for_its_owner(elsewhere, capsys):
     learner.update(lambda _: ADA)
-    said = certificate("  Ada \n Lovelace ")
-    assert (stat.S_IMODE(elsewhere.stat().st_mode) == 0o600 and FILE in said.data
+    notice = certificate("  Ada \n Lovelace ")
+    assert (stat.S_IMODE(elsewhere.stat().st_mode) == 0o600 and FILE in notice.data
             and not capsys.readouterr().out)
     assert Read(elsewhere.read_text(encoding="utf-8")).text["h1"] == ["Ada Lovelace"]
     assert list(elsewhere.parent.iterdir()) == [elsewhere]
@@ -123,8 +123,8 @@ def test_it_is_written_beside_the_notebook_for_its_owner(elsewhere, capsys):
 @pytest.mark.parametrize("name", ["", "\u200d", "a\x1b[31m", "\u202eadA", "x" * 81, 5], ids=repr)
 def test_what_is_no_name_makes_no_page(name, elsewhere, capsys):
     assert certificate(name) is None
-    said = capsys.readouterr().out
-    assert not elsewhere.exists() and said.count("\n") == 1 and said.strip().isprintable()
+    printed = capsys.readouterr().out
+    assert not elsewhere.exists() and printed.count("\n") == 1 and printed.strip().isprintable()
 
 
 def test_where_it_cannot_be_written_one_sentence_says_why(elsewhere, capsys):
@@ -158,14 +158,14 @@ def test_the_start_page_draws_all_notebooks_and_makes_no_page_by_itself(elsewher
 def test_a_browser_runs_nothing_of_it_and_prints_it_on_a4(elsewhere, context):
     learner.update(lambda _: Learner(exercises={name: solved("2026-11-20") for name in EXERCISES}))
     certificate(HOSTILE)
-    shown, told = context.new_page(), []
-    shown.on("dialog", lambda dialog: (told.append("dialog"), dialog.dismiss()))
-    shown.on("console", lambda message: told.append(message.text))
-    shown.on("request", lambda request: told.append(request.url)
+    shown, events = context.new_page(), []
+    shown.on("dialog", lambda dialog: (events.append("dialog"), dialog.dismiss()))
+    shown.on("console", lambda message: events.append(message.text))
+    shown.on("request", lambda request: events.append(request.url)
              if not request.url.startswith("file:") else None)
     shown.goto(elsewhere.as_uri())
     assert (shown.title() == f"lpkit: {HOSTILE}" and shown.evaluate("document.scripts.length") == 0
-            and not told)
+            and not events)
     printed = shown.pdf(prefer_css_page_size=True)
     assert (printed.count(b"/Type /Page\n") == 3
             and b"/MediaBox [0 0 841.91998 594.95996]" in printed)

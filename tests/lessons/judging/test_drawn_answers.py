@@ -36,7 +36,7 @@ def nats_of_all_logits(logits, target, rank, ranks, all_reduce_max, all_gather):
 
 
 def nats_of_logits_one_by_one(logits, target, rank, ranks, all_reduce_max, all_gather):
-    whole = torch.stack([all_gather(one[None]) for one in logits], 1).flatten()
+    whole = torch.stack([all_gather(logit[None]) for logit in logits], 1).flatten()
     return whole.logsumexp(0) - whole[target]
 
 
@@ -49,15 +49,15 @@ def nats_by_maximum_of_each(logits, target, rank, ranks, all_reduce_max, all_gat
 
 def order_of_too_few(rank, ranks, micro_batches):
     first = ranks - rank
-    return [f"F{i}" for i in range(first)] + [one for i in range(micro_batches)
-        for one in [f"B{i}"] + [f"F{first + i}"] * (
+    return [f"F{i}" for i in range(first)] + [step for i in range(micro_batches)
+        for step in [f"B{i}"] + [f"F{first + i}"] * (
         first + i < micro_batches)]
 
 
 def order_half_filled(rank, ranks, micro_batches):
     first = min((ranks - rank + 1) // 2, micro_batches)
-    return [f"F{i}" for i in range(first)] + [one for i in range(micro_batches)
-        for one in [f"B{i}"] + [f"F{first + i}"] * (
+    return [f"F{i}" for i in range(first)] + [step for i in range(micro_batches)
+        for step in [f"B{i}"] + [f"F{first + i}"] * (
         first + i < micro_batches)]
 
 
@@ -91,7 +91,7 @@ def step_that_pops(orders, forward, backward):
 def doubled_tail(gains):
     sums = [sum(s * g for s, g in zip(signs, gains))
             for signs in product((-1, 1), repeat=len(gains))]
-    return 2 * fmean(one >= abs(sum(gains)) for one in sums)
+    return 2 * fmean(total >= abs(sum(gains)) for total in sums)
 
 
 def by_sampled_signs(gains):
@@ -208,15 +208,16 @@ def by_torch_adamw(w, g, m, v, update, lr, decay):
 
 
 def adamw_on_copies(*given):
-    return adamw_in_place(*(one.clone() if isinstance(one, torch.Tensor) else one for one in given))
+    return adamw_in_place(*(argument.clone() if isinstance(argument, torch.Tensor) else argument
+                            for argument in given))
 
 
 def mean_in_blocks(v):
-    before, found = torch.zeros_like(v[..., :1, :]), []
+    before, means = torch.zeros_like(v[..., :1, :]), []
     for block in v.split(16, -2):
-        found.append(before + torch.ones(block.shape[-2], block.shape[-2]).tril() @ block)
-        before = found[-1][..., -1:, :]
-    return torch.cat(found, -2) / counts_of(v)
+        means.append(before + torch.ones(block.shape[-2], block.shape[-2]).tril() @ block)
+        before = means[-1][..., -1:, :]
+    return torch.cat(means, -2) / counts_of(v)
 
 WRONG = [       # exercise, kind, answer
     ("16.nats", "one rank", nats_of_first_rank),
@@ -285,9 +286,9 @@ def verdict(name, attempt):
 
 @pytest.mark.parametrize("name, kind, attempt", WRONG)
 def test_a_mistake_is_caught(name, kind, attempt):
-    found = verdict(name, attempt)
+    result = verdict(name, attempt)
     says = {"in place": "it changes its argument", "forbidden size": "the limit"}
-    assert found.status == "wrong" and says.get(kind, "") in found.detail
+    assert result.status == "wrong" and says.get(kind, "") in result.detail
 
 
 @pytest.mark.parametrize("name, attempt", RIGHT)
@@ -296,7 +297,7 @@ def test_a_right_form_is_accepted(name, attempt):
 
 
 @pytest.mark.usefixtures("judged_on_ranks")
-@pytest.mark.parametrize("name, attempt, said", [
+@pytest.mark.parametrize("name, attempt, message", [
     ("22.mean", mean_by_matrix, "its tensors take 2.10 MB at once; the limit is 262 kB"),
     ("22.mean", mean_by_numpy_matrix, "its arrays and lists take"),
     ("22.identity", zeroed_in_place,
@@ -304,7 +305,7 @@ def test_a_right_form_is_accepted(name, attempt):
     ("16.nats", nats_of_all_logits, "a rank sends 8 numbers; the limit is 4"),
     ("22.mean", mean_in_blocks, ""), ("16.nats", nats_of_two_numbers, ""),
 ])
-def test_the_learners_own_judge_says_the_same(name, attempt, said):
+def test_the_learners_own_judge_says_the_same(name, attempt, message):
     """Where an attempt runs in a process of its own, and ranks are processes."""
-    found = learner.check(EXERCISES[name], attempt)
-    assert found.status == ("wrong" if said else "right") and said in found.detail
+    result = learner.check(EXERCISES[name], attempt)
+    assert result.status == ("wrong" if message else "right") and message in result.detail

@@ -95,24 +95,24 @@ def by_counter(a, b):
 
 
 def by_grad_scaler(finite, scale, interval):
-    scaler, found = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval), []
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval), []
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight])
     for ok in finite:
-        found.append(scaler.get_scale())
+        scales.append(scaler.get_scale())
         scaler.scale(weight.sum() * (1.0 if ok else math.inf)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return found
+    return scales
 
 
 def by_autograd(h, w, targets, chunk):
     h, loss = h.requires_grad_(), 0
     for rows, wanted in zip(h.split(chunk), targets.split(chunk)):
-        one = torch.nn.functional.cross_entropy(rows @ w.T, wanted, reduction="sum") / len(h)
-        one.backward()
-        loss += one.detach()
+        part = torch.nn.functional.cross_entropy(rows @ w.T, wanted, reduction="sum") / len(h)
+        part.backward()
+        loss += part.detach()
     return loss, h.grad
 
 
@@ -144,11 +144,11 @@ def by_neighbours(x, dice):
 
 
 def by_python(v, g, beta, block):
-    new, found = [beta * a + (1 - beta) * b * b for a, b in zip(v.tolist(), g.tolist())], []
+    new, rounded = [beta * a + (1 - beta) * b * b for a, b in zip(v.tolist(), g.tolist())], []
     for i in range(0, len(new), block):
         scale = next(2.0**e for e in range(-200, 50) if max(new[i:i + block]) <= 255 * 2.0**e)
-        found += [round(one / scale) * scale for one in new[i:i + block]]
-    return found
+        rounded += [round(value / scale) * scale for value in new[i:i + block]]
+    return rounded
 
 
 def by_softmax(m, l, acc, scores, v):
@@ -338,7 +338,7 @@ def by_walking(ahead, behind):
     leads = {0: Fraction(1)}
     for _ in range(ahead + behind):
         leads = {lead: (leads.get(lead - 1, 0) + leads.get(lead + 1, 0)) / 2
-                 for lead in {one + step for one in leads for step in (-1, 1)}}
+                 for lead in {before + step for before in leads for step in (-1, 1)}}
     return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
 
 
@@ -441,12 +441,12 @@ def by_cumsum(q, k, v):
 
 def in_chunks(q, k, v):
     """A (16, 16) matrix at a time, and the state of all before: as GPUs have it."""
-    v1, found = torch.cat((v, torch.ones(len(v), 1)), 1), []
+    v1, outputs = torch.cat((v, torch.ones(len(v), 1)), 1), []
     state = torch.zeros(k.shape[1], v1.shape[1])
     for a, b, c in zip(q.split(16), k.split(16), v1.split(16)):
-        found.append(a @ state + (a @ b.T).tril() @ c)
+        outputs.append(a @ state + (a @ b.T).tril() @ c)
         state += b.T @ c
-    whole = torch.cat(found)
+    whole = torch.cat(outputs)
     return whole[:, :-1] / whole[:, -1:]
 
 
@@ -463,16 +463,16 @@ def logits_in_place(h, w, targets, chunk):
 
 def by_bits(x, dice):
     return torch.tensor([struct.unpack("f",
-        struct.pack("I", (struct.unpack("I", struct.pack("f", one))[0] + d) & 0xFFFF0000))[0]
-                         for one, d in zip(x.tolist(), dice.tolist())])
+        struct.pack("I", (struct.unpack("I", struct.pack("f", value))[0] + d) & 0xFFFF0000))[0]
+                         for value, d in zip(x.tolist(), dice.tolist())])
 
 
 def by_deque(amaxes, length):
-    history, found = deque(maxlen=length), []
+    history, scales = deque(maxlen=length), []
     for amax in amaxes:
-        found.append(max(history) / 448.0 if history else 1)
+        scales.append(max(history) / 448.0 if history else 1)
         history.append(amax)
-    return found
+    return scales
 
 
 def by_events(lives):
@@ -481,9 +481,9 @@ def by_events(lives):
 
 
 def by_sorted_noise(samples, budget):
-    found = [(-np.mean([10 ** (db / -10) for layer, db in samples if layer == name]), name)
-             for name in dict.fromkeys(name for name, _ in samples)]
-    return [name for _, name in sorted(found)[:budget]]
+    ranking = [(-np.mean([10 ** (db / -10) for layer, db in samples if layer == name]), name)
+               for name in dict.fromkeys(name for name, _ in samples)]
+    return [name for _, name in sorted(ranking)[:budget]]
 
 
 def right_half_first(layers, fails):
@@ -495,14 +495,14 @@ def right_half_first(layers, fails):
 
 
 def from_the_last(sizes, most):
-    found, room = [], 0
+    groups, room = [], 0
     for size in reversed(sizes):
-        if not found or size > room:
-            found.append([])
+        if not groups or size > room:
+            groups.append([])
             room = most
-        found[-1].append(size)
+        groups[-1].append(size)
         room -= size
-    return found
+    return groups
 
 
 def by_counting(rows, ranks, rank):
@@ -571,7 +571,7 @@ OTHERS = {
     "24.pissa": [by_eigenvectors],
     "24.c_attn": [by_gpt2s_names],
     "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights)
-        if not any(w is one for one in weights[:i]))],
+        if not any(w is earlier for earlier in weights[:i]))],
     "25.input_db": [by_the_kits_int8],
     "26.step": [by_the_kits_muon],
     "26.overhead": [by_counted_products],
@@ -617,16 +617,18 @@ OTHERS = {
                                             and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step
         and b <= a]],
     "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
-    "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
-        f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
+    "17.order": [lambda rank, ranks, m: [step for k in range(-(ranks - rank), m) for step in (
+        f"B{k}" if k >= 0 else "",
+        f"F{k + ranks - rank}" if k + ranks - rank < m else "") if step]],
     "17.step": [by_passes],
     "18.crossing": [by_hops], "18.feedback": [by_scatter], "18.rounds": [by_powers],
 }
 
 
 @pytest.mark.parametrize("name, attempt",
-                         [pytest.param(name, one, id=f"{name}-{i}") for name in {**RIGHT, **OTHERS}
-                          for i, one in enumerate(
+                         [pytest.param(name, attempt, id=f"{name}-{i}")
+                          for name in {**RIGHT, **OTHERS}
+                          for i, attempt in enumerate(
     [RIGHT[name] for _ in range(name in RIGHT)] + OTHERS.get(name, []))])
 def test_right_answers_of_another_kind(name, attempt):
     assert check(EXERCISES[name], attempt) == Verdict("right")
@@ -649,7 +651,7 @@ def test_a_last_place_of_a_number_does_not_decide(name):
     assert check(EXERCISES[name], lambda *case: nudged(spec(*case))) == Verdict("right")
 
 
-@pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if one.tolerance
+@pytest.mark.parametrize("name", [name for name, exercise in EXERCISES.items() if exercise.tolerance
                                   and name not in PUZZLES and name not in ON_RANKS])
 def test_a_processor_that_rounds_otherwise_does_not_decide(name):
     """The definition in float32, each operation off by a last place: where terms cancel, something
@@ -686,7 +688,7 @@ def test_the_first_case_that_fails_is_named():
         "for x=3 expected 9, got 6; that is twice x")
 
 
-@pytest.mark.parametrize("attempt, said", [
+@pytest.mark.parametrize("attempt, message", [
     (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),
     (lambda x, y: x, "TypeError"),
     (lambda x: None, "is there a `return`?"),
@@ -699,9 +701,9 @@ def test_the_first_case_that_fails_is_named():
     (lambda x: torch.zeros(2, dtype=torch.float8_e4m3fn) + torch.zeros(2,
         dtype=torch.float8_e4m3fn), "not implemented for 'Float8_e4m3fn'"),
 ])
-def test_whatever_an_attempt_does_is_a_verdict(attempt, said):
+def test_whatever_an_attempt_does_is_a_verdict(attempt, message):
     verdict = check(squares, attempt)
-    assert verdict.status == "wrong" and said in verdict.detail
+    assert verdict.status == "wrong" and message in verdict.detail
 
 
 @pytest.mark.parametrize("want, right, wrong", [

@@ -29,9 +29,9 @@ RIGHT = ("    sign = 1\n    field, fraction = code >> mantissa_bits, code % 2**m
 def answered(book):
     """A learner's copy: value_of right, stochastic wrong, the rest as it was handed out."""
     for cell in book.cells:
-        if (cell.cell_type == "code" and (found := re.match(r"def (value_of|stochastic)\(",
+        if (cell.cell_type == "code" and (match := re.match(r"def (value_of|stochastic)\(",
                 cell.source))):
-            body = RIGHT if found[1] == "value_of" else "    return x"
+            body = RIGHT if match[1] == "value_of" else "    return x"
             cell.source = cell.source.split("\n")[0] + "\n" + body
     return book
 
@@ -42,7 +42,7 @@ def environment() -> dict:
         NOTEBOOKS]), "OMP_NUM_THREADS": "1"}
 
 
-def told(*command, cwd) -> str:
+def output_of(*command, cwd) -> str:
     done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True,
                           timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -53,9 +53,9 @@ def test_every_exercise_goes_out_and_its_solution_is_right():
     seen = []
     for path in notebooks.course():
         book = notebooks.read(path)
-        for one in e.asked(book):
-            compile(one.solved("# BEGIN SOLUTION", "# END SOLUTION"), "cell", "exec")
-            seen.append(one.exercise.name)
+        for asked in e.asked(book):
+            compile(asked.solved("# BEGIN SOLUTION", "# END SOLUTION"), "cell", "exec")
+            seen.append(asked.exercise.name)
     assert sorted(seen) == sorted(EXERCISES)
 
 
@@ -77,7 +77,7 @@ def test_the_test_of_an_exercise_is_the_kit_s_judge():
 
 def test_points_are_stars_and_cells_are_marked(tmp_path):
     ours, otters = e.export("03", tmp_path)
-    stars = {name.replace(".", "_"): one.stars for name, one in EXERCISES.items()
+    stars = {name.replace(".", "_"): exercise.stars for name, exercise in EXERCISES.items()
              if name.startswith("03.")}
     marks = [cell.metadata.nbgrader for cell in nbformat.read(ours, 4).cells
              if "nbgrader" in cell.metadata]
@@ -99,7 +99,7 @@ def test_nbgrader_grades(tmp_path):
     course = tmp_path / "nbgrader"
     (course / "nbgrader_config.py").write_text("c = get_config()\nc.CourseDirectory.course_id = "
                                                "'lpkit'\n")
-    told("nbgrader", "generate_assignment", "03", "--create", cwd=course)
+    output_of("nbgrader", "generate_assignment", "03", "--create", cwd=course)
     released = nbformat.read(course / "release" / "03" / "03.ipynb", 4)
     assert "exercise(\"" not in "".join(cell.source for cell in released.cells)
     for who, book in {"empty": released,
@@ -108,11 +108,11 @@ def test_nbgrader_grades(tmp_path):
         folder = course / "submitted" / who / "03"
         folder.mkdir(parents=True)
         nbformat.write(book, folder / "03.ipynb")
-    told("nbgrader", "autograde", "03", cwd=course)
-    told("nbgrader", "export", cwd=course)
+    output_of("nbgrader", "autograde", "03", cwd=course)
+    output_of("nbgrader", "export", cwd=course)
     rows = [line.split(",") for line in (course / "grades.csv").read_text().splitlines()]
     at, who = rows[0].index("score"), rows[0].index("student_id")
-    whole = sum(one.stars for name, one in EXERCISES.items() if name.startswith("03."))
+    whole = sum(exercise.stars for name, exercise in EXERCISES.items() if name.startswith("03."))
     assert {row[who]: float(row[at]) for row in rows[1:]} == {
         "empty": 0, "some": EXERCISES["03.value_of"].stars, "all": whole}
     graded = (course / "autograded" / "some" / "03" / "03.ipynb").read_text()
@@ -126,19 +126,19 @@ def test_otter_grades(tmp_path):
                     "its own")
     e.export("03", tmp_path)
     # runs the solutions against the tests
-    told("otter", "assign", "otter/03.ipynb", "made", cwd=tmp_path)
+    output_of("otter", "assign", "otter/03.ipynb", "made", cwd=tmp_path)
     student = tmp_path / "made" / "student" / "03.ipynb"
     assert "exercise(\\\"" not in student.read_text()
     archive = next((tmp_path / "made" / "autograder").glob("*.zip"))
-    whole = sum(one.stars for name, one in EXERCISES.items() if name.startswith("03."))
+    whole = sum(exercise.stars for name, exercise in EXERCISES.items() if name.startswith("03."))
     wanted = {"empty": 0, "some": EXERCISES["03.value_of"].stars, "all": whole}
     books = {"empty": nbformat.read(student, 4), "some": answered(nbformat.read(student, 4)),
              "all": nbformat.read(tmp_path / "made" / "autograder" / "03.ipynb", 4)}
     for who, book in books.items():
         nbformat.write(book, tmp_path / f"{who}.ipynb")
         (tmp_path / who).mkdir()
-        told("otter", "run", f"{who}.ipynb", "-a", str(archive), "-o", who, cwd=tmp_path)
+        output_of("otter", "run", f"{who}.ipynb", "-a", str(archive), "-o", who, cwd=tmp_path)
         results = (tmp_path / who / "results.json").read_text()
-        score = sum(one.get("score") or 0 for one in json.loads(results)["tests"])
+        score = sum(test.get("score") or 0 for test in json.loads(results)["tests"])
         assert score == wanted[who], results[:3000]
         assert who != "some" or ("wrong: for x=" in results and "to do: replace" in results)

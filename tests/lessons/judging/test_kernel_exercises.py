@@ -85,29 +85,29 @@ def test_norms_are_written_out():
 def test_mx_is_the_kits(C):
     x = torch.randn(5, C, generator=torch.Generator().manual_seed(C)) * 100
     codes, scales = PUZZLES["11.e8m0"].spec(x)
-    found = cast.mx(x, FORMATS["e4m3fn"], rule="floor", dtype=torch.uint8)
-    assert torch.equal(codes, found.values) and torch.equal(scales, found.scales)
+    quantised = cast.mx(x, FORMATS["e4m3fn"], rule="floor", dtype=torch.uint8)
+    assert torch.equal(codes, quantised.values) and torch.equal(scales, quantised.scales)
 
 
 def test_nvfp4_is_the_kits():
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    found = quantise(x, Cast(format="e2m1", block=(1, 16), scale="e4m3-normal"))
+    quantised = quantise(x, Cast(format="e2m1", block=(1, 16), scale="e4m3-normal"))
     packed, scales = PUZZLES["11.nvfp4"].spec(x, x.abs().amax()[None] / (6 * 448))
     codes = torch.stack([packed & 15, packed >> 4], -1).view(8, 64)
     values = (torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])[(codes & 7).long()]
               * torch.where(codes > 7, -1, 1))
     by = (scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * x.abs().amax()
           / (6 * 448))
-    torch.testing.assert_close(values * by, found.dequantise(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(values * by, quantised.dequantise(), rtol=1e-6, atol=0)
 
 
 def test_block_scales_are_the_kits():
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(2))
     codes, scales = PUZZLES["11.block_scale"].spec(x, 128)
-    found = quantise(x, Cast(format="e4m3fn", block=(1, 128)))
-    torch.testing.assert_close(scales, found.scale.view(4, 2))
+    quantised = quantise(x, Cast(format="e4m3fn", block=(1, 128)))
+    torch.testing.assert_close(scales, quantised.scale.view(4, 2))
     values = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
-    torch.testing.assert_close(values, found.dequantise(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(values, quantised.dequantise(), rtol=1e-6, atol=0)
 
 
 def test_a_dequantised_product_is_the_product_of_its_values():
@@ -176,8 +176,8 @@ def test_planted_bugs_are_caught():
         right = PUZZLES[name].solution
         assert right.count(old) >= 1, (name, old)
         sources.append((name, right.replace(old, new, 1)))
-    missed = [bug for bug, found in zip(BUGS, run(sources), strict=True)
-              if found["status"] != "wrong" or not found["detail"]]
+    missed = [bug for bug, verdict in zip(BUGS, run(sources), strict=True)
+              if verdict["status"] != "wrong" or not verdict["detail"]]
     assert not missed
 
 
@@ -213,18 +213,18 @@ def test_what_is_right_for_small_cases_alone_is_wrong():
     assert {name for name, *_ in ONLY_SMALL} == set(PUZZLES)
     sources = [(name, PUZZLES[name].solution.replace(old, new)) for name, old, new, _ in ONLY_SMALL]
     assert all(source != PUZZLES[name].solution for name, source in sources)
-    missed = [(*bug[:3], found) for bug, found in zip(ONLY_SMALL, run(sources), strict=True)
-              if found["status"] != "wrong" or bug[3] not in found["detail"]]
+    missed = [(*bug[:3], verdict) for bug, verdict in zip(ONLY_SMALL, run(sources), strict=True)
+              if verdict["status"] != "wrong" or bug[3] not in verdict["detail"]]
     assert not missed
 
 
 def test_solutions_are_right_and_mistakes_recognised():
     jobs = [(name, hint, source) for name, puzzle in PUZZLES.items()
             for hint, source in {"": puzzle.solution, **puzzle.mistaken()}.items()]
-    for (name, hint, _), found in zip(jobs, run([(name, source) for name, _, source in jobs]),
-                                      strict=True):
-        assert found["status"] == ("wrong" if hint else "right"), (name, hint, found)
-        assert found["detail"].endswith(hint), (name, hint, found)
+    for (name, hint, _), verdict in zip(jobs, run([(name, source) for name, _, source in jobs]),
+                                        strict=True):
+        assert verdict["status"] == ("wrong" if hint else "right"), (name, hint, verdict)
+        assert verdict["detail"].endswith(hint), (name, hint, verdict)
 
 
 def copy(x, y, n, BLOCK: tl.constexpr):
@@ -360,10 +360,11 @@ def online_softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("compiled", (False, True))
 def test_right_kernels_that_are_written_otherwise(compiled):
     others = {name: globals()[name.partition(".")[2]] for name in PUZZLES}
-    found = run([(name, source_of(kernel)) for name, kernel in others.items()], compiled=compiled)
-    assert [one["status"] for one in found] == ["right"] * len(PUZZLES), found
-    assert not compiled or all("compiles" in one["detail"] or torch.cuda.is_available()
-                               for one in found)
+    verdicts = run([(name, source_of(kernel)) for name, kernel in others.items()],
+                   compiled=compiled)
+    assert [verdict["status"] for verdict in verdicts] == ["right"] * len(PUZZLES), verdicts
+    assert not compiled or all("compiles" in verdict["detail"] or torch.cuda.is_available()
+                               for verdict in verdicts)
 
 
 def clamped_twice(x, y, n, BLOCK: tl.constexpr):
@@ -413,11 +414,11 @@ OTHERS = [("10.copy", clamped_twice), ("10.copy", in_eights), ("10.softmax", sof
 
 
 def test_an_index_may_be_clamped_and_a_block_another():
-    found = run([(name, source_of(kernel)) for name, kernel in OTHERS])
-    assert [one["status"] for one in found] == ["right"] * len(OTHERS), found
+    verdicts = run([(name, source_of(kernel)) for name, kernel in OTHERS])
+    assert [verdict["status"] for verdict in verdicts] == ["right"] * len(OTHERS), verdicts
 
 
-@pytest.mark.parametrize("name, old, new, said", [
+@pytest.mark.parametrize("name, old, new, message", [
     ("10.copy", "tl.load(x + i, mask=i < n)", "tl.load(x + tl.minimum(i, n))", "reads x["),
     ("10.copy", "tl.load(x + i, mask=i < n)",
      "tl.load(x + tl.maximum(tl.minimum(i, n - 1), i - 1))", "reads x["),
@@ -427,11 +428,11 @@ def test_an_index_may_be_clamped_and_a_block_another():
     ("10.amax", "    tl.atomic", "    v = tl.maximum(v, tl.load(x + i, mask=i < n, other=0.0))\n   "
                                  " tl.atomic", "reads x 2 times"),
 ])
-def test_what_lies_outside_and_what_is_read_twice_is_refused(name, old, new, said):
+def test_what_lies_outside_and_what_is_read_twice_is_refused(name, old, new, message):
     right = PUZZLES[name].solution
     assert old in right
-    found = run([(name, right.replace(old, new, 1))])[0]
-    assert found["status"] == "wrong" and said in found["detail"], found
+    verdict = run([(name, right.replace(old, new, 1))])[0]
+    assert verdict["status"] == "wrong" and message in verdict["detail"], verdict
 
 
 # kernels that do not end well
@@ -465,19 +466,19 @@ ENDS = {
 def judging():
     """The processes below the warm judges of this process; one that ends while it is looked at is
     gone."""
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    children = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "lessons.judging.judge_process" in " ".join(one.cmdline()):
-                found += one.children()
-    return found
+            if "lessons.judging.judge_process" in " ".join(process.cmdline()):
+                children += process.children()
+    return children
 
 
 def test_whatever_a_kernel_does_is_a_sentence_and_nothing_stays():
-    found = run([("10.copy", source) for source in LOOPS],
-                seconds=2) + run([("10.copy", source) for source in ENDS])
-    for (source, said), one in zip({**LOOPS, **ENDS}.items(), found, strict=True):
-        assert one["status"] == "wrong" and said in one["detail"], (source, one)
+    verdicts = run([("10.copy", source) for source in LOOPS],
+                   seconds=2) + run([("10.copy", source) for source in ENDS])
+    for (source, message), verdict in zip({**LOOPS, **ENDS}.items(), verdicts, strict=True):
+        assert verdict["status"] == "wrong" and message in verdict["detail"], (source, verdict)
     deadline = time.monotonic() + 10 * patience()
     while (left := judging()) and time.monotonic() < deadline:
         time.sleep(0.05)        # the last judge says its finding before it ends
@@ -508,8 +509,8 @@ C")):
             puzzle = exercise(name)
             cases = list(puzzle.all_cases())
             answers = k.answers(puzzle, cases, puzzle.solution.replace(old, new), False)
-            print(next(why for case, one in zip(cases, answers)
-                       if (why := one.why or difference(one.value["left"], puzzle, case))))"""
+            print(next(why for case, answer in zip(cases, answers)
+                       if (why := answer.why or difference(answer.value["left"], puzzle, case))))"""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)],
                           env={**os.environ, "TRITON_INTERPRET": "1"},
                           capture_output=True, text=True, check=True)
@@ -531,7 +532,7 @@ def judged_within(planted, *attempts):
         {planted}
         from tests.lessons.judging.course import PUZZLES
         for name, source in {attempts!r}:
-            print(json.dumps(PUZZLES[name].found(dict(source=source, compiled=False, elements=0, \
+            print(json.dumps(PUZZLES[name].outcome(dict(source=source, compiled=False, elements=0, \
 seconds=30), -1)))"""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)],
                           env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -553,23 +554,23 @@ BY_INDEX = ("def copy(x, y, n, BLOCK):\n    for i in range(tl.program_id(0) * BL
 
 def test_loops_run_in_the_interpreter_of_triton_36():
     solutions = [(name, PUZZLES[name].solution) for name in ("11.matmul", "11.online_softmax")]
-    found = judged_within(TRITON_36, ("10.copy", BY_INDEX), *solutions)
-    assert [one["status"] for one in found] == ["right"] * 3, found
+    verdicts = judged_within(TRITON_36, ("10.copy", BY_INDEX), *solutions)
+    assert [verdict["status"] for verdict in verdicts] == ["right"] * 3, verdicts
 
 
-@pytest.mark.parametrize("planted, said", [
+@pytest.mark.parametrize("planted, message", [
     ("def exp(self, arg):\n            raise TypeError('planted')\n        "
      "interpreter.InterpreterBuilder.create_exp = exp", "it raised TypeError: planted"),
     ("interpreter.InterpreterBuilder.create_exp = lambda self, arg: self.unary_op(arg, np.exp2)",
      "y[0, 0] should be"),
 ])
-def test_where_the_interpreter_fails_nobody_else_is_at_fault(planted, said):
+def test_where_the_interpreter_fails_nobody_else_is_at_fault(planted, message):
     ours, theirs, copied, missed = judged_within(planted,
         ("10.softmax", PUZZLES["10.softmax"].solution), ("10.softmax", source_of(softmax)),
                                                  ("10.copy", PUZZLES["10.copy"].solution),
         ("10.copy", hostile("pass")))
     assert ours["status"] == "to do" and ours["detail"].startswith("Triton's interpreter failed, "
-        "not your kernel: ") and said in ours["detail"]
+        "not your kernel: ") and message in ours["detail"]
     assert (theirs["status"] == copied["status"] == "right" and missed["status"] == "wrong"
             and "interpreter" not in missed["detail"])
 
@@ -598,13 +599,13 @@ def test_a_stub_is_to_do_and_starts_nothing(monkeypatch, tmp_path):
     assert verdict.status == "to do" and "★, about 5 minutes" in verdict.detail and verdict.held
 
 
-@pytest.mark.parametrize("attempt, said",
+@pytest.mark.parametrize("attempt, message",
                          [(3, "write it as a function"), (len, "write it as a function"),
                                            (eval("lambda x: x"), "write it as a function"),
                                            (lambda x: x, "write it as a function")])
-def test_what_is_no_kernel(attempt, said):
+def test_what_is_no_kernel(attempt, message):
     verdict = check(EXERCISES["10.copy"], attempt)
-    assert verdict.status == "wrong" and said in verdict.detail
+    assert verdict.status == "wrong" and message in verdict.detail
 
 
 def test_a_right_kernel_and_a_wrong_one_in_a_notebook():
@@ -655,10 +656,10 @@ def test_without_triton_the_lesson_runs_on(monkeypatch):
 
 def test_the_self_test_names_what_is_known_to_be_broken():
     """3.7.1; where a later one is mended, take the sentence away."""
-    said = "\n".join(defects.defects())
-    assert ("a cast to E4M3 is wrong" in said and "tl.dot of bf16 numbers is wrong" in said
-            and "a store out of bounds is silent" in said)
-    assert "float32" not in said and "a loop" not in said and "{" not in said
+    text = "\n".join(defects.defects())
+    assert ("a cast to E4M3 is wrong" in text and "tl.dot of bf16 numbers is wrong" in text
+            and "a store out of bounds is silent" in text)
+    assert "float32" not in text and "a loop" not in text and "{" not in text
 
 
 def test_figures_put_kernels_where_the_ceilings_end_them():

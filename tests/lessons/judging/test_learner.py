@@ -68,7 +68,8 @@ def test_two_people_in_one_account_have_two_files(mine, monkeypatch):
     folder = copies.work_folder()
     assert folder == learner.file().parent.resolve() and "anna" in folder.parts
     monkeypatch.delenv("LPKIT_LEARNER")
-    assert learner.file() == mine and [one.question for one in learner.read().guesses] == ["first"]
+    assert (learner.file() == mine
+            and [guess.question for guess in learner.read().guesses] == ["first"])
 
 
 def keep_one(question: str):
@@ -136,7 +137,7 @@ def test_what_shares_the_first_place_cannot_be_told_apart():
     assert rivals({"a": 1.0, "b": 3.0, "c": 2.9, "d": -5.0}, within=0.1 + 1e-9) == ["b", "c"]
     assert (rivals({"a": 1.0, "b": 3.0}, within=0) == ["b"]
             and rivals({"a": 1.0, "b": 1.0}, within=0) == ["a", "b"])
-    for best, chosen, right, said in [(["a", "b"], TIED, True, f"{TIED}: a, b (you said {TIED})"),
+    for best, chosen, right, text in [(["a", "b"], TIED, True, f"{TIED}: a, b (you said {TIED})"),
                                       (["a", "b"], "a", False, f"{TIED}: a, b (you said a)"),
                                       (["a"], TIED, False, f"a (you said {TIED})"),
                                       (["a"], "a", True, "a (you said a)")]:
@@ -145,7 +146,7 @@ def test_what_shares_the_first_place_cannot_be_told_apart():
         assert not pick.locked and pick.button.disabled      # nothing was chosen
         pick.buttons.value = chosen
         pick.button.click()
-        assert pick.scored(best) == said and pick.result["held"] is right
+        assert pick.scored(best) == text and pick.result["held"] is right
     either = Pick("Which?", ["a", "b", "c"])
     either.value = "b"
     assert either.buttons.value == "b"
@@ -194,14 +195,14 @@ def test_whoever_asks_for_it_sees_it_and_makes_a_guess_that_does_not_count():
 
 def test_where_nothing_is_live_the_content_is_the_output():
     explorer = Explorer(lambda x: {"data": [{"y": [x]}], "layout": {"title": "drawn"}}, x=[1, 2])
-    for content, mime, said in [("31.5 <dB>", "text/html", "31.5 &lt;dB&gt;"),
+    for content, mime, text in [("31.5 <dB>", "text/html", "31.5 &lt;dB&gt;"),
                                 (Comparison((ROW,)), "text/html", "110 MB"),
                                 (explorer, PLOTLY_MIME, "drawn")]:
         data = peak().reveal(content)._repr_mimebundle_()
-        assert WIDGET_MIME in data and said in json.dumps(data[mime])
+        assert WIDGET_MIME in data and text in json.dumps(data[mime])
         book = {"metadata": {}, "cells": [{"outputs": [{"data": data}]}]}
         (output,) = without_widgets(book)["cells"][0]["outputs"]
-        assert WIDGET_MIME not in output["data"] and said in json.dumps(output["data"])
+        assert WIDGET_MIME not in output["data"] and text in json.dumps(output["data"])
     assert peak().reveal(guess := HTML("seen")).content is guess
     assert peak()._repr_mimebundle_()["text/plain"] == "Peak memory?"
 
@@ -278,12 +279,12 @@ def test_what_moved_to_another_notebook_keeps_its_attempts_and_guesses(mine):
     guess = learner.Answered(name="21.saved", question="How much?", value=30.0, unit="%",
                              date="2026-01-01")
     assert update(lambda _: learner.Learner((guess,), exercises)) == ""
-    found = learner.read()
-    assert found.exercises == {"27.mup_rate": exercises["21.mup_rate"],
-                               "20.orthogonalised": exercises["20.orthogonalised"]}
-    assert (found.guess("28.saved", "How much?").value == 30.0
-            and found.guess("21.saved", "How much?") is None)
-    update(lambda one: one.with_attempt("27.mup_rate", False))
+    stored = learner.read()
+    assert stored.exercises == {"27.mup_rate": exercises["21.mup_rate"],
+                                "20.orthogonalised": exercises["20.orthogonalised"]}
+    assert (stored.guess("28.saved", "How much?").value == 30.0
+            and stored.guess("21.saved", "How much?") is None)
+    update(lambda state: state.with_attempt("27.mup_rate", False))
     assert learner.read().exercises["27.mup_rate"] == learner.Tried(right=False, attempts=3,
         first_right="2026-01-01")
     assert set(RENAMED.values()) - EXERCISES.keys() == {"26.muon",
@@ -318,11 +319,11 @@ def whole() -> str:
 
 def test_a_damaged_file_is_moved_aside_and_never_lost(mine):
     text, rng = whole(), random.Random(0)
-    told = json.loads(text)
-    wrong = [told | {"exercises": {"a": 1}}, told | {"guesses": [{"name": "a"}]},
-             told | {"guesses": {"a": 1}}, told | {"format": "other"}, [],
-             told | {"guesses": [told["guesses"][0] | {"value": [1]}]},
-             told | {"exercises": {"a": {"right": True, "attempts": -1}}}]
+    contents = json.loads(text)
+    wrong = [contents | {"exercises": {"a": 1}}, contents | {"guesses": [{"name": "a"}]},
+             contents | {"guesses": {"a": 1}}, contents | {"format": "other"}, [],
+             contents | {"guesses": [contents["guesses"][0] | {"value": [1]}]},
+             contents | {"exercises": {"a": {"right": True, "attempts": -1}}}]
     cut = [text[:rng.randrange(len(text) - 2)] for _ in range(8)]
     for i, content in enumerate([*map(json.dumps, wrong), *cut, "[" * 100_000, "\x00"]):
         mine.write_text(content)

@@ -23,23 +23,24 @@ F = torch.nn.functional
 @pytest.mark.parametrize("name", [name for name in EXERCISES if name not in PUZZLES])
 def test_every_change_of_a_definition_is_wrong(name):
     changed = mutants(name)
-    assert (changed and [one.change for one in judged_right(changed)]
-            == [one.change for one in changed if is_same(one)])
+    assert (changed and [mutant.change for mutant in judged_right(changed)]
+            == [mutant.change for mutant in changed if is_same(mutant)])
 
 
 def test_some_changes_of_each_kernel_are_wrong():
-    chosen = [one for name in PUZZLES for every in [mutants(name)]
-              for one in every[len(name) % 3::len(every) // EACH]]
+    chosen = [mutant for name in PUZZLES for every in [mutants(name)]
+              for mutant in every[len(name) % 3::len(every) // EACH]]
     assert (len(chosen) >= len(PUZZLES) * EACH and judged_right(chosen)
-            == [one for one in chosen if is_same(one)])
+            == [mutant for mutant in chosen if is_same(mutant)])
 
 
 def test_there_are_enough_and_each_exception_has_a_reason():
     every = {name: mutants(name) for name in EXERCISES}
     assert sum(map(len, every.values())) > 3000 and all(every.values())
     for name, parts in itertools.chain(*map(dict.items, SAME.values())):
-        assert all(any(part in f"{one.change}$" for one in every[name]) for part in parts), name
-    same = sum(is_same(one) for found in every.values() for one in found)
+        assert all(any(part in f"{mutant.change}$" for mutant in every[name])
+                   for part in parts), name
+    same = sum(is_same(mutant) for of_exercise in every.values() for mutant in of_exercise)
     assert same < 0.04 * sum(map(len, every.values()))
 
 
@@ -105,7 +106,7 @@ def of_the_scores_largest(m, l, acc, scores, v):
     return new, l * shrink + p.sum(1), acc * shrink[:, None] + p @ v
 
 
-@pytest.mark.parametrize("name, attempt, said", [
+@pytest.mark.parametrize("name, attempt, message", [
     ("00.cross_entropy", lambda logits, targets: ((x := logits - logits.max()).exp().sum(1).log()
         - x.gather(1, targets[:, None])[:, 0]).mean(),
      "expected"),
@@ -141,9 +142,9 @@ def of_the_scores_largest(m, l, acc, scores, v):
     ("08.recomputed", lambda block, x, dy: (y := block(x.requires_grad_()),
         torch.autograd.grad(y, x, dy)[0]), "the first forward kept"),
 ])
-def test_what_a_person_writes_instead_is_wrong(name, attempt, said):
+def test_what_a_person_writes_instead_is_wrong(name, attempt, message):
     verdict = check(EXERCISES[name], attempt)
-    assert verdict.status == "wrong" and said in verdict.detail
+    assert verdict.status == "wrong" and message in verdict.detail
 
 
 def test_memory_of_numpy_is_seen_and_what_is_printed_is_not_said_twice(capsys):

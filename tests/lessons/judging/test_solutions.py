@@ -60,8 +60,8 @@ def test_another_learner_and_another_exercise_have_not_tried(monkeypatch):
 
 @pytest.mark.parametrize("name", ["10.copy", "14.all_reduce"])
 def test_kernels_and_ranks_take_the_same_way(name):
-    exercise = EXERCISES.get(name) or next(one for one in EXERCISES.values()
-        if type(one).__name__ == "OnRanks")
+    exercise = EXERCISES.get(name) or next(candidate for candidate in EXERCISES.values()
+        if type(candidate).__name__ == "OnRanks")
     assert check(exercise, stub).held
     learner.update(lambda was: was.with_attempt(exercise.name, False))
     assert exercise.solution == check(exercise, stub).solution

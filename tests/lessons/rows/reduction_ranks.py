@@ -1,4 +1,4 @@
-"""What ranks do in tests of reductions; each is `f(place, told)`."""
+"""What ranks do in tests of reductions; each is `f(place, given)`."""
 
 from pathlib import Path
 
@@ -22,24 +22,24 @@ def gradients(shape: tuple[int, ...], rank: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw).mul_(0.5**i) for i in range(ROUNDS)]
 
 
-def averages(place: Place, told: dict) -> dict[str, list]:
+def averages(place: Place, given: dict) -> dict[str, list]:
     """Returns what each reduction makes of the ranks' gradients, round by round."""
-    config, results = Config.from_dict(told["config"]), {}
+    config, results = Config.from_dict(given["config"]), {}
     with joined(config, local_rank=place.local_rank, **place.among):
-        for name in told["names"]:
-            state, rounds = {}, gradients(tuple(told["shape"]), place.rank)
+        for name in given["names"]:
+            state, rounds = {}, gradients(tuple(given["shape"]), place.rank)
             for g in rounds:
                 REDUCTIONS[name].load().keywords["average"](g, dist.group.WORLD, state)
             results[name] = [g.tolist() for g in rounds]
     return results
 
 
-def resumed(place: Place, told: dict) -> list[list]:
+def resumed(place: Place, given: dict) -> list[list]:
     """Returns by reduction the losses and weights after six updates, and of a training that a
     checkpoint of four updates begins."""
     results = []
-    for i, name in enumerate(told["names"]):
-        config = Config.from_dict(told["config"]).replace({"parallel.reduction": name})
+    for i, name in enumerate(given["names"]):
+        config = Config.from_dict(given["config"]).replace({"parallel.reduction": name})
         place.store += f"-{i}"
         with joined(config, local_rank=place.local_rank, **place.among) as ranks:
             first = Training.build(config, ranks=ranks)
@@ -48,7 +48,7 @@ def resumed(place: Place, told: dict) -> list[list]:
             state = {key: first.sharding.placed(key, t) for key, t in first.state_dict().items()}
             tensors = {key: t for key, t in state.items() if isinstance(t, torch.Tensor | Cut)}
             numbers = {key: t for key, t in state.items() if key not in tensors}
-            root = Path(told["folder"]) / name
+            root = Path(given["folder"]) / name
             checkpoint.save(root, 4, tensors, {"numbers": numbers}, keep=1)
             saved, _ = checkpoint.load_latest(root, blank=first.blank)
             again = Training.build(config, ranks=ranks)

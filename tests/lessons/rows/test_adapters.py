@@ -87,11 +87,11 @@ def test_trained_weights_are_those_of_the_description(name, shared):
 def test_it_begins_as_the_model_that_it_adapts(name):
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        due, found = (built(config).logits(tokens) for config in (SMALL, of(name)))
-    torch.testing.assert_close(found, due, rtol=0, atol=2e-6 if name == "pissa" else 0)
+        due, logits = (built(config).logits(tokens) for config in (SMALL, of(name)))
+    torch.testing.assert_close(logits, due, rtol=0, atol=2e-6 if name == "pissa" else 0)
 
 
-@pytest.mark.parametrize("name, shared", [one for one in EACH if one[0] in LINEAR])
+@pytest.mark.parametrize("name, shared", [pair for pair in EACH if pair[0] in LINEAR])
 def test_merged_it_is_one_linear(name, shared):
     """In float64, with weights of every adapter drawn anew: to 1e-12."""
     training = built(of(name, **({"shared": True} if shared else {})))
@@ -99,13 +99,13 @@ def test_merged_it_is_one_linear(name, shared):
     for p in model.parameters():
         if p.requires_grad:
             p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    adapters = [one for one in model.modules() if isinstance(one, Adapter)]
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     assert adapters
-    for one in adapters:
-        x = torch.randn(5, one.in_features, generator=generator, dtype=torch.float64)
-        weight, bias = one.merged()
+    for adapter in adapters:
+        x = torch.randn(5, adapter.in_features, generator=generator, dtype=torch.float64)
+        weight, bias = adapter.merged()
         torch.testing.assert_close(torch.nn.functional.linear(x, weight.double(),
-            bias if bias is None else bias.double()), one(x), rtol=1e-5, atol=1e-4)
+            bias if bias is None else bias.double()), adapter(x), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -243,19 +243,19 @@ def test_activations_are_what_autograd_keeps_to_the_byte(name, backend, norm):
     trained."""
     config = of(name).replace({"model.position": "rope", "model.norm": norm})
     model, x = build.initial_model(config, backend), torch.zeros(3, 32, dtype=torch.long)
-    found = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
+    saved = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
     formula = kept(config.model, batch=3, attention=backend).operations
     short = lambda name: re.sub(r"\.(magnitude|prefix|B\.\d+|B)$", "", name)
     due, has = Counter(), Counter()
-    for counter, one in ((due, formula), (has, found)):
-        for operation, nbytes in one.items():
+    for counter, by_operation in ((due, formula), (has, saved)):
+        for operation, nbytes in by_operation.items():
             counter[short(operation)] += nbytes
     due["embed"] -= 8 * 3 * 32                  # its tokens are for a gradient
     if name != "prompt":
         due["norm1"] -= formula["norm1"] // 2
     if name == "prefix" and backend == "plain":     # keys, for the gradient of its queries
         due["attention"] -= 4 * 3 * 48 * (32 + 8)
-    assert {one: nbytes for one, nbytes in due.items() if nbytes} == has
+    assert {operation: nbytes for operation, nbytes in due.items() if nbytes} == has
 
 
 @pytest.mark.dist
@@ -299,8 +299,8 @@ def test_what_is_sampled_with_a_cache_is_what_the_model_says(name, changes, tmp_
         ids = torch.tensor([list(text.encode())])[:, :len(prompt) + 12]
         with torch.no_grad():
             logits = training.logits(ids[:, :-1])[0, len(prompt) - 1:].float()
-        best, said = logits.max(-1).values, logits.gather(1, ids[0, len(prompt):, None])[:, 0]
-        assert (best - said).max() < (1e-5 if not changes else 0.1)
+        best, sampled = logits.max(-1).values, logits.gather(1, ids[0, len(prompt):, None])[:, 0]
+        assert (best - sampled).max() < (1e-5 if not changes else 0.1)
     assert len(lpkit.sample(run, prompt="a", tokens=50, temperature=0)) > 40
 
 
@@ -314,13 +314,13 @@ def test_a_full_cache_drops_text_and_no_place_before_it(name, tmp_path):
     with torch.no_grad():
         training.model.hidden(tokens[:, :20], cache)
         for i in range(20, 40):
-            found = training.logits(tokens[:, i:i + 1], cache)
+            logits = training.logits(tokens[:, i:i + 1], cache)
     slots = cache.slots
     assert (slots.count, slots.first) == ((37, 5) if name == "prompt" else (32, 0))
     places = cache.places[0].tolist()
     assert (places[:slots.first] == [*range(slots.first)]
             and sorted(places)[slots.first:] == [*range(8 + slots.first, 40 + slots.first)])
-    assert found.isfinite().all()
+    assert logits.isfinite().all()
 
 
 def test_an_adapter_in_16_bits_beside_a_base_in_8():
@@ -329,14 +329,15 @@ def test_an_adapter_in_16_bits_beside_a_base_in_8():
                                  "precision.recipe": {"name": "fp8-tensorwise",
                                      "high_precision_layers": ["*.A", "*.B.*", "head"]}})
     training = built(config)
-    kinds = {name: type(one).__name__ for name, one in training.model.named_modules()
-             if isinstance(one, torch.nn.Linear)}
+    kinds = {name: type(module).__name__ for name, module in training.model.named_modules()
+             if isinstance(module, torch.nn.Linear)}
     assert {kind for name, kind in kinds.items() if name.endswith(".base")} == {"ScaledLinear"}
     assert {kind for name, kind in kinds.items() if ".A" in name or ".B." in name} == {"Linear"}
     before = training.update(0).loss
     assert training.update(1).loss.isfinite() and before.isfinite()
-    one = next(one for one in training.model.modules() if isinstance(one, Dora))
-    torch.testing.assert_close(one.norm(), (one.base.weight + one.delta()).norm(dim=1), rtol=1e-5,
+    adapter = next(module for module in training.model.modules() if isinstance(module, Dora))
+    torch.testing.assert_close(adapter.norm(),
+                               (adapter.base.weight + adapter.delta()).norm(dim=1), rtol=1e-5,
                                atol=1e-6)
 
 

@@ -48,11 +48,11 @@ def model(block, seed=0, **settings):
     torch.manual_seed(seed)
     config = ModelConfig(**{"layers": 2, "width": 24, "heads": 3, "vocab": 13, "context": 16,
                             "block": block, "init": "fan-in"} | settings)
-    made = Transformer(config, plain).double()
-    initialise(made, config.init)
-    for p in made.parameters():       # no gain is 0 or 1, no bias 0
+    network = Transformer(config, plain).double()
+    initialise(network, config.init)
+    for p in network.parameters():       # no gain is 0 or 1, no bias 0
         p.data += 0.3 * torch.randn_like(p)
-    return made
+    return network
 
 
 # ---- what each computes
@@ -101,18 +101,18 @@ FORMULAS = {
 
 @pytest.mark.parametrize("block", OWN)
 def test_a_block_computes_its_formula(block):
-    made = model(block)
+    network = model(block)
     x = torch.randn(2, 16, 24, dtype=torch.float64)
-    for one in made.blocks:
-        assert torch.allclose(one(x), FORMULAS[block](one, x), rtol=1e-12, atol=1e-12)
+    for layer in network.blocks:
+        assert torch.allclose(layer(x), FORMULAS[block](layer, x), rtol=1e-12, atol=1e-12)
 
 
 def test_no_norm_is_the_stream_as_it_is():
-    made = model("pre-norm", norm="none")
+    network = model("pre-norm", norm="none")
     x = torch.randn(2, 16, 24, dtype=torch.float64)
-    block = made.blocks[0]
+    block = network.blocks[0]
     y = x + block.attention(x, None, None, 0)
-    assert torch.equal(block(x), y + block.mlp(y)) and not list(made.norm.parameters())
+    assert torch.equal(block(x), y + block.mlp(y)) and not list(network.norm.parameters())
 
 
 def test_shape_has_the_gradients_of_the_matrix():
@@ -126,9 +126,9 @@ def test_shape_has_the_gradients_of_the_matrix():
     alpha, beta, gamma = shape.weight[:, :, None, None]
     dense = (alpha * torch.eye(T) + beta * A - gamma * seen / torch.arange(1, T + 1)[:, None]) @ v
     ours, g = shape(v, plain(q, k, v)), torch.randn(B, H, T, E, dtype=torch.float64)
-    for one, other in zip(torch.autograd.grad(ours, (q, k, v, shape.weight), g),
-                          torch.autograd.grad(dense, (q, k, v, shape.weight), g)):
-        assert torch.allclose(one, other, rtol=1e-11, atol=1e-12)
+    for gradient, expected in zip(torch.autograd.grad(ours, (q, k, v, shape.weight), g),
+                                  torch.autograd.grad(dense, (q, k, v, shape.weight), g)):
+        assert torch.allclose(gradient, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_the_mean_of_many_16_bit_numbers_is_summed_in_float32():
@@ -141,11 +141,12 @@ def test_the_mean_of_many_16_bit_numbers_is_summed_in_float32():
 @pytest.mark.parametrize("block", OWN)
 def test_token_by_token_is_the_whole_text(block):
     position = "rope" if OWN.index(block) % 2 else "learned"
-    made = model(block, position=position, qk_norm=True).eval()
+    network = model(block, position=position, qk_norm=True).eval()
     tokens = torch.randint(13, (2, 16))
-    whole = made(tokens)
-    cache = new_cache(made.config, 2, dtype=torch.float64, device="cpu")
-    logits = [made(tokens[:, :5], cache), *(made(tokens[:, i:i + 1], cache) for i in range(5, 16))]
+    whole = network(tokens)
+    cache = new_cache(network.config, 2, dtype=torch.float64, device="cpu")
+    logits = [network(tokens[:, :5], cache),
+              *(network(tokens[:, i:i + 1], cache) for i in range(5, 16))]
     assert torch.allclose(torch.cat(logits, 1), whole, rtol=1e-9, atol=1e-9)
 
 
@@ -220,16 +221,16 @@ def begun(block, init, layers=4, **settings):
     torch.manual_seed(1)
     config = ModelConfig(**{"layers": layers, "width": 64, "heads": 4, "vocab": 50, "context": 24,
                             "block": block, "init": init} | settings)
-    made = Transformer(config, plain).double()
-    initialise(made, config.init)
-    return made
+    network = Transformer(config, plain).double()
+    initialise(network, config.init)
+    return network
 
 
 def test_gains_begin_as_their_row_says_and_rezero_has_one_a_layer():
     for block, start in {"rezero": 0.0, "skipinit": 0.0, "layerscale": 1e-4}.items():
-        made = begun(block, "gpt2").blocks[0]
-        assert (made.gain1.weight.unique().tolist() == pytest.approx([start])
-                and (made.gain1 is made.gain2) == (block == "rezero"))
+        layer = begun(block, "gpt2").blocks[0]
+        assert (layer.gain1.weight.unique().tolist() == pytest.approx([start])
+                and (layer.gain1 is layer.gain2) == (block == "rezero"))
     x = torch.randn(1, 24, 64, dtype=torch.float64)
     assert torch.equal(begun("skipinit", "gpt2").blocks[0](x), x)
 
@@ -238,9 +239,9 @@ def test_gains_begin_as_their_row_says_and_rezero_has_one_a_layer():
                          [("sas", "gpt2"), ("sas-p", "fan-in"), ("skipless", "shaped"),
                           ("sas", "value-skipinit")])
 def test_shaped_attention_begins_as_the_identity(block, init):
-    made = begun(block, init).blocks[0].attention
+    layer = begun(block, init).blocks[0].attention
     h = torch.randn(2, 24, 64, dtype=torch.float64)
-    assert torch.allclose(made(h, None, None, 0), h, atol=1e-12)
+    assert torch.allclose(layer(h, None, None, 0), h, atol=1e-12)
 
 
 def test_value_skipinit_turns_and_keeps_lengths():
@@ -267,8 +268,8 @@ def test_fixup_ends_branches_with_zeros_and_scales_the_rest():
     assert torch.equal(fixed.blocks[0](x), x)
     # 8 branches
     assert torch.allclose(fixed.blocks[1].mlp.up.weight * 8**0.5, plainly.blocks[1].mlp.up.weight)
-    ours, theirs = (one.blocks[1].attention.qkv.weight.unflatten(0, (4, 3, 16))
-                    for one in (fixed, plainly))
+    ours, theirs = (network.blocks[1].attention.qkv.weight.unflatten(0, (4, 3, 16))
+                    for network in (fixed, plainly))
     assert (torch.equal(ours[:, :2], theirs[:, :2])
             and torch.allclose(ours[:, 2] * 8**0.5, theirs[:, 2]))
     gated = [begun("pre-norm", init, norm="none", mlp="swiglu").blocks[0].mlp.gate_up.weight
@@ -277,13 +278,13 @@ def test_fixup_ends_branches_with_zeros_and_scales_the_rest():
 
 
 def test_t_fixup_has_the_published_deviations():
-    made, L = begun("pre-norm", "t-fixup", layers=6, norm="none"), 6
-    scale, block = 0.67 * L**-0.25, made.blocks[2]
+    network, L = begun("pre-norm", "t-fixup", layers=6, norm="none"), 6
+    scale, block = 0.67 * L**-0.25, network.blocks[2]
     v = block.attention.qkv.weight.unflatten(0, (4, 3, 16))
     expected = {"v": (v[:, 2], scale / 8), "q": (v[:, 0], 1 / 8),
                 "out": (block.attention.out.weight, scale / 8),
                 "up": (block.mlp.up.weight, scale * math.sqrt(2 / 320)),
-                "embed": (made.embed.weight, (9 * L) ** -0.25 / 8)}
+                "embed": (network.embed.weight, (9 * L) ** -0.25 / 8)}
     for name, (weight, std) in expected.items():
         assert weight.std().item() == pytest.approx(std, rel=0.06), name
 
@@ -311,15 +312,15 @@ def test_shared_layers_have_the_gradients_of_all_that_read_them(groups, parts):
               "precision.recipe": "fp32"}
     config = SMALL.replace(shared)
     training = Training.build(config, data=RandomTokens(config))
-    one, batch = training.model.double(), RandomTokens(config).batch(0)
-    there = {name: p for name, p in one.named_parameters() if name.startswith("blocks.")}
+    tied, batch = training.model.double(), RandomTokens(config).batch(0)
+    there = {name: p for name, p in tied.named_parameters() if name.startswith("blocks.")}
     assert {name: tuple(p.shape) for name, p in there.items()} == {
         name: shape for name, shape in shapes(config.model).items() if name.startswith("blocks.")}
-    assert parameter_count(config.model) == sum(p.numel() for p in one.parameters())
+    assert parameter_count(config.model) == sum(p.numel() for p in tied.parameters())
     copies = Transformer(SMALL.replace({"model.layers": 4}).model, plain).double()
-    copies.load_state_dict(one.state_dict())
-    for made in (one, copies):
-        F.cross_entropy(made(batch.tokens).flatten(0, 1), batch.targets.flatten()).backward()
+    copies.load_state_dict(tied.state_dict())
+    for network in (tied, copies):
+        F.cross_entropy(network(batch.tokens).flatten(0, 1), batch.targets.flatten()).backward()
     for name, p in there.items():
         number, rest = name.removeprefix("blocks.").split(".", 1)
         alike = (range(int(number), 4, groups) if parts == "all" or rest.startswith(parts)
@@ -412,12 +413,12 @@ def test_a_silent_signal_is_kept_alive_by_its_start():
     become one, shaped ones do not."""
     tokens = torch.randint(50, (2, 24))
 
-    def cosine(made):
-        x = F.normalize(made.hidden(tokens), dim=-1)
+    def cosine(network):
+        x = F.normalize(network.hidden(tokens), dim=-1)
         return ((x @ x.mT).mean() - 1 / 24).item()
 
-    def size(made):
-        return made.hidden(tokens).std().item()
+    def size(network):
+        return network.hidden(tokens).std().item()
 
     assert size(begun("pre-norm", "fan-in", layers=72, norm="none")) > 1e6
     assert size(begun("pre-norm", "fixup", layers=72, norm="none")) < 3

@@ -65,8 +65,9 @@ def built(config: Config) -> Training:
 
 
 def shares(config: Config, step: int) -> tuple[float, ...]:
-    said = config.governors[0]
-    return GOVERNORS[said.name].shares(said, config.model.L, config.steps, config.seed, step)
+    governor = config.governors[0]
+    return GOVERNORS[governor.name].shares(governor, config.model.L, config.steps, config.seed,
+                                           step)
 
 
 def test_all_rows_are_tried_here():
@@ -84,9 +85,9 @@ def test_layers_are_dropped_as_often_as_their_rates_say():
              "stochastic-depth": lambda layer, step: 1 - 0.5 * (layer + 1) / 6,
              "progressive-layer-drop": lambda layer, step: 1 - (layer + 1) / 6 * (1 - at(step))}
     for name, keep in keeps.items():
-        one = (of(name, config) if name != "progressive-layer-drop"
-               else config.replace({"governors": name}))
-        drawn = [shares(one, step) for step in range(steps)]
+        dropping = (of(name, config) if name != "progressive-layer-drop"
+                    else config.replace({"governors": name}))
+        drawn = [shares(dropping, step) for step in range(steps)]
         for layer in range(6):
             p = [keep(layer, step) for step in range(steps)]
             assert (abs(sum(row[layer] for row in drawn) - sum(p)) < 4
@@ -94,7 +95,7 @@ def test_layers_are_dropped_as_often_as_their_rates_say():
         both = sum(row[4] * row[5] for row in drawn)
         p = [keep(4, step) * keep(5, step) for step in range(steps)]
         assert abs(both - sum(p)) < 4 * math.sqrt(sum(q * (1 - q) for q in p))
-    assert [shares(one.replace({"seed": 1}), step) for step in range(9)] != drawn[:9]
+    assert [shares(dropping.replace({"seed": 1}), step) for step in range(9)] != drawn[:9]
 
 
 def test_what_is_drawn_looks_drawn():
@@ -116,19 +117,20 @@ def test_the_schedules_are_the_papers():
     assert ([shares(SMALL.replace({"governors": "stack"}), step)[2] for step in range(STEPS)] == [0]
             * 4 + [1] * 4)
     middles = [shares(of("random-ltd"), step) for step in range(STEPS)]
-    assert all(one[0] == one[-1] == 1 and one[1] == one[2] for one in middles)
-    assert [one[1] for one in middles] == pytest.approx([0.5, 0.5, 2 / 3, 2 / 3, 5 / 6, 5 / 6, 1,
-        1])
+    assert all(by_layer[0] == by_layer[-1] == 1 and by_layer[1] == by_layer[2]
+               for by_layer in middles)
+    assert [by_layer[1] for by_layer in middles] == pytest.approx(
+        [0.5, 0.5, 2 / 3, 2 / 3, 5 / 6, 5 / 6, 1, 1])
     assert shares(of("token-drop"), 3) == (1, 0.3, 0.3, 1)
     theta = lambda t: (1 - 0.4) * math.exp(-0.05 * t) + 0.4
-    said = SMALL.replace({"governors": [{"name": "progressive-layer-drop", "theta": 0.4,
+    governor = SMALL.replace({"governors": [{"name": "progressive-layer-drop", "theta": 0.4,
         "gamma": 0.05}]}).governors[0]
     for t in (0, 7, 40):
-        assert GOVERNORS[said.name].keeps(said, 4, 50,
+        assert GOVERNORS[governor.name].keeps(governor, 4, 50,
             t) == pytest.approx([1 - i / 4 * (1 - theta(t)) for i in (1, 2, 3, 4)])
-    said = of("stochastic-depth").governors[0]      # whose scales undo the rates drawn above
-    assert GOVERNORS[said.name].keeps(said, 4, STEPS, 3) == pytest.approx([7 / 8, 3 / 4, 5 / 8,
-                                                                           1 / 2])
+    governor = of("stochastic-depth").governors[0]      # whose scales undo the rates drawn above
+    assert GOVERNORS[governor.name].keeps(governor, 4, STEPS, 3) == pytest.approx(
+        [7 / 8, 3 / 4, 5 / 8, 1 / 2])
     assert GOVERNORS["layer-drop"].keeps is None
 
 
@@ -143,12 +145,12 @@ def test_flops_are_those_that_are_counted(name):
         with FlopCounterMode(display=False) as counter:
             training.update(step)
         counted += counter.get_total_flops()
-    said = STEPS * training_flops(governed(config).model, batch=4)
-    assert (said == pytest.approx(counted, rel=0.01)
-            and said < 0.97 * STEPS * training_flops(config.model, batch=4))
+    predicted = STEPS * training_flops(governed(config).model, batch=4)
+    assert (predicted == pytest.approx(counted, rel=0.01)
+            and predicted < 0.97 * STEPS * training_flops(config.model, batch=4))
     whole = training_flops(config.model, batch=4)
-    assert (whole * STEPS > said and predict(config, "h200").flops_per_token
-            == pytest.approx(said / STEPS / 256))
+    assert (whole * STEPS > predicted and predict(config, "h200").flops_per_token
+            == pytest.approx(predicted / STEPS / 256))
 
 
 @pytest.mark.parametrize("name", LESS)
@@ -156,16 +158,16 @@ def test_predictions_are_of_what_runs(name):
     """A large model: seconds and the bill shrink with the FLOPs, parameters stay, bytes are those
     of the largest update."""
     config = lpkit.preset("llama-8b").replace({"steps": 1000})
-    one = config.replace({"governors": [{"name": name.partition(",")[0],
+    dropping = config.replace({"governors": [{"name": name.partition(",")[0],
         **({"preserve": True} if "," in name else {})}]})
-    plain, less = predict(config, "h200", devices=64), predict(one, "h200", devices=64)
+    plain, less = predict(config, "h200", devices=64), predict(dropping, "h200", devices=64)
     flops, seconds = (getattr(less, key) / getattr(plain, key)
                       for key in ("flops_per_token", "step_seconds"))
     assert 0.5 < flops < 0.95 and seconds == pytest.approx(flops, abs=0.06)
     assert (less.run.cost / plain.run.cost == pytest.approx(seconds)
             and less.parameters == plain.parameters)
     assert less.memory.peak_bytes <= plain.memory.peak_bytes
-    sees_all = max(sum(shares(one, step)) for step in range(1000)) == 32
+    sees_all = max(sum(shares(dropping, step)) for step in range(1000)) == 32
     assert ((less.memory.doubt == "" and less.memory.peak_bytes == plain.memory.peak_bytes)
             == sees_all)
     assert less.step.mfu == pytest.approx(plain.step.mfu, rel=0.1)
@@ -308,8 +310,8 @@ def test_a_kept_layer_is_scaled():
 @pytest.mark.parametrize(("name", "more"),
                          [("layer-drop", {"rate": 0.0}), ("token-drop", {"share": 0.999})])
 def test_nothing_left_out_changes_nothing(name, more):
-    one, other = built(of(name, **more)), built(SMALL)
-    assert ([one.update(step).loss.item() for step in range(4)]
+    training, other = built(of(name, **more)), built(SMALL)
+    assert ([training.update(step).loss.item() for step in range(4)]
             == pytest.approx([other.update(step).loss.item() for step in range(4)], rel=1e-6))
 
 
@@ -387,8 +389,10 @@ def test_a_mask_costs_what_the_whole_model_does():
     assert predict(masked, "h200").flops_per_token == predict(SMALL, "h200").flops_per_token
     assert (lpkit.predict_trace(masked).peak_bytes
             == pytest.approx(memory(masked, room("cpu")).peak_bytes, rel=0.06))
-    said = of("masked-growth", SMALL.replace({"steps": 100}), old=0, rise_steps=None).governors[0]
-    assert ([GOVERNORS[said.name].keeps(said, 6, 100, step)[2:4] for step in (0, 10, 50, 99)]
+    governor = of("masked-growth", SMALL.replace({"steps": 100}), old=0,
+                  rise_steps=None).governors[0]
+    assert ([GOVERNORS[governor.name].keeps(governor, 6, 100, step)[2:4]
+             for step in (0, 10, 50, 99)]
             == [(1, math.inf), (1, 5), (1, 1), (1, 1)])
 
 
@@ -405,16 +409,16 @@ def losses(name: str, steps: int = 6) -> list[float]:
 def test_a_resumed_run_is_the_same_run(name):
     """Bit for bit, from a checkpoint before, at and between a schedule's moments; the rest is
     trained by another process's objects."""
-    whole, kept, found = built(of(name)), {}, []
+    whole, kept, curve = built(of(name)), {}, []
     for step in range(STEPS):
         if step in (1, 2, 5):
             kept[step] = {key: t.clone() if isinstance(t, torch.Tensor) else t
                           for key, t in whole.state_dict().items()}
-        found.append(whole.update(step).loss.item())
+        curve.append(whole.update(step).loss.item())
     for cut, state in kept.items():
         other = built(of(name))
         other.load_state_dict(state)
-        assert [other.update(step).loss.item() for step in range(cut, STEPS)] == found[cut:]
+        assert [other.update(step).loss.item() for step in range(cut, STEPS)] == curve[cut:]
         assert all(map(torch.equal, whole.model.parameters(), other.model.parameters())), cut
 
 
@@ -476,8 +480,8 @@ BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"},
     ids=str)
 def test_what_changes_no_number_changes_none_here(name, beside):
     training = built(of(name, SMALL.replace(beside)))
-    found = [training.update(step).loss.item() for step in range(6)]
-    assert found == pytest.approx(losses(name), rel=2e-6)
+    curve = [training.update(step).loss.item() for step in range(6)]
+    assert curve == pytest.approx(losses(name), rel=2e-6)
 
 
 @pytest.mark.slow
@@ -489,8 +493,8 @@ def test_compiled_blocks_train_the_same(name, backend, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(backend)
                         or plain(function, **how | {"backend": backend}))
     training = built(of(name, SMALL.replace({"system.compile": "blocks"})))
-    found = [training.update(step).loss.item() for step in range(6)]
-    assert asked and found == pytest.approx(losses(name), rel=1e-5)
+    curve = [training.update(step).loss.item() for step in range(6)]
+    assert asked and curve == pytest.approx(losses(name), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -502,8 +506,8 @@ def test_compiled_blocks_train_the_same(name, backend, monkeypatch):
     ("layer-drop", {"memory.optimizer_step": "in-backward", "optimizer.clip": 0})], ids=str)
 def test_others_train(name, beside):
     training = built(of(name, SMALL.replace(beside)))
-    found = [training.update(step).loss.item() for step in range(6)]
-    assert found == pytest.approx(losses(name), rel=0.03) and found[-1] < found[0]
+    curve = [training.update(step).loss.item() for step in range(6)]
+    assert curve == pytest.approx(losses(name), rel=0.03) and curve[-1] < curve[0]
 
 
 # ---- what cannot be
@@ -573,8 +577,8 @@ def test_a_row_of_ones_own_is_on_the_page(monkeypatch):
     """The text of docs/own_technique.md is run; what it leaves out is not updated, and the
     prediction knows."""
     page = (Path(__file__).parents[3] / "docs" / "own_technique.md").read_text()
-    code = next(one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-                if "GOVERNORS[" in one)
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+                if "GOVERNORS[" in block)
     with monkeypatch.context() as patch:
         patch.setitem(GOVERNORS, "every-other", None)
         exec(code, {})

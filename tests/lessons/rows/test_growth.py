@@ -55,29 +55,29 @@ def models(small, large, asked, draw=0):
     """Both, the small one with weights of which none is where an initialisation has it."""
     assert refusal(asked, small, large) == ""
     torch.manual_seed(draw)
-    one, other = Transformer(small), Transformer(large)
-    due = dict(other.named_parameters())
+    small_model, large_model = Transformer(small), Transformer(large)
+    due = dict(large_model.named_parameters())
     beside = {"blocks.0.attention.qkv.amax_history": torch.ones(3, 17)}     # a buffer of FP8
     with torch.no_grad():
-        for p in one.parameters():
+        for p in small_model.parameters():
             # without norms the stream would grow until rounding does
             p.normal_(std=0.1 if small.norm == "none" else 0.3)
-        for name, t in GROWTH[asked.name].load()({n: p.detach() for n, p in one.named_parameters()}
-                | beside, small, large, asked):
+        weights = {n: p.detach() for n, p in small_model.named_parameters()}
+        for name, t in GROWTH[asked.name].load()(weights | beside, small, large, asked):
             if name.endswith("history"):
                 continue
             assert t.shape == due[name].shape
             due.pop(name).copy_(t)
     assert not due
-    return one, other
+    return small_model, large_model
 
 
 @torch.no_grad()
 def error(small, large, asked):
-    one, other = models(small, large, asked)
+    small_model, large_model = models(small, large, asked)
     tokens = torch.randint(small.V, (2, small.T), generator=torch.Generator().manual_seed(1))
-    due = one(tokens)
-    return ((other(tokens) - due).norm() / due.norm()).item()
+    due = small_model(tokens)
+    return ((large_model(tokens) - due).norm() / due.norm()).item()
 
 
 def wider_ones(small):
@@ -90,7 +90,7 @@ def wider_ones(small):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS + OTHERS,
-                         ids=lambda one: "-".join(map(str, one.values())))
+                         ids=lambda layout: "-".join(map(str, layout.values())))
 def test_a_preserving_row_has_the_logits_of_the_small_model(layout):
     small = replace(SMALL, **layout)
     assert error(small, replace(small, layers=5), settings("identity-depth")) < 1e-6
@@ -115,10 +115,10 @@ def test_where_layers_come_from():
     small, large = replace(SMALL, layers=3), replace(SMALL, layers=6)
     for name, order in {"stack": [0, 1, 2, 0, 1, 2], "interpolate": [0, 0, 1, 1, 2, 2],
                         "identity-depth": [0, 1, 2, 0, 1, 2]}.items():
-        one, other = models(small, large, settings(name))
+        small_model, large_model = models(small, large, settings(name))
         for new, old in enumerate(order):
-            for (key, p), q in zip(other.blocks[new].named_parameters(),
-                                   one.blocks[old].parameters(), strict=True):
+            for (key, p), q in zip(large_model.blocks[new].named_parameters(),
+                                   small_model.blocks[old].parameters(), strict=True):
                 silent = (name == "identity-depth" and new >= 3
                           and key in ("attention.out.weight", "attention.out.bias",
                                       "mlp.down.weight", "mlp.down.bias"))
@@ -132,38 +132,39 @@ def test_neurons_are_copied_as_the_paper_says(aki):
     above."""
     small = replace(SMALL, layers=3)
     large = replace(small, width=64, heads=8, kv_heads=4, mlp_width=30)
-    one, other = models(small, large, settings("bert2bert", uneven=0.0, aki=aki))
+    small_model, large_model = models(small, large, settings("bert2bert", uneven=0.0, aki=aki))
     for layer in range(3):
         above = layer + 1 if aki and layer < 2 else layer
         for module, new, ins, outs in (("up", (30, 64), 32, 24), ("down", (64, 30), 24, 32)):
-            w, next_w = (getattr(one.blocks[at].mlp, module) for at in (layer, above))
-            found = getattr(other.blocks[layer].mlp, module)
+            w, next_w = (getattr(small_model.blocks[at].mlp, module) for at in (layer, above))
+            linear = getattr(large_model.blocks[layer].mlp, module)
             count = [sum(k % ins == j for k in range(new[1])) for j in range(ins)]
             for i in range(new[0]):
                 source = w if i < outs else next_w
-                assert found.bias[i] == source.bias[i % outs]
+                assert linear.bias[i] == source.bias[i % outs]
                 for j in range(0, new[1], 5):
-                    assert found.weight[i, j].item() == pytest.approx(source.weight[i % outs,
+                    assert linear.weight[i, j].item() == pytest.approx(source.weight[i % outs,
                         j % ins].item() / count[j % ins], rel=1e-6)
         # whole groups: of 4 rows of 8 numbers each (two queries, a key, a value), two groups, then
         # the same again
-        qkv, next_qkv = (one.blocks[at].attention.qkv.weight for at in (layer, above))
+        qkv, next_qkv = (small_model.blocks[at].attention.qkv.weight for at in (layer, above))
         due = torch.cat((qkv, next_qkv))[:, torch.arange(64) % 32] / 2
-        torch.testing.assert_close(other.blocks[layer].attention.qkv.weight, due, rtol=1e-6, atol=0)
-        assert torch.equal(other.blocks[layer].norm1.weight,
-                           one.blocks[layer].norm1.weight.repeat(2))
+        torch.testing.assert_close(large_model.blocks[layer].attention.qkv.weight, due, rtol=1e-6,
+                                   atol=0)
+        assert torch.equal(large_model.blocks[layer].norm1.weight,
+                           small_model.blocks[layer].norm1.weight.repeat(2))
 
 
 def test_what_is_made_is_let_go():
     """A row hands over one tensor after the other: who copies them has no second model."""
-    one = {n: p.detach() for n, p in Transformer(SMALL).named_parameters()}
+    weights = {n: p.detach() for n, p in Transformer(SMALL).named_parameters()}
     large, seen = next(wider_ones(SMALL)), []
-    for _, t in growth_torch.wider(one, SMALL, large, settings("bert2bert")):
+    for _, t in growth_torch.wider(weights, SMALL, large, settings("bert2bert")):
         seen.append((weakref.ref(t), t.nbytes))
-        assert (sum(nbytes for made, nbytes in seen if made() is not None) <= 2
+        assert (sum(nbytes for reference, nbytes in seen if reference() is not None) <= 2
                 * max(nbytes for _, nbytes in seen))
         del t
-    assert not [made for made, _ in seen if made() is not None]
+    assert not [reference for reference, _ in seen if reference() is not None]
 
 
 REFUSED = [
@@ -195,7 +196,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "small", "large", "sentence"), REFUSED,
-                         ids=lambda one: one if isinstance(one, str) else None)
+                         ids=lambda value: value if isinstance(value, str) else None)
 def test_what_does_not_fit_is_one_sentence(name, small, large, sentence):
     small, (name, _, depth) = replace(SMALL, **small), name.partition(", ")
     asked = settings(name, depth=depth) if depth else settings(name)
@@ -273,7 +274,7 @@ def test_a_grown_run_goes_on_where_the_small_one_ended(base, name, tmp_path):
     parts = in_parts(config, tmp_path / "parts", 4)
     assert (parts.summary["from_step"] in (4, 5) and [line["loss"] for line in parts.metrics]
             == [line["loss"] for line in run.metrics])
-    ours, theirs = (load_latest(one.checkpoints)[0].tensors for one in (run, parts))
+    ours, theirs = (load_latest(trained.checkpoints)[0].tensors for trained in (run, parts))
     assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key])
         for key, t in ours.items())
     with pytest.raises(ConfigError, match=r"start\.grow"):
@@ -332,7 +333,7 @@ def test_equal_shares_keep_copies_alike_for_ever(base):
 
 def test_the_command_line(base, tmp_path, capsys):
     def train(*asked):
-        start = ([] if any(one.startswith("start.run=") for one in asked)
+        start = ([] if any(argument.startswith("start.run=") for argument in asked)
                  else [f"start.run={base.path}"])
         words = [str(base.path / "config.yaml"), *start, "steps=2", *asked, "--out",
                  str(tmp_path / "out")]
@@ -347,8 +348,8 @@ def test_the_command_line(base, tmp_path, capsys):
         ("start.grow=stack", "start.grow.uneven=0.1"): "bert2bert has it",
         ("start.grow=stack", f"start.run={tmp_path}"): "holds no run",
     }.items():
-        code, said = train(*asked)
-        assert (code == 2 and sentence in said and said.count("\n") == 1
-                and not (tmp_path / "out").exists()), said
+        code, errors = train(*asked)
+        assert (code == 2 and sentence in errors and errors.count("\n") == 1
+                and not (tmp_path / "out").exists()), errors
     assert (train("start.grow=stack", "model.layers=4")[0] == 0
             and "grow: stack" in (tmp_path / "out" / "config.yaml").read_text())

@@ -19,7 +19,7 @@ from lpkit.config import Config
 from lpkit.predict import memory
 from lpkit.predict.time import step_time
 
-module, changes = sys.argv[1], dict(one.split("=") for one in sys.argv[2:])
+module, changes = sys.argv[1], dict(change.split("=") for change in sys.argv[2:])
 config = Config(imports=module).replace(changes)
 print(memory(config, "h200").peak_bytes > 0 < step_time(config, "h200").step_seconds)
 print(sorted(name for name in ("torch", "numpy") if name in sys.modules))
@@ -49,6 +49,6 @@ def test_a_row_of_a_lesson_is_loaded_from_its_own_file_and_a_second_import_chang
     before = {field: dict(rows) for field, rows in outside.TABLES.items()}
     outside.load(lessons.package().modules())
     assert before == outside.TABLES
-    found = [row for rows in before.values() for row in rows.values()
-             if row.implementation.startswith("lessons.rows.")]
-    assert len(found) > 9 and all(row.load() for row in found)
+    lesson_rows = [row for rows in before.values() for row in rows.values()
+                   if row.implementation.startswith("lessons.rows.")]
+    assert len(lesson_rows) > 9 and all(row.load() for row in lesson_rows)

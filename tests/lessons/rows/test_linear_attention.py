@@ -231,13 +231,13 @@ def test_what_chunks_keep_is_the_formula_to_the_byte(name, style, precision, bat
                 logits = built(x)
             return cross_entropy(logits, y.clone())
 
-        found = saved_bytes(built, loss, ignore=[x])
+        saved = saved_bytes(built, loss, ignore=[x])
         formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
                        attention="chunked",
                        residual_bytes=2 if precision == "bf16-pure" else 4, recompute=recompute)
-        found.operations["embed"] = formula.operations["embed"]     # x and y share a storage
-        assert formula.operations == found.operations
-        assert formula.weight_copy_bytes == found.weight_copy_bytes
+        saved.operations["embed"] = formula.operations["embed"]     # x and y share a storage
+        assert formula.operations == saved.operations
+        assert formula.weight_copy_bytes == saved.weight_copy_bytes
 
 
 @pytest.mark.parametrize("style", ["gpt2", "three blocks of queries"])
@@ -263,14 +263,14 @@ def test_the_operators_flops_are_their_products(name):
 
     _, own, qkv = given(name, 200, groups=2)
     call, inputs = (kernel.delta, (*qkv, own)) if name == "delta" else (kernel.attend, (*qkv, own))
-    with FlopCounterMode(display=False) as said:
+    with FlopCounterMode(display=False) as counter:
         call(*inputs)
     with FlopCounterMode(display=False) as inside, torch.no_grad():
         call.__wrapped__(*inputs)
     aside = 2 * 2 * 256 * 2 * 64 * 2 * 8 if name == "delta" else 0
     if name == "performer":     # the features themselves
         aside = -2 * 2 * (4 + 2) * 200 * 8 * 256
-    assert said.get_total_flops() == inside.get_total_flops() + aside
+    assert counter.get_total_flops() == inside.get_total_flops() + aside
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
@@ -282,10 +282,10 @@ def test_the_peak_of_a_step(name, recipe):
                                "global_batch": 4,
                                "model.attention": name, "precision.recipe": recipe,
                                "system.device": "cpu"})
-    found = measure.memory(config, device="cpu")
-    assert found.chosen["attention"].used == "chunked"
-    said = memory(config, CPU, attention="chunked")
-    assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+    measured = measure.memory(config, device="cpu")
+    assert measured.chosen["attention"].used == "chunked"
+    estimate = memory(config, CPU, attention="chunked")
+    assert estimate.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
     assert predict(config, "h200").step_seconds > 0
 
 
@@ -295,9 +295,9 @@ def test_what_a_definition_keeps_is_estimated(name):
     model = replace(MODEL, attention=name)
     built = Transformer(model, attention.backend("plain", model))
     x, y = (torch.zeros(2, model.T, dtype=torch.long) for _ in range(2))
-    found = saved_bytes(built, lambda: cross_entropy(built(x), y)).operations["attention"]
-    said = kept(model, batch=2, attention="plain").operations["attention"]
-    assert 1 / 1.3 < said / found < 1.3
+    saved = saved_bytes(built, lambda: cross_entropy(built(x), y)).operations["attention"]
+    estimate = kept(model, batch=2, attention="plain").operations["attention"]
+    assert 1 / 1.3 < estimate / saved < 1.3
 
 
 @pytest.mark.parametrize("position", ["learned", "rope"])
@@ -319,17 +319,18 @@ def test_a_cache_of_states_changes_no_logit(name, position):
 def test_recomputation_keeps_the_bits_and_a_compiled_graph_the_gradients(name):
     """Compiled by inductor's front: one graph, operators whole."""
     model = replace(MODEL, attention=name)
-    tokens, found = torch.randint(0, 60, (2, 100), generator=torch.Generator().manual_seed(0)), []
+    tokens = torch.randint(0, 60, (2, 100), generator=torch.Generator().manual_seed(0))
+    gradients = []
     for transform in (None, CoreAttention(), Recompute(), Compile(backend="aot_eager")):
         torch.manual_seed(0)
         built = Transformer(model, attention.backend("chunked", model))
         if transform:
             transform(built)
         cross_entropy(built(tokens), tokens).backward()
-        found.append([p.grad for p in built.parameters()])
-    for grads in found[1:3]:
-        assert all(map(torch.equal, found[0], grads))
-    torch.testing.assert_close(found[3], found[0], rtol=1e-4, atol=1e-6)
+        gradients.append([p.grad for p in built.parameters()])
+    for grads in gradients[1:3]:
+        assert all(map(torch.equal, gradients[0], grads))
+    torch.testing.assert_close(gradients[3], gradients[0], rtol=1e-4, atol=1e-6)
 
 
 @kinds

@@ -46,7 +46,7 @@ def by_hand(config, w, batch):
     """The nats of hidden tokens, sequence by sequence: the encoder's input is a list of tokens, and
     nothing is put anywhere by an index of the batch."""
     m, nats = config.model, []
-    encoder = next((one.encoder_layers for one in m.changes), 0)
+    encoder = next((change.encoder_layers for change in m.changes), 0)
 
     def layer(x, at, i):
         def p(name):
@@ -101,9 +101,9 @@ def test_the_loss_and_its_gradients_are_those_written_out(says, position, small)
     for block in training.model.blocks:
         block.attention.rotate = lambda x, cos, sin, rotate=block.attention.rotate: rotate(x,
             *(t.view(x.shape[-2:]) for t in (cos, sin)))
-    said = training.forward_backward(batch)
+    own_loss = training.forward_backward(batch)
     (loss := by_hand(config, state, batch)).backward()
-    assert said.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert own_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     for name, p in training.model.named_parameters():
         assert torch.allclose(p.grad, state[name].grad, rtol=1e-3, atol=2e-6), name
 
@@ -154,31 +154,31 @@ def test_a_hidden_token_is_a_target_and_nothing_else(small):
     assert (torch.equal(first.weights, hidden.float())
             and torch.equal(first.tokens[~hidden], first.targets[~hidden]))
     training = Training.build(small.replace(MAE))
-    found = []
+    results = []
     for batch in (first, second):
         weights = batch.weights.clone()
         weights[:, place] = 0
         kept = replace(batch, weights=weights,
                        tokens=batch.tokens.where(rows[:, None], first.tokens))
         loss = training.forward_backward(kept)
-        found.append([loss, *(p.grad.clone() for p in training.model.parameters())])
+        results.append([loss, *(p.grad.clone() for p in training.model.parameters())])
         for p in training.model.parameters():
             p.grad = None
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
     assert training.forward_backward(first) != training.forward_backward(replace(first,
         targets=second.targets))
 
 
 def test_as_many_are_hidden_in_each_sequence_by_seed_and_step_alone():
     text = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
-    made = [Masked(tokens=text, batch=8, context=40, seed=seed, share=0.15, mask=256)
-            for seed in (0, 0, 1)]
-    masks = [[(policy.batch(step).tokens == 256) for step in (0, 7)] for policy in made]
-    assert all((mask.sum(1) == 6).all() for one in masks for mask in one)
+    policies = [Masked(tokens=text, batch=8, context=40, seed=seed, share=0.15, mask=256)
+                for seed in (0, 0, 1)]
+    masks = [[(policy.batch(step).tokens == 256) for step in (0, 7)] for policy in policies]
+    assert all((mask.sum(1) == 6).all() for pair in masks for mask in pair)
     assert (torch.equal(masks[0][1], masks[1][1]) and not torch.equal(masks[0][0], masks[0][1])
             and not torch.equal(masks[0][0], masks[2][0]))
-    places = torch.stack([made[0].batch(step).tokens == 256 for step in range(200)]).float().mean(
-        (0, 1))
+    places = torch.stack([policies[0].batch(step).tokens == 256
+                          for step in range(200)]).float().mean((0, 1))
     # every place is as likely: 0.15, and a deviation of 0.009
     assert 0.1 < places.min() and places.max() < 0.2
 
@@ -212,10 +212,10 @@ def test_parameters_flops_and_bytes_are_those_of_an_update(says, small):
     training = Training.build(config)
     with FlopCounterMode(display=False) as counter:
         training.update(0)
-    said = predict(config, "h200")
+    prediction = predict(config, "h200")
     assert (training_flops(config.model, batch=config.global_batch) == counter.get_total_flops()
-            == said.flops_per_token * config.tokens_per_step)
-    assert said.parameters == sum(p.numel() for p in training.model.parameters())
+            == prediction.flops_per_token * config.tokens_per_step)
+    assert prediction.parameters == sum(p.numel() for p in training.model.parameters())
     config = config.replace({"system.attention": "sdpa"})
     traced, there = lpkit.predict_trace(config), memory(config, room("cpu"), attention="sdpa")
     at = there.at(there.peak_moment)
@@ -229,9 +229,9 @@ def test_an_encoder_of_a_quarter_is_cheaper_as_products_say(small):
     config = small.replace(BERT | {"model.layers": 24, "model.width": 1024, "model.heads": 16,
                                    "model.context": 196, "data.policy.share": 0.75})
     encoder = config.replace({"model.changes": "masked-autoencoder:encoder_layers=23"})
-    whole, less = (predict(one, "h200") for one in (config, encoder))
-    linears = [sum(p.flops for p in products(one.model, batch=1) if not p.pairs
-                   and p.name != "head") for one in (config, encoder)]
+    whole, less = (predict(variant, "h200") for variant in (config, encoder))
+    linears = [sum(p.flops for p in products(variant.model, batch=1) if not p.pairs
+                   and p.name != "head") for variant in (config, encoder)]
     assert linears[1] / linears[0] == pytest.approx((23 / 4 + 1) / 24)
     assert (0.25 < less.flops_per_token / whole.flops_per_token < 0.29
             and less.step_seconds < 0.4 * whole.step_seconds)
@@ -245,8 +245,8 @@ def test_a_run_goes_on_to_the_bit_and_learns(small, tmp_path):
     run = lpkit.train(config, out=tmp_path / "run")
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 1
     parts = in_parts(config, tmp_path / "parts", 7)
-    lines = [[(line["loss"], line["grad_norm"], line.get("val_loss")) for line in one.metrics]
-             for one in (parts, run)]
+    lines = [[(line["loss"], line["grad_norm"], line.get("val_loss")) for line in trained.metrics]
+             for trained in (parts, run)]
     assert lines[0] == lines[1] and run.summary["val_loss"] == parts.summary["val_loss"]
     with pytest.raises(ConfigError,
                        match=r"model\.attention=bidirectional sees tokens to come, so that .* "
@@ -261,13 +261,14 @@ def test_a_run_goes_on_to_the_bit_and_learns(small, tmp_path):
                                   {"memory.cross_entropy": "chunked"}, {"grad_accum_steps": 2},
                                   {"system.attention": "tiled"}])
 def test_other_ways_of_computing_it_have_its_numbers(says, small):
-    found = []
+    losses = []
     for config in (small.replace(MAE), small.replace(MAE | says)):
         training = Training.build(config)
-        found.append([training.update(step).loss.item() for step in range(3)]
-                     + [training.evaluate()])
-    assert found[1] == pytest.approx(found[0], rel=1e-5 if "grad_accum_steps" not in says else 1e-2)
-    assert found[1][:3] == pytest.approx(found[0][:3], rel=1e-5)
+        losses.append([training.update(step).loss.item() for step in range(3)]
+                      + [training.evaluate()])
+    assert losses[1] == pytest.approx(losses[0],
+                                      rel=1e-5 if "grad_accum_steps" not in says else 1e-2)
+    assert losses[1][:3] == pytest.approx(losses[0][:3], rel=1e-5)
 
 
 @pytest.mark.dist

@@ -30,8 +30,8 @@ SMALL = Config().replace({
     "system.threads": 1, "parallel.data": 2, "parallel.zero": 0})
 
 
-def on_ranks(parent, function, world, **told):
-    with Processes(f"tests.lessons.rows.reduction_ranks:{function}", told, world=world,
+def on_ranks(parent, function, world, **given):
+    with Processes(f"tests.lessons.rows.reduction_ranks:{function}", given, world=world,
                    parent=parent) as running:
         return running.wait()
 
@@ -64,8 +64,8 @@ def test_seconds_are_priced_by_bytes():
     def seconds(name):
         config = SMALL.replace({"parallel.data": 4, "parallel.reduction": name,
                                 "model.width": 2048, "model.layers": 8})
-        found = step_time(config, "h200").rows
-        row = next(row for row in found if row.name.startswith("data: "))
+        rows = step_time(config, "h200").rows
+        row = next(row for row in rows if row.name.startswith("data: "))
         return row.seconds + getattr(row, "hidden_seconds", 0)
 
     assert seconds("local-10") < 0.2 * seconds("overlapped")
@@ -88,7 +88,7 @@ def defined(name, by_rank):
             sent = [p @ q.T] * n
         else:
             sent = [approximation(name, x.flatten()).view(shape) for x in xs]
-        errors = [x - one for x, one in zip(xs, sent)]
+        errors = [x - coded for x, coded in zip(xs, sent)]
         averages.append(sum(sent) / n)
     return averages
 
@@ -112,7 +112,7 @@ def test_error_feedback_is_that_of_float64(parent):
     by_rank = on_ranks(parent, "averages", world, names=CODED, shape=shape,
                        config=config.to_dict())
     for name in CODED:
-        assert all(one[name] == by_rank[0][name] for one in by_rank)      # to the bit
+        assert all(results[name] == by_rank[0][name] for results in by_rank)      # to the bit
         due = defined(name, [gradients(shape, rank) for rank in range(world)])
         for got, want in zip(by_rank[0][name], due, strict=True):
             off = (torch.tensor(got).double() - want).abs().flatten().sort().values
@@ -128,7 +128,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(parent, tmp_path):
                        config=config.to_dict())
     for name, *of in zip(names, *by_rank, strict=True):
         assert all(first == again for first, again in of), name
-        agree = all(one[0][1] == of[0][0][1] for one in of)
+        agree = all(of_rank[0][1] == of[0][0][1] for of_rank in of)
         assert agree == (name not in OWN_WEIGHTS), name
 
 
