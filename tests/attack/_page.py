@@ -23,10 +23,10 @@ each attack at every change. A failed trial is named, so that you can repeat it.
 
 
 def page() -> str:
-    lines, found = [PAGE], sorted(resource("data/measured").glob("reliability-*.json"))
-    if not found:
+    lines, paths = [PAGE], sorted(resource("data/measured").glob("reliability-*.json"))
+    if not paths:
         lines += ["No whole run is recorded yet.", ""]
-    for path in found:
+    for path in paths:
         result = json.loads(path.read_text())
         lines += [*recorded(result),
                   markdown_table(("attack", "trials", "did harm", "seconds", "at commit", "seen"),
@@ -58,12 +58,12 @@ def age(text: str, root: Path = ROOT) -> str:
             by_attack.setdefault(name, []).append(changes)
     # for each attack, only its newest record counts
     count, words = max(map(min, by_attack.values()), default=(0, ""))
-    said = [words] * (count > 0)
+    sentences = [words] * (count > 0)
     absent = [name for name in NAMES if f"| {name} |" not in text]
-    said += [f"it has no row for {', '.join(absent)}"] * bool(absent)
+    sentences += [f"it has no row for {', '.join(absent)}"] * bool(absent)
     renew = ("`lpkit bench reliability --out data/measured` and `python -m tests.pages "
              "reliability` renew it")
-    return f"docs/reliability.md is old: {'; '.join(said)}. {renew}" if said else ""
+    return f"docs/reliability.md is old: {'; '.join(sentences)}. {renew}" if sentences else ""
 
 
 def _changes(section: str, root: Path) -> Iterator[tuple[str, tuple[int, str]]]:

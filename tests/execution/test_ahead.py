@@ -169,12 +169,12 @@ class Counted(DataPolicy):
     """Says which thread made which batch."""
 
     def __init__(self):
-        self.made: list[tuple[int, str]] = []
+        self.batches_made: list[tuple[int, str]] = []
 
     def batch(self, step: int) -> Batch:
         if step == 5:
             raise ValueError("there is no sixth batch")
-        self.made.append((step, threading.current_thread().name))
+        self.batches_made.append((step, threading.current_thread().name))
         return Batch(torch.full((2, 3), step), torch.full((2, 3), step + 1),
                      weights=torch.full((2, 3), float(step)))
 
@@ -203,9 +203,9 @@ def test_batches_are_the_policys_made_ahead_by_one_thread():
         got, want = ahead_of.batch(step), Counted().batch(step)
         assert got.present.keys() == want.present.keys()
         assert all(map(torch.equal, got.tensors, want.tensors))
-    assert {thread for _, thread in policy.made} == {"lpkit-batches_0"}
-    assert len(policy.made) > len(asked), "the next batch is made ahead"
-    assert lane.arrived == asked and len(lane.stored) == 3 * len(policy.made)
+    assert {thread for _, thread in policy.batches_made} == {"lpkit-batches_0"}
+    assert len(policy.batches_made) > len(asked), "the next batch is made ahead"
+    assert lane.arrived == asked and len(lane.stored) == 3 * len(policy.batches_made)
     # it was made ahead, and failed when it was asked for
     with pytest.raises(ValueError, match="no sixth"):
         ahead_of.batch(5)

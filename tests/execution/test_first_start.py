@@ -68,11 +68,11 @@ def flex():
     """In its place; each kind of tensors is one graph, and so is each mask of more than a few
     tokens."""
     def call(q, k, v, documents=None, sinks=None):
-        call.made |= ({(q.shape, k.shape, q.dtype)} | {T for T in q.shape[2:3]
+        call.shapes |= ({(q.shape, k.shape, q.dtype)} | {T for T in q.shape[2:3]
             if T > library_attention_torch.EAGER_MASK})
         return plain(q, k, v)
 
-    call.made, call.by_shape = set(), library_attention_torch.flex.by_shape
+    call.shapes, call.by_shape = set(), library_attention_torch.flex.by_shape
     return call
 
 
@@ -93,8 +93,8 @@ def test_attention_is_compiled_for_two_shapes(graphs, flex, monkeypatch):
                         lambda given: {"plain": attention._with_rule("plain", given.rule),
                                        "sdpa": plain, "flex": flex})
     raced_attention()
-    assert {shape[0][2] for shape in flex.made if isinstance(shape, tuple)} == {1024, 1100}
-    assert len(flex.made) == OF_FLEX
+    assert {shape[0][2] for shape in flex.shapes if isinstance(shape, tuple)} == {1024, 1100}
+    assert len(flex.shapes) == OF_FLEX
 
 
 def test_what_is_compiled_for_a_shape_is_still_verified(graphs, flex, monkeypatch):

@@ -68,12 +68,12 @@ def test_numbers_arrive_when_they_are_waited_for():
 
 
 def test_batches_come_by_a_stream_of_their_own_to_the_gpu_of_their_run(tiny):
-    """The thread that makes them has said which GPU: a thread begins with the first."""
+    """The thread that makes them sets its GPU: the current GPU of a new thread is the first."""
     with gpus(2) as fake:
         training = Training.build(tiny.replace({"system.device": "cuda:1"}))
         batch = training.batch(0)
         assert batch.tokens.device == torch.device("cuda:1") and batch.tokens.is_contiguous()
-        assert ("MainThread", 1) in fake.current_devices and ("lpkit-batches_0", 1) in fake.current_devices
+        assert {("MainThread", 1), ("lpkit-batches_0", 1)} <= {*fake.current_devices}
         stream = fake.of(batch.tokens).born
         assert stream.index == 1 and stream is not fake.default[1]
         assert {p.device for p in training.model.parameters()} == {torch.device("cuda:1")}
